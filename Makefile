@@ -1,0 +1,51 @@
+# What one needs to type. Everything runs in .venv, which is made from $(PYTHON) and from pyproject.toml alone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check docs clean
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.made ## make .venv
+
+demo: $(VENV)/.demo ## run the demo shop
+	$(BIN)/python manage.py migrate --verbosity 0
+	$(BIN)/python manage.py demo
+
+test: $(VENV)/.dev ## the whole suite on PostgreSQL, then its portable part on SQLite
+	$(PYTEST)
+	$(PYTEST) --db sqlite -m every_database
+
+check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python manage.py makemigrations --check --dry-run
+	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
+	$(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
+
+docs: $(VENV)/.dev ## serve the documentation, rebuilt as it is written
+	$(BIN)/mkdocs serve
+
+clean: ## remove everything that was made
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made: pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.made
+	$(PIP) --editable '.[demo,postgres,redis]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.made
+	$(PIP) --editable '.[dev]'
+	touch $@
