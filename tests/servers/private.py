@@ -98,15 +98,15 @@ class PrivateServer(ABC):
 
     def stop(self) -> None:
         """End it the polite way, and the other way when it takes too long."""
-        if self._process is not None:
-            watcher.end_tree(self._process.pid, self.stop_signal, self.stop_seconds)
-            self._reap()
+        if self.is_running:
+            watcher.end_tree(self.pid, self.stop_signal, self.stop_seconds)
+        self._reap()
 
     def kill(self) -> None:
         """SIGKILL for the server and all its processes at once: what a power cut leaves, minus the disk."""
-        if self._process is not None:
-            watcher.kill_tree(self._process.pid)
-            self._reap()
+        if self.is_running:
+            watcher.kill_tree(self.pid)
+        self._reap()
 
     def restart(self) -> Self:
         self.stop()

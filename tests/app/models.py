@@ -1,0 +1,23 @@
+"""What the handlers of the tests do: rows that can be counted."""
+
+from django.db import models
+
+
+class Effect(models.Model):
+    """Something happened. No constraint stands in the way of its happening twice, so that a test can see it."""
+
+    name = models.CharField(max_length=200)
+    detail = models.CharField(max_length=200, blank=True)
+    at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self):
+        return f"{self.name} {self.detail}".strip()
+
+
+class Unique(models.Model):
+    """Something that cannot happen twice: the second one is a database error."""
+
+    name = models.CharField(max_length=200, unique=True)
+
+    def __str__(self):
+        return self.name

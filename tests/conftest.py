@@ -1,0 +1,91 @@
+"""Servers and databases for the tests. Each server starts with the first test that asks for it, once a session."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from django.db import connections
+
+from tests import plugin
+from tests.servers import PostgresServer, RabbitServer, RedisServer
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def postgres_server(pytestconfig):
+    """The PostgreSQL of the session. The suite's own database is usually on it: to kill one, take `mortal_postgres`."""
+    with pytestconfig.stash.get(plugin.postgres, None) or PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq_server():
+    """A test may kill it: the next one that asks for `rabbitmq_url` finds it running again."""
+    with RabbitServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server():
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def _mortal_postgres():
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture
+def mortal_postgres(_mortal_postgres):
+    """A second PostgreSQL, for tests that kill, stop or stall it. Running at the start of every test."""
+    return _mortal_postgres.start()
+
+
+@pytest.fixture
+def rabbitmq_url(rabbitmq_server):
+    """The URL of a virtual host of this test's own."""
+    url = rabbitmq_server.start().new_vhost()
+    yield url
+    rabbitmq_server.start().delete_vhost(url)
+
+
+@pytest.fixture
+def redis_url(redis_server):
+    """The URL of an empty Redis database."""
+    redis_server.start().flush()
+    return redis_server.url
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings(pytestconfig, request):
+    """Start the server the settings already point to, just before pytest-django makes the test databases."""
+    server = pytestconfig.stash.get(plugin.postgres, None)
+    if server is not None and os.environ["DATABASE_URL"] == server.url:
+        request.getfixturevalue("postgres_server")
+
+
+@pytest.fixture
+def process_environment(transactional_db):
+    """The environment of a process that shall see this test's databases: committed rows only, so no `db` fixture."""
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "DJANGO_SETTINGS_MODULE": "tests.settings",
+        "DATABASE_URL": _url("default"),
+        "OTHER_DATABASE_URL": _url("other"),
+    }
+
+
+def _url(alias):
+    settings = connections[alias].settings_dict
+    if connections[alias].vendor == "sqlite":
+        return f"sqlite:///{settings['NAME']}"
+    user, password = quote(settings["USER"]), quote(settings["PASSWORD"])
+    address = f"{settings['HOST']}:{settings['PORT'] or 5432}"
+    return f"postgres://{user}{':' if password else ''}{password}@{address}/{settings['NAME']}"

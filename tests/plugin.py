@@ -1,0 +1,62 @@
+"""Which database the suite runs on: a private PostgreSQL, unless `--db sqlite` or DATABASE_URL say otherwise.
+
+Django's settings are read before any conftest, so this is a plugin of its own (`-p tests.plugin` in pyproject.toml). It
+only decides *where* the server will be: the first test that wants the database starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from pathlib import Path
+from typing import Literal, get_args
+
+import pytest
+
+from tests.servers import PostgresServer
+
+Engine = Literal["postgres", "sqlite"]
+
+postgres = pytest.StashKey[PostgresServer]()
+directory = pytest.StashKey[Path]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--db",
+        choices=get_args(Engine),
+        default="postgres",
+        help="database the suite runs on: a private PostgreSQL (or DATABASE_URL, if set), or SQLite",
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> Generator[None]:
+    """A wrapper, so that it comes before pytest-django reads the settings."""
+    match _engine(args):
+        case "sqlite":
+            early_config.stash[directory] = place = Path(tempfile.mkdtemp(prefix="exactly-once-sqlite-"))
+            os.environ["DATABASE_URL"] = f"sqlite:///{place / 'default.sqlite3'}"
+            os.environ["OTHER_DATABASE_URL"] = f"sqlite:///{place / 'other.sqlite3'}"
+        case "postgres":
+            early_config.stash[postgres] = server = PostgresServer()
+            os.environ.setdefault("DATABASE_URL", server.url)
+    return (yield)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if place := config.stash.get(directory, None):
+        shutil.rmtree(place, ignore_errors=True)
+    if server := config.stash.get(postgres, None):
+        server.close()
+
+
+def _engine(args: list[str]) -> Engine:
+    """What `--db` says; the configuration does not hold it yet."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--db", choices=get_args(Engine), default="postgres")
+    engine: Engine = parser.parse_known_args(args)[0].db
+    return engine
