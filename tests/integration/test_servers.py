@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing, contextmanager
 
@@ -162,7 +163,7 @@ class TestOwnership:
 
     def test_a_server_that_is_not_to_be_had_is_an_error_with_a_remedy(self, monkeypatch):
         monkeypatch.setattr(binaries, "_rabbit_on_the_machine", lambda: None)
-        monkeypatch.setattr(binaries, "_apt_install", lambda package: False)
+        monkeypatch.setattr(binaries, "_apt_install", lambda package: None)
 
         with pytest.raises(ServerUnavailable, match="apt-get install rabbitmq-server"):
             RabbitServer().start()
@@ -253,7 +254,7 @@ class TestProxy:
     def test_a_server_that_is_gone_is_a_reset(self):
         with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
             port = nobody.getsockname()[1]
-        with FaultProxy("127.0.0.1", port) as proxy, a_client(proxy) as client, pytest.raises(ConnectionResetError):
+        with FaultProxy("127.0.0.1", port) as proxy, pytest.raises(ConnectionResetError), a_client(proxy) as client:
             client.recv(1)
 
     def test_stopped_it_is_gone(self, echo):
@@ -277,8 +278,6 @@ class Echo:
         self.proxy = FaultProxy("127.0.0.1", self.listener.getsockname()[1])
 
     def serve(self):
-        import threading
-
         def talk(connection):
             with connection:
                 try:

@@ -1,7 +1,7 @@
 """Real private servers for the tests: PostgreSQL, RabbitMQ, Redis, and a proxy that breaks connections to them.
 
-Every server belongs to the process that started it: a free loopback port, a temporary directory, and a watcher that ends
-it when its owner dies, however that happens. A server somebody else runs on this machine is never touched.
+Every server belongs to the process that started it: a free loopback port, a temporary directory, and a watcher that
+ends it when its owner dies, however that happens. A server somebody else runs on this machine is never touched.
 
     with RabbitServer() as rabbit:
         url = rabbit.new_vhost()

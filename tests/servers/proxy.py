@@ -5,8 +5,8 @@
         ...
         proxy.freeze()      # the cable is out: nobody is told, nothing arrives
 
-One thread owns all sockets. An order is carried out by that thread before the call that gave it returns, so a test knows
-that what it does next meets the fault.
+One thread owns all sockets. An order is carried out by that thread before the call that gave it returns, so a test
+knows that what it does next meets the fault.
 """
 
 from __future__ import annotations

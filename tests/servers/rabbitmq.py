@@ -1,19 +1,17 @@
 """A private RabbitMQ node, with an epmd, a cookie and a home of its own.
 
-Its name ends in `@localhost`, so that it runs on a machine that cannot resolve its own host name. Virtual hosts are cheap:
-one for every test. They are made through a small Erlang node that stays connected, in milliseconds; `rabbitmqctl`, which
-takes a second to start, is there for everything else.
+Its name ends in `@localhost`, so that it runs on a machine that cannot resolve its own host name. Virtual hosts are
+cheap: one for every test. They are made through a small Erlang node that stays connected, in milliseconds;
+`rabbitmqctl`, which takes half a second to start, is there for everything else.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import secrets
-import shutil
 import subprocess
-import time
-from pathlib import Path
 from typing import ClassVar
 
 import amqp
@@ -100,13 +98,13 @@ class RabbitServer(PrivateServer):
         self.evaluate(f"rabbit_vhost:delete({_binary(name.rpartition('/')[2])}, {_binary(USER)}).")
 
     def queue_lengths(self, vhost: str = "/") -> dict[str, int]:
-        """Messages each queue of a virtual host (its name, or its URL) holds now, delivered and not acked ones included."""
+        """Messages each queue of a virtual host (its name, or its URL) holds, delivered and not yet acked ones too."""
         name = vhost if vhost == "/" or "/" not in vhost else vhost.rpartition("/")[2] or "/"
         answer = self.evaluate(QUEUE_LENGTHS % _binary(name))
         return {_decoded(encoded): int(length) for encoded, length in re.findall(r'\{<<"([^"]*)">>,(\d+)\}', answer)}
 
     def ctl(self, *arguments: str) -> str:
-        """What `rabbitmqctl` prints. A second each: `evaluate` is the fast way."""
+        """What `rabbitmqctl` prints. Half a second each: `evaluate` is the fast way."""
         return self._run([str(self._tools.ctl), "--node", NODE, *arguments], env=self._environment())
 
     def evaluate(self, expression: str) -> str:
@@ -209,6 +207,4 @@ def _binary(text: str) -> str:
 
 
 def _decoded(encoded: str) -> str:
-    import base64
-
     return base64.b64decode(encoded).decode()

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 LOOK_EVERY_SECONDS = 0.5
 GRACE_SECONDS = 5.0
@@ -87,7 +88,7 @@ def born(pid: int) -> str:
 
 def _parents() -> list[tuple[int, int]]:
     if Path("/proc/self/stat").exists():
-        numbers = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+        numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         return [(number, int(fields[1])) for number in numbers if (fields := _stat(number))]
     listing = subprocess.run(["ps", "-axo", "pid=,ppid="], capture_output=True, text=True, check=False).stdout
     return [(int(pid), int(parent)) for pid, parent in (line.split() for line in listing.splitlines())]
@@ -105,9 +106,34 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
+class Charge:
+    """What there is to end and to remove once the owner is gone."""
+
+    def __init__(self) -> None:
+        self.processes: dict[int, tuple[int, str]] = {}
+        self.directories: set[str] = set()
+
+    def take(self, order: dict[str, Any]) -> None:
+        match order["do"]:
+            case "watch":
+                self.processes[order["pid"]] = (order["ask_with"], born(order["pid"]))
+            case "forget":
+                self.processes.pop(order["pid"], None)
+            case "remove":
+                self.directories.add(order["directory"])
+            case "keep":
+                self.directories.discard(order["directory"])
+
+    def end(self) -> None:
+        for pid, (ask_with, birth) in self.processes.items():
+            if born(pid) == birth:
+                end_tree(pid, ask_with)
+        for directory in self.directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
 def watch(owner: int) -> None:
-    processes: dict[int, tuple[int, str]] = {}
-    directories: set[str] = set()
+    charge = Charge()
     pending = b""
     while os.getppid() == owner:
         ready, _, _ = select.select([0], [], [], LOOK_EVERY_SECONDS)
@@ -118,21 +144,8 @@ def watch(owner: int) -> None:
             break
         *lines, pending = (pending + chunk).split(b"\n")
         for line in lines:
-            order = json.loads(line)
-            match order["do"]:
-                case "watch":
-                    processes[order["pid"]] = (order["ask_with"], born(order["pid"]))
-                case "forget":
-                    processes.pop(order["pid"], None)
-                case "remove":
-                    directories.add(order["directory"])
-                case "keep":
-                    directories.discard(order["directory"])
-    for pid, (ask_with, birth) in processes.items():
-        if born(pid) == birth:
-            end_tree(pid, ask_with)
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+            charge.take(json.loads(line))
+    charge.end()
 
 
 if __name__ == "__main__":
