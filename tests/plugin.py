@@ -7,18 +7,25 @@ only decides *where* the server will be: the first test that wants the database 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Generator
 from pathlib import Path
 from typing import Literal, get_args
 
 import pytest
 
-from tests.servers import PostgresServer
+from tests.servers import PostgresServer, ServerUnavailable, binaries
+from tests.servers.private import remove, scratch_directory
 
 Engine = Literal["postgres", "sqlite"]
+
+FETCHED_FOR = {
+    "postgres_server": binaries.postgres,
+    "_mortal_postgres": binaries.postgres,
+    "rabbitmq_server": binaries.rabbitmq,
+    "redis_server": binaries.redis,
+}
 
 postgres = pytest.StashKey[PostgresServer]()
 directory = pytest.StashKey[Path]()
@@ -38,7 +45,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     """A wrapper, so that it comes before pytest-django reads the settings."""
     match _engine(args):
         case "sqlite":
-            early_config.stash[directory] = place = Path(tempfile.mkdtemp(prefix="exactly-once-sqlite-"))
+            early_config.stash[directory] = place = scratch_directory("sqlite")
             os.environ["DATABASE_URL"] = f"sqlite:///{place / 'default.sqlite3'}"
             os.environ["OTHER_DATABASE_URL"] = f"sqlite:///{place / 'other.sqlite3'}"
         case "postgres":
@@ -47,9 +54,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
     return (yield)
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fetch what the chosen tests need before the first of them runs: an installation outlasts a test's timeout."""
+    if session.config.option.collectonly:
+        return
+    wanted = {name for item in session.items for name in getattr(item, "fixturenames", [])}
+    for fixture, fetch in FETCHED_FOR.items():
+        if fixture in wanted:
+            with contextlib.suppress(ServerUnavailable):  # the fixture says it again, in the test that needs the server
+                fetch()
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if place := config.stash.get(directory, None):
-        shutil.rmtree(place, ignore_errors=True)
+        remove(place)
     if server := config.stash.get(postgres, None):
         server.close()
 

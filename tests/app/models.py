@@ -10,7 +10,7 @@ class Effect(models.Model):
     detail = models.CharField(max_length=200, blank=True)
     at = models.DateTimeField(auto_now_add=True)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.name} {self.detail}".strip()
 
 
@@ -19,5 +19,5 @@ class Unique(models.Model):
 
     name = models.CharField(max_length=200, unique=True)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.name
