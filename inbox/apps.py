@@ -1,0 +1,13 @@
+from django.apps import AppConfig
+from django.utils.module_loading import autodiscover_modules
+
+
+class InboxConfig(AppConfig):
+    name = "inbox"
+    verbose_name = "Inbox"
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from inbox import checks  # noqa: F401 - registers itself
+
+        autodiscover_modules("handlers")

@@ -1,0 +1,116 @@
+"""The `INBOX` setting, read into one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+from outbox.kernel import options
+from outbox.kernel.retry import RetryPolicy
+
+LOCAL_BROKER = "local://"
+_MAY_BE_EMPTY = {"BROKER_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InboxOptions:
+    """Every option of `INBOX`, with its default.
+
+    Attributes:
+        BROKER_URL: any kombu URL or `local://`; "" takes `OUTBOX["BROKER_URL"]`, so that a service says it once.
+        EXCHANGE: the topic exchange that queues are bound to; "" takes `OUTBOX["EXCHANGE"]`.
+        GROUP: this service's name on the broker, the first part of its queues' names; "" takes the project's name.
+        QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
+        ACCEPT: media types that are decoded; all must be JSON. Anything else is a dead letter.
+        PREFETCH: most deliveries in this process's hands at once.
+        MAX_ATTEMPTS: failed attempts after which a message is dead.
+        RETRY_BASE, RETRY_FACTOR, RETRY_CAP: rest after the first failed attempt, its growth, its limit.
+        REDELIVERY_AFTER: a stored message whose process died in the middle is tried again after this.
+        TWIN_TIMEOUT: how long a delivery waits for a concurrent twin's transaction before it is put off.
+        RETENTION: how long handled rows are kept, which is the deduplication window.
+        AGE_FENCE_MARGIN: a delivery older than RETENTION less this is not run, as its row may be purged already.
+        POLL_INTERVAL: longest rest of the loop that runs stored messages.
+        STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
+        WATCHDOG: a consumer whose main loop is silent this long is ended.
+        SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
+    """
+
+    BROKER_URL: str = ""
+    EXCHANGE: str = ""
+    GROUP: str = ""
+    QUEUE_TYPE: str = "quorum"
+    ACCEPT: tuple[str, ...] = ("application/json", "text/json")
+    PREFETCH: int = 50
+    MAX_ATTEMPTS: int = 16
+    RETRY_BASE: timedelta = timedelta(seconds=10)
+    RETRY_FACTOR: float = 2.5
+    RETRY_CAP: timedelta = timedelta(hours=2)
+    REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
+    TWIN_TIMEOUT: timedelta = timedelta(seconds=2)
+    RETENTION: timedelta = timedelta(days=30)
+    AGE_FENCE_MARGIN: timedelta = timedelta(days=1)
+    POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
+    STUCK_AFTER: timedelta = timedelta(minutes=5)
+    WATCHDOG: timedelta = timedelta(seconds=60)
+    SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
+
+    def __post_init__(self) -> None:
+        options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
+        if self.AGE_FENCE_MARGIN >= self.RETENTION:
+            raise ValueError(
+                f"AGE_FENCE_MARGIN ({self.AGE_FENCE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
+                "delivery would be too old to run."
+            )
+        if self.QUEUE_TYPE not in {"quorum", "classic"}:
+            raise ValueError(f"QUEUE_TYPE is {self.QUEUE_TYPE!r}: it must be 'quorum' or 'classic'.")
+
+    @cached_property
+    def retry(self) -> RetryPolicy:
+        return RetryPolicy(
+            max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=self.RETRY_FACTOR, cap=self.RETRY_CAP
+        )
+
+    @cached_property
+    def broker_url(self) -> str:
+        return self.BROKER_URL or str(_said_by_outbox("BROKER_URL", LOCAL_BROKER))
+
+    @cached_property
+    def exchange(self) -> str:
+        return self.EXCHANGE or str(_said_by_outbox("EXCHANGE", "outbox"))
+
+    @cached_property
+    def group(self) -> str:
+        return self.GROUP or str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0] or "django"
+
+    @property
+    def oldest_run(self) -> timedelta:
+        """The age past which a delivery is not run any more."""
+        return self.RETENTION - self.AGE_FENCE_MARGIN
+
+
+_latest: tuple[object, object, InboxOptions] | None = None
+
+
+def inbox_options() -> InboxOptions:
+    """The options in force now.
+
+    Raises:
+        ImproperlyConfigured: `INBOX` cannot be read; `manage.py check` says the same as inbox.E001.
+    """
+    global _latest
+    given, outbox = getattr(settings, "INBOX", None), getattr(settings, "OUTBOX", None)
+    if _latest is None or _latest[0] is not given or _latest[1] is not outbox:
+        try:
+            _latest = given, outbox, options.parse(InboxOptions, "INBOX", {} if given is None else given)
+        except options.InvalidOptions as error:
+            raise ImproperlyConfigured(str(error)) from error
+    return _latest[2]
+
+
+def _said_by_outbox(name: str, otherwise: str) -> object:
+    outbox = getattr(settings, "OUTBOX", None)
+    return outbox.get(name, otherwise) if isinstance(outbox, dict) else otherwise

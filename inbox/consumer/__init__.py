@@ -1,0 +1,1 @@
+"""The consumer: the process that receives from the broker."""

@@ -1,0 +1,262 @@
+"""The consumer's two threads: one owns the broker connection, the other runs handlers.
+
+The main thread receives, acknowledges and beats the heart, so that a long handler never costs the connection. The worker runs
+one delivery at a time in the database. Between them go deliveries one way and answers the other, both tagged with the *epoch*
+of the connection they belong to: an answer for an older life is dropped, because its delivery tag may name another message by
+now. Any error of the connection or its channel ends that life; the broker delivers again, and the inbox absorbs it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import kombu
+from django.db import connections
+
+from inbox.conf import InboxOptions
+from inbox.consumer.topology import queue_of
+from inbox.handlers import Handler
+from inbox.receiving import DatabaseAway, Received, read, receive
+from outbox.kernel.broker import BROKER_FAILURES, connection_options, describe, masked, speaks_amqp
+from outbox.kernel.clock import monotonic
+from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
+from outbox.kernel.loop import StopRequest, Watchdog
+from outbox.kernel.outage import Outage
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.05
+_PUT_OFF_SECONDS = 1.0
+_HEALTH_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message from the broker and the life of the connection it came on."""
+
+    epoch: int
+    handler: Handler
+    message: kombu.Message
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What to tell the broker about a delivery, not before `at` (monotonic)."""
+
+    delivery: Delivery
+    requeue: bool
+    at: float
+
+
+class Consumer:
+    """Receives for `handlers` until asked to stop."""
+
+    def __init__(
+        self, handlers: Sequence[Handler], options: InboxOptions, *, stop: StopRequest, watchdog: Watchdog
+    ) -> None:
+        self._handlers = handlers
+        self._options = options
+        self._stop = stop
+        self._watchdog = watchdog
+        self._broker = Outage("the broker")
+        self._database = Outage("the database")
+        self._connection: kombu.Connection | None = None
+        self._queues: list[kombu.Queue] = []
+        self._consumers: list[kombu.Consumer] = []
+        self._epoch = 0
+        self._closing = False
+        self._deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
+        self._answers: deque[Answer] = deque()
+        self._unanswered = 0
+        self._checked_at = 0.0
+
+    def run(self, *, drain: bool = False) -> None:
+        """Receive until asked to stop or, with `drain`, until every queue is empty and nothing is in hand."""
+        worker = threading.Thread(target=self._work, name="worker", daemon=True)
+        worker.start()
+        try:
+            while not self._stop:
+                self._watchdog.beat()
+                try:
+                    self._connect()
+                    self._pump()
+                    if drain and self._is_drained():
+                        break
+                except self._failures() as error:
+                    self._disconnect()
+                    self._broker.wait(describe(error), self._stop)
+        finally:
+            self._finish(worker)
+
+    # -------------------------------------------------------------------------------------------------- the connection's thread
+
+    def _connect(self) -> None:
+        if self._connection is not None:
+            return
+        self._epoch += 1
+        self._unanswered = 0
+        url = self._options.broker_url
+        self._connection = kombu.Connection(url, **connection_options(url))
+        self._connection.ensure_connection(max_retries=1, interval_start=0, timeout=10)
+        channel = self._connection.channel()
+        self._queues, self._consumers = [], []
+        for handler in self._handlers:
+            queue = queue_of(handler, self._options)(channel)
+            queue.declare()
+            consumer = kombu.Consumer(
+                channel, [queue], on_message=partial(self._on_delivery, self._epoch, handler), auto_declare=False
+            )
+            consumer.qos(prefetch_count=self._options.PREFETCH)
+            consumer.consume()
+            self._queues.append(queue)
+            self._consumers.append(consumer)
+        self._checked_at = monotonic()
+        self._broker.over()
+        logger.info("Consuming %d queues from %s.", len(self._queues), masked(url))
+
+    def _on_delivery(self, epoch: int, handler: Handler, message: kombu.Message) -> None:
+        self._unanswered += 1
+        self._deliveries.put(Delivery(epoch, handler, message))
+
+    def _pump(self) -> None:
+        assert self._connection is not None
+        self._answer()
+        try:
+            self._connection.drain_events(timeout=_TICK_SECONDS)
+        except TimeoutError:
+            pass
+        if speaks_amqp(self._options.broker_url):
+            self._connection.heartbeat_check()
+        if monotonic() - self._checked_at > _HEALTH_SECONDS:
+            self._check_subscriptions()
+
+    def _answer(self) -> None:
+        now = monotonic()
+        for _ in range(len(self._answers)):
+            answer = self._answers.popleft()
+            if answer.delivery.epoch != self._epoch:
+                continue
+            if answer.at > now:
+                self._answers.append(answer)
+            elif answer.requeue:
+                answer.delivery.message.requeue()
+                self._unanswered -= 1
+            else:
+                answer.delivery.message.ack()
+                self._unanswered -= 1
+
+    def _check_subscriptions(self) -> None:
+        """Healthy means that the broker says we are subscribed, not that a socket is open."""
+        self._checked_at = monotonic()
+        if not speaks_amqp(self._options.broker_url):
+            return
+        for queue in self._queues:
+            if not queue.queue_declare(passive=True).consumer_count:
+                raise ConnectionError(f"the broker has no subscription of ours on queue {queue.name!r} any more")
+
+    def _is_drained(self) -> bool:
+        if self._unanswered or self._answers:
+            return False
+        return not any(queue.queue_declare(passive=True).message_count for queue in self._queues)
+
+    def _failures(self) -> tuple[type[Exception], ...]:
+        if self._connection is None:
+            return BROKER_FAILURES
+        return (*BROKER_FAILURES, *self._connection.connection_errors, *self._connection.channel_errors)
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        self._epoch += 1
+        if connection is not None:
+            try:
+                connection.collect(socket_timeout=1.0)
+            except BROKER_FAILURES as error:
+                logger.debug("Discarding a broker connection: %s", describe(error))
+
+    def _finish(self, worker: threading.Thread) -> None:
+        """Let the worker end what it has in hand, tell the broker, give the rest back."""
+        self._closing = True
+        self._deliveries.put(None)
+        try:
+            for consumer in self._consumers:
+                consumer.cancel()
+            while worker.is_alive() and self._connection is not None:
+                self._watchdog.beat()
+                self._pump()
+        except self._failures() as error:
+            logger.debug("The broker connection ended while finishing: %s", describe(error))
+            self._disconnect()
+        while worker.is_alive():
+            self._watchdog.beat()
+            worker.join(_TICK_SECONDS)
+        if self._connection is None:
+            return
+        try:
+            self._answer()
+            # Closing the channel gives back what was prefetched, at once and in order.
+            self._connection.close()
+        except self._failures() as error:
+            logger.debug("Closing the broker connection: %s", describe(error))
+            self._disconnect()
+
+    # ------------------------------------------------------------------------------------------------------- the worker's thread
+
+    def _work(self) -> None:
+        while (delivery := self._deliveries.get()) is not None:
+            if not self._is_wanted(delivery):
+                continue
+            received = self._receive(delivery)
+            if received is not None:
+                put_off = received is Received.PUT_OFF
+                at = monotonic() + (_PUT_OFF_SECONDS if put_off else 0)
+                self._answers.append(Answer(delivery, requeue=put_off, at=at))
+        connections.close_all()
+
+    def _is_wanted(self, delivery: Delivery) -> bool:
+        return not (self._stop or self._closing) and delivery.epoch == self._epoch
+
+    def _receive(self, delivery: Delivery) -> Received | None:
+        """Take a delivery to its end; None leaves it with the broker, which delivers it to the next life."""
+        handler = delivery.handler
+        redelivered = bool(delivery.message.delivery_info.get("redelivered"))
+        while self._is_wanted(delivery):
+            try:
+                envelope, refused = _envelope(delivery.message)
+                arrival = read(handler, envelope, self._options, redelivered=redelivered, refused=refused)
+                received = receive(handler, arrival, self._options, redelivered=redelivered)
+            except DatabaseAway as error:
+                self._database.wait(error, self._stop)
+                continue
+            except Exception:
+                logger.exception("%s: a delivery met an error nobody foresaw; it goes back to the broker.", handler.name)
+                connections.close_all()
+                return Received.PUT_OFF
+            self._database.over()
+            return received
+        return None
+
+
+def _envelope(message: kombu.Message) -> tuple[Envelope, str]:
+    """What was delivered, and why it cannot be read, or ""."""
+    body: Any = message.body
+    if isinstance(body, str):
+        # py-amqp has decoded it by its content encoding; what was sent is what is stored and compared.
+        body = body.encode(message.content_encoding or "utf-8", "surrogateescape")
+    body = bytes(body)
+    properties = {**message.properties, "content_type": message.content_type}
+    headers = message.headers or {}
+    routing_key = str(message.delivery_info.get("routing_key") or "")
+    try:
+        return from_delivery(properties=properties, headers=headers, body=body, routing_key=routing_key), ""
+    except Undecodable as error:
+        # What can be told without the body: its binary-mode attributes and AMQP properties.
+        plain = {**properties, "content_type": OPAQUE}
+        envelope = from_delivery(properties=plain, headers=headers, body=body, routing_key=routing_key)
+        return envelope, str(error)

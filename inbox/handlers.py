@@ -1,0 +1,183 @@
+"""What a user writes: a function, a decorator, a message.
+
+Handlers are found in each app's `handlers.py`. Their names are what deduplication rests on: a handler that changes its name
+is a new one and sees every message for the first time, so give `name=` before you rename a function.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar
+
+from asgiref.sync import async_to_sync
+from django.apps import apps
+from django.db import DEFAULT_DB_ALIAS
+
+from inbox.errors import NotCallable
+from outbox.kernel.text import fit, why_no_topic
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """What a handler gets.
+
+    Attributes:
+        id: the message id, the same on every redelivery; use it as the idempotency key of calls to others.
+        topic: what it is about.
+        key: its ordering key, or "".
+        biz_id: what it is deduplicated on.
+        payload: decoded JSON.
+        headers: the publisher's own.
+        created_at: when it was published, by the producer's clock; None when a foreign producer did not say.
+        attempt: which try this is, counted from 1.
+        redelivered: the broker, or the inbox, has delivered it before.
+        correlation_id: the first message of the chain this one belongs to, or "".
+        causation_id: the message whose handler published this one, or "".
+    """
+
+    id: str
+    topic: str
+    key: str
+    biz_id: str
+    payload: Any
+    headers: Mapping[str, Any]
+    created_at: datetime | None
+    attempt: int
+    redelivered: bool
+    correlation_id: str
+    causation_id: str
+
+
+BizId = Callable[[Message], object]
+Function = TypeVar("Function", bound=Callable[[Message], Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handler:
+    """A registered handler.
+
+    Attributes:
+        name: stable and unique in this project.
+        topic: the one topic it takes.
+        function: called inside the transaction.
+        biz_id: asked for what to deduplicate on; None takes the message's own biz-id.
+        using: the database alias of its inbox row and its effect.
+    """
+
+    name: str
+    topic: str
+    function: Callable[[Message], Any]
+    biz_id: BizId | None
+    using: str
+
+    def call(self, message: Message) -> None:
+        """Run the user's code.
+
+        Raises:
+            NotCallable: it returned something that is still to be run, so nothing has happened yet.
+        """
+        result = self.function(message)
+        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+            if inspect.iscoroutine(result):
+                result.close()
+            raise NotCallable(
+                f"The handler {self.name} returned {type(result).__name__}, which nobody would run, so it has had no "
+                "effect. Decorate the async function itself, or await and exhaust what it calls."
+            )
+
+    def identify(self, message: Message) -> str:
+        """The biz-id of `message`, always fit to be stored.
+
+        Raises:
+            Exception: whatever the user's `biz_id` raises.
+        """
+        return fit(str(self.biz_id(message))) if self.biz_id else message.biz_id
+
+
+class Registry:
+    """The handlers of this process, by name."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+
+    def add(self, handler: Handler) -> None:
+        """Raises ValueError when another function already has the name."""
+        known = self._handlers.get(handler.name)
+        if known is not None and _origin(known.function) != _origin(handler.function):
+            raise ValueError(
+                f"Two handlers are called {handler.name!r}: {_origin(known.function)} and {_origin(handler.function)}. "
+                "Their inbox rows would be mixed up; give one of them another name=."
+            )
+        self._handlers[handler.name] = handler
+
+    def remove(self, name: str) -> None:
+        self._handlers.pop(name, None)
+
+    def get(self, name: str) -> Handler | None:
+        return self._handlers.get(name)
+
+    def all(self) -> list[Handler]:
+        return list(self._handlers.values())
+
+    def for_topic(self, topic: str) -> list[Handler]:
+        return [handler for handler in self._handlers.values() if handler.topic == topic]
+
+
+registry = Registry()
+
+
+def idempotent_handler(
+    topic: str, *, biz_id: BizId | None = None, name: str | None = None, using: str = DEFAULT_DB_ALIAS
+) -> Callable[[Function], Function]:
+    """Have the decorated function handle every message of `topic`, its effect exactly once per biz-id.
+
+    The function runs inside a transaction on `using` that also holds the inbox row. Returning means done; `RetryLater` means
+    later, `Reject` means never, any other exception is a failed attempt that is retried. It stays callable as it was. An
+    `async def` is run to its end on the thread that holds the transaction.
+
+    Args:
+        topic: the topic to take, exactly.
+        biz_id: what the message is deduplicated on, from the message; default: its own biz-id, else its id.
+        name: stable name of this handler; default: `<app label>.<function name>`. Deduplication and its queue rest on it.
+        using: the database alias that the effect is written to.
+
+    Raises:
+        NotCallable: the function is a generator function; calling it would run nothing.
+        ValueError: the topic cannot be one, or the name is taken.
+    """
+    if reason := why_no_topic(topic):
+        raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
+
+    def decorate(function: Function) -> Function:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise NotCallable(f"{_origin(function)} is a generator function: calling it would run nothing. Use return.")
+        runnable: Callable[[Message], Any] = function
+        if inspect.iscoroutinefunction(function):
+            runnable = async_to_sync(_as_coroutine(function))
+        registry.add(
+            Handler(name=name or _default_name(function), topic=topic, function=runnable, biz_id=biz_id, using=using)
+        )
+        return function
+
+    return decorate
+
+
+def _as_coroutine(function: Callable[[Message], Any]) -> Callable[[Message], Coroutine[Any, Any, Any]]:
+    async def run(message: Message) -> Any:
+        return await function(message)
+
+    run.__module__, run.__qualname__ = function.__module__, function.__qualname__
+    return run
+
+
+def _default_name(function: Callable[..., Any]) -> str:
+    config = apps.get_containing_app_config(function.__module__)
+    return f"{config.label if config else function.__module__}.{function.__name__}"
+
+
+def _origin(function: Callable[..., Any]) -> str:
+    inner = getattr(function, "awaitable", function)
+    return f"{getattr(inner, '__module__', '?')}.{getattr(inner, '__qualname__', repr(inner))}"

@@ -1,0 +1,490 @@
+"""One delivery, one handler, one transaction: the exactly-once half.
+
+*Fast path*, a fresh delivery: insert the inbox row, call the handler, hit the sentinel, commit; the caller acknowledges after
+that. *Careful path*, a delivery the broker has sent before: store it first, so that the attempt can be counted in a commit of
+its own before the handler runs; a message that kills its process then runs out of attempts. Failed messages are stored, too,
+and acknowledged: retries wait in the database, where people can see them.
+
+Whatever happens, a delivery ends as one of `Received`; only PUT_OFF goes back to the broker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from django.db import DatabaseError, InterfaceError, close_old_connections, connections, transaction
+from django.dispatch import Signal
+
+from inbox import signals, store
+from inbox.conf import InboxOptions
+from inbox.errors import Reject, RetryLater, TransactionControl
+from inbox.handlers import Handler, Message
+from inbox.models import InboxMessage
+from inbox.store import Failure, Guard, NewRow, TwinBusy
+from outbox.kernel.clock import utcnow
+from outbox.kernel.context import Cause, caused_by
+from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, media_type
+from outbox.kernel.faults import is_collision, is_outage
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+UNIDENTIFIED = "unidentified:"
+"""Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
+
+_TRIES_AT_ONCE = 5
+_TRANSACTION_CONTROL = re.compile(
+    r"\s*(begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(work\s+|transaction\s+)?to\b))\b",
+    re.IGNORECASE,
+)
+_WRITES = re.compile(r"\s*(insert|update|delete|merge|truncate)\b", re.IGNORECASE)
+
+
+class Received(Enum):
+    """What became of a delivery."""
+
+    HANDLED = "handled"
+    DUPLICATE = "duplicate"
+    STORED = "stored"
+    """Its attempt failed, or it was put on the careful path; the database has it."""
+    DEAD = "dead"
+    PUT_OFF = "put off"
+    """A twin has it in hand: not acknowledged, to be delivered again."""
+
+
+class DatabaseAway(Exception):
+    """The handler's database does not answer. Nothing was decided: do not acknowledge, wait, and receive again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A delivery, read: the row it would be, and the message its handler would get.
+
+    Attributes:
+        message: None when it cannot be handled.
+        refused: why it cannot; then it is a dead letter from the start.
+    """
+
+    row: NewRow
+    message: Message | None
+    refused: str = ""
+
+
+def read(
+    handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool, refused: str = ""
+) -> Arrival:
+    """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
+    digest = hashlib.sha256(envelope.body).hexdigest()
+    try:
+        if refused:
+            raise Undecodable(refused)
+        payload = _decode(envelope, options)
+        message = _message(envelope, payload, attempt=1, redelivered=redelivered)
+        biz_id = _identify(handler, message)
+    except Undecodable as error:
+        nameless = hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
+        return Arrival(
+            row=_row(handler, envelope, biz_id=UNIDENTIFIED + nameless, digest=digest),
+            message=None,
+            refused=str(error),
+        )
+    row = _row(handler, envelope, biz_id=biz_id, digest=digest)
+    message = _message(envelope, payload, attempt=1, redelivered=redelivered, biz_id=biz_id)
+    return Arrival(row=row, message=message, refused=_outside_window(envelope, options))
+
+
+def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
+    """Take one delivery to its end.
+
+    Raises:
+        DatabaseAway: the database does not answer; nothing was decided.
+    """
+    if arrival.refused or arrival.message is None:
+        return _store(handler, arrival.row, Failure(error=arrival.refused, retry_after=None, attempts=0))
+    if redelivered:
+        return _receive_carefully(handler, arrival.row, options)
+    message = arrival.message
+    try:
+        handled = _persistently(
+            handler.using,
+            lambda: _in_transaction(
+                handler,
+                message,
+                _cause(message, arrival.row.traceparent),
+                lambda: store.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
+            ),
+        )
+    except DatabaseAway:
+        raise
+    except TwinBusy:
+        return Received.PUT_OFF
+    except BaseException as error:  # handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own
+        return _store(handler, arrival.row, _failure(error, 1, options))
+    if not handled:
+        return _duplicate(handler, arrival.row)
+    _tell(signals.message_handled, message=message, handler=handler.name)
+    return Received.HANDLED
+
+
+def hand_over(handler: Handler, arrival: Arrival) -> None:
+    """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner."""
+    if arrival.refused:
+        row = store.store_failed(
+            handler.using, arrival.row, Failure(error=arrival.refused, retry_after=None, attempts=0)
+        )
+    else:
+        row = store.store_due(handler.using, arrival.row)
+    if row is None:
+        store.count_duplicate(handler.using, arrival.row)
+
+
+def run_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> Received | None:
+    """Claim and run one stored message that is due on `alias`; None when there is none.
+
+    Raises:
+        DatabaseAway: the database does not answer.
+    """
+    known = {handler.name: handler for handler in handlers if handler.using == alias}
+    try:
+        close_old_connections()
+        stored = store.claim_due(alias, list(known), options.REDELIVERY_AFTER)
+        return run_stored(known[stored.handler], stored, options) if stored else None
+    except (DatabaseError, InterfaceError) as error:
+        if is_collision(error):
+            return None
+        raise DatabaseAway(str(error)) from error
+
+
+def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received:
+    """Run a stored message whose attempt has been claimed."""
+    attempt = stored.attempts
+    if attempt > options.MAX_ATTEMPTS:
+        error = stored.last_error or "Its process died at every attempt and left no error."
+        return _fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
+    try:
+        envelope = _stored_envelope(stored)
+        message = _message(envelope, _decode(envelope, options, needs_id=False), attempt=attempt, redelivered=True)
+        biz_id = _identify_late(handler, message, stored)
+    except Undecodable as error:
+        return _fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
+    if biz_id != stored.biz_id and not store.rekey(handler.using, stored.pk, biz_id):
+        store.skip(handler.using, stored.pk, f"its biz-id is {biz_id}, and another message of that name is here already")
+        return Received.DUPLICATE
+    message = _message(envelope, message.payload, attempt=attempt, redelivered=True, biz_id=biz_id)
+    try:
+        handled = _persistently(
+            handler.using,
+            lambda: _in_transaction(
+                handler,
+                message,
+                _cause(message, stored.traceparent),
+                lambda: store.begin_stored(handler.using, stored.pk, attempt),
+            ),
+        )
+    except DatabaseAway:
+        raise
+    except BaseException as error:  # see receive
+        return _fail_stored(handler, stored, _failure(error, attempt, options))
+    if not handled:
+        return Received.DUPLICATE
+    _tell(signals.message_handled, message=message, handler=handler.name)
+    return Received.HANDLED
+
+
+# ------------------------------------------------------------------------------------------------------------ the transaction
+
+
+def _in_transaction(handler: Handler, message: Message, cause: Cause, begin: Callable[[], Guard | None]) -> bool:
+    """Inbox row, effect and sentinel in one transaction; False when `begin` found nothing to do."""
+    committed = False
+
+    def mark() -> None:
+        nonlocal committed
+        committed = True
+
+    try:
+        with transaction.atomic(using=handler.using, durable=True):
+            # The first hook of this transaction: whatever a later one raises, the effect is in.
+            transaction.on_commit(mark, using=handler.using)
+            guard = begin()
+            if guard is None:
+                return False
+            with _supervised(handler), caused_by(cause):
+                handler.call(message)
+            store.finish(guard, message.attempt)
+    except BaseException:
+        if not committed:
+            raise
+        logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, message.id)
+    return True
+
+
+@contextmanager
+def _supervised(handler: Handler) -> Iterator[None]:
+    """Keep the handler from ending our transaction by SQL, and warn about writes that are not in it."""
+
+    def refuse_transaction_control(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        if isinstance(sql, str) and _TRANSACTION_CONTROL.match(sql):
+            raise TransactionControl(
+                f"The handler {handler.name} executed {sql.strip()[:40]!r}. Its effect and its inbox row must commit "
+                "together: leave commit and rollback to the inbox, and use `transaction.atomic()` for savepoints."
+            )
+        return execute(sql, params, many, context)
+
+    def warn_of_writes(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        if isinstance(sql, str) and _WRITES.match(sql):
+            logger.warning(
+                "The handler %s writes to the database %r. That is outside its transaction on %r and may happen twice.",
+                handler.name,
+                context["connection"].alias,
+                handler.using,
+            )
+        return execute(sql, params, many, context)
+
+    with ExitStack() as stack:
+        for alias in connections:
+            wrapper = refuse_transaction_control if alias == handler.using else warn_of_writes
+            stack.enter_context(connections[alias].execute_wrapper(wrapper))
+        yield
+
+
+def _persistently(alias: str, attempt: Callable[[], _T]) -> _T:
+    """Run a transaction again at once when it collided with another or lost its connection, a few times.
+
+    Raises:
+        DatabaseAway: the connection was lost and the database does not answer.
+        Exception: what the transaction raised, or what it raised at the last try.
+    """
+    close_old_connections()
+    for tries_left in reversed(range(_TRIES_AT_ONCE)):
+        try:
+            return attempt()
+        except Exception as error:
+            lost = is_outage(error)
+            if lost and not store.is_reachable(alias):
+                raise DatabaseAway(str(error)) from error
+            if not tries_left or not (lost or is_collision(error)):
+                raise
+        time.sleep(random.uniform(0, 0.02 * (_TRIES_AT_ONCE - tries_left)))
+    raise AssertionError("unreachable")
+
+
+# ------------------------------------------------------------------------------------------------------------------- outcomes
+
+
+def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
+    stored = _decided(lambda: store.store_due(handler.using, row), handler.using)
+    if stored is None:
+        return _duplicate(handler, row)
+    return run_next([handler], handler.using, options) or Received.STORED
+
+
+def _store(handler: Handler, row: NewRow, failure: Failure) -> Received:
+    stored = _decided(lambda: store.store_failed(handler.using, row, failure), handler.using)
+    if stored is None:
+        return _duplicate(handler, row)
+    return _announce(handler, row.message_id, row.biz_id, failure)
+
+
+def _fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
+    ours = _decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure), handler.using)
+    if not ours:
+        store.bury_abandoned(handler.using, stored.pk)
+        return Received.DUPLICATE
+    return _announce(handler, stored.message_id, stored.biz_id, failure)
+
+
+def _duplicate(handler: Handler, row: NewRow) -> Received:
+    earlier = _decided(lambda: store.count_duplicate(handler.using, row), handler.using)
+    if earlier is None:
+        return Received.PUT_OFF
+    if earlier.abandoned:
+        _decided(lambda: store.bury_abandoned(handler.using, earlier.row), handler.using)
+        _announce(handler, row.message_id, row.biz_id, Failure(error=store.ABANDONED, retry_after=None, attempts=1))
+        return Received.DEAD
+    names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
+    if earlier.conflicting:
+        logger.error(
+            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of an earlier one, but says something else. It "
+            "was not run; look for the bug upstream.",
+            names,
+        )
+        _tell(signals.conflicting_duplicate, **names)
+    _tell(signals.duplicate_suppressed, **names)
+    return Received.DUPLICATE
+
+
+def _decided(write: Callable[[], _T], alias: str) -> _T:
+    """Write an outcome in a commit of its own.
+
+    Raises:
+        DatabaseAway: it could not be written, so nothing is decided.
+    """
+    try:
+        return _persistently(alias, write)
+    except (DatabaseError, InterfaceError) as error:
+        if is_collision(error) or is_outage(error):
+            raise DatabaseAway(str(error)) from error
+        raise
+
+
+def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failure:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, RetryLater):
+        rest = options.retry.delay(max(attempt, 1)) if error.delay is None else error.delay
+        return Failure(error=f"put off: {error}", retry_after=rest, attempts=attempt - 1)
+    trace = "".join(traceback.format_exception(error))
+    if isinstance(error, Reject):
+        return Failure(error=f"rejected: {error}", traceback=trace, retry_after=None, attempts=attempt)
+    last = options.retry.exhausted(attempt)
+    return Failure(
+        error=text, traceback=trace, retry_after=None if last else options.retry.delay(attempt), attempts=attempt
+    )
+
+
+def _announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
+    dead = failure.retry_after is None
+    logger.log(
+        logging.ERROR if dead else logging.WARNING,
+        "%s: message %s (biz-id %s) %s after attempt %d: %s",
+        handler.name,
+        message_id or "without id",
+        biz_id,
+        "is a dead letter" if dead else "is tried again later",
+        failure.attempts,
+        failure.error,
+    )
+    _tell(
+        signals.message_dead if dead else signals.message_retrying,
+        handler=handler.name,
+        message_id=message_id,
+        error=failure.error,
+    )
+    return Received.DEAD if dead else Received.STORED
+
+
+def _tell(signal: Signal, **arguments: Any) -> None:
+    signal.send_robust(sender=InboxMessage, **arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------------- reading
+
+
+def _decode(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> Any:
+    if needs_id and not envelope.dedup_id:
+        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id.")
+    kind = media_type(envelope.content_type)
+    if kind not in options.ACCEPT and not kind.endswith("+json"):
+        raise Undecodable(
+            f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
+        )
+    return decode_payload(envelope.body, envelope.content_type)
+
+
+def _identify(handler: Handler, message: Message) -> str:
+    if message.topic != handler.topic:
+        raise Undecodable(f"It says its topic is {message.topic!r}, but this queue is for {handler.topic!r}.")
+    try:
+        biz_id = handler.identify(message)
+    except Exception as error:
+        raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {error}") from error
+    return biz_id if not biz_id.startswith(UNIDENTIFIED) else "own:" + biz_id
+
+
+def _identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
+    """The biz-id it was stored under; when it had none, and an operator retries it, what can be found now."""
+    if not stored.biz_id.startswith(UNIDENTIFIED):
+        return stored.biz_id
+    return _identify(handler, message) if handler.biz_id else stored.biz_id
+
+
+def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
+    """Why this delivery is too old (or too new) to be told from a duplicate, or "". The age fence.
+
+    Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any
+    skew of the two clocks.
+    """
+    if envelope.created_at is None:
+        return ""
+    since = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
+    age = utcnow() - since
+    if age > options.oldest_run:
+        return (
+            f"It is {age.days} days old, past the deduplication window of {options.oldest_run.days} days: whether it has been "
+            "handled before can no longer be known. Retry it if you know that it has not."
+        )
+    if -age > options.AGE_FENCE_MARGIN:
+        return f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window."
+    return ""
+
+
+def _message(
+    envelope: Envelope, payload: Any, *, attempt: int, redelivered: bool, biz_id: str | None = None
+) -> Message:
+    return Message(
+        id=envelope.id,
+        topic=envelope.topic,
+        key=envelope.key,
+        biz_id=envelope.dedup_id if biz_id is None else biz_id,
+        payload=payload,
+        headers=envelope.headers,
+        created_at=envelope.created_at,
+        attempt=attempt,
+        redelivered=redelivered,
+        correlation_id=envelope.correlation_id,
+        causation_id=envelope.causation_id,
+    )
+
+
+def _row(handler: Handler, envelope: Envelope, *, biz_id: str, digest: str) -> NewRow:
+    return NewRow(
+        handler=handler.name,
+        topic=handler.topic,
+        biz_id=biz_id,
+        message_id=envelope.id,
+        key=envelope.key,
+        content_type=envelope.content_type,
+        body=envelope.body,
+        digest=digest,
+        headers=json.dumps(dict(envelope.headers)),
+        source=envelope.source,
+        correlation_id=envelope.correlation_id,
+        causation_id=envelope.causation_id,
+        traceparent=envelope.traceparent,
+        created_at=envelope.created_at,
+    )
+
+
+def _stored_envelope(stored: InboxMessage) -> Envelope:
+    return Envelope(
+        id=stored.message_id,
+        topic=stored.topic,
+        source=stored.source,
+        created_at=stored.created_at,
+        biz_id=stored.biz_id,
+        key=stored.key,
+        correlation_id=stored.correlation_id,
+        causation_id=stored.causation_id,
+        traceparent=stored.traceparent,
+        content_type=stored.content_type,
+        body=bytes(stored.body),
+        headers=stored.headers,
+    )
+
+
+def _cause(message: Message, traceparent: str) -> Cause:
+    return Cause(
+        message_id=message.id, correlation_id=message.correlation_id or message.id, traceparent=traceparent
+    )

@@ -1,0 +1,79 @@
+"""The runner: executes stored messages when they are due — retries, handed-over messages, the careful path.
+
+Each message is claimed in a commit of its own and run in a transaction of its own, so any number of runners may work side by
+side, in any number of processes.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from django.db import connections
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.handlers import registry
+from inbox.receiving import DatabaseAway, run_next
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.outage import Outage
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_REST_SECONDS = 0.01
+_SWEEP_SECONDS = 10.0
+
+
+class Runner:
+    """Runs what is due for the handlers of this process. A message of an unknown handler stays for a worker that knows it."""
+
+    def __init__(self, options: InboxOptions) -> None:
+        self._options = options
+        self._database = Outage("the database")
+        self._swept_at = 0.0
+
+    def run(self, stop: StopRequest) -> None:
+        """Work until asked to stop."""
+        rest = _SHORTEST_REST_SECONDS
+        while not stop:
+            if self._turn(stop):
+                rest = _SHORTEST_REST_SECONDS
+            else:
+                stop.wait(rest)
+                rest = min(rest * 2, self._options.POLL_INTERVAL.total_seconds())
+        connections.close_all()
+
+    def drain(self, stop: StopRequest) -> int:
+        """Work until nothing is due; how many messages were run."""
+        done = 0
+        while not stop:
+            now = self._turn(stop)
+            if not now and not self._database.ongoing:
+                break
+            done += now
+        return done
+
+    def _turn(self, stop: StopRequest) -> int:
+        handlers = registry.all()
+        ran = 0
+        try:
+            for alias in sorted({handler.using for handler in handlers}):
+                self._sweep(alias)
+                ran += run_next(handlers, alias, self._options) is not None
+        except DatabaseAway as error:
+            self._database.wait(error, stop)
+            return 0
+        except Exception:
+            logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
+            connections.close_all()
+            stop.wait(1.0)
+            return 0
+        self._database.over()
+        return ran
+
+    def _sweep(self, alias: str) -> None:
+        if monotonic() - self._swept_at < _SWEEP_SECONDS:
+            return
+        if buried := store.bury_abandoned(alias):
+            logger.error("%d messages on %r are dead letters now: %s", buried, alias, store.ABANDONED)
+        self._swept_at = monotonic()

@@ -1,0 +1,18 @@
+"""What the consumer tells the process it runs in, after the state was committed. Receivers are called with `send_robust`."""
+
+from django.dispatch import Signal
+
+message_handled = Signal()
+"""The effect is committed. Arguments: `message`, `handler` (its name)."""
+
+message_retrying = Signal()
+"""An attempt failed or the handler asked for a later time. Arguments: `handler`, `message_id`, `error`."""
+
+message_dead = Signal()
+"""It is a dead letter now. Arguments: `handler`, `message_id`, `error`."""
+
+duplicate_suppressed = Signal()
+"""A delivery whose effect has already happened, or is stored to happen. Arguments: `handler`, `message_id`, `biz_id`."""
+
+conflicting_duplicate = Signal()
+"""Same handler, topic and biz-id, but different content: a bug upstream. Arguments: `handler`, `message_id`, `biz_id`."""

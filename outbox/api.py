@@ -1,0 +1,314 @@
+"""Publishing: one INSERT in the caller's own transaction.
+
+Everything that can be wrong with a message is found before its row is written. What is written is what will travel: the
+payload is serialised here and now, so that a later change of the code or of the data cannot change what was said.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.core.serializers.json import DjangoJSONEncoder
+from django.db import DEFAULT_DB_ALIAS, connections
+from django.utils import timezone
+
+from outbox import store
+from outbox.conf import outbox_options
+from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
+from outbox.kernel.context import current_cause
+from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, is_reserved
+from outbox.kernel.identity import new_message_id
+from outbox.kernel.text import why_no_topic, why_unfit
+
+MAX_PRIORITY = 9
+TRACEPARENT = "traceparent"
+"""The W3C trace header: given as a header, it travels as the CloudEvents attribute of that name."""
+HEADERS_LIMIT_BYTES = 16 * 1024
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedMessage:
+    """What publish() wrote, or found.
+
+    Attributes:
+        id: the message id, the same on every resend.
+        topic: as given.
+        biz_id: as given, or the message id.
+        position: the row's place in the outbox; grows with every insert on one database.
+        created: False when `unique=True` found an earlier row and wrote nothing.
+    """
+
+    id: uuid.UUID
+    topic: str
+    biz_id: str
+    position: int
+    created: bool
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A message before it is published; the arguments of `publish`, for `publish_many`."""
+
+    topic: str
+    payload: Any
+    _: KW_ONLY
+    biz_id: str | None = None
+    key: str = ""
+    headers: Mapping[str, HeaderValue] | None = None
+    priority: int = 0
+    delay: timedelta | None = None
+    deliver_at: datetime | None = None
+    expires_in: timedelta | None = None
+    unique: bool = False
+
+
+def publish(
+    topic: str,
+    payload: Any,
+    *,
+    biz_id: str | None = None,
+    key: str = "",
+    headers: Mapping[str, HeaderValue] | None = None,
+    priority: int = 0,
+    delay: timedelta | None = None,
+    deliver_at: datetime | None = None,
+    expires_in: timedelta | None = None,
+    unique: bool = False,
+    using: str = DEFAULT_DB_ALIAS,
+) -> PublishedMessage:
+    """Write a message in the transaction that is open on `using`; the relay carries it once that has committed.
+
+    Args:
+        topic: what the message is about; routes it. At most 255 bytes.
+        payload: anything `DjangoJSONEncoder` turns into JSON.
+        biz_id: the business's own name of the fact ("order-17"); consumers deduplicate on it. Default: the message id.
+        key: messages with the same key keep their order; "" promises none.
+        headers: text, whole numbers, floats and booleans that travel beside the payload.
+        priority: 0 (default) to 9, higher first; not together with a key, whose order it would break.
+        delay: deliver no earlier than this long from now, by the database's clock.
+        deliver_at: deliver no earlier than this aware instant.
+        expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
+        unique: at most one row per (topic, biz_id): a second call writes nothing and returns the first row.
+        using: the database alias of the business change.
+
+    Raises:
+        PublishedOutsideTransaction: `using` is not inside `atomic()`.
+        InvalidMessage, PayloadTooLarge: with the value and the remedy; nothing was written.
+    """
+    draft = Draft(
+        topic,
+        payload,
+        biz_id=biz_id,
+        key=key,
+        headers=headers,
+        priority=priority,
+        delay=delay,
+        deliver_at=deliver_at,
+        expires_in=expires_in,
+        unique=unique,
+    )
+    _require_transaction(using)
+    return _insert_one(using, _row(draft))
+
+
+def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> list[PublishedMessage]:
+    """Write many messages in few statements, in the transaction that is open on `using`.
+
+    All of them are checked before the first is written. The answers come in the order of `drafts`.
+
+    Raises:
+        PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
+    """
+    rows = [_row(draft) for draft in drafts]
+    _require_transaction(using)
+    plain = [row for row in rows if not row.is_unique]
+    positions = dict(zip((row.message_id for row in plain), store.insert_many(using, plain), strict=True))
+    return [
+        _insert_one(using, row) if row.is_unique else _published(row, positions[row.message_id]) for row in rows
+    ]
+
+
+async def apublish(topic: str, payload: Any, **options: Any) -> PublishedMessage:
+    """`publish` for async code: it must run inside the `sync_to_async` context whose transaction it joins."""
+    return await sync_to_async(publish)(topic, payload, **options)
+
+
+async def apublish_many(drafts: Iterable[Draft], **options: Any) -> list[PublishedMessage]:
+    """`publish_many` for async code, see `apublish`."""
+    return await sync_to_async(publish_many)(drafts, **options)
+
+
+def _require_transaction(alias: str) -> None:
+    # Under django.test.TestCase everything is inside a transaction of the test; only one that the code under test opened
+    # counts, so that a missing atomic() fails in the tests and not in production.
+    blocks = connections[alias].atomic_blocks
+    if not any(not getattr(block, "_from_testcase", False) for block in blocks):
+        raise PublishedOutsideTransaction(alias)
+
+
+def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:
+    position = store.insert(alias, row)
+    if position is not None:
+        return _published(row, position)
+    first_id, first_position = store.find_unique(alias, row.topic, row.biz_id)
+    return PublishedMessage(
+        id=first_id, topic=row.topic, biz_id=row.biz_id, position=first_position, created=False
+    )
+
+
+def _published(row: store.NewRow, position: int) -> PublishedMessage:
+    return PublishedMessage(
+        id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True
+    )
+
+
+def _row(draft: Draft) -> store.NewRow:
+    message_id = new_message_id()
+    cause = current_cause()
+    return store.NewRow(
+        message_id=message_id,
+        topic=_name("topic", draft.topic),
+        biz_id=str(message_id) if draft.biz_id is None else _name("biz_id", draft.biz_id),
+        key=_name("key", draft.key, may_be_empty=True),
+        priority=_priority(draft),
+        body=_body(draft),
+        headers=_headers(draft.headers or {}),
+        correlation_id=cause.correlation_id or str(message_id),
+        causation_id=cause.message_id,
+        traceparent=str((draft.headers or {}).get(TRACEPARENT, cause.traceparent)),
+        is_unique=draft.unique,
+        delay=_span("delay", draft.delay),
+        deliver_at=_instant(draft),
+        expires_in=_span("expires_in", draft.expires_in),
+    )
+
+
+def _name(argument: str, value: object, *, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise InvalidMessage(f"{argument} is {value!r}: it must be a str; write {argument}=str(…).")
+    if not value and not may_be_empty:
+        raise InvalidMessage(f"{argument} is empty: name {_WHAT[argument]}.")
+    if reason := why_no_topic(value) if argument == "topic" else why_unfit(value):
+        raise InvalidMessage(f"{argument} {_short(value)} cannot be used: {reason}. {_REMEDY[argument]}")
+    return value
+
+
+_WHAT = {"topic": 'what the message is about, for example "shop.order.placed"', "biz_id": "the business fact, or omit it"}
+_REMEDY = {
+    "topic": "Choose a shorter, printable topic.",
+    "biz_id": "Use the id of the order, payment … it tells about.",
+    "key": "Use the id of the thing whose messages must keep their order.",
+}
+
+
+def _priority(draft: Draft) -> int:
+    priority = draft.priority
+    if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= MAX_PRIORITY:
+        raise InvalidMessage(f"priority is {priority!r}: it must be a whole number from 0 to {MAX_PRIORITY}.")
+    if priority and draft.key:
+        raise InvalidMessage(
+            f"priority {priority} and key {_short(draft.key)} exclude each other: a message that overtakes breaks the "
+            "order of its key. Drop one of them."
+        )
+    return priority
+
+
+def _body(draft: Draft) -> bytes:
+    try:
+        # NaN and Infinity are Python's own extension; no other JSON reader takes them.
+        text = json.dumps(
+            draft.payload, cls=DjangoJSONEncoder, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        )
+        body = text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidMessage(
+            f"The payload for topic {draft.topic!r} is not JSON: {error}. Pass dicts, lists, text, finite numbers, "
+            f"booleans, None, dates, Decimals and UUIDs; got {_short(draft.payload)}."
+        ) from error
+    limit = outbox_options().BODY_LIMIT_BYTES
+    if len(body) > limit:
+        raise PayloadTooLarge(
+            f"The payload for topic {draft.topic!r} is {len(body)} bytes as JSON and OUTBOX['BODY_LIMIT_BYTES'] is "
+            f"{limit}. Store the large part elsewhere and publish a reference to it, or raise the limit."
+        )
+    return body
+
+
+def _headers(headers: Mapping[str, HeaderValue]) -> str:
+    if not isinstance(headers, Mapping):
+        raise InvalidMessage(f"headers is {_short(headers)}: it must be a dict of names to text, numbers and booleans.")
+    for name, value in headers.items():
+        if not isinstance(name, str) or not name or why_unfit(name):
+            raise InvalidMessage(f"The header name {_short(name)} cannot be used: take a short printable str.")
+        if is_reserved(name):
+            raise InvalidMessage(
+                f"The header {name!r} is reserved ({RESERVED_HEADERS}): choose another name, or use the argument of "
+                "publish() that sets it."
+            )
+        if not _is_header_value(value):
+            raise InvalidMessage(
+                f"The header {name!r} is {_short(value)}: it must be printable text, a 64-bit whole number, a finite "
+                "float or a bool. Put anything else into the payload."
+            )
+    text = json.dumps({name: value for name, value in headers.items() if name != TRACEPARENT})
+    if len(text) > HEADERS_LIMIT_BYTES:
+        raise InvalidMessage(
+            f"The headers are {len(text)} bytes and the limit is {HEADERS_LIMIT_BYTES}: put large values into the payload."
+        )
+    return text
+
+
+def _is_header_value(value: object) -> bool:
+    match value:
+        case bool():
+            return True
+        case int():
+            return value in _INT64
+        case float():
+            return math.isfinite(value)
+        case str():
+            return why_unfit(value, limit=HEADERS_LIMIT_BYTES) is None
+    return False
+
+
+def _span(argument: str, value: timedelta | None) -> timedelta | None:
+    if value is None:
+        return None
+    if not isinstance(value, timedelta):
+        raise InvalidMessage(f"{argument} is {value!r}: it must be a timedelta, for example timedelta(minutes=20).")
+    if value < timedelta() or (argument == "expires_in" and not value):
+        raise InvalidMessage(f"{argument} is {value!r}: it must not lie in the past.")
+    if value > _LONGEST:
+        raise InvalidMessage(f"{argument} is {value!r}: the longest span is {_LONGEST.days} days.")
+    return value
+
+
+_LONGEST = timedelta(days=3650)
+
+
+def _instant(draft: Draft) -> datetime | None:
+    value = draft.deliver_at
+    if value is None:
+        return None
+    if draft.delay is not None:
+        raise InvalidMessage(f"delay ({draft.delay!r}) and deliver_at ({value!r}) were both given: give one of them.")
+    if not isinstance(value, datetime):
+        raise InvalidMessage(f"deliver_at is {value!r}: it must be an aware datetime.")
+    if timezone.is_naive(value):
+        raise InvalidMessage(
+            f"deliver_at is {value!r}, which has no time zone: use django.utils.timezone.now() + … or make_aware()."
+        )
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "…"

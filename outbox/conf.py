@@ -1,0 +1,93 @@
+"""The `OUTBOX` setting, read into one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+
+from django.conf import settings
+from django.core.exceptions import ImproperlyConfigured
+
+from outbox.kernel import options
+from outbox.kernel.retry import RetryPolicy
+
+LOCAL_BROKER = "local://"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutboxOptions:
+    """Every option of `OUTBOX`, with its default.
+
+    Attributes:
+        BROKER_URL: any kombu URL, or `local://` for this service's own handlers without a broker.
+        EXCHANGE: the topic exchange that messages are published to.
+        SOURCE: CloudEvents `source` of this service; "" derives "/<project>" from `ROOT_URLCONF`.
+        BODY_LIMIT_BYTES: largest serialised payload that publish() takes.
+        BATCH_SIZE: most messages in one pass of the relay.
+        BATCH_DEADLINE: longest time one pass may wait for the broker.
+        POLL_INTERVAL: longest rest of an idle relay; a busy one does not rest.
+        MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable one never is.
+        RETRY_BASE, RETRY_CAP: rest after the first failed attempt, doubled each time, up to the cap.
+        RETENTION: how long published, cancelled and expired rows stay before `outbox_purge` removes them.
+        STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
+        WATCHDOG: a relay whose main loop is silent this long is ended.
+        SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
+    """
+
+    BROKER_URL: str = LOCAL_BROKER
+    EXCHANGE: str = "outbox"
+    SOURCE: str = ""
+    BODY_LIMIT_BYTES: int = 1024 * 1024
+    BATCH_SIZE: int = 500
+    BATCH_DEADLINE: timedelta = timedelta(seconds=5)
+    POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
+    MAX_ATTEMPTS: int = 16
+    RETRY_BASE: timedelta = timedelta(seconds=10)
+    RETRY_CAP: timedelta = timedelta(hours=2)
+    RETENTION: timedelta = timedelta(days=7)
+    STUCK_AFTER: timedelta = timedelta(minutes=5)
+    WATCHDOG: timedelta = timedelta(seconds=60)
+    SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
+
+    def __post_init__(self) -> None:
+        positive = [name for name in options.names(type(self)) if name not in {"BROKER_URL", "EXCHANGE", "SOURCE"}]
+        options.require_positive(self, *positive)
+        if self.WATCHDOG <= self.BATCH_DEADLINE:
+            raise ValueError(
+                f"WATCHDOG ({self.WATCHDOG}) must be longer than BATCH_DEADLINE ({self.BATCH_DEADLINE}), "
+                "or it would end a relay that is only waiting for its broker."
+            )
+
+    @cached_property
+    def retry(self) -> RetryPolicy:
+        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=2.0, cap=self.RETRY_CAP)
+
+    @cached_property
+    def unroutable_retry(self) -> RetryPolicy:
+        """For messages no queue takes yet: their queue may come with the next deploy, so they rest shorter."""
+        cap = min(self.RETRY_CAP, timedelta(minutes=1))
+        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=min(self.RETRY_BASE, cap), factor=2.0, cap=cap)
+
+    @cached_property
+    def source(self) -> str:
+        return self.SOURCE or "/" + str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0]
+
+
+_latest: tuple[object, OutboxOptions] | None = None
+
+
+def outbox_options() -> OutboxOptions:
+    """The options in force now.
+
+    Raises:
+        ImproperlyConfigured: `OUTBOX` cannot be read; `manage.py check` says the same as outbox.E001.
+    """
+    global _latest
+    given = getattr(settings, "OUTBOX", None)
+    if _latest is None or _latest[0] is not given:
+        try:
+            _latest = given, options.parse(OutboxOptions, "OUTBOX", {} if given is None else given)
+        except options.InvalidOptions as error:
+            raise ImproperlyConfigured(str(error)) from error
+    return _latest[1]

@@ -1,0 +1,62 @@
+"""Time, in one place.
+
+Instants that a promise rests on (due, expiry, retry) come from the database's clock, because every process of a service
+shares it; `DatabaseTime` is that clock as an expression. Waiting and deadlines inside one process are measured with
+`monotonic`, which nobody can turn back.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db.models import DateTimeField, Func, Value
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
+
+monotonic = time.monotonic
+
+
+def utcnow() -> datetime:
+    """This process's wall clock, aware, in UTC. Nothing that must be exact may rest on it."""
+    return datetime.now(tz=UTC)
+
+
+class DatabaseTime(Func):
+    """The database's own clock at this very statement, `after` from now (default: now).
+
+    PostgreSQL's `now()` is the start of the transaction, which a long transaction leaves far behind, so
+    `clock_timestamp()` is asked instead.
+    """
+
+    output_field = DateTimeField()
+    arity = 1
+
+    def __init__(self, after: timedelta = timedelta()) -> None:
+        super().__init__(Value(after.total_seconds()))
+
+    def as_sql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        raise NotImplementedError(
+            f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with. See docs/guarantees.md."
+        )
+
+    def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        return super().as_sql(compiler, connection, template=_template("postgresql"), **context)
+
+    def as_sqlite(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        return super().as_sql(compiler, connection, template=_template("sqlite"), **context)
+
+
+NOW_AFTER = {
+    "postgresql": "(clock_timestamp() + make_interval(secs => %s))",
+    "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'now', (%s) || ' seconds')",
+}
+"""The same expression for SQL written by hand, by `connection.vendor`: one placeholder, seconds from now."""
+
+
+def _template(vendor: str) -> str:
+    # A Func's template is formatted once more than SQL written by hand.
+    return NOW_AFTER[vendor].replace("%%", "%%%%").replace("%s", "%(expressions)s")

@@ -1,0 +1,77 @@
+"""What a command shows in a terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timedelta
+from typing import TextIO
+
+from outbox.kernel.clock import utcnow
+from outbox.kernel.loop import StopRequest
+
+_LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
+
+
+def log_to_console(package: str, verbosity: int) -> None:
+    """Show what `package` logs, unless the project's LOGGING already says where it goes."""
+    logger = logging.getLogger(package)
+    if logger.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(_LEVELS[verbosity])
+
+
+def table(rows: Iterable[Sequence[object]]) -> str:
+    """Columns under each other: the first to the left, the others to the right."""
+    lines = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if number == 0 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def age(instant: datetime | None) -> str:
+    """How long ago, for people; "–" when there is nothing to measure."""
+    if instant is None:
+        return "–"
+    seconds = max((utcnow() - instant).total_seconds(), 0)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return str(timedelta(seconds=int(seconds)))
+
+
+def watch(draw: Callable[[], str], out: Callable[[str], None], every_seconds: float, stop: StopRequest) -> None:
+    """Redraw the screen until asked to stop."""
+    while not stop:
+        out("\x1b[2J\x1b[H" + draw())
+        stop.wait(every_seconds)
+
+
+class Progress:
+    """One line that grows, on a terminal only: "purged 1,200 of 5,000"."""
+
+    def __init__(self, verb: str, total: int, stream: TextIO | None = None) -> None:
+        self._verb = verb
+        self._total = total
+        self._stream = stream or sys.stderr
+        self.done = 0
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        if self._stream.isatty():
+            share = self.done / self._total if self._total else 1.0
+            bar = "█" * int(24 * min(share, 1)) + "·" * (24 - int(24 * min(share, 1)))
+            self._stream.write(f"\r{bar} {self._verb} {self.done:,} of {self._total:,}")
+            self._stream.flush()
+
+    def finish(self) -> None:
+        if self._stream.isatty():
+            self._stream.write("\n")

@@ -1,0 +1,40 @@
+"""The message being handled in this context, so that what its handler publishes can name its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What a message published now descends from.
+
+    Attributes:
+        message_id: the message being handled; becomes the causation id.
+        correlation_id: the first message of the whole chain.
+        traceparent: the W3C trace context that came with it, or "".
+    """
+
+    message_id: str = ""
+    correlation_id: str = ""
+    traceparent: str = ""
+
+
+_current: ContextVar[Cause | None] = ContextVar("message being handled", default=None)
+_NO_CAUSE = Cause()
+
+
+def current_cause() -> Cause:
+    return _current.get() or _NO_CAUSE
+
+
+@contextmanager
+def caused_by(cause: Cause) -> Iterator[None]:
+    token = _current.set(cause)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,218 @@
+"""The wire format: CloudEvents 1.0 in AMQP binary mode, and what else we accept.
+
+Attributes travel as message headers called `cloudEvents:<attribute>`, the payload as the body, byte for byte as it was
+serialised when the message was published. Received are also: the `cloudEvents_` prefix (the CloudEvents AMQP binding allows
+both), structured mode (`application/cloudevents+json`), and plain JSON whose AMQP `message_id` names it.
+
+Sources: CloudEvents 1.0.2; CloudEvents AMQP Protocol Binding 1.0.2; W3C Trace Context (for `traceparent`).
+docs/reference/wire-format.md is this module for people, with frozen vectors.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from outbox.kernel.text import fit, printable
+
+JSON = "application/json"
+STRUCTURED_JSON = "application/cloudevents+json"
+OPAQUE = "application/octet-stream"
+SPECVERSION = "1.0"
+PREFIX = "cloudEvents:"
+_PREFIXES = (PREFIX, "cloudEvents_")
+_RESERVED = ("cloudevents", "x-", "ce-")
+RESERVED_HEADERS = "names that begin with 'cloudEvents', 'ce-' or 'x-'"
+
+HeaderValue = str | int | float | bool
+
+
+def is_reserved(header: str) -> bool:
+    """Does `header` belong to CloudEvents or to the broker, so that a publisher must not set it?"""
+    return header.lower().startswith(_RESERVED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Envelope:
+    """One message as it travels.
+
+    Attributes:
+        id: the message id; "" when a foreign producer gave none.
+        topic: CloudEvents `type`.
+        source: CloudEvents `source`, a URI reference.
+        created_at: by the producer's database clock; None when a foreign producer did not say.
+        deliver_at: not before this instant, for delayed messages; else None.
+        biz_id: the business's name of the fact; "" when it has none.
+        key: ordering key; "" promises no order.
+        body: the serialised payload.
+        headers: the publisher's own.
+    """
+
+    id: str
+    topic: str
+    source: str = ""
+    created_at: datetime | None = None
+    deliver_at: datetime | None = None
+    biz_id: str = ""
+    key: str = ""
+    correlation_id: str = ""
+    causation_id: str = ""
+    traceparent: str = ""
+    content_type: str = JSON
+    body: bytes = b""
+    headers: Mapping[str, HeaderValue] = field(default_factory=dict)
+
+    def to_headers(self) -> dict[str, Any]:
+        """The headers this message travels with: the publisher's, then the attributes, empty ones left out."""
+        attributes = {
+            "specversion": SPECVERSION,
+            "id": self.id,
+            "source": self.source,
+            "type": self.topic,
+            "time": _format_time(self.created_at),
+            "deliverat": _format_time(self.deliver_at),
+            "bizid": self.biz_id,
+            "orderingkey": self.key,
+            "correlationid": self.correlation_id,
+            "causationid": self.causation_id,
+            "traceparent": self.traceparent,
+        }
+        return {**self.headers, **{PREFIX + name: value for name, value in attributes.items() if value}}
+
+    @property
+    def dedup_id(self) -> str:
+        """What names this fact when the handler does not say: the biz-id, else the identity CloudEvents defines.
+
+        CloudEvents ids are unique within their source only; a UUID is unique without it.
+        """
+        if self.biz_id or not self.id:
+            return self.biz_id
+        return self.id if _is_uuid(self.id) else fit(f"{self.source}#{self.id}" if self.source else self.id)
+
+
+class Undecodable(ValueError):
+    """A delivery that cannot be read, with the reason for people."""
+
+
+def from_delivery(
+    *, properties: Mapping[str, Any], headers: Mapping[str, Any], body: bytes, routing_key: str
+) -> Envelope:
+    """Read what a broker delivered.
+
+    Args:
+        properties: AMQP basic properties (`message_id`, `content_type`, `correlation_id`, `timestamp`…).
+        headers: application headers.
+        routing_key: the topic when the message does not name its type.
+
+    Raises:
+        Undecodable: a structured-mode body that is no CloudEvent.
+    """
+    content_type = str(properties.get("content_type") or JSON)
+    attributes = _attributes(headers)
+    if media_type(content_type) == STRUCTURED_JSON:
+        attributes, body, content_type = _structured(body)
+    own_headers = {
+        str(name): _json_safe(value) for name, value in headers.items() if not str(name).startswith(_PREFIXES)
+    }
+
+    def text(name: str, otherwise: object = "") -> str:
+        value = attributes.get(name)
+        return fit(str(value if value is not None else otherwise or ""))
+
+    return Envelope(
+        id=text("id", properties.get("message_id")),
+        topic=text("type", routing_key),
+        source=text("source"),
+        created_at=_parse_time(attributes.get("time", properties.get("timestamp"))),
+        deliver_at=_parse_time(attributes.get("deliverat")),
+        biz_id=text("bizid"),
+        key=text("orderingkey"),
+        correlation_id=text("correlationid", properties.get("correlation_id")),
+        causation_id=text("causationid"),
+        traceparent=text("traceparent"),
+        content_type=fit(content_type),
+        body=body,
+        headers=own_headers,
+    )
+
+
+def media_type(content_type: str) -> str:
+    """`content_type` without its parameters, in lower case."""
+    return content_type.partition(";")[0].strip().lower()
+
+
+def decode_payload(body: bytes, content_type: str) -> Any:
+    """The payload in `body`, which is JSON of some media type.
+
+    Raises:
+        Undecodable: it is not JSON after all.
+    """
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Undecodable(f"The body ({len(body)} bytes, {content_type}) is not JSON: {error}") from error
+
+
+def _attributes(headers: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(name)[len(prefix) :]: value
+        for prefix in reversed(_PREFIXES)
+        for name, value in headers.items()
+        if str(name).startswith(prefix)
+    }
+
+
+def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str]:
+    event = decode_payload(body, STRUCTURED_JSON)
+    if not isinstance(event, dict) or "specversion" not in event:
+        raise Undecodable(f"The body says {STRUCTURED_JSON} but is no CloudEvent.")
+    content_type = str(event.get("datacontenttype") or JSON)
+    if "data_base64" in event:
+        try:
+            return event, base64.b64decode(str(event["data_base64"]), validate=True), content_type
+        except binascii.Error as error:
+            raise Undecodable(f"The CloudEvent's data_base64 is not base64: {error}") from error
+    return event, json.dumps(event.get("data"), ensure_ascii=False, separators=(",", ":")).encode(), content_type
+
+
+def _format_time(instant: datetime | None) -> str:
+    return instant.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z") if instant else ""
+
+
+def _parse_time(value: object) -> datetime | None:
+    """RFC 3339 text, an AMQP timestamp (seconds) or the milliseconds of the CloudEvents AMQP binding; else None."""
+    try:
+        match value:
+            case datetime():
+                instant = value
+            case str():
+                instant = datetime.fromisoformat(value)
+            case int() | float():
+                # Milliseconds since 1970 passed 10^11 in 1973; seconds will in the year 5138.
+                instant = datetime.fromtimestamp(value / 1000 if abs(value) >= 1e11 else value, tz=UTC)
+            case _:
+                return None
+        return instant if instant.tzinfo else instant.replace(tzinfo=UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _json_safe(value: object) -> HeaderValue:
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return printable(value if isinstance(value, str) else str(value), 4_000)
+
+
+def _is_uuid(text: str) -> bool:
+    try:
+        uuid.UUID(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""What kind of failure is this database error?
+
+Three answers matter. *Collisions* (serialization failure, deadlock, lock timeout, SQLite's "database is locked") ask for the
+same transaction again at once. *Outages* (connection lost, server shutting down) are nobody's attempt: wait for the server.
+Everything else is the fault of whoever ran the statement.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from django.db import DatabaseError, InterfaceError, OperationalError
+
+SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT = "40001", "40P01", "55P03"
+_COLLISIONS = {SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT}
+_OUTAGE = re.compile(r"08...|57P0[1-5]|25P03|53300")
+_LOST = re.compile(r"connection|terminat|server closed|SSL|EOF|could not receive|could not send", re.IGNORECASE)
+
+
+def is_collision(error: BaseException) -> bool:
+    """Two transactions got in each other's way; running this one again is the documented answer."""
+    return any(
+        getattr(link, "sqlstate", None) in _COLLISIONS or _is_sqlite_busy(link) for link in _chain(error)
+    )
+
+
+def is_outage(error: BaseException) -> bool:
+    """The database went away underneath us. A statement that never reached it carries no SQLSTATE."""
+    if not isinstance(error, OperationalError | InterfaceError):
+        return False
+    for link in _chain(error):
+        sqlstate = getattr(link, "sqlstate", None)
+        if sqlstate is not None:
+            return bool(_OUTAGE.fullmatch(sqlstate))
+    return not _is_sqlite_busy(error) and bool(_LOST.search(str(error)))
+
+
+def _is_sqlite_busy(error: BaseException) -> bool:
+    return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or (
+        isinstance(error, OperationalError) and str(error).startswith(("database is locked", "database table is locked"))
+    )
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    # Django's wrapper carries the driver's error as its cause; a handler's own `raise … from` may wrap it again, and then
+    # the handler has spoken and the database has not.
+    while isinstance(link, DatabaseError | InterfaceError) or (link is not None and hasattr(link, "sqlstate")):
+        yield link
+        link = link.__cause__
+    if link is not None and hasattr(link, "sqlite_errorname"):
+        yield link

@@ -1,0 +1,120 @@
+"""The stoppable loop: asked to stop it finishes what is in hand; gone silent it is ended from outside.
+
+`StopRequest` is what every loop of ours waits on instead of sleeping. `running_until_signalled` ties it to SIGTERM and
+SIGINT for the life of a command. `Watchdog` is the guard against lies of the platform: a socket or a lock that never
+answers leaves a process that looks alive and does nothing, and only ending it gives its work to another.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import FrameType
+
+from outbox.kernel.clock import monotonic
+
+logger = logging.getLogger(__name__)
+
+EXIT_SILENT = 70
+"""Exit status of a process ended by its watchdog (EX_SOFTWARE of sysexits.h)."""
+
+
+class StopRequest:
+    """Somebody wants this process to end. Waiting on it is how loops sleep."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep up to `seconds`; True as soon as a stop is wanted."""
+        return self._event.wait(seconds)
+
+
+class Watchdog:
+    """Ends the process when nobody called `beat` for `limit`, or when a stop takes longer than `grace`.
+
+    Nothing is lost by that: whatever was in hand is an open transaction or an unacknowledged delivery.
+    """
+
+    def __init__(self, stop: StopRequest, *, limit: timedelta, grace: timedelta) -> None:
+        self._stop = stop
+        self._limit = limit.total_seconds()
+        self._grace = grace.total_seconds()
+        self._beaten_at = monotonic()
+        self._done = threading.Event()
+
+    def beat(self) -> None:
+        """The main loop is alive."""
+        self._beaten_at = monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[Watchdog]:
+        self.beat()
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        try:
+            yield self
+        finally:
+            self._done.set()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """For work on the main thread that may rightly take long. A stop request is still bounded."""
+        limit, self._limit = self._limit, float("inf")
+        try:
+            yield
+        finally:
+            self.beat()
+            self._limit = limit
+
+    def _watch(self) -> None:
+        stopping_since: float | None = None
+        while not self._done.wait(min(1.0, self._limit / 4, self._grace / 4)):
+            now = monotonic()
+            if self._stop and stopping_since is None:
+                stopping_since = now
+            if stopping_since is not None and now - stopping_since > self._grace:
+                self._end(f"asked to stop {self._grace:.0f} s ago and still not done")
+            if now - self._beaten_at > self._limit:
+                self._end(f"the main loop has been silent for more than {self._limit:.0f} s")
+
+    @staticmethod
+    def _end(reason: str) -> None:
+        logger.critical("Ending this process: %s. What it had in hand goes to the next one.", reason)
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+        os._exit(EXIT_SILENT)
+
+
+@contextmanager
+def running_until_signalled(stop: StopRequest) -> Iterator[StopRequest]:
+    """Turn the first SIGTERM or SIGINT into a stop request; a second one ends the process at once.
+
+    Outside the main thread, where Python delivers no signals, it only hands `stop` through.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if stop:
+            os._exit(128 + signum)
+        stop.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

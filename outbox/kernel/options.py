@@ -1,0 +1,80 @@
+"""Settings dictionaries, read into frozen dataclasses.
+
+One field of the dataclass is one option: its default is the field's, its type is checked, a misspelt name is answered with
+"did you mean", and every problem of the dictionary is reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from datetime import timedelta
+from types import GenericAlias
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+Options = TypeVar("Options")
+
+
+class InvalidOptions(ValueError):
+    """A settings dictionary that cannot be read; `problems` has one sentence for each mistake."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__(" ".join(problems))
+        self.problems = problems
+
+
+def parse(options: type[Options], setting: str, given: object) -> Options:
+    """Read the dictionary `given`, found in the Django setting called `setting`, into the dataclass `options`.
+
+    Raises:
+        InvalidOptions: with every unknown name, wrong type and refused value.
+    """
+    if not isinstance(given, Mapping):
+        raise InvalidOptions([f"{setting} must be a dict, not {given!r}."])
+    types = get_type_hints(options)
+    problems = [_unknown(setting, name, types) for name in given if name not in types]
+    for name, expected in types.items():
+        if name in given and not _fits(given[name], expected):
+            problems.append(f"{setting}[{name!r}] is {given[name]!r}: it must be {_describe(expected)}.")
+    if problems:
+        raise InvalidOptions(problems)
+    try:
+        return options(**given)
+    except ValueError as error:
+        raise InvalidOptions([f"{setting}: {error}"]) from error
+
+
+def require_positive(options: Any, *names: str) -> None:
+    """For `__post_init__`: refuse zero and negative numbers and spans."""
+    for name in names:
+        value = getattr(options, name)
+        if value <= (timedelta() if isinstance(value, timedelta) else 0):
+            raise ValueError(f"{name} is {value!r}: it must be greater than zero.")
+
+
+def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(str(name).upper(), types, n=1)
+    remedy = f"Did you mean {close[0]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
+    return f"{setting} has no option {name!r}. {remedy}"
+
+
+def _fits(value: object, expected: Any) -> bool:
+    if isinstance(expected, GenericAlias) and get_origin(expected) is tuple:
+        return isinstance(value, list | tuple) and all(isinstance(item, get_args(expected)[0]) for item in value)
+    if expected is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, expected)
+
+
+def _describe(expected: Any) -> str:
+    if get_origin(expected) is tuple:
+        return f"a list or tuple of {get_args(expected)[0].__name__}"
+    return f"a {getattr(expected, '__name__', expected)}"
+
+
+def names(options: type) -> list[str]:
+    """The option names of a settings dataclass, in the order of their definition."""
+    return [field.name for field in dataclasses.fields(options)]

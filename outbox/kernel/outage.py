@@ -1,0 +1,45 @@
+"""Something this process depends on is away: say so once, wait with a cap, say once that it is back."""
+
+from __future__ import annotations
+
+import logging
+
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.retry import Pause
+
+logger = logging.getLogger(__name__)
+
+
+class Outage:
+    """The absence of one dependency, called `what` ("the broker", "the database").
+
+    An outage is nobody's attempt: the caller pauses here and leaves every message as it is.
+    """
+
+    def __init__(self, what: str, pause: Pause | None = None) -> None:
+        self._what = what
+        self._pause = pause or Pause()
+        self._since: float | None = None
+
+    @property
+    def ongoing(self) -> bool:
+        return self._since is not None
+
+    def wait(self, reason: object, stop: StopRequest) -> None:
+        """It did not answer, for `reason`: pause, longer each time, at most the cap."""
+        if self._since is None:
+            self._since = monotonic()
+            logger.warning(
+                "%s is away (%s). Waiting for it; no message is lost and no attempt is counted.",
+                self._what.capitalize(),
+                str(reason).strip() or repr(reason),
+            )
+        stop.wait(self._pause.next_seconds())
+
+    def over(self) -> None:
+        """It answered."""
+        if self._since is not None:
+            logger.warning("%s is back after %.1f s.", self._what.capitalize(), monotonic() - self._since)
+        self._since = None
+        self._pause.reset()

@@ -1,0 +1,52 @@
+"""Text that comes from elsewhere and must fit a column."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+NAME_LENGTH = 255
+"""Longest topic, key, biz-id and message id: AMQP's short string, and an index row that stays small."""
+
+ERROR_LENGTH = 2_000
+TRACEBACK_LENGTH = 20_000
+
+_UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+
+
+def why_unfit(text: str, *, limit: int = NAME_LENGTH) -> str | None:
+    """Why `text` cannot be a name on the wire and in every database, or None when it can."""
+    if unfit := _UNFIT.search(text):
+        return f"it contains the control or surrogate character {unfit.group()!r}"
+    if (length := len(text.encode())) > limit:
+        return f"it is {length} bytes long in UTF-8 and the limit is {limit}"
+    return None
+
+
+def why_no_topic(text: str) -> str | None:
+    """Why `text` cannot be a topic, or None when it can: a name that a topic exchange takes literally."""
+    if not text:
+        return "it is empty"
+    if set(text.split(".")) & {"*", "#"}:
+        return "it contains a wildcard of topic exchanges ('*' or '#' as a word)"
+    return why_unfit(text)
+
+
+def fit(text: str) -> str:
+    """A name that fits: `text` itself, or its SHA-256 when it is too long or holds what a column refuses.
+
+    The same text always gives the same name, so a deduplication key stays a key; it is never cut, because two facts must
+    not become one.
+    """
+    if why_unfit(text) is None:
+        return text
+    return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def printable(text: str, limit: int) -> str:
+    """For people: what a text column takes, cut in the middle so that both ends of a traceback remain."""
+    text = text.replace("\x00", "�").encode("utf-8", "replace").decode()
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters left out …\n{text[-half:]}"

@@ -1,0 +1,31 @@
+from datetime import timedelta
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+from django.db import DEFAULT_DB_ALIAS
+
+from outbox import store
+from outbox.conf import outbox_options
+from outbox.kernel.console import Progress
+
+
+class Command(BaseCommand):
+    help = "Delete published, cancelled and expired messages that are older than the retention. Dead ones stay."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--older-than-days", type=float, help="instead of OUTBOX['RETENTION']")
+        parser.add_argument("--dry-run", action="store_true", help="only count")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        days = options["older_than_days"]
+        older_than = outbox_options().RETENTION if days is None else timedelta(days=days)
+        count = store.purgeable(options["database"], older_than)
+        if options["dry_run"]:
+            self.stdout.write(f"{count} messages would be deleted.")
+            return
+        progress = Progress("deleted", count)
+        for deleted in store.purge_settled(options["database"], older_than):
+            progress.advance(deleted)
+        progress.finish()
+        self.stdout.write(f"{progress.done} messages deleted.")

@@ -1,0 +1,107 @@
+"""The outbox table: one row per message, its state in one column."""
+
+from __future__ import annotations
+
+import uuid
+
+from django.db import models
+from django.db.models import Q
+
+from outbox.kernel.text import NAME_LENGTH
+
+SHARDS = 64
+"""Slices of the outbox. Fixed at insert, so changing it would break the order of keys in flight."""
+
+
+class State(models.TextChoices):
+    """Where a message is in its life. Every transition is one guarded UPDATE in `outbox.store`."""
+
+    PREPARED = "prepared"
+    SCHEDULED = "scheduled"
+    READY = "ready"
+    RETRYING = "retrying"
+    PUBLISHED = "published"
+    DEAD = "dead"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    ROLLED_BACK = "rolled_back"
+
+
+HOLDING_KEY = (State.RETRYING, State.DEAD)
+"""States in which a message holds back the later ones of its key."""
+
+SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
+"""States in which nothing more will happen by itself or is waited for; these rows may be purged."""
+
+
+class OutboxMessage(models.Model):
+    """A message written in the transaction of its business change, until the relay has carried it to the broker."""
+
+    id = models.BigAutoField(primary_key=True)
+    message_id = models.UUIDField("message id", unique=True, default=uuid.uuid4, editable=False)
+    topic = models.CharField(max_length=NAME_LENGTH)
+    biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
+    is_unique = models.BooleanField("unique by topic and biz-id", default=False, editable=False)
+    key = models.CharField("ordering key", max_length=NAME_LENGTH, default="", blank=True)
+    shard = models.PositiveSmallIntegerField(editable=False)
+    priority = models.PositiveSmallIntegerField(default=0)
+    state = models.CharField(max_length=12, choices=State, default=State.READY)
+    body = models.BinaryField()
+    headers = models.JSONField(default=dict)
+    correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
+    causation_id = models.CharField(max_length=NAME_LENGTH, default="")
+    traceparent = models.CharField(max_length=NAME_LENGTH, default="")
+    attempts = models.PositiveIntegerField(default=0)
+    last_error = models.TextField(default="")
+    created_at = models.DateTimeField()
+    deliver_at = models.DateTimeField(null=True)
+    available_at = models.DateTimeField("due at")
+    expires_at = models.DateTimeField(null=True)
+    settled_at = models.DateTimeField(null=True)
+
+    class Meta:
+        verbose_name = "outbox message"
+        default_permissions = ("view",)
+        permissions = (
+            ("requeue_outboxmessage", "Can requeue a dead or retrying message"),
+            ("cancel_outboxmessage", "Can cancel a message that is not published"),
+        )
+        constraints = (
+            models.UniqueConstraint(
+                fields=["topic", "biz_id"], name="outbox_unique_biz_id", condition=Q(is_unique=True)
+            ),
+        )
+        indexes = (
+            models.Index("shard", models.F("priority").desc(), "id", name="outbox_ready", condition=Q(state="ready")),
+            models.Index(
+                fields=["available_at"], name="outbox_due", condition=Q(state__in=["scheduled", "retrying"])
+            ),
+            models.Index(
+                fields=["key", "id"], name="outbox_holding", condition=Q(state__in=["retrying", "dead"]) & ~Q(key="")
+            ),
+            models.Index(
+                fields=["settled_at"],
+                name="outbox_settled",
+                condition=Q(state__in=["published", "expired", "cancelled", "rolled_back"]),
+            ),
+            models.Index(fields=["topic", "biz_id"], name="outbox_biz_id"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.topic} {self.biz_id} ({self.state})"
+
+
+class RelayLease(models.Model):
+    """Who relays on a database that has one writer (SQLite), and what it has in hand."""
+
+    name = models.CharField(primary_key=True, max_length=32)
+    token = models.UUIDField()
+    holder = models.CharField(max_length=NAME_LENGTH)
+    expires_at = models.DateTimeField()
+    in_hand = models.JSONField(default=list)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.name} held by {self.holder}"

@@ -1,0 +1,1 @@
+"""The relay: the process that carries committed messages to the broker."""

@@ -1,0 +1,34 @@
+"""Which transport carries to which broker URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from django.utils.module_loading import import_string
+
+from outbox.kernel.broker import scheme_of
+from outbox.kernel.transport import Transport
+
+_BY_SCHEME = {
+    "local": "inbox.local.LocalTransport",
+    "amqp": "outbox.transports.amqp.AmqpTransport",
+    "amqps": "outbox.transports.amqp.AmqpTransport",
+    "pyamqp": "outbox.transports.amqp.AmqpTransport",
+}
+_OTHERWISE = "outbox.transports.virtual.VirtualTransport"
+
+
+def transport_class(url: str) -> type[Transport]:
+    """The transport for a broker URL, found by name so that the outbox imports nothing of the inbox.
+
+    Raises:
+        ImportError: the module that provides it is not installed.
+    """
+    found: type[Transport] = import_string(_BY_SCHEME.get(scheme_of(url), _OTHERWISE))
+    return found
+
+
+def open_transport(url: str, *, alias: str, exchange: str) -> Transport:
+    """A transport to `url` for messages of the database `alias`; not connected yet."""
+    make: Callable[..., Transport] = transport_class(url)
+    return make(url, alias=alias, exchange=exchange)

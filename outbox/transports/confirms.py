@@ -1,0 +1,61 @@
+"""Which publish does a confirm belong to?
+
+The publisher confirms of AMQP 0-9-1 (RabbitMQ, "Consumer Acknowledgements and Publisher Confirms") name publishes by
+delivery tag: 1, 2, 3… in the order they were sent on a channel. Acks come out of order and for many at once. A returned
+message is named by its message id only, and comes before its own ack, so *returned* wins over *acked*.
+
+Pure bookkeeping: no socket, no clock.
+"""
+
+from __future__ import annotations
+
+from outbox.kernel.transport import CONFIRMED, Outcome, Verdict
+
+
+class ConfirmTracker:
+    """The publishes of one life of one channel. A new channel needs a new tracker: its tags begin again."""
+
+    def __init__(self) -> None:
+        self._last_tag = 0
+        self._open: dict[int, int] = {}
+        self._by_message_id: dict[str, int] = {}
+        self._returned: dict[int, str] = {}
+        self._settled: dict[int, Verdict] = {}
+
+    @property
+    def waiting(self) -> bool:
+        return bool(self._open)
+
+    def sent(self, position: int, message_id: str) -> None:
+        """The next publish of this channel was the message at `position`."""
+        self._last_tag += 1
+        self._open[self._last_tag] = position
+        self._by_message_id[message_id] = position
+
+    def returned(self, message_id: str, reason: str) -> None:
+        position = self._by_message_id.get(message_id)
+        if position is not None:
+            self._returned[position] = reason
+
+    def acked(self, tag: int, multiple: bool) -> None:
+        for position in self._close(tag, multiple):
+            reason = self._returned.pop(position, None)
+            self._settled[position] = CONFIRMED if reason is None else Verdict(Outcome.RETURNED, reason)
+
+    def nacked(self, tag: int, multiple: bool) -> None:
+        for position in self._close(tag, multiple):
+            self._settled[position] = Verdict(Outcome.NACKED, "the broker refused to keep it (basic.nack)")
+
+    def collect(self) -> dict[int, Verdict]:
+        """What is known since the last call. Publishes without an answer are simply not in it."""
+        settled, self._settled = self._settled, {}
+        if not self._open:
+            self._by_message_id.clear()
+        return settled
+
+    def _close(self, tag: int, multiple: bool) -> list[int]:
+        # An unknown or repeated tag closes nothing. Tag 0 with `multiple` means "all so far".
+        if not multiple:
+            return [self._open.pop(tag)] if tag in self._open else []
+        tags = [open_tag for open_tag in self._open if open_tag <= tag or tag == 0]
+        return [self._open.pop(open_tag) for open_tag in tags]

@@ -1,0 +1,137 @@
+"""kombu's other transports (Redis, SQS, …): one `Producer.publish` at a time.
+
+They have no publisher confirms: a publish that returns was accepted by the server's socket, and that is all it says. A topic
+that no queue is bound to would be dropped silently, so the binding table is asked first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import kombu
+from kombu.transport.virtual import Channel as VirtualChannel
+
+from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options, describe, scheme_of
+from outbox.kernel.clock import monotonic
+from outbox.kernel.transport import CONFIRMED, BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
+
+logger = logging.getLogger(__name__)
+
+_REDIS = {"redis", "rediss", "sentinel", "valkey", "valkeys"}
+_UNDURABLE = {"memory", "filesystem", "sqla", "sqlalchemy", "sqlite", "confluentkafka", "pyro"}
+
+
+def capabilities_of(url: str) -> Capabilities:
+    """What kombu's transport for `url` can promise."""
+    scheme = scheme_of(url)
+    if scheme in _UNDURABLE:
+        return Capabilities(
+            confirms=False,
+            detects_unroutable=True,
+            durable=False,
+            weakness=f"{scheme}:// loses messages when a process dies",
+        )
+    if scheme in _REDIS:
+        return Capabilities(
+            confirms=False,
+            detects_unroutable=True,
+            weakness="Redis has no publisher confirms, keeps messages only as durably as it is configured (appendfsync), and "
+            "may lose one message per consumer crash",
+        )
+    return Capabilities(
+        confirms=False, detects_unroutable=True, weakness=f"{scheme}:// has no publisher confirms that kombu can see"
+    )
+
+
+class VirtualTransport:
+    """Publishes through any kombu transport, one message after the other."""
+
+    def __init__(self, url: str, *, alias: str, exchange: str) -> None:
+        self.capabilities = capabilities_of(url)
+        self._url = url
+        self._exchange = kombu.Exchange(exchange, EXCHANGE_TYPE, durable=True)
+        self._connection: kombu.Connection | None = None
+        self._channel: Any = None
+        self._producer: Any = None
+
+    def connect(self) -> None:
+        if self._connection is not None:
+            return
+        connection = kombu.Connection(self._url, **connection_options(self._url))
+        try:
+            connection.ensure_connection(max_retries=1, timeout=5)
+            self._channel = connection.channel()
+            self._producer = kombu.Producer(self._channel, self._exchange)
+            self._exchange(self._channel).declare()
+        except self._failures(connection) as error:
+            connection.collect(socket_timeout=1.0)
+            raise BrokerUnavailable(describe(error)) from error
+        self._connection = connection
+
+    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
+        verdicts: dict[int, Verdict] = {}
+        failures = self._failures(self._connection)
+        for parcel in parcels:
+            if monotonic() > deadline:
+                break
+            try:
+                verdicts[parcel.position] = self._send_one(parcel)
+            except failures as error:
+                self.close()
+                return Sent(verdicts=verdicts, broken=describe(error))
+            except Exception as error:  # not the connection, so it is this message that cannot be sent
+                verdicts[parcel.position] = Verdict(Outcome.REFUSED, f"it cannot be sent: {describe(error)}")
+        return Sent(verdicts=verdicts)
+
+    def idle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        connection, self._connection, self._channel, self._producer = self._connection, None, None, None
+        if connection is not None:
+            try:
+                connection.close()
+            except self._failures(connection) as error:
+                logger.debug("Closing the broker connection: %s", describe(error))
+
+    def companions(self) -> Sequence[Companion]:
+        return ()
+
+    def _send_one(self, parcel: Parcel) -> Verdict:
+        envelope = parcel.envelope
+        if not self._is_routable(envelope.topic):
+            return Verdict(
+                Outcome.RETURNED,
+                f"unroutable: no queue is bound to exchange {self._exchange.name!r} for topic {envelope.topic!r}",
+            )
+        self._producer.publish(
+            envelope.body,
+            routing_key=envelope.topic,
+            headers=envelope.to_headers(),
+            content_type=envelope.content_type,
+            content_encoding="utf-8",
+            message_id=envelope.id,
+            type=envelope.topic,
+            priority=parcel.priority,
+            delivery_mode="persistent",
+            retry=False,
+        )
+        return CONFIRMED
+
+    def _is_routable(self, topic: str) -> bool:
+        channel = self._channel
+        if not isinstance(channel, VirtualChannel):
+            return True
+        try:
+            table = channel.get_table(self._exchange.name)
+        except KeyError:
+            return False
+        return bool(channel.typeof(self._exchange.name).lookup(table, self._exchange.name, topic, None))
+
+    @staticmethod
+    def _failures(connection: kombu.Connection | None) -> tuple[type[Exception], ...]:
+        if connection is None:
+            return BROKER_FAILURES
+        return (*BROKER_FAILURES, *connection.connection_errors, *connection.channel_errors)
