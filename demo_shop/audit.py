@@ -1,0 +1,165 @@
+"""Was anything lost, doubled, or done for an order that never was?
+
+The idea: count facts independently of the machinery that is on trial, then compare. Which orders committed is known
+from the customers, who noted each number when its transaction had ended; what happened is counted in the business
+tables, which have no unique constraint that could hide a second effect. This module is only the comparison and knows no
+database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+ORDER = "orders"
+MOVEMENT = "stock movements"
+PAYMENT = "payments"
+PAID = "orders paid"
+SHIPMENT = "shipments"
+SHIPPED = "orders shipped"
+RATING = "ratings"
+RATING_CLOSED = "ratings closed"
+
+EFFECTS = (ORDER, MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED, RATING, RATING_CLOSED)
+"""What must have happened exactly once for every committed order, and never for any other."""
+
+Counts = Mapping[str, int]
+"""How often, by order number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What was counted when everything had come to rest, or when patience had ended.
+
+    Attributes:
+        wanted: orders that were to be placed.
+        committed, rolled_back: order numbers, as the customers noted them.
+        effects: by name, one of `EFFECTS`.
+        messages: outbox and inbox rows, by order number.
+        stock_differences: products whose quantity is not the sum of their movements, with the difference.
+        injected: messages sent a second time on purpose, counted once per handler that gets the copy.
+        suppressed: what the inbox has counted as duplicates.
+        contradictions: messages with a known biz-id and other content.
+        dead: outbox and inbox rows that are dead letters.
+        repeated_calls: calls of the webhook with an event that was stored already.
+        forged_calls, contradicting_calls: calls of the webhook that had to be refused.
+        refused_calls: calls it did refuse.
+        kills_wanted, kills: processes to be killed, and killed.
+        bad_ends: processes that ended when nobody asked, or not with 0 when asked, in words.
+        unfinished: what was still missing when patience ended, in words.
+    """
+
+    wanted: int
+    committed: frozenset[str]
+    rolled_back: frozenset[str]
+    effects: Mapping[str, Counts]
+    messages: Counts = field(default_factory=dict)
+    stock_differences: Counts = field(default_factory=dict)
+    injected: int = 0
+    suppressed: int = 0
+    contradictions: int = 0
+    dead: int = 0
+    repeated_calls: int = 0
+    forged_calls: int = 0
+    contradicting_calls: int = 0
+    refused_calls: int = 0
+    kills_wanted: int = 0
+    kills: int = 0
+    bad_ends: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One order that one effect went wrong for."""
+
+    effect: str
+    order: str
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit:
+    """The verdict.
+
+    Attributes:
+        lost: effects of committed orders that did not happen.
+        doubled: effects that happened more than once.
+        ghosts: effects and messages of orders that were rolled back, or that nobody placed.
+        problems: everything else that makes this run prove nothing, in words.
+    """
+
+    facts: Facts
+    lost: tuple[Finding, ...]
+    doubled: tuple[Finding, ...]
+    ghosts: tuple[Finding, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not (self.lost or self.doubled or self.ghosts or self.problems)
+
+    def total(self, effect: str) -> int:
+        return sum(self.facts.effects.get(effect, {}).values())
+
+
+def audit(facts: Facts) -> Audit:
+    """Compare what happened with what was ordered."""
+    return Audit(
+        facts=facts,
+        lost=tuple(_lost(facts)),
+        doubled=tuple(_doubled(facts)),
+        ghosts=tuple(_ghosts(facts)),
+        problems=tuple(_problems(facts)),
+    )
+
+
+def _lost(facts: Facts) -> Iterator[Finding]:
+    for effect in EFFECTS:
+        counts = facts.effects.get(effect, {})
+        for order in sorted(facts.committed):
+            if not counts.get(order):
+                yield Finding(effect=effect, order=order, count=0)
+
+
+def _doubled(facts: Facts) -> Iterator[Finding]:
+    for effect, counts in facts.effects.items():
+        for order, count in sorted(counts.items()):
+            if count > 1:
+                yield Finding(effect=effect, order=order, count=count)
+
+
+def _ghosts(facts: Facts) -> Iterator[Finding]:
+    for effect, counts in {**facts.effects, "messages": facts.messages}.items():
+        for order, count in sorted(counts.items()):
+            if count and order not in facts.committed:
+                yield Finding(effect=effect, order=order, count=count)
+
+
+def _problems(facts: Facts) -> Iterator[str]:
+    yield from (f"not finished in time: {missing}" for missing in facts.unfinished)
+    yield from facts.bad_ends
+    for product, difference in sorted(facts.stock_differences.items()):
+        yield f"the stock of {product} differs by {difference:+} from the sum of its movements"
+    if facts.dead:
+        yield f"{facts.dead} dead letters"
+    if facts.contradictions:
+        yield f"{facts.contradictions} messages contradicted an earlier one with their biz-id"
+    if facts.suppressed < facts.injected:
+        yield f"{facts.injected} duplicates were injected and only {facts.suppressed} suppressed"
+    refusable = facts.forged_calls + facts.contradicting_calls
+    if facts.refused_calls != refusable:
+        yield f"{refusable} calls of the webhook were to be refused, and {facts.refused_calls} were"
+    yield from _vacuities(facts)
+
+
+def _vacuities(facts: Facts) -> Iterator[str]:
+    """Why a run that looks clean would prove nothing."""
+    if not facts.committed or len(facts.committed) != facts.wanted:
+        yield f"{len(facts.committed)} of {facts.wanted} orders were placed"
+    if not facts.rolled_back:
+        yield "no order was rolled back, so ghosts had no chance"
+    if not facts.injected:
+        yield "no duplicate was injected, so doubled effects had no chance"
+    if facts.kills < facts.kills_wanted:
+        yield f"{facts.kills} of {facts.kills_wanted} kills fired"

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import connection
+from django.db.migrations.executor import MigrationExecutor
+from rich.console import Console
+
+from demo_shop.audit import EFFECTS, Audit
+from demo_shop.simulation.story import Options, tell
+
+
+class Command(BaseCommand):
+    help = "Buy from the demo shop with many hands, kill its processes meanwhile, and audit what came of it."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--orders", type=_positive, default=200, help="orders to place (default: %(default)s)")
+        parser.add_argument("--threads", type=_positive, default=4, help="customers at once (default: %(default)s)")
+        kills = parser.add_mutually_exclusive_group()
+        kills.add_argument("--kills", type=_count, default=6, help="processes to kill -9 (default: %(default)s)")
+        kills.add_argument("--no-kills", action="store_const", const=0, dest="kills", help="kill none")
+        parser.add_argument("--seed", type=int, help="plans the same purchases again (default: a new one)")
+        parser.add_argument(
+            "--timeout", type=float, default=120.0, help="seconds until all must be at rest (default: %(default)s)"
+        )
+        parser.add_argument("--json", action="store_true", help="print the audit as one JSON line, progress to stderr")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        _require_tables()
+        seed = random.randrange(10**6) if options["seed"] is None else options["seed"]
+        result = tell(
+            Options(
+                orders=options["orders"],
+                threads=options["threads"],
+                kills=options["kills"],
+                seed=seed,
+                patience_seconds=options["timeout"],
+            ),
+            Console(stderr=options["json"]),
+        )
+        if options["json"]:
+            self.stdout.write(json.dumps(_as_json(result)))
+        if not result.passed:
+            sys.exit(1)
+
+
+def _positive(text: str) -> int:
+    number = _count(text)
+    if not number:
+        raise ValueError
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError
+    return number
+
+
+def _require_tables() -> None:
+    executor = MigrationExecutor(connection)
+    if executor.migration_plan(executor.loader.graph.leaf_nodes()):
+        raise CommandError("The database is not migrated: run `python manage.py migrate` first; `make demo` does both.")
+
+
+def _as_json(result: Audit) -> dict[str, Any]:
+    facts = result.facts
+    return {
+        "passed": result.passed,
+        "orders": len(facts.committed),
+        "rolled_back": len(facts.rolled_back),
+        "effects": {effect: result.total(effect) for effect in EFFECTS},
+        "duplicates_injected": facts.injected,
+        "duplicates_suppressed": facts.suppressed,
+        "webhook_calls_repeated": facts.repeated_calls,
+        "webhook_calls_refused": facts.refused_calls,
+        "kills": facts.kills,
+        "dead": facts.dead,
+        "lost": [asdict(finding) for finding in result.lost],
+        "doubled": [asdict(finding) for finding in result.doubled],
+        "ghosts": [asdict(finding) for finding in result.ghosts],
+        "problems": list(result.problems),
+    }

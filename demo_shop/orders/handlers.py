@@ -1,0 +1,29 @@
+"""What an order hears from the rest of the shop."""
+
+from __future__ import annotations
+
+from demo_shop.orders import services
+from demo_shop.orders.models import Order
+from inbox import Message, Reject, idempotent_handler
+
+
+@idempotent_handler("payment.received")
+def mark_paid(message: Message) -> None:
+    services.mark_paid(_order_of(message))
+
+
+@idempotent_handler("shipment.sent")
+def mark_shipped(message: Message) -> None:
+    services.mark_shipped(_order_of(message))
+
+
+@idempotent_handler("shop.order.rate_by_itself")
+def rate_by_itself(message: Message) -> None:
+    services.close_rating(_order_of(message))
+
+
+def _order_of(message: Message) -> str:
+    number = str(message.payload["order"])
+    if not Order.objects.filter(number=number).exists():
+        raise Reject(f"There is no order {number}.")
+    return number

@@ -1,0 +1,94 @@
+"""Settings of the demo shop: a SQLite file and no broker, unless DATABASE_URL and BROKER_URL say otherwise.
+
+Spans are short, so that a demo of crashes and retries takes seconds; a real project keeps the defaults.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import dj_database_url
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+
+DEBUG = os.environ.get("DEBUG", "").lower() in {"1", "true", "yes", "on"}
+SECRET_KEY = "for the demo only, never for anything that matters"  # noqa: S105 - it protects nothing
+ALLOWED_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
+ROOT_URLCONF = "demo_shop.urls"
+USE_TZ = True
+TIME_ZONE = "UTC"
+STATIC_URL = "static/"
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.messages",
+    "django.contrib.sessions",
+    "django.contrib.staticfiles",
+    "outbox",
+    "inbox",
+    "demo_shop",
+    "demo_shop.orders",
+    "demo_shop.payments",
+    "demo_shop.stock",
+    "demo_shop.shipments",
+]
+
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+
+DATABASES = {
+    "default": dj_database_url.parse(
+        os.environ.get("DATABASE_URL") or f"sqlite:///{BASE_DIR / 'demo.sqlite3'}", conn_max_age=60
+    )
+}
+if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
+    DATABASES["default"]["OPTIONS"] = {
+        "transaction_mode": "IMMEDIATE",
+        "timeout": 20,
+        "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;",
+    }
+
+OUTBOX = {
+    "BROKER_URL": os.environ.get("BROKER_URL") or "local://",
+    "EXCHANGE": "demo_shop",
+    "POLL_INTERVAL": timedelta(seconds=0.1),
+    "BATCH_DEADLINE": timedelta(seconds=2),
+    "RETRY_BASE": timedelta(seconds=1),
+    "RETRY_CAP": timedelta(seconds=5),
+}
+INBOX = {
+    "GROUP": "demo_shop",
+    "POLL_INTERVAL": timedelta(seconds=0.1),
+    "REDELIVERY_AFTER": timedelta(seconds=2),
+    "RETRY_BASE": timedelta(seconds=1),
+    "RETRY_CAP": timedelta(seconds=5),
+}
+
+# What the shop itself can be told. A real one waits two days for a rating and half an hour for a delivery of goods.
+SHOP_RATE_AFTER = timedelta(seconds=4)
+SHOP_OUT_OF_STOCK_RETRY = timedelta(seconds=1)
+PAYMENTS_WEBHOOK_SECRET = "shared with the payment provider"  # noqa: S105 - it protects nothing

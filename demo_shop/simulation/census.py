@@ -1,0 +1,117 @@
+"""Counting what happened, straight from the tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from django.apps import apps
+from django.db.models import Sum
+
+from demo_shop import audit
+from demo_shop.audit import Facts
+from demo_shop.orders.models import HistoryEntry, Order, Rating
+from demo_shop.payments.models import Payment
+from demo_shop.shipments.models import Shipment
+from demo_shop.simulation.ledger import Deed, Ledger
+from demo_shop.stock.models import Product, StockMovement
+
+_HISTORY = {
+    audit.PAID: HistoryEntry.What.PAID,
+    audit.SHIPPED: HistoryEntry.What.SHIPPED,
+    audit.RATING_CLOSED: HistoryEntry.What.RATING_CLOSED,
+}
+_AT_REST = {"published", "cancelled", "expired", "rolled_back", "done", "skipped", "shed", "dead"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The run's rows in the outbox and the inbox, by state, and what the inbox says of duplicates."""
+
+    outbox: Counter[str]
+    inbox: Counter[str]
+    messages: Counter[str]
+    suppressed: int
+    contradictions: int
+
+    @property
+    def open(self) -> dict[str, int]:
+        """What is still on its way, by table and state."""
+        return {
+            f"{table}, {state}": count
+            for table, states in (("outbox", self.outbox), ("inbox", self.inbox))
+            for state, count in sorted(states.items())
+            if state not in _AT_REST
+        }
+
+
+def traffic(run: str) -> Traffic:
+    """The models are asked for by name: the shop imports public names only."""
+    outbox = apps.get_model("outbox", "OutboxMessage").objects.filter(biz_id__contains=run)
+    inbox = apps.get_model("inbox", "InboxMessage").objects.filter(biz_id__contains=run)
+    sent = list(outbox.values_list("state", "biz_id"))
+    received = list(inbox.values_list("state", "biz_id", "duplicates", "conflicts"))
+    biz_ids = [biz_id for _, biz_id in sent] + [biz_id for _, biz_id, *_ in received]
+    return Traffic(
+        outbox=Counter(state for state, _ in sent),
+        inbox=Counter(state for state, *_ in received),
+        messages=Counter(run + biz_id.partition(run)[2] for biz_id in biz_ids),
+        suppressed=sum(duplicates for *_, duplicates, _ in received),
+        contradictions=sum(conflicts for *_, conflicts in received),
+    )
+
+
+def take(ledger: Ledger, *, wanted: int, kills_wanted: int) -> tuple[Facts, Traffic]:
+    """Everything that can be counted now.
+
+    While customers are still busy, an order may be in the tables already and in their notes not yet, and look like a
+    ghost. The count that is audited is taken when everybody has gone home.
+    """
+    moving = traffic(ledger.run)
+    effects = _effects(ledger.run)
+    committed, rolled_back = ledger.orders()
+    facts = Facts(
+        wanted=wanted,
+        committed=committed,
+        rolled_back=rolled_back,
+        effects=effects,
+        messages=moving.messages,
+        stock_differences=_stock_differences(ledger.run),
+        injected=ledger.count(Deed.INJECTED),
+        suppressed=moving.suppressed,
+        contradictions=moving.contradictions,
+        dead=moving.outbox["dead"] + moving.inbox["dead"],
+        repeated_calls=ledger.count(Deed.REPEATED_CALL),
+        forged_calls=ledger.count(Deed.FORGED_CALL),
+        contradicting_calls=ledger.count(Deed.CONTRADICTING_CALL),
+        refused_calls=ledger.count(Deed.REFUSED_CALL),
+        kills_wanted=kills_wanted,
+        kills=ledger.count(Deed.KILL),
+    )
+    return facts, moving
+
+
+def _effects(run: str) -> dict[str, dict[str, int]]:
+    history = HistoryEntry.objects.filter(order__number__startswith=run)
+    sold = StockMovement.objects.filter(order__startswith=run)
+    return {
+        audit.ORDER: _by_order(Order.objects.filter(number__startswith=run).values_list("number")),
+        audit.MOVEMENT: _by_order(sold.values_list("order")),
+        audit.PAYMENT: _by_order(Payment.objects.filter(order__startswith=run).values_list("order")),
+        audit.SHIPMENT: _by_order(Shipment.objects.filter(order__startswith=run).values_list("order")),
+        audit.RATING: _by_order(Rating.objects.filter(order__number__startswith=run).values_list("order__number")),
+        **{
+            effect: _by_order(history.filter(what=what).values_list("order__number"))
+            for effect, what in _HISTORY.items()
+        },
+    }
+
+
+def _by_order(numbers: Iterable[tuple[str]]) -> dict[str, int]:
+    return Counter(number for (number,) in numbers)
+
+
+def _stock_differences(run: str) -> dict[str, int]:
+    moved = Product.objects.filter(sku__startswith=run).annotate(moved=Sum("movements__quantity"))
+    return {product.sku: product.quantity - product.moved for product in moved if product.quantity != product.moved}

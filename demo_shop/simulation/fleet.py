@@ -1,0 +1,145 @@
+"""The real processes of the shop, and the hand that pulls their plugs.
+
+A killed process gets SIGKILL: nothing of it runs any more, no `finally`, no rollback, no goodbye to the broker. At the
+end every process gets SIGTERM and must end with 0.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from django.conf import settings
+
+from demo_shop.simulation.ledger import Deed, Ledger
+
+END_WITHIN_SECONDS = 30
+KILLED_NO_SOONER_THAN = 1.5
+"""Seconds after its start: a process that is still importing has nothing in hand."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 1.6
+"""Seconds between two kills."""
+
+
+@dataclass
+class Worker:
+    """One process slot; a killed process is followed by the next one in it."""
+
+    name: str
+    command: str
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    kills: int = 0
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(  # noqa: S603 - our own manage.py with our own argument
+                [sys.executable, "manage.py", self.command], cwd=settings.BASE_DIR, stdout=log, stderr=log
+            )
+        self.started_at = time.monotonic()
+
+    @property
+    def exit_status(self) -> int | None:
+        return self.process.poll() if self.process else None
+
+
+@dataclass
+class Fleet:
+    """The processes of one run.
+
+    Attributes:
+        bad_ends: processes that ended when nobody asked, or not with 0 when asked.
+    """
+
+    ledger: Ledger
+    directory: Path
+    workers: Sequence[Worker]
+    bad_ends: list[str] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self) -> None:
+        for worker in self.workers:
+            worker.start()
+
+    def mend(self) -> None:
+        """Note and replace what has ended by itself."""
+        with self._lock:
+            for worker in self.workers:
+                if worker.exit_status is not None:
+                    self.bad_ends.append(f"{worker.name} ended by itself with {worker.exit_status}, see {worker.log}")
+                    worker.start()
+
+    def kill_some(self, kills: int, rng: random.Random, stop: threading.Event) -> None:
+        """Kill so many, relays and consumers in turn, at random moments, and start each again after a moment."""
+        roles = sorted({worker.command for worker in self.workers})
+        for number in range(kills):
+            role = roles[number % len(roles)]
+            worker = rng.choice([worker for worker in self.workers if worker.command == role])
+            ready_in = max(0.0, worker.started_at + KILLED_NO_SOONER_THAN - time.monotonic())
+            if stop.wait(ready_in + rng.uniform(SHORTEST_PAUSE, LONGEST_PAUSE)):
+                return
+            self._kill(worker)
+
+    def end(self) -> None:
+        """SIGTERM for all, and a look at how they end."""
+        with self._lock:
+            running = [(worker, worker.process) for worker in self.workers if worker.process]
+            for _, process in running:
+                process.terminate()
+            deadline = time.monotonic() + END_WITHIN_SECONDS
+            for worker, process in running:
+                worker.process = None
+                try:
+                    status = process.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    self.bad_ends.append(f"{worker.name} did not end within {END_WITHIN_SECONDS} s of SIGTERM")
+                    process.kill()
+                    process.wait()
+                else:
+                    if status:
+                        self.bad_ends.append(f"{worker.name} ended with {status} after SIGTERM, see {worker.log}")
+
+    def forget_logs(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _kill(self, worker: Worker) -> None:
+        with self._lock:
+            if worker.process is None or worker.exit_status is not None:
+                return
+            pid = worker.process.pid
+            worker.process.kill()
+            worker.process.wait()
+            worker.kills += 1
+            worker.start()
+            successor = worker.process.pid
+        self.ledger.done(Deed.KILL)
+        self.ledger.news.append(f"kill -9 {worker.name} (pid {pid}); pid {successor} takes its place")
+
+
+@contextmanager
+def running(ledger: Ledger, commands: Mapping[str, int]) -> Iterator[Fleet]:
+    """So many processes of each command, gone at the end of the block whatever happens in it."""
+    directory = Path(tempfile.mkdtemp(prefix=f"demo-shop-{ledger.run}-"))
+    workers = [
+        Worker(name=f"{command} {number}", command=command, log=directory / f"{command}-{number}.log")
+        for command, count in commands.items()
+        for number in range(1, count + 1)
+    ]
+    fleet = Fleet(ledger, directory, workers)
+    fleet.start()
+    try:
+        yield fleet
+    finally:
+        for worker in workers:
+            if worker.process is not None and worker.exit_status is None:
+                worker.process.kill()
+                worker.process.wait()

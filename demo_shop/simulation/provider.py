@@ -1,0 +1,102 @@
+"""A payment provider with the manners of a real one: it calls twice, at the same time, and under a new event id.
+
+Somebody else calls, too, with a forged signature or another amount.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from http import HTTPStatus
+from itertools import cycle
+
+from django.db import connections
+from django.test import Client
+
+from demo_shop.payments.models import Payment, State
+from demo_shop.payments.services import sign
+from demo_shop.payments.views import SIGNATURE_HEADER
+from demo_shop.simulation.ledger import Deed, Ledger
+
+_HANDLERS_OF_PAYMENT_RECEIVED = 2
+_REFUSALS = {HTTPStatus.FORBIDDEN, HTTPStatus.CONFLICT}
+
+
+class Provider:
+    """Pays every payment that is requested, once; what it says about it is another matter."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._paid: set[int] = set()
+        manners: list[Callable[[Payment], None]] = [
+            self._call_once,
+            self._call_twice,
+            self._call_twice_at_once,
+            self._tell_under_two_ids,
+            self._call_after_a_forger,
+            self._call_and_contradict,
+            *[self._call_once] * 4,
+        ]
+        self._manners = cycle(manners)
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.wait(0.1):
+            requested = Payment.objects.filter(order__startswith=self._ledger.run, state=State.REQUESTED)
+            for payment in requested.exclude(pk__in=self._paid).order_by("pk"):
+                next(self._manners)(payment)
+                self._paid.add(payment.pk)
+
+    def _call_once(self, payment: Payment) -> None:
+        self._call(self._event(payment))
+
+    def _call_twice(self, payment: Payment) -> None:
+        self._ledger.done(Deed.REPEATED_CALL)
+        self._call(self._event(payment))
+        self._call(self._event(payment))
+
+    def _call_twice_at_once(self, payment: Payment) -> None:
+        self._ledger.done(Deed.REPEATED_CALL)
+        with ThreadPoolExecutor(2) as both:
+            for call in [both.submit(self._call_from_a_thread, self._event(payment)) for _ in range(2)]:
+                call.result()
+
+    def _tell_under_two_ids(self, payment: Payment) -> None:
+        """Two events for one fact: the webhook cannot know, so it is for the inbox to suppress the second."""
+        self._ledger.done(Deed.INJECTED, _HANDLERS_OF_PAYMENT_RECEIVED)
+        self._call(self._event(payment))
+        self._call(self._event(payment, suffix="-again"))
+
+    def _call_after_a_forger(self, payment: Payment) -> None:
+        self._ledger.done(Deed.FORGED_CALL)
+        self._call(self._event(payment), signature="0" * 64)
+        self._call(self._event(payment))
+
+    def _call_and_contradict(self, payment: Payment) -> None:
+        self._ledger.done(Deed.CONTRADICTING_CALL)
+        self._call(self._event(payment))
+        self._call(self._event(payment, amount=payment.amount + 1))
+
+    def _event(self, payment: Payment, *, suffix: str = "", amount: Decimal | None = None) -> bytes:
+        event_id = f"evt-{payment.order}-{payment.pk}{suffix}"
+        return json.dumps({"id": event_id, "payment": payment.pk, "amount": str(amount or payment.amount)}).encode()
+
+    def _call(self, body: bytes, signature: str = "") -> None:
+        response = Client(SERVER_NAME="localhost").post(
+            "/payments/webhook/",
+            body,
+            content_type="application/json",
+            headers={SIGNATURE_HEADER: signature or sign(body)},
+        )
+        if response.status_code in _REFUSALS:
+            self._ledger.done(Deed.REFUSED_CALL)
+        elif response.status_code != HTTPStatus.OK:
+            raise AssertionError(f"the webhook answered {response.status_code}: {response.content!r}")
+
+    def _call_from_a_thread(self, body: bytes) -> None:
+        try:
+            self._call(body)
+        finally:
+            connections.close_all()

@@ -1,0 +1,204 @@
+"""What a person sees while the demo runs, and the table at its end.
+
+On a terminal a picture that redraws itself; elsewhere a plain line every second or so, for logs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.box import SIMPLE_HEAD
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from demo_shop import audit
+from demo_shop.audit import Audit, Facts, Finding
+from demo_shop.simulation.census import Traffic
+from demo_shop.simulation.fleet import Worker
+from demo_shop.simulation.ledger import Ledger
+
+_LINES_OF_NEWS = 6
+_HEIGHT = 11
+_NARROW, _WIDE = 80, 118
+_SECONDS_BETWEEN_LINES = 1.0
+_SHOWN_FINDINGS = 10
+_STYLE_OF_STATE = {"published": "green", "done": "green", "dead": "bold red"}
+_STAGES = (
+    (audit.MOVEMENT, "reserved"),
+    (audit.PAYMENT, "payments"),
+    (audit.PAID, "paid"),
+    (audit.SHIPMENT, "parcels"),
+    (audit.SHIPPED, "shipped"),
+    (audit.RATING, "rated"),
+)
+
+
+class Screen:
+    """Shows one run on `console`."""
+
+    def __init__(self, console: Console, ledger: Ledger) -> None:
+        self._console = console
+        self._ledger = ledger
+        self._began_at = time.monotonic()
+        self._live: Live | None = None
+        self._line_at = 0.0
+        self._told = 0
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, auto_refresh=False) as self._live:
+            yield
+        self._live = None
+        self._told = len(self._ledger.news)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def show(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker], *, last: bool = False) -> None:
+        if self._live is not None:
+            self._live.update(self._picture(facts, traffic, workers), refresh=True)
+        elif last or time.monotonic() - self._line_at >= _SECONDS_BETWEEN_LINES:
+            self._line_at = time.monotonic()
+            self._print_news()
+            self.say(self._line(facts, traffic))
+
+    def show_audit(self, result: Audit) -> None:
+        self._print_news()
+        self._console.print(_audit_table(result))
+        for name, findings in (("lost", result.lost), ("doubled", result.doubled), ("ghost", result.ghosts)):
+            self._print_findings(name, findings)
+        for problem in result.problems:
+            self._console.print(Text(f"✗ {problem}", style="red"), soft_wrap=True)
+        verdict, style = ("passed", "bold green") if result.passed else ("FAILED", "bold red")
+        self._console.print(Text(f"Audit {verdict} after {self._seconds:.1f} s.", style=style))
+
+    def _picture(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker]) -> RenderableType:
+        panels = (
+            Panel(self._shop(facts), title=f"shop, open for {self._seconds:.0f} s", width=44, height=_HEIGHT),
+            Panel(_messages(facts, traffic), title="messages", width=34, height=_HEIGHT),
+            Panel(_processes(workers), title=f"processes, {facts.kills} killed", **self._third_panel),
+        )
+        news = Text(
+            "\n".join(list(self._ledger.news)[-_LINES_OF_NEWS:]), style="dim", no_wrap=True, overflow="ellipsis"
+        )
+        return Group(Columns(panels, padding=(0, 1)), news)
+
+    @property
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began_at
+
+    @property
+    def _third_panel(self) -> dict[str, int]:
+        """Beside the others where there is room, else below them."""
+        return {"width": 36, "height": _HEIGHT} if self._console.width >= _WIDE else {"width": _NARROW - 1}
+
+    def _shop(self, facts: Facts) -> RenderableType:
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row("placed", _bar(len(facts.committed), facts.wanted), _share(len(facts.committed), facts.wanted))
+        for effect, name in _STAGES:
+            done = len(facts.effects[effect])
+            grid.add_row(name, _bar(done, facts.wanted), _share(done, facts.wanted))
+        grid.add_row("rolled back", Text("on purpose", style="dim"), str(len(facts.rolled_back)))
+        return grid
+
+    def _line(self, facts: Facts, traffic: Traffic) -> str:
+        stages = "  ".join(f"{name} {len(facts.effects[effect])}" for effect, name in _STAGES)
+        on_its_way = sum(traffic.open.values())
+        return (
+            f"{self._seconds:5.1f} s  placed {len(facts.committed)}/{facts.wanted} "
+            f"(rolled back {len(facts.rolled_back)})  {stages}  open {on_its_way}  "
+            f"suppressed {facts.suppressed} (injected {facts.injected})  kills {facts.kills}"
+        )
+
+    def _print_news(self) -> None:
+        news = list(self._ledger.news)
+        for line in news[self._told :]:
+            self._console.print(Text(f"         {line}", style="dim"))
+        self._told = len(news)
+
+    def _print_findings(self, name: str, findings: Sequence[Finding]) -> None:
+        for finding in findings[:_SHOWN_FINDINGS]:
+            self._console.print(
+                Text(f"✗ {name}: {finding.effect} of {finding.order} happened {finding.count} times", style="red")
+            )
+        if len(findings) > _SHOWN_FINDINGS:
+            self._console.print(Text(f"  … and {len(findings) - _SHOWN_FINDINGS} more", style="red"))
+
+
+def _bar(done: int, total: int) -> ProgressBar:
+    return ProgressBar(total=max(total, 1), completed=min(done, total), width=20)
+
+
+def _share(done: int, total: int) -> str:
+    return f"{done}/{total}"
+
+
+def _messages(facts: Facts, traffic: Traffic) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column()
+    grid.add_column(justify="right")
+    for table, states, shown in (
+        ("outbox", traffic.outbox, ("scheduled", "ready", "published")),
+        ("inbox", traffic.inbox, ("received", "retrying", "done")),
+    ):
+        for state in (*shown, *sorted(set(states) - set(shown))):
+            grid.add_row(f"{table} {state}", str(states[state]), style=_STYLE_OF_STATE.get(state, "yellow"))
+    grid.add_row("duplicates injected", str(facts.injected), style="dim")
+    grid.add_row("duplicates suppressed", str(facts.suppressed), style="bold")
+    return grid
+
+
+def _processes(workers: Sequence[Worker]) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    for _ in range(3):
+        grid.add_column()
+    for worker in workers:
+        pid = f"pid {worker.process.pid}" if worker.process else "ended"
+        grid.add_row(worker.name, pid, Text("†" * worker.kills, style="red"))
+    return grid
+
+
+def _audit_table(result: Audit) -> Table:
+    facts = result.facts
+    table = Table(box=SIMPLE_HEAD, title="Audit", title_justify="left", title_style="bold")
+    table.add_column("counted")
+    table.add_column("", justify="right")
+    table.add_column("must be")
+    ordered = len(facts.committed)
+    by_effect = Counter(finding.effect for finding in (*result.lost, *result.doubled, *result.ghosts))
+    table.add_row("orders committed", str(ordered), _must(f"{facts.wanted}", ordered == facts.wanted))
+    table.add_row("orders rolled back", str(len(facts.rolled_back)), _must("some", bool(facts.rolled_back)))
+    for effect in audit.EFFECTS[1:]:
+        table.add_row(effect, str(result.total(effect)), _must("one for each order", not by_effect[effect]))
+    table.add_section()
+    table.add_row("duplicates injected", str(facts.injected), _must("some", bool(facts.injected)))
+    enough = facts.suppressed >= facts.injected
+    table.add_row("duplicates suppressed", str(facts.suppressed), _must("no fewer than that", enough))
+    table.add_row("webhook calls repeated", str(facts.repeated_calls), "")
+    refusable = facts.forged_calls + facts.contradicting_calls
+    table.add_row(
+        "webhook calls refused", str(facts.refused_calls), _must(str(refusable), facts.refused_calls == refusable)
+    )
+    all_fired = facts.kills == facts.kills_wanted
+    table.add_row("processes killed", str(facts.kills), _must(str(facts.kills_wanted), all_fired))
+    table.add_row("dead letters", str(facts.dead), _must("0", not facts.dead))
+    table.add_section()
+    table.add_row("lost", str(len(result.lost)), _must("0", not result.lost), style="bold")
+    table.add_row("doubled", str(len(result.doubled)), _must("0", not result.doubled), style="bold")
+    table.add_row("ghosts", str(len(result.ghosts)), _must("0", not result.ghosts), style="bold")
+    return table
+
+
+def _must(text: str, is_so: bool) -> Text:
+    return Text(f"{'✓' if is_so else '✗'} {text}", style="green" if is_so else "red")

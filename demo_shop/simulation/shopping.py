@@ -1,0 +1,164 @@
+"""Customers and a supplier.
+
+Some customers change their mind: their order is rolled back after it was announced. Some change it about a part only,
+which is rolled back to a savepoint. Some have a browser that submits twice, and some wait for what is sold out.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from queue import Empty, SimpleQueue
+from typing import NoReturn
+
+from django.db import transaction
+
+from demo_shop.orders import services as orders
+from demo_shop.simulation.ledger import Deed, Ledger
+from demo_shop.stock import services as stock
+
+PRODUCTS = {"mug": Decimal("9.90"), "lamp": Decimal("34.50"), "chair": Decimal("119.00")}
+CUSTOMERS = 40
+PART_SUBMITTED_TWICE = 0.08
+PART_RATED = 0.2
+PART_IN_STOCK_AT_FIRST = 0.6
+SUPPLIER_COMES_AFTER = 0.7
+"""Of the shopping time."""
+_HANDLERS_OF_ORDER_PLACED = 1
+
+
+class ChangedMind(Exception):
+    """Raised inside a transaction, to roll it back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Purchase:
+    """One visit to the checkout.
+
+    Attributes:
+        at: seconds after opening.
+        abandoned: rolled back after everything was written.
+        gift: the number of a second order in the same transaction, rolled back to a savepoint; "" for none.
+        submitted_twice: announced a second time, in a transaction of its own.
+        stars: the customer's own rating; 0 says nothing.
+    """
+
+    at: float
+    number: str
+    customer: str
+    product: str
+    quantity: int
+    total: Decimal
+    abandoned: bool = False
+    gift: str = ""
+    submitted_twice: bool = False
+    stars: int = 0
+
+
+def plan(run: str, orders: int, seconds: float, rng: random.Random) -> list[Purchase]:
+    """So many orders that commit, evenly over the time, and about a tenth of abandoned ones between them."""
+    abandoned = max(1, orders // 10)
+    fates = [False] * orders + [True] * abandoned
+    rng.shuffle(fates)
+    with_gift = set(rng.sample(range(len(fates)), k=max(1, len(fates) // 10)))
+    purchases = []
+    for place, is_abandoned in enumerate(fates):
+        name = rng.choice(list(PRODUCTS))
+        quantity = rng.randint(1, 3)
+        purchases.append(
+            Purchase(
+                at=seconds * place / len(fates),
+                number=f"{run}-{place:05}",
+                customer=f"{run}-{rng.randrange(CUSTOMERS)}",
+                product=f"{run}-{name}",
+                quantity=quantity,
+                total=quantity * PRODUCTS[name],
+                abandoned=is_abandoned,
+                gift=f"{run}-{place:05}-gift" if place in with_gift else "",
+                submitted_twice=rng.random() < PART_SUBMITTED_TWICE,
+                stars=rng.randint(1, 4) if rng.random() < PART_RATED else 0,
+            )
+        )
+    return purchases
+
+
+class Customers:
+    """Any number of threads that buy what was planned."""
+
+    def __init__(self, purchases: list[Purchase], ledger: Ledger) -> None:
+        self._queue: SimpleQueue[Purchase] = SimpleQueue()
+        for purchase in purchases:
+            self._queue.put(purchase)
+        self._ledger = ledger
+
+    def run(self, stop: threading.Event) -> None:
+        opened_at = time.monotonic()
+        for purchase in self._take():
+            if stop.wait(max(0.0, opened_at + purchase.at - time.monotonic())):
+                return
+            self._buy(purchase)
+
+    def _take(self) -> Iterator[Purchase]:
+        while True:
+            try:
+                yield self._queue.get_nowait()
+            except Empty:
+                return
+
+    def _buy(self, purchase: Purchase) -> None:
+        try:
+            with transaction.atomic():
+                order = orders.place_order(
+                    purchase.customer, purchase.product, purchase.quantity, purchase.total, number=purchase.number
+                )
+                if purchase.gift:
+                    self._think_again_about_a_gift(purchase)
+                if purchase.abandoned:
+                    _change_mind()
+        except ChangedMind:
+            self._ledger.rolled_back(purchase.number)
+            return
+        self._ledger.committed(purchase.number)
+        if purchase.submitted_twice:
+            self._ledger.done(Deed.INJECTED, _HANDLERS_OF_ORDER_PLACED)
+            orders.announce(order)
+        if purchase.stars:
+            orders.rate(order.number, purchase.stars)
+
+    def _think_again_about_a_gift(self, purchase: Purchase) -> None:
+        try:
+            with transaction.atomic():
+                orders.place_order(purchase.customer, purchase.product, 1, purchase.total, number=purchase.gift)
+                _change_mind()
+        except ChangedMind:
+            self._ledger.rolled_back(purchase.gift)
+
+
+def _change_mind() -> NoReturn:
+    raise ChangedMind
+
+
+class Supplier:
+    """Brings a part of the goods before opening and the rest when customers are already waiting for them."""
+
+    def __init__(self, purchases: list[Purchase], seconds: float, ledger: Ledger) -> None:
+        self._wanted: Counter[str] = Counter()
+        for purchase in purchases:
+            self._wanted[purchase.product] += purchase.quantity
+        self._comes_after = seconds * SUPPLIER_COMES_AFTER
+        self._ledger = ledger
+
+    def fill_shelves(self) -> None:
+        for product, wanted in self._wanted.items():
+            stock.deliver(product, int(wanted * PART_IN_STOCK_AT_FIRST))
+
+    def run(self, stop: threading.Event) -> None:
+        stop.wait(self._comes_after)
+        for product, wanted in self._wanted.items():
+            stock.deliver(product, wanted - int(wanted * PART_IN_STOCK_AT_FIRST))
+        self._ledger.news.append("the supplier has come: what was sold out is on the shelf again")

@@ -1,0 +1,209 @@
+"""From opening to audit: start the processes, let everybody loose, wait for calm, end the processes, count."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from django.conf import settings
+from django.db import connection, connections
+from rich.console import Console
+
+from demo_shop.audit import Audit, Facts, audit
+from demo_shop.simulation import census, fleet, shopping
+from demo_shop.simulation.census import Traffic
+from demo_shop.simulation.copies import Copier
+from demo_shop.simulation.fleet import Fleet
+from demo_shop.simulation.ledger import Ledger
+from demo_shop.simulation.provider import Provider
+from demo_shop.simulation.screen import Screen
+
+LOCAL = "local://"
+_SECONDS_PER_KILL = 2.0
+_SHORTEST_DAY_SECONDS = 5.0
+_LOOK_EVERY_SECONDS = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What can be asked of a run.
+
+    Attributes:
+        orders: how many shall be placed and committed.
+        threads: customers at the checkout at the same time.
+        kills: processes to be killed.
+        seed: the same seed plans the same purchases; when what happens is up to the machine.
+        patience_seconds: longest time until everything must have come to rest.
+    """
+
+    orders: int
+    threads: int
+    kills: int
+    seed: int
+    patience_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the customers take, so that there is work in hand at every kill."""
+        return max(_SHORTEST_DAY_SECONDS, _SECONDS_PER_KILL * self.kills)
+
+
+class Impatient(Exception):
+    """Not everything came to rest in time."""
+
+
+def tell(options: Options, console: Console) -> Audit:
+    """Run the demo and audit it.
+
+    Raises:
+        Exception: whatever one of the people in the demo fails with.
+    """
+    ledger = Ledger(f"run{random.SystemRandom().randrange(16**6):06x}")
+    screen = Screen(console, ledger)
+    _introduce(options, ledger, screen)
+    unfinished: list[str] = []
+    with fleet.running(ledger, _commands()) as processes:
+        day = _Day(options, ledger, screen, processes)
+        with screen.drawing():
+            try:
+                day.run_until_calm()
+            except Impatient:
+                unfinished = list(_missing(*day.look()))
+            processes.end()
+            facts, traffic = day.look()
+            screen.show(facts, traffic, processes.workers, last=True)
+    result = audit(replace(facts, unfinished=tuple(unfinished), bad_ends=tuple(processes.bad_ends)))
+    screen.show_audit(result)
+    if result.passed:
+        processes.forget_logs()
+    else:
+        screen.say(f"What the processes said is in {processes.directory}.")
+    return result
+
+
+class _Day:
+    """Everybody who acts in one run, each on a thread of their own."""
+
+    def __init__(self, options: Options, ledger: Ledger, screen: Screen, processes: Fleet) -> None:
+        self._options = options
+        self._ledger = ledger
+        self._screen = screen
+        self._processes = processes
+        self._chain_is_proven = threading.Event()
+        purchases = shopping.plan(ledger.run, options.orders, options.seconds, random.Random(options.seed))
+        self._supplier = shopping.Supplier(purchases, options.seconds, ledger)
+        self._customers = shopping.Customers(purchases, ledger)
+
+    def run_until_calm(self) -> None:
+        """Raises Impatient."""
+        deadline = time.monotonic() + self._options.patience_seconds
+        stop, closing = threading.Event(), threading.Event()
+        self._supplier.fill_shelves()
+        with _threads(stop, closing) as start:
+            passers_by = [start(self._customers.run, stop) for _ in range(self._options.threads)]
+            passers_by += [start(self._supplier.run, stop), start(self._kill_some, stop)]
+            residents = [start(Provider(self._ledger).run, closing), *self._start_copier(start, closing)]
+            while True:
+                everybody_has_left = all(future.done() for future in [*passers_by, *residents])
+                self._processes.mend()
+                facts, traffic = self._look_and_show()
+                _raise_failures([*passers_by, *residents])
+                if all(future.done() for future in passers_by) and not any(_missing(facts, traffic)):
+                    # Calm so far. It counts when nobody is left who could send another copy.
+                    closing.set()
+                    if everybody_has_left:
+                        return
+                if time.monotonic() > deadline:
+                    raise Impatient
+                stop.wait(_LOOK_EVERY_SECONDS)
+
+    def look(self) -> tuple[Facts, Traffic]:
+        return census.take(self._ledger, wanted=self._options.orders, kills_wanted=self._options.kills)
+
+    def _look_and_show(self) -> tuple[Facts, Traffic]:
+        facts, traffic = self.look()
+        self._screen.show(facts, traffic, self._processes.workers)
+        if any(not _effects_missing(facts, order) for order in facts.committed):
+            self._chain_is_proven.set()
+        return facts, traffic
+
+    def _kill_some(self, stop: threading.Event) -> None:
+        self._processes.kill_some(self._options.kills, random.Random(self._options.seed), stop)
+
+    def _start_copier(self, start: Callable[..., Future[None]], stop: threading.Event) -> Iterator[Future[None]]:
+        if settings.OUTBOX["BROKER_URL"] != LOCAL:
+            copier = Copier(
+                str(settings.OUTBOX["BROKER_URL"]),
+                str(settings.OUTBOX["EXCHANGE"]),
+                self._ledger,
+                random.Random(self._options.seed),
+            )
+            yield start(copier.run, stop, self._chain_is_proven)
+
+
+def _commands() -> dict[str, int]:
+    """With a broker, two of each; without one a relay runs handlers as well, and one consumer beside it is enough."""
+    count = 1 if settings.OUTBOX["BROKER_URL"] == LOCAL else 2
+    return {"outbox_relay": count, "inbox_consume": count}
+
+
+def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
+    broker = "local:// (no broker)" if settings.OUTBOX["BROKER_URL"] == LOCAL else "a broker"
+    screen.say(
+        f"{ledger.run}: {options.orders} orders from {options.threads} threads, {options.kills} kills, "
+        f"on {connection.display_name} with {broker}, seed {options.seed}."
+    )
+    screen.say("Everything this run does carries its name; what earlier runs have left is neither cleared nor counted.")
+
+
+@contextmanager
+def _threads(*stops: threading.Event) -> Iterator[Callable[..., Future[None]]]:
+    """A way to start functions on threads of their own, all of which are asked to stop at the end of the block."""
+
+    def run(function: Callable[..., None], *arguments: object) -> None:
+        try:
+            function(*arguments)
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+
+        def start(function: Callable[..., None], *arguments: object) -> Future[None]:
+            return pool.submit(run, function, *arguments)
+
+        try:
+            yield start
+        finally:
+            for stop in stops:
+                stop.set()
+
+
+def _raise_failures(futures: Sequence[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
+
+
+def _missing(facts: Facts, traffic: Traffic) -> Iterator[str]:
+    """What must still happen before everything is at rest, in words."""
+    if len(facts.committed) < facts.wanted:
+        yield f"{facts.wanted - len(facts.committed)} orders are not placed"
+    if facts.kills < facts.kills_wanted:
+        yield f"{facts.kills_wanted - facts.kills} kills have not fired"
+    for effect, findings in groupby(audit(facts).lost, key=lambda finding: finding.effect):
+        orders = [finding.order for finding in findings]
+        yield f"{effect} of {len(orders)} orders are missing, {orders[0]} first"
+    for where, count in traffic.open.items():
+        yield f"{count} messages are still in the {where}"
+    if facts.suppressed < facts.injected:
+        yield f"{facts.injected - facts.suppressed} duplicates have not arrived"
+
+
+def _effects_missing(facts: Facts, order: str) -> bool:
+    return any(order not in counts for counts in facts.effects.values())

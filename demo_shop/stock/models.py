@@ -1,0 +1,28 @@
+"""What lies on the shelves.
+
+A movement per order is not unique in the schema: a doubled one must be visible, not hidden.
+"""
+
+from __future__ import annotations
+
+from django.db import models
+
+
+class Product(models.Model):
+    sku = models.CharField(max_length=64, unique=True)
+    quantity = models.PositiveIntegerField(default=0)
+
+    def __str__(self) -> str:
+        return f"{self.quantity} of {self.sku}"
+
+
+class StockMovement(models.Model):
+    """Goods that came (positive) or went (negative); a product's quantity is the sum of its movements."""
+
+    product = models.ForeignKey(Product, on_delete=models.PROTECT, related_name="movements")
+    order = models.CharField("order number, empty for a delivery", max_length=64, default="", blank=True, db_index=True)
+    quantity = models.IntegerField()
+    at = models.DateTimeField(auto_now_add=True)
+
+    def __str__(self) -> str:
+        return f"{self.quantity:+} for {self.order or 'the shelf'}"
