@@ -381,7 +381,7 @@ class MessageAdmin(_ModelAdmin):
 
     @admin.display(description="message id")
     def message_id_name(self, row: Any) -> SafeString:
-        return identifier(row.message_id)
+        return identifier(str(row.message_id))
 
     @admin.display(description="ordering key")
     def key_name(self, row: Any) -> SafeString:

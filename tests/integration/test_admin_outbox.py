@@ -1,0 +1,578 @@
+"""The outbox in the admin: found, read and acted on, by those who may, with the truth told about each message."""
+
+import json
+import re
+import uuid
+from datetime import timedelta
+from html.parser import HTMLParser
+
+import pytest
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import Permission, User
+from django.contrib.messages import get_messages
+from django.contrib.messages.storage.fallback import FallbackStorage
+from django.db import DatabaseError
+from django.test import Client
+from django.urls import reverse
+
+from outbox import store
+from outbox.admin import OutboxMessageAdmin
+from outbox.conf import outbox_options
+from outbox.kernel import display
+from outbox.kernel.clock import utcnow
+from outbox.models import OutboxMessage, State
+
+pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+
+LIST = "admin:outbox_outboxmessage_changelist"
+DETAIL = "admin:outbox_outboxmessage_change"
+VIEW, REQUEUE, CANCEL = "view_outboxmessage", "requeue_outboxmessage", "cancel_outboxmessage"
+LONG_AGO = timedelta(days=1)
+NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b&gt;"
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: elements with their attributes, and the text outside of scripts."""
+
+    def __init__(self, response):
+        super().__init__()
+        assert response.status_code == 200, response
+        self.elements, self.text = [], ""
+        self.feed(response.content.decode())
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def all(self, tag, **attributes):
+        return [
+            found
+            for name, found in self.elements
+            if name == tag and all(found.get(k) == v for k, v in attributes.items())
+        ]
+
+    @property
+    def shape(self):
+        """Every element with the names of its attributes."""
+        return [(tag, *attributes) for tag, attributes in self.elements]
+
+
+def somebody(*codenames):
+    """A client of a member of staff with these permissions and no others."""
+    user = User.objects.create_user(f"staff{User.objects.count()}", is_staff=True)
+    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def a_message(state=State.READY, *, ago=timedelta(), due_ago=None, payload=None, using="default", **columns):
+    at = utcnow() - ago
+    values = {
+        "topic": "shop.order.placed",
+        "biz_id": f"order-{OutboxMessage.objects.using(using).count()}",
+        "shard": 1,
+        "body": json.dumps(payload if payload is not None else {"order": 1}).encode(),
+        "created_at": at,
+        "available_at": at if due_ago is None else utcnow() - due_ago,
+        **columns,
+    }
+    return OutboxMessage.objects.using(using).create(state=state, **values)
+
+
+def shown(client, **query):
+    """The primary keys in the list."""
+    response = client.get(reverse(LIST), query)
+    assert response.status_code == 200
+    return {row.pk for row in response.context["cl"].result_list}
+
+
+def act(client, action, *rows, query="", **fields):
+    data = {"action": action, "_selected_action": [row.pk for row in rows], **fields}
+    return client.post(reverse(LIST) + query, data)
+
+
+def said(response):
+    return [(message.level_tag, message.message) for message in get_messages(response.wsgi_request)]
+
+
+def state_of(row):
+    return OutboxMessage.objects.get(pk=row.pk).state
+
+
+class TestTheList:
+    def test_shows_state_topic_age_attempts_and_error(self):
+        a_message(State.RETRYING, ago=timedelta(minutes=3), attempts=17, last_error="refused by broker\nand more")
+
+        text = Page(somebody(VIEW).get(reverse(LIST))).text
+
+        for expected in ("Retrying", "shop.order.placed", "order-0", "3 min ago", "17", "refused by broker"):
+            assert expected in text
+        assert "and more" not in text
+
+    def test_says_when_a_message_is_due_with_the_exact_instant_on_hovering(self):
+        row = a_message(State.SCHEDULED, due_ago=-timedelta(seconds=50, milliseconds=900))
+
+        page = Page(somebody(VIEW).get(reverse(LIST)))
+
+        assert "due in 50 s" in page.text
+        assert row.available_at.isoformat() in [found["datetime"] for found in page.all("time")]
+
+    def test_costs_the_same_few_queries_however_long_it_is_and_leaves_bodies_in_the_database(
+        self, django_assert_num_queries
+    ):
+        for _ in range(60):
+            a_message(State.DEAD)
+        client = somebody(VIEW, REQUEUE, CANCEL)
+        client.get(reverse(LIST))
+
+        with django_assert_num_queries(6) as queries:  # session, user, permissions (2), count, rows
+            client.get(reverse(LIST))
+
+        statements = [query["sql"] for query in queries if "outbox_outboxmessage" in query["sql"]]
+        assert len(statements) == 2
+        assert all("LIMIT" in statement for statement in statements)
+        assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
+
+    def test_counts_no_further_than_it_pages_and_says_so(self, monkeypatch):
+        monkeypatch.setattr(display.BoundedPaginator, "LIMIT", 3)
+        client = somebody(VIEW)
+        for _ in range(3):
+            a_message()
+        assert "There are more" not in Page(client.get(reverse(LIST))).text
+
+        a_message()
+
+        assert "There are more: only the first 3" in Page(client.get(reverse(LIST))).text
+
+    def test_is_closed_to_staff_without_the_permission(self):
+        assert somebody().get(reverse(LIST)).status_code == 403
+
+
+class TestSearching:
+    @pytest.mark.parametrize("form", [str, lambda found: found.hex, lambda found: f" {str(found).upper()} "])
+    def test_finds_a_message_id_with_or_without_dashes(self, form):
+        row, _ = a_message(), a_message()
+
+        assert shown(somebody(VIEW), q=form(row.message_id)) == {row.pk}
+
+    def test_finds_a_biz_id_that_looks_like_a_message_id(self):
+        row, _ = a_message(biz_id=str(uuid.uuid4())), a_message()
+
+        assert shown(somebody(VIEW), q=row.biz_id) == {row.pk}
+
+    def test_finds_biz_ids_and_topics_exactly(self):
+        one, ten = a_message(biz_id="order-1"), a_message(biz_id="order-10", topic="shop.order")
+        client = somebody(VIEW)
+
+        assert shown(client, q="order-1") == {one.pk}
+        assert shown(client, q="shop.order") == {ten.pk}
+        assert shown(client, q="order") == set()
+
+    def test_finds_what_begins_so_with_a_star(self):
+        one, ten, other = a_message(biz_id="order-1"), a_message(biz_id="order-10"), a_message(topic="a", biz_id="b")
+        client = somebody(VIEW)
+
+        assert shown(client, q="order-1*") == {one.pk, ten.pk}
+        assert shown(client, q="shop.*") == {one.pk, ten.pk}
+        assert shown(client, q="") == {one.pk, ten.pk, other.pk}
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            *("%", "_", "*", "**", "'", '"', "\\", "\\*", NASTY, "{0}", "😀", "\u202e", "\x01", "\x01*"),
+            *("x" * 10_000, "x" * 10_000 + "*", "0" * 32, "\u0660" * 32, "urn:uuid:1", b"\xff", b"\xed\xa0\x80"),
+        ],
+    )
+    def test_survives_odd_input(self, odd):
+        a_message()
+
+        assert shown(somebody(VIEW), q=odd) == set()
+
+    def test_refuses_nul_without_an_error_page(self):
+        a_message()
+
+        response = somebody(VIEW).get(reverse(LIST), {"q": "a\x00b"})
+
+        assert "Null characters are not allowed" in Page(response).text
+
+
+class TestFilters:
+    def test_stuck_is_dead_retrying_or_overdue(self):
+        dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, due_ago=-LONG_AGO)
+        overdue = a_message(State.READY, due_ago=outbox_options().STUCK_AFTER + timedelta(minutes=1))
+        forgotten = a_message(State.SCHEDULED, due_ago=LONG_AGO)
+        a_message(State.READY, ago=LONG_AGO, due_ago=outbox_options().STUCK_AFTER - timedelta(minutes=1))
+        a_message(State.SCHEDULED, ago=LONG_AGO, due_ago=-LONG_AGO)
+        for state in (State.PUBLISHED, State.CANCELLED, State.EXPIRED):
+            a_message(state, ago=LONG_AGO)
+        client = somebody(VIEW)
+
+        assert shown(client, stuck="any") == {dead.pk, retrying.pk, overdue.pk, forgotten.pk}
+        assert shown(client, stuck="overdue") == {overdue.pk, forgotten.pk}
+
+    def test_stuck_follows_the_setting(self, settings):
+        settings.OUTBOX = {"STUCK_AFTER": timedelta(hours=1)}
+        client = somebody(VIEW)
+        a_message(due_ago=timedelta(minutes=50))
+        overdue = a_message(due_ago=timedelta(minutes=70))
+
+        assert shown(client, stuck="overdue") == {overdue.pk}
+        assert "Overdue by 1:00:00" in Page(client.get(reverse(LIST))).text
+
+    def test_state(self):
+        dead, ready = a_message(State.DEAD), a_message(State.READY)
+        client = somebody(VIEW)
+
+        assert shown(client, state="dead") == {dead.pk}
+        assert shown(client, state="no such state\x00") == {dead.pk, ready.pk}
+
+    @pytest.mark.parametrize("lookup", ["topic", "body__contains", "last_error__regex"])
+    def test_no_column_can_be_looked_up_through_the_address(self, lookup):
+        assert somebody(VIEW).get(reverse(LIST), {lookup: "a\x00"}).status_code == 400
+
+
+class TestTheDetailPage:
+    def page(self, row, *codenames):
+        return Page(somebody(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
+
+    def test_shows_payload_headers_error_and_times(self):
+        row = a_message(
+            State.DEAD,
+            payload={"total": "9.90", "name": "Zoë"},
+            headers={"tenant": "acme"},
+            last_error="line 1\nline 2",
+        )
+
+        text = self.page(row).text
+
+        for expected in ('"total": "9.90"', '"name": "Zoë"', '"tenant": "acme"', "line 1\nline 2", str(row.message_id)):
+            assert expected in text
+
+    def test_is_read_only(self):
+        row = a_message(State.DEAD)
+        client = somebody(VIEW, REQUEUE, CANCEL)
+        page = self.page(row, REQUEUE, CANCEL)
+
+        assert not page.all("input", name="_save")
+        assert not page.all("textarea")
+        assert client.post(reverse(DETAIL, args=[row.pk]), {"topic": "changed"}).status_code == 403
+        assert client.get(reverse("admin:outbox_outboxmessage_add")).status_code == 403
+        assert (
+            client.post(reverse("admin:outbox_outboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
+        )
+        assert OutboxMessage.objects.get().topic == row.topic
+
+    @pytest.mark.parametrize(
+        ("body", "expected"),
+        [
+            (b"", "is not JSON"),
+            (b"{", "is not JSON"),
+            (b"just text", "just text"),
+            (b"\xff\x00\x80abc", "ff 00 80 61 62 63"),
+            (b'"\\ud800 \\u202e"', '"\\ud800 \\u202e"'),
+            (b"[" * 990 + b"]" * 990, "[" * 990),
+            (b"[" * 50_000, "is not JSON"),
+            (b"9" * 5_000, "is not JSON"),
+            (b"NaN", "NaN"),
+        ],
+    )
+    def test_shows_any_body_or_says_why_not(self, body, expected):
+        assert expected in self.page(a_message(body=body)).text
+
+    def test_cuts_a_large_payload_and_says_so(self):
+        body = json.dumps({"text": "é" * 300_000}, ensure_ascii=False).encode()
+        response = somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))
+
+        assert len(response.content) < 64 * 1024 + 60_000
+        assert f"Only the first 64 kB are shown. The body has {len(body):,} bytes." in Page(response).text
+
+    def test_offers_only_what_the_state_and_the_permissions_allow(self):
+        def offered(state, *codenames):
+            return {found["value"] for found in self.page(a_message(state), *codenames).all("input", name="action")}
+
+        assert offered(State.DEAD, REQUEUE, CANCEL) == {"requeue", "cancel"}
+        assert offered(State.DEAD, CANCEL) == {"cancel"}
+        assert offered(State.SCHEDULED, REQUEUE, CANCEL) == {"cancel"}
+        assert offered(State.PUBLISHED, REQUEUE, CANCEL) == set()
+        assert offered(State.DEAD) == set()
+
+    def test_acts_and_comes_back(self):
+        row = a_message(State.DEAD)
+
+        response = act(somebody(VIEW, REQUEUE), "requeue", row, own_page="yes")
+
+        assert response.url == reverse(DETAIL, args=[row.pk])
+        assert state_of(row) == State.READY
+
+
+class TestWhatAMessageSays:
+    """Everything in a message is somebody else's text."""
+
+    def pages(self, row):
+        client = somebody(VIEW, REQUEUE, CANCEL)
+        return [
+            Page(client.get(reverse(LIST))),
+            Page(client.get(reverse(DETAIL, args=[row.pk]))),
+            Page(act(client, "cancel", row)),
+            Page(client.get(act(client, "requeue", row).url)),  # with the report
+            Page(client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk]))),
+        ]
+
+    def test_makes_no_element_and_no_attribute_on_any_page(self):
+        names = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent", "last_error")
+        pages = {}
+        for text in ("harmless", NASTY):
+            row = a_message(State.DEAD, payload={text: text}, headers={text: text}, **dict.fromkeys(names, text))
+            pages[text] = self.pages(row)
+            row.delete()
+
+        assert all("<script>alert(1)</script>" in page.text for page in pages[NASTY])
+        assert [page.shape for page in pages[NASTY]] == [page.shape for page in pages["harmless"]]
+
+    def test_makes_no_element_when_it_is_not_json(self):
+        harmless, nasty = (
+            Page(somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk])))
+            for body in (b"harmless", NASTY.encode())
+        )
+
+        assert NASTY in nasty.text
+        assert nasty.shape == harmless.shape
+
+    def test_cannot_rearrange_the_line_it_stands_in(self):
+        a_message(biz_id="order-\u202e1")
+
+        text = Page(somebody(VIEW).get(reverse(LIST))).text
+
+        assert "\u202e" not in text
+        assert "order-\\u202e1" in text
+
+
+class TestPermissions:
+    @pytest.mark.parametrize(
+        ("action", "others"), [("requeue", [CANCEL]), ("cancel", [REQUEUE]), ("requeue", []), ("cancel", [])]
+    )
+    def test_an_action_without_its_permission_is_neither_offered_nor_done(self, action, others):
+        row = a_message(State.DEAD)
+        client = somebody(VIEW, *others)
+
+        assert action not in {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")}
+        act(client, action, row, confirmed="yes")
+
+        assert state_of(row) == State.DEAD
+        assert not LogEntry.objects.exists()
+
+    @pytest.mark.parametrize(("action", "permission"), [("requeue", REQUEUE), ("cancel", CANCEL)])
+    def test_an_action_is_offered_to_those_who_may(self, action, permission):
+        a_message(State.DEAD)
+
+        offered = {found.get("value") for found in Page(somebody(VIEW, permission).get(reverse(LIST))).all("option")}
+
+        assert offered == {"", action}
+
+    def test_deleting_is_never_offered(self):
+        a_message()
+        client = Client()
+        client.force_login(User.objects.create_superuser("root"))
+
+        assert {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")} == {
+            "",
+            "requeue",
+            "cancel",
+        }
+
+    def test_a_get_does_nothing(self):
+        row = a_message(State.DEAD)
+        url = reverse(LIST) + f"?action=requeue&_selected_action={row.pk}"
+
+        somebody(VIEW, REQUEUE).get(url)
+
+        assert state_of(row) == State.DEAD
+
+    def test_a_post_without_the_token_does_nothing(self):
+        row = a_message(State.DEAD)
+        client = Client(enforce_csrf_checks=True)
+        client.force_login(User.objects.create_superuser("root"))
+
+        assert act(client, "requeue", row).status_code == 403
+        assert state_of(row) == State.DEAD
+
+
+class TestRequeueing:
+    def test_reports_each_message_and_writes_down_who_did_it(self):
+        dead, published = a_message(State.DEAD), a_message(State.PUBLISHED)
+        client = somebody(VIEW, REQUEUE)
+
+        response = act(client, "requeue", dead, published)
+
+        assert said(response) == [
+            ("success", f"Message {dead.message_id} (shop.order.placed order-0): requeued"),
+            (
+                "warning",
+                f"Message {published.message_id} (shop.order.placed order-1): not requeued: it is published now",
+            ),
+        ]
+        assert (state_of(dead), state_of(published)) == (State.READY, State.PUBLISHED)
+        entry = LogEntry.objects.get()
+        assert (entry.object_id, entry.change_message) == (str(dead.pk), "Requeued.")
+        assert entry.user_id == int(client.session["_auth_user_id"])
+
+    def test_reports_a_message_that_has_left_the_filter_meanwhile(self):
+        row = a_message(State.DEAD)
+        OutboxMessage.objects.filter(pk=row.pk).update(state=State.PUBLISHED)
+
+        response = act(somebody(VIEW, REQUEUE), "requeue", row, query="?state=dead")
+
+        assert [level for level, _ in said(response)] == ["warning"]
+        assert "it is published now" in said(response)[0][1]
+        assert state_of(row) == State.PUBLISHED
+
+    def test_reports_a_message_that_is_gone(self):
+        row, stays = a_message(State.DEAD), a_message(State.DEAD)
+        OutboxMessage.objects.filter(pk=row.pk).delete()
+
+        response = act(somebody(VIEW, REQUEUE), "requeue", row, stays)
+
+        assert ("warning", f"Message number {row.pk}: not requeued: it is gone") in said(response)
+        assert state_of(stays) == State.READY
+
+    def test_sums_up_more_than_a_screenful(self):
+        dead = [a_message(State.DEAD) for _ in range(19)]
+        rest = [a_message(State.PUBLISHED) for _ in range(12)] + [a_message(State.CANCELLED)]
+
+        told = said(act(somebody(VIEW, REQUEUE), "requeue", *dead, *rest))
+
+        assert told[:2] == [
+            ("success", "19 of 32 messages requeued."),
+            ("warning", "13 not requeued. 12: it is published now; 1: it is cancelled now."),
+        ]
+        assert len(told) == 2 + 10
+        assert LogEntry.objects.count() == 19
+
+    def test_takes_all_that_match_but_not_more_than_the_limit(self, monkeypatch):
+        monkeypatch.setattr(OutboxMessageAdmin, "ACTION_LIMIT", 2)
+        rows = [a_message(State.DEAD) for _ in range(3)]
+        client = somebody(VIEW, REQUEUE)
+
+        refused = act(client, "requeue", rows[0], query="?state=dead", select_across="1")
+        assert [level for level, _ in said(refused)] == ["error"]
+        assert {state_of(row) for row in rows} == {State.DEAD}
+
+        OutboxMessage.objects.filter(pk=rows[0].pk).update(state=State.CANCELLED)
+        act(client, "requeue", rows[1], query="?state=dead", select_across="1")
+        assert [state_of(row) for row in rows] == [State.CANCELLED, State.READY, State.READY]
+
+    def test_a_failing_database_spoils_one_line_and_not_the_report(self, monkeypatch):
+        first, second = a_message(State.DEAD), a_message(State.DEAD)
+        requeue = store.requeue
+
+        def fails_for_the_first(alias, position):
+            if position == first.pk:
+                raise DatabaseError("canceling statement due to <b>lock timeout</b>")
+            return requeue(alias, position)
+
+        monkeypatch.setattr(store, "requeue", fails_for_the_first)
+
+        told = said(act(somebody(VIEW, REQUEUE), "requeue", first, second))
+
+        assert [level for level, _ in told] == ["error", "success"]
+        assert "the database said canceling statement" in told[0][1]
+        assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
+
+    def test_a_transition_without_its_log_entry_does_not_happen(self, monkeypatch):
+        row = a_message(State.DEAD)
+
+        def cannot_write(*args):
+            raise DatabaseError("disk full")
+
+        monkeypatch.setattr(OutboxMessageAdmin, "log_change", cannot_write)
+        act(somebody(VIEW, REQUEUE), "requeue", row)
+
+        assert state_of(row) == State.DEAD
+
+
+class TestCancelling:
+    def test_asks_first_and_lists_what_it_will_cancel(self):
+        row = a_message(State.SCHEDULED)
+
+        response = act(somebody(VIEW, CANCEL), "cancel", row)
+
+        page = Page(response)
+        assert str(row.message_id) in page.text
+        assert [found["value"] for found in page.all("input", name="_selected_action")] == [str(row.pk)]
+        assert state_of(row) == State.SCHEDULED
+
+    def test_cancels_when_confirmed_and_reports_what_was_published_meanwhile(self):
+        late, published = a_message(State.SCHEDULED), a_message(State.READY)
+        client = somebody(VIEW, CANCEL)
+        act(client, "cancel", late, published, query="?stuck=any")
+        OutboxMessage.objects.filter(pk=published.pk).update(state=State.PUBLISHED)
+
+        response = act(client, "cancel", late, published, query="?stuck=any", confirmed="yes")
+
+        assert [level for level, _ in said(response)] == ["success", "warning"]
+        assert (state_of(late), state_of(published)) == (State.CANCELLED, State.PUBLISHED)
+        assert LogEntry.objects.get().change_message == "Cancelled."
+
+    def test_tells_when_a_relay_has_it_in_hand(self, monkeypatch):
+        row = a_message(State.READY)
+        monkeypatch.setattr(store, "cancel", lambda alias, position: False)
+
+        response = act(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes")
+
+        assert said(response)[0][1].endswith("not cancelled: it is ready now, and somebody has it in hand; try again")
+
+    def test_freezes_what_was_selected_across_pages(self):
+        rows = [a_message(State.DEAD) for _ in range(3)]
+
+        page = Page(act(somebody(VIEW, CANCEL), "cancel", rows[0], query="?state=dead", select_across="1"))
+
+        assert {found["value"] for found in page.all("input", name="_selected_action")} == {str(row.pk) for row in rows}
+        assert not page.all("input", name="select_across")
+
+    def test_says_so_when_nothing_is_left_to_ask_about(self):
+        row = a_message(State.DEAD)
+        OutboxMessage.objects.all().delete()
+
+        assert "None of them is there any more" in Page(act(somebody(VIEW, CANCEL), "cancel", row)).text
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_an_admin_that_is_told_of_another_database_shows_and_acts_there(rf):
+    class OtherAdmin(OutboxMessageAdmin):
+        using = "other"
+
+    here, there = a_message(State.DEAD), a_message(State.DEAD, using="other")
+    request = rf.post("/", {"_selected_action": [there.pk]})
+    request.user, request.session = User.objects.create_superuser("root"), {}
+    request._messages = FallbackStorage(request)
+    other_admin = OtherAdmin(OutboxMessage, admin.site)
+    queryset = other_admin.get_queryset(request)
+
+    assert [row.message_id for row in queryset] == [there.message_id]
+    other_admin.requeue(request, queryset)
+
+    assert OutboxMessage.objects.using("other").get(pk=there.pk).state == State.READY
+    assert state_of(here) == State.DEAD
+
+
+@pytest.mark.parametrize(
+    ("distance", "expected"),
+    [
+        (timedelta(), "now"),
+        (timedelta(milliseconds=900), "now"),
+        (timedelta(seconds=1), "1 s ago"),
+        (timedelta(seconds=119), "119 s ago"),
+        (timedelta(seconds=120), "2 min ago"),
+        (timedelta(hours=3), "3 h ago"),
+        (timedelta(days=2000), "2,000 d ago"),
+        (-timedelta(seconds=20), "in 20 s"),
+    ],
+)
+def test_an_age_is_said_in_one_unit(distance, expected):
+    now = utcnow()
+
+    assert display.relative(now - distance, now) == expected
