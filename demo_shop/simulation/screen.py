@@ -84,10 +84,17 @@ class Screen:
         self._console.print(Text(f"Audit {verdict} after {self._seconds:.1f} s.", style=style))
 
     def _picture(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker]) -> RenderableType:
+        is_wide = self._console.width >= _WIDE
+        third = Panel(
+            _processes(workers),
+            title=f"processes, {facts.kills} killed",
+            width=36 if is_wide else _NARROW - 1,
+            height=_HEIGHT if is_wide else None,
+        )
         panels = (
             Panel(self._shop(facts), title=f"shop, open for {self._seconds:.0f} s", width=44, height=_HEIGHT),
             Panel(_messages(facts, traffic), title="messages", width=34, height=_HEIGHT),
-            Panel(_processes(workers), title=f"processes, {facts.kills} killed", **self._third_panel),
+            third,
         )
         news = Text(
             "\n".join(list(self._ledger.news)[-_LINES_OF_NEWS:]), style="dim", no_wrap=True, overflow="ellipsis"
@@ -97,11 +104,6 @@ class Screen:
     @property
     def _seconds(self) -> float:
         return time.monotonic() - self._began_at
-
-    @property
-    def _third_panel(self) -> dict[str, int]:
-        """Beside the others where there is room, else below them."""
-        return {"width": 36, "height": _HEIGHT} if self._console.width >= _WIDE else {"width": _NARROW - 1}
 
     def _shop(self, facts: Facts) -> RenderableType:
         grid = Table.grid(padding=(0, 1))

@@ -1,0 +1,48 @@
+"""The demo is a project of its own, with its own settings, so it runs in processes of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run_in_the_shop(tmp_path):
+    """Run Python in the demo project, on an empty SQLite file and without a broker unless told otherwise.
+
+    It and all that it starts are gone when the test ends, whatever happens.
+    """
+    groups = []
+
+    def run(*arguments, timeout, **environment):
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "DJANGO_SETTINGS_MODULE": "demo_shop.settings",
+                "DATABASE_URL": f"sqlite:///{tmp_path / 'shop.sqlite3'}",
+                "BROKER_URL": "local://",
+                **environment,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        groups.append(process)
+        out, err = process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    yield run
+    for process in groups:
+        with process:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue

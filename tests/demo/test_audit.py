@@ -1,0 +1,139 @@
+"""The audit of the demo must be able to fail: it is fed every fault it exists to find."""
+
+from dataclasses import replace
+
+import pytest
+
+from demo_shop.audit import EFFECTS, PAYMENT, SHIPMENT, Facts, Finding, audit
+
+ORDERS = frozenset({"run-1", "run-2", "run-3"})
+A_GOOD_DAY = Facts(
+    wanted=3,
+    committed=ORDERS,
+    rolled_back=frozenset({"run-4"}),
+    effects={effect: dict.fromkeys(ORDERS, 1) for effect in EFFECTS},
+    messages=dict.fromkeys(ORDERS, 12),
+    injected=4,
+    suppressed=5,
+    repeated_calls=1,
+    forged_calls=1,
+    contradicting_calls=1,
+    refused_calls=2,
+    kills_wanted=2,
+    kills=2,
+)
+
+
+def with_count(effect, order, count):
+    """The good day, but for one effect of one order."""
+    return replace(A_GOOD_DAY, effects={**A_GOOD_DAY.effects, effect: {**A_GOOD_DAY.effects[effect], order: count}})
+
+
+def test_a_good_day_passes():
+    result = audit(A_GOOD_DAY)
+
+    assert result.passed
+    assert (result.lost, result.doubled, result.ghosts, result.problems) == ((), (), (), ())
+    assert result.total(PAYMENT) == 3
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_an_effect_that_did_not_happen_is_lost(effect):
+    counts = {order: 1 for order in ORDERS if order != "run-2"}
+
+    result = audit(replace(A_GOOD_DAY, effects={**A_GOOD_DAY.effects, effect: counts}))
+
+    assert result.lost == (Finding(effect=effect, order="run-2", count=0),)
+    assert not result.passed
+
+
+def test_an_effect_that_nobody_counted_is_lost_for_every_order():
+    effects = {effect: counts for effect, counts in A_GOOD_DAY.effects.items() if effect != SHIPMENT}
+
+    result = audit(replace(A_GOOD_DAY, effects=effects))
+
+    assert [finding.order for finding in result.lost] == ["run-1", "run-2", "run-3"]
+    assert not result.passed
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+def test_an_effect_that_happened_twice_is_doubled(effect):
+    result = audit(with_count(effect, "run-3", 2))
+
+    assert result.doubled == (Finding(effect=effect, order="run-3", count=2),)
+    assert not result.passed
+
+
+def test_a_lost_and_a_doubled_effect_do_not_cancel_each_other_out():
+    """Their sum is right, which is why the audit looks at each order."""
+    counts = {"run-1": 2, "run-2": 0, "run-3": 1}
+
+    result = audit(replace(A_GOOD_DAY, effects={**A_GOOD_DAY.effects, PAYMENT: counts}))
+
+    assert result.total(PAYMENT) == 3
+    assert result.lost == (Finding(effect=PAYMENT, order="run-2", count=0),)
+    assert result.doubled == (Finding(effect=PAYMENT, order="run-1", count=2),)
+    assert not result.passed
+
+
+@pytest.mark.parametrize("effect", EFFECTS)
+@pytest.mark.parametrize("order", ["run-4", "run-nobody-knows"])
+def test_an_effect_of_an_order_that_never_was_is_a_ghost(effect, order):
+    result = audit(with_count(effect, order, 1))
+
+    assert result.ghosts == (Finding(effect=effect, order=order, count=1),)
+    assert not result.passed
+
+
+def test_a_message_of_a_rolled_back_order_is_a_ghost():
+    result = audit(replace(A_GOOD_DAY, messages={**A_GOOD_DAY.messages, "run-4": 1}))
+
+    assert result.ghosts == (Finding(effect="messages", order="run-4", count=1),)
+    assert not result.passed
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ({"stock_differences": {"mug": -2}}, "the stock of mug differs by -2 from the sum of its movements"),
+        ({"dead": 1}, "1 dead letters"),
+        ({"contradictions": 1}, "1 messages contradicted an earlier one with their biz-id"),
+        ({"bad_ends": ("outbox_relay 1 ended by itself with 1",)}, "outbox_relay 1 ended by itself with 1"),
+        ({"unfinished": ("2 ratings",)}, "not finished in time: 2 ratings"),
+        ({"refused_calls": 1}, "2 calls of the webhook were to be refused, and 1 were"),
+        ({"suppressed": 3}, "4 duplicates were injected and only 3 suppressed"),
+    ],
+)
+def test_whatever_else_went_wrong_fails_the_run(fault, complaint):
+    result = audit(replace(A_GOOD_DAY, **fault))
+
+    assert result.problems == (complaint,)
+    assert not result.passed
+
+
+@pytest.mark.parametrize(
+    ("emptiness", "complaint"),
+    [
+        ({"wanted": 4}, "3 of 4 orders were placed"),
+        ({"rolled_back": frozenset()}, "no order was rolled back, so ghosts had no chance"),
+        ({"injected": 0}, "no duplicate was injected, so doubled effects had no chance"),
+        ({"kills": 0}, "0 of 2 kills fired"),
+        ({"kills": 1}, "1 of 2 kills fired"),
+    ],
+)
+def test_a_run_that_proves_nothing_fails(emptiness, complaint):
+    result = audit(replace(A_GOOD_DAY, **emptiness))
+
+    assert result.problems == (complaint,)
+    assert not result.passed
+
+
+def test_a_run_without_orders_proves_nothing():
+    result = audit(Facts(wanted=0, committed=frozenset(), rolled_back=frozenset(), effects={}))
+
+    assert "0 of 0 orders were placed" in result.problems
+    assert not result.passed
+
+
+def test_no_kills_are_fine_when_none_were_wanted():
+    assert audit(replace(A_GOOD_DAY, kills_wanted=0, kills=0)).passed

@@ -1,0 +1,95 @@
+"""The demo as a person runs it, only smaller: real processes, real kills, and an audit that has to pass."""
+
+import json
+from urllib.parse import urlsplit, urlunsplit
+
+import psycopg
+import pytest
+
+from demo_shop.audit import EFFECTS
+
+ORDERS = 30
+KILLS = 2
+PATIENCE_SECONDS = 90
+
+
+@pytest.fixture
+def run_demo(run_in_the_shop):
+    def run(*options, **environment):
+        migrated = run_in_the_shop("manage.py", "migrate", "--verbosity", "0", timeout=60, **environment)
+        assert migrated.returncode == 0, migrated.stderr
+        return run_in_the_shop(
+            "manage.py", "demo", "--json", "--timeout", str(PATIENCE_SECONDS), *options, timeout=115, **environment
+        )
+
+    return run
+
+
+@pytest.fixture
+def postgres_url(postgres_server):
+    """An empty database of this test's own."""
+    name = "demo_shop"
+    with psycopg.connect(postgres_server.url, autocommit=True) as connection:
+        connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+        connection.execute(f"CREATE DATABASE {name}")
+        yield urlunsplit(urlsplit(postgres_server.url)._replace(path=f"/{name}"))
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
+def audited(finished):
+    """The audit that the demo printed; it must have passed."""
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def assert_everything_happened_once(report):
+    assert report["passed"]
+    assert report["orders"] == ORDERS
+    assert report["effects"] == dict.fromkeys(EFFECTS, ORDERS)
+    assert (report["lost"], report["doubled"], report["ghosts"], report["problems"]) == ([], [], [], [])
+    assert report["rolled_back"] > 0
+    assert report["duplicates_suppressed"] >= report["duplicates_injected"] > 0
+    assert report["webhook_calls_repeated"] > 0
+    assert report["webhook_calls_refused"] > 0
+    assert report["dead"] == 0
+
+
+def test_without_a_broker_every_effect_happens_once_although_processes_are_killed(run_demo):
+    report = audited(run_demo("--orders", str(ORDERS), "--kills", str(KILLS)))
+
+    assert_everything_happened_once(report)
+    assert report["kills"] == KILLS
+
+
+def test_with_rabbitmq_every_effect_happens_once_although_processes_are_killed(run_demo, postgres_url, rabbitmq_url):
+    report = audited(
+        run_demo("--orders", str(ORDERS), "--kills", str(KILLS), DATABASE_URL=postgres_url, BROKER_URL=rabbitmq_url)
+    )
+
+    assert_everything_happened_once(report)
+    assert report["kills"] == KILLS
+
+
+def test_a_second_run_is_not_disturbed_by_what_the_first_one_left(run_demo):
+    first = audited(run_demo("--orders", str(ORDERS), "--no-kills", "--seed", "1"))
+    second = audited(run_demo("--orders", str(ORDERS), "--no-kills", "--seed", "1"))
+
+    assert_everything_happened_once(first)
+    assert_everything_happened_once(second)
+    assert second["kills"] == 0
+
+
+def test_a_run_that_is_given_no_time_fails_and_says_what_is_missing(run_demo):
+    finished = run_demo("--orders", str(ORDERS), "--no-kills", "--timeout", "1")
+
+    assert finished.returncode == 1
+    report = json.loads(finished.stdout.splitlines()[-1])
+    assert not report["passed"]
+    assert any("orders are not placed" in problem for problem in report["problems"])
+
+
+def test_without_tables_the_demo_says_how_to_make_them(run_in_the_shop):
+    finished = run_in_the_shop("manage.py", "demo", timeout=60)
+
+    assert finished.returncode == 1
+    assert "manage.py migrate" in finished.stderr
