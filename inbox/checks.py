@@ -7,7 +7,7 @@ from typing import Any
 
 from django.apps import AppConfig
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Warning, register
+from django.core.checks import CheckMessage, Error, Info, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
@@ -30,18 +30,37 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
 
 @register()
 def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E002, W001: a handler on a database that does not exist, or one without a key for foreign producers."""
-    found: list[CheckMessage] = []
-    for handler in registry.all():
-        if handler.using not in connections:
-            found.append(
-                Error(
-                    f"The handler {handler.name} has using={handler.using!r}, which DATABASES does not know.",
-                    hint="Its inbox row must live in the database of its effect: name that alias.",
-                    id="inbox.E002",
-                )
-            )
-    return found
+    """inbox.E002: a handler on a database that does not exist."""
+    return [
+        Error(
+            f"The handler {handler.name} has using={handler.using!r}, which DATABASES does not know.",
+            hint="Its inbox row must live in the database of its effect: name that alias.",
+            id="inbox.E002",
+        )
+        for handler in registry.all()
+        if handler.using not in connections
+    ]
+
+
+@register()
+def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.I001: handlers that know a message sent twice by a foreign business only if it repeats its id."""
+    try:
+        if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
+            return []
+    except ImproperlyConfigured:
+        return []
+    keyless = sorted(handler.name for handler in registry.all() if handler.biz_id is None)
+    if not keyless:
+        return []
+    return [
+        Info(
+            f"These handlers have no biz_id= of their own: {', '.join(keyless)}.",
+            hint="They deduplicate on what the producer says: its biz-id, else its message id. A foreign producer that sends "
+            "one fact under two ids has its effect twice; name the payload's own key if there is such a producer.",
+            id="inbox.I001",
+        )
+    ]
 
 
 @register()

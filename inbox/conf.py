@@ -70,9 +70,7 @@ class InboxOptions:
 
     @cached_property
     def retry(self) -> RetryPolicy:
-        return RetryPolicy(
-            max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=self.RETRY_FACTOR, cap=self.RETRY_CAP
-        )
+        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=self.RETRY_FACTOR, cap=self.RETRY_CAP)
 
     @cached_property
     def broker_url(self) -> str:
@@ -101,7 +99,7 @@ def inbox_options() -> InboxOptions:
     Raises:
         ImproperlyConfigured: `INBOX` cannot be read; `manage.py check` says the same as inbox.E001.
     """
-    global _latest
+    global _latest  # noqa: PLW0603 - a cache of one, told apart by the settings object it was read from
     given, outbox = getattr(settings, "INBOX", None), getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given or _latest[1] is not outbox:
         try:

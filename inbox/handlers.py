@@ -157,9 +157,7 @@ def idempotent_handler(
         runnable: Callable[[Message], Any] = function
         if inspect.iscoroutinefunction(function):
             runnable = async_to_sync(_as_coroutine(function))
-        registry.add(
-            Handler(name=name or _default_name(function), topic=topic, function=runnable, biz_id=biz_id, using=using)
-        )
+        registry.add(Handler(name=name or _default_name(function), topic=topic, function=runnable, biz_id=biz_id, using=using))
         return function
 
     return decorate

@@ -67,17 +67,13 @@ class InboxMessage(models.Model):
         )
         constraints = (models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),)
         indexes = (
-            models.Index(
-                fields=["next_attempt_at"], name="inbox_due", condition=Q(state__in=["received", "retrying"])
-            ),
+            models.Index(fields=["next_attempt_at"], name="inbox_due", condition=Q(state__in=["received", "retrying"])),
             models.Index(
                 fields=["state", "handler"],
                 name="inbox_open",
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),
-            models.Index(
-                fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])
-            ),
+            models.Index(fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])),
             models.Index(fields=["message_id"], name="inbox_message_id"),
         )
 

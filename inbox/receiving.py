@@ -82,15 +82,11 @@ class Arrival:
     refused: str = ""
 
 
-def read(
-    handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool, refused: str = ""
-) -> Arrival:
+def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool, refused: str = "") -> Arrival:
     """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
     digest = hashlib.sha256(envelope.body).hexdigest()
     try:
-        if refused:
-            raise Undecodable(refused)
-        payload = _decode(envelope, options)
+        payload = _decode(envelope, options, refused=refused)
         message = _message(envelope, payload, attempt=1, redelivered=redelivered)
         biz_id = _identify(handler, message)
     except Undecodable as error:
@@ -130,7 +126,8 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
         raise
     except TwinBusy:
         return Received.PUT_OFF
-    except BaseException as error:  # handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own
+    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    except BaseException as error:  # noqa: BLE001
         return _store(handler, arrival.row, _failure(error, 1, options))
     if not handled:
         return _duplicate(handler, arrival.row)
@@ -141,9 +138,7 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
 def hand_over(handler: Handler, arrival: Arrival) -> None:
     """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner."""
     if arrival.refused:
-        row = store.store_failed(
-            handler.using, arrival.row, Failure(error=arrival.refused, retry_after=None, attempts=0)
-        )
+        row = store.store_failed(handler.using, arrival.row, Failure(error=arrival.refused, retry_after=None, attempts=0))
     else:
         row = store.store_due(handler.using, arrival.row)
     if row is None:
@@ -195,7 +190,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         )
     except DatabaseAway:
         raise
-    except BaseException as error:  # see receive
+    except BaseException as error:  # noqa: BLE001 - see receive
         return _fail_stored(handler, stored, _failure(error, attempt, options))
     if not handled:
         return Received.DUPLICATE
@@ -349,9 +344,7 @@ def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failu
     if isinstance(error, Reject):
         return Failure(error=f"rejected: {error}", traceback=trace, retry_after=None, attempts=attempt)
     last = options.retry.exhausted(attempt)
-    return Failure(
-        error=text, traceback=trace, retry_after=None if last else options.retry.delay(attempt), attempts=attempt
-    )
+    return Failure(error=text, traceback=trace, retry_after=None if last else options.retry.delay(attempt), attempts=attempt)
 
 
 def _announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
@@ -382,7 +375,9 @@ def _tell(signal: Signal, **arguments: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------------- reading
 
 
-def _decode(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> Any:
+def _decode(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, refused: str = "") -> Any:
+    if refused:
+        raise Undecodable(refused)
     if needs_id and not envelope.dedup_id:
         raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id.")
     kind = media_type(envelope.content_type)
@@ -430,9 +425,7 @@ def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
     return ""
 
 
-def _message(
-    envelope: Envelope, payload: Any, *, attempt: int, redelivered: bool, biz_id: str | None = None
-) -> Message:
+def _message(envelope: Envelope, payload: Any, *, attempt: int, redelivered: bool, biz_id: str | None = None) -> Message:
     return Message(
         id=envelope.id,
         topic=envelope.topic,
@@ -485,6 +478,4 @@ def _stored_envelope(stored: InboxMessage) -> Envelope:
 
 
 def _cause(message: Message, traceparent: str) -> Cause:
-    return Cause(
-        message_id=message.id, correlation_id=message.correlation_id or message.id, traceparent=traceparent
-    )
+    return Cause(message_id=message.id, correlation_id=message.correlation_id or message.id, traceparent=traceparent)

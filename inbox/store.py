@@ -274,7 +274,7 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
                 f"WITH due AS MATERIALIZED ({due} FOR UPDATE SKIP LOCKED) UPDATE {TABLE} m SET attempts = attempts + 1, "
                 f"next_attempt_at = {later} FROM due WHERE m.id = due.id RETURNING m.id"
             )
-            parameters = [*handlers, redelivery_after.total_seconds()]
+            parameters: list[Any] = [*handlers, redelivery_after.total_seconds()]
         else:
             sql = f"UPDATE {TABLE} SET attempts = attempts + 1, next_attempt_at = {later} WHERE id = ({due}) RETURNING id"
             parameters = [redelivery_after.total_seconds(), *handlers]
@@ -334,7 +334,8 @@ def bury_abandoned(alias: str, row: int | None = None) -> int:
     abandoned = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__isnull=True)
     if row is not None:
         abandoned = abandoned.filter(pk=row)
-    return abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
+    buried: int = abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
+    return buried
 
 
 def next_due(alias: str, handlers: Sequence[str]) -> bool:
@@ -416,7 +417,8 @@ def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> It
 
 def purgeable(alias: str, older_than: timedelta) -> int:
     """How many rows `purge_settled` would delete."""
-    return _settled_before(alias, older_than).count()
+    count: int = _settled_before(alias, older_than).count()
+    return count
 
 
 def _settled_before(alias: str, older_than: timedelta) -> Any:

@@ -31,6 +31,7 @@ MAX_PRIORITY = 9
 TRACEPARENT = "traceparent"
 """The W3C trace header: given as a header, it travels as the CloudEvents attribute of that name."""
 HEADERS_LIMIT_BYTES = 16 * 1024
+_SHOWN = 80
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -131,9 +132,7 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
     _require_transaction(using)
     plain = [row for row in rows if not row.is_unique]
     positions = dict(zip((row.message_id for row in plain), store.insert_many(using, plain), strict=True))
-    return [
-        _insert_one(using, row) if row.is_unique else _published(row, positions[row.message_id]) for row in rows
-    ]
+    return [_insert_one(using, row) if row.is_unique else _published(row, positions[row.message_id]) for row in rows]
 
 
 async def apublish(topic: str, payload: Any, **options: Any) -> PublishedMessage:
@@ -159,15 +158,11 @@ def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:
     if position is not None:
         return _published(row, position)
     first_id, first_position = store.find_unique(alias, row.topic, row.biz_id)
-    return PublishedMessage(
-        id=first_id, topic=row.topic, biz_id=row.biz_id, position=first_position, created=False
-    )
+    return PublishedMessage(id=first_id, topic=row.topic, biz_id=row.biz_id, position=first_position, created=False)
 
 
 def _published(row: store.NewRow, position: int) -> PublishedMessage:
-    return PublishedMessage(
-        id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True
-    )
+    return PublishedMessage(id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True)
 
 
 def _row(draft: Draft) -> store.NewRow:
@@ -201,7 +196,10 @@ def _name(argument: str, value: object, *, may_be_empty: bool = False) -> str:
     return value
 
 
-_WHAT = {"topic": 'what the message is about, for example "shop.order.placed"', "biz_id": "the business fact, or omit it"}
+_WHAT = {
+    "topic": 'what the message is about, for example "shop.order.placed"',
+    "biz_id": "the business fact, or omit it",
+}
 _REMEDY = {
     "topic": "Choose a shorter, printable topic.",
     "biz_id": "Use the id of the order, payment … it tells about.",
@@ -211,7 +209,7 @@ _REMEDY = {
 
 def _priority(draft: Draft) -> int:
     priority = draft.priority
-    if not isinstance(priority, int) or isinstance(priority, bool) or not 0 <= priority <= MAX_PRIORITY:
+    if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
         raise InvalidMessage(f"priority is {priority!r}: it must be a whole number from 0 to {MAX_PRIORITY}.")
     if priority and draft.key:
         raise InvalidMessage(
@@ -224,9 +222,7 @@ def _priority(draft: Draft) -> int:
 def _body(draft: Draft) -> bytes:
     try:
         # NaN and Infinity are Python's own extension; no other JSON reader takes them.
-        text = json.dumps(
-            draft.payload, cls=DjangoJSONEncoder, ensure_ascii=False, allow_nan=False, separators=(",", ":")
-        )
+        text = json.dumps(draft.payload, cls=DjangoJSONEncoder, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         body = text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage(
@@ -242,7 +238,7 @@ def _body(draft: Draft) -> bytes:
     return body
 
 
-def _headers(headers: Mapping[str, HeaderValue]) -> str:
+def _headers(headers: Mapping[Any, Any]) -> str:
     if not isinstance(headers, Mapping):
         raise InvalidMessage(f"headers is {_short(headers)}: it must be a dict of names to text, numbers and booleans.")
     for name, value in headers.items():
@@ -311,4 +307,4 @@ def _instant(draft: Draft) -> datetime | None:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "…"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -83,7 +83,7 @@ def outbox_options() -> OutboxOptions:
     Raises:
         ImproperlyConfigured: `OUTBOX` cannot be read; `manage.py check` says the same as outbox.E001.
     """
-    global _latest
+    global _latest  # noqa: PLW0603 - a cache of one, told apart by the settings object it was read from
     given = getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given:
         try:

@@ -67,18 +67,12 @@ class OutboxMessage(models.Model):
             ("cancel_outboxmessage", "Can cancel a message that is not published"),
         )
         constraints = (
-            models.UniqueConstraint(
-                fields=["topic", "biz_id"], name="outbox_unique_biz_id", condition=Q(is_unique=True)
-            ),
+            models.UniqueConstraint(fields=["topic", "biz_id"], name="outbox_unique_biz_id", condition=Q(is_unique=True)),
         )
         indexes = (
             models.Index("shard", models.F("priority").desc(), "id", name="outbox_ready", condition=Q(state="ready")),
-            models.Index(
-                fields=["available_at"], name="outbox_due", condition=Q(state__in=["scheduled", "retrying"])
-            ),
-            models.Index(
-                fields=["key", "id"], name="outbox_holding", condition=Q(state__in=["retrying", "dead"]) & ~Q(key="")
-            ),
+            models.Index(fields=["available_at"], name="outbox_due", condition=Q(state__in=["scheduled", "retrying"])),
+            models.Index(fields=["key", "id"], name="outbox_holding", condition=Q(state__in=["retrying", "dead"]) & ~Q(key="")),
             models.Index(
                 fields=["settled_at"],
                 name="outbox_settled",

@@ -237,9 +237,7 @@ def claim_ready(alias: str, limit: int) -> list[RelayedMessage]:
         else:
             found = []
             for shard in shards:
-                cursor.execute(
-                    f"SELECT {columns} FROM {TABLE} m WHERE m.shard = %s AND {_READY_IN_SHARD}", [shard, per_shard]
-                )
+                cursor.execute(f"SELECT {columns} FROM {TABLE} m WHERE m.shard = %s AND {_READY_IN_SHARD}", [shard, per_shard])
                 found += cursor.fetchall()
     rows = [_relayed(row) for row in found]
     rows.sort(key=lambda row: (-row.priority, row.position))
@@ -291,9 +289,7 @@ def settle(alias: str, settlement: Settlement) -> int:
     for failure in settlement.failed:
         written = {"attempts": F("attempts") + 1, "last_error": printable(failure.error, ERROR_LENGTH)}
         if failure.retry_after is None:
-            changed += ready.filter(pk=failure.position).update(
-                state=State.DEAD, settled_at=DatabaseTime(), **written
-            )
+            changed += ready.filter(pk=failure.position).update(state=State.DEAD, settled_at=DatabaseTime(), **written)
         else:
             changed += ready.filter(pk=failure.position).update(
                 state=State.RETRYING, available_at=DatabaseTime(failure.retry_after), **written
@@ -312,7 +308,8 @@ def promote_due(alias: str, limit: int) -> int:
             f"WHERE state IN ('scheduled', 'retrying') AND available_at <= {now} ORDER BY available_at LIMIT %s {skip_locked})",
             [limit],
         )
-        return cursor.rowcount
+        promoted: int = cursor.rowcount
+    return promoted
 
 
 # ------------------------------------------------------------------------------------------------------------ SQLite's lease
@@ -443,11 +440,7 @@ def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> It
 
 def purgeable(alias: str, older_than: timedelta) -> int:
     """How many rows `purge_settled` would delete."""
-    return (
-        OutboxMessage.objects.using(alias)
-        .filter(state__in=SETTLED, settled_at__lt=DatabaseTime(-older_than))
-        .count()
-    )
+    return OutboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=DatabaseTime(-older_than)).count()
 
 
 # ------------------------------------------------------------------------------------------------------------------ columns

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -58,16 +59,14 @@ class Answer:
 class Consumer:
     """Receives for `handlers` until asked to stop."""
 
-    def __init__(
-        self, handlers: Sequence[Handler], options: InboxOptions, *, stop: StopRequest, watchdog: Watchdog
-    ) -> None:
+    def __init__(self, handlers: Sequence[Handler], options: InboxOptions, *, stop: StopRequest, watchdog: Watchdog) -> None:
         self._handlers = handlers
         self._options = options
         self._stop = stop
         self._watchdog = watchdog
         self._broker = Outage("the broker")
         self._database = Outage("the database")
-        self._connection: kombu.Connection | None = None
+        self._connection: Any = None
         self._queues: list[kombu.Queue] = []
         self._consumers: list[kombu.Consumer] = []
         self._epoch = 0
@@ -126,12 +125,9 @@ class Consumer:
         self._deliveries.put(Delivery(epoch, handler, message))
 
     def _pump(self) -> None:
-        assert self._connection is not None
         self._answer()
-        try:
+        with suppress(TimeoutError):
             self._connection.drain_events(timeout=_TICK_SECONDS)
-        except TimeoutError:
-            pass
         if speaks_amqp(self._options.broker_url):
             self._connection.heartbeat_check()
         if monotonic() - self._checked_at > _HEALTH_SECONDS:

@@ -36,9 +36,7 @@ def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
     """Keyword arguments for `kombu.Connection(url, …)`; `url` may be several, separated by `;`, for failover."""
     if not speaks_amqp(url):
         return {"connect_timeout": 5, "transport_options": transport_options}
-    settings = {
-        getattr(socket, name): value for name, value in _SOCKET_SETTINGS.items() if hasattr(socket, name)
-    }
+    settings = {getattr(socket, name): value for name, value in _SOCKET_SETTINGS.items() if hasattr(socket, name)}
     bounded = {
         "confirm_publish": False,
         "read_timeout": 5,

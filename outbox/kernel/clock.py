@@ -38,7 +38,15 @@ class DatabaseTime(Func):
     def __init__(self, after: timedelta = timedelta()) -> None:
         super().__init__(Value(after.total_seconds()))
 
-    def as_sql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+    def as_sql(
+        self,
+        compiler: SQLCompiler,
+        connection: BaseDatabaseWrapper,
+        function: str | None = None,
+        template: str | None = None,
+        arg_joiner: str | None = None,
+        **extra_context: Any,
+    ) -> Any:
         raise NotImplementedError(
             f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with. See docs/guarantees.md."
         )

@@ -11,6 +11,7 @@ from typing import TextIO
 from outbox.kernel.clock import utcnow
 from outbox.kernel.loop import StopRequest
 
+_PRECISE_SECONDS = 10
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
 
@@ -39,11 +40,11 @@ def table(rows: Iterable[Sequence[object]]) -> str:
 
 
 def age(instant: datetime | None) -> str:
-    """How long ago, for people; "–" when there is nothing to measure."""
+    """How long ago, for people; "-" when there is nothing to measure."""
     if instant is None:
-        return "–"
+        return "-"
     seconds = max((utcnow() - instant).total_seconds(), 0)
-    if seconds < 10:
+    if seconds < _PRECISE_SECONDS:
         return f"{seconds:.1f} s"
     return str(timedelta(seconds=int(seconds)))
 

@@ -31,6 +31,9 @@ _PREFIXES = (PREFIX, "cloudEvents_")
 _RESERVED = ("cloudevents", "x-", "ce-")
 RESERVED_HEADERS = "names that begin with 'cloudEvents', 'ce-' or 'x-'"
 
+# Milliseconds since 1970 passed this in 1973; seconds will in the year 5138.
+_LEAST_MILLISECONDS = 1e11
+
 HeaderValue = str | int | float | bool
 
 
@@ -101,9 +104,7 @@ class Undecodable(ValueError):
     """A delivery that cannot be read, with the reason for people."""
 
 
-def from_delivery(
-    *, properties: Mapping[str, Any], headers: Mapping[str, Any], body: bytes, routing_key: str
-) -> Envelope:
+def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], body: bytes, routing_key: str) -> Envelope:
     """Read what a broker delivered.
 
     Args:
@@ -118,9 +119,7 @@ def from_delivery(
     attributes = _attributes(headers)
     if media_type(content_type) == STRUCTURED_JSON:
         attributes, body, content_type = _structured(body)
-    own_headers = {
-        str(name): _json_safe(value) for name, value in headers.items() if not str(name).startswith(_PREFIXES)
-    }
+    own_headers = {str(name): _json_safe(value) for name, value in headers.items() if not str(name).startswith(_PREFIXES)}
 
     def text(name: str, otherwise: object = "") -> str:
         value = attributes.get(name)
@@ -195,8 +194,7 @@ def _parse_time(value: object) -> datetime | None:
             case str():
                 instant = datetime.fromisoformat(value)
             case int() | float():
-                # Milliseconds since 1970 passed 10^11 in 1973; seconds will in the year 5138.
-                instant = datetime.fromtimestamp(value / 1000 if abs(value) >= 1e11 else value, tz=UTC)
+                instant = datetime.fromtimestamp(value / 1000 if abs(value) >= _LEAST_MILLISECONDS else value, tz=UTC)
             case _:
                 return None
         return instant if instant.tzinfo else instant.replace(tzinfo=UTC)

@@ -20,9 +20,7 @@ _LOST = re.compile(r"connection|terminat|server closed|SSL|EOF|could not receive
 
 def is_collision(error: BaseException) -> bool:
     """Two transactions got in each other's way; running this one again is the documented answer."""
-    return any(
-        getattr(link, "sqlstate", None) in _COLLISIONS or _is_sqlite_busy(link) for link in _chain(error)
-    )
+    return any(getattr(link, "sqlstate", None) in _COLLISIONS or _is_sqlite_busy(link) for link in _chain(error))
 
 
 def is_outage(error: BaseException) -> bool:

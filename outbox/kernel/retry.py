@@ -50,7 +50,7 @@ class Pause:
     def next_seconds(self) -> float:
         nominal = min(self.first_seconds * 2 ** min(self.failures, 16), self.cap_seconds)
         self.failures += 1
-        return nominal * random.uniform(0.5, 1.0)
+        return float(nominal * random.uniform(0.5, 1.0))
 
     def reset(self) -> None:
         self.failures = 0

@@ -22,9 +22,9 @@ from outbox import signals, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope
+from outbox.kernel.transport import Outcome, Parcel, Transport, Verdict
 from outbox.relay.waves import waves
 from outbox.store import Failure, RelayedMessage, Settlement
-from outbox.kernel.transport import Outcome, Parcel, Transport, Verdict
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from django.db import DatabaseError, InterfaceError, close_old_connections, conn
 
 from outbox import store
 from outbox.conf import OutboxOptions
-from outbox.kernel.broker import masked
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.outage import Outage
-from outbox.relay.passes import Pass, PassReport
+from outbox.kernel.retry import Pause
 from outbox.kernel.transport import BrokerUnavailable, Transport
+from outbox.relay.passes import Pass, PassReport
 
 logger = logging.getLogger(__name__)
 
@@ -41,14 +41,13 @@ class Relay:
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._broker = Outage("the broker")
         self._database = Outage("the database")
-        self._trouble = Outage("the relay's healthy state")
+        self._trouble = Pause()
         self._waits_for = ""
         self._idle = False
         self.published = 0
 
     def run(self, *, drain: bool = False) -> None:
         """Relay until asked to stop or, with `drain`, until nothing is ready or due."""
-        logger.info("Relaying %r to %s.", self._alias, masked(self._options.BROKER_URL))
         try:
             while not self._stop:
                 self._watchdog.beat()
@@ -81,10 +80,10 @@ class Relay:
             else:
                 logger.exception("A pass failed in a way nobody foresaw; its messages stay ready.")
                 self._transport.close()
-                self._trouble.wait(error, self._stop)
+                self._stop.wait(self._trouble.next_seconds())
             return None
         self._database.over()
-        self._trouble.over()
+        self._trouble.reset()
         self._note(report)
         self._idle = not (promoted or report.claimed or report.waits_for)
         return report
@@ -102,7 +101,8 @@ class Relay:
             self._waits_for = report.waits_for
             if report.waits_for:
                 logger.warning(
-                    "SQLite takes one relay at a time and %s is it; this one waits until that one ends.", report.waits_for
+                    "SQLite takes one relay at a time and %s is it; this one waits until that one ends.",
+                    report.waits_for,
                 )
 
     def _rest(self, report: PassReport) -> None:
@@ -120,4 +120,3 @@ class Relay:
             logger.debug("The lease was not released: %s", error)
         self._transport.close()
         connections[self._alias].close()
-        logger.info("The relay has ended after publishing %d messages.", self.published)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Sequence
 
 from outbox.conf import outbox_options
+from outbox.kernel.broker import masked
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
-from outbox.kernel.transport import Transport
+from outbox.kernel.transport import Companion
 from outbox.relay.relay import Relay
 from outbox.transports import open_transport
+
+logger = logging.getLogger(__name__)
 
 
 def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -> int:
@@ -22,28 +27,35 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
     transport = open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     relay = Relay(alias, transport, options, stop=stop, watchdog=watchdog)
+    logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
     with running_until_signalled(stop), watchdog.watching():
         if drain:
-            relay.run(drain=True)
-            # What a handler publishes while it is drained is due, too.
-            while not stop and _drain(transport, watchdog, stop):
-                relay.run(drain=True)
-            return relay.published
-        threads = [
-            threading.Thread(target=companion.run, args=[stop], name=type(companion).__name__, daemon=True)
-            for companion in transport.companions()
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            relay.run()
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
+            _drain(relay, transport.companions(), watchdog, stop)
+        else:
+            _run(relay, transport.companions(), stop)
+    logger.info("The relay has ended; it published %d messages.", relay.published)
     return relay.published
 
 
-def _drain(transport: Transport, watchdog: Watchdog, stop: StopRequest) -> int:
-    with watchdog.suspended():
-        return sum(companion.drain(stop) for companion in transport.companions())
+def _run(relay: Relay, companions: Sequence[Companion], stop: StopRequest) -> None:
+    threads = [
+        threading.Thread(target=companion.run, args=[stop], name=type(companion).__name__, daemon=True)
+        for companion in companions
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        relay.run()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _drain(relay: Relay, companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
+    """Relay and companions in turn: what a handler publishes while it is drained is due, too."""
+    done = 1
+    while done and not stop:
+        relay.run(drain=True)
+        with watchdog.suspended():
+            done = sum(companion.drain(stop) for companion in companions)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import kombu
@@ -119,7 +120,13 @@ class AmqpTransport:
         self._channel.events["basic_return"].add(self._on_return)
 
     def _discard(self) -> None:
-        connection, self._connection, self._amqp, self._channel, self._blocked = self._connection, None, None, None, None
+        connection, self._connection, self._amqp, self._channel, self._blocked = (
+            self._connection,
+            None,
+            None,
+            None,
+            None,
+        )
         if connection is not None:
             try:
                 connection.collect(socket_timeout=1.0)
@@ -138,7 +145,7 @@ class AmqpTransport:
                 )
             except BROKER_FAILURES:
                 raise
-            except Exception as error:  # what a message may hold is known only by py-amqp's encoder
+            except Exception as error:  # noqa: BLE001 - what a message may hold is known only by py-amqp's encoder
                 refused[parcel.position] = Verdict(Outcome.REFUSED, f"it cannot be encoded: {describe(error)}")
                 return "a message could not be encoded, and part of it may have been written"
             self._tracker.sent(parcel.position, parcel.envelope.id)
@@ -173,10 +180,8 @@ class AmqpTransport:
         """One frame, or none within `seconds`. Not `drain_events`: it starts its timeout again with every frame."""
         if not self._amqp.connected:
             raise RecoverableConnectionError("the broker closed the connection")
-        try:
+        with suppress(TimeoutError):
             self._amqp.blocking_read(seconds)
-        except TimeoutError:
-            pass
         self._amqp.heartbeat_tick()
 
     def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:

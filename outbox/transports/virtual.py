@@ -15,7 +15,16 @@ from kombu.transport.virtual import Channel as VirtualChannel
 
 from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options, describe, scheme_of
 from outbox.kernel.clock import monotonic
-from outbox.kernel.transport import CONFIRMED, BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
+from outbox.kernel.transport import (
+    CONFIRMED,
+    BrokerUnavailable,
+    Capabilities,
+    Companion,
+    Outcome,
+    Parcel,
+    Sent,
+    Verdict,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +90,7 @@ class VirtualTransport:
             except failures as error:
                 self.close()
                 return Sent(verdicts=verdicts, broken=describe(error))
-            except Exception as error:  # not the connection, so it is this message that cannot be sent
+            except Exception as error:  # noqa: BLE001 - not the connection, so it is this message that cannot be sent
                 verdicts[parcel.position] = Verdict(Outcome.REFUSED, f"it cannot be sent: {describe(error)}")
         return Sent(verdicts=verdicts)
 

@@ -1,0 +1,37 @@
+from datetime import timedelta
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS
+
+from inbox import store
+from inbox.conf import inbox_options
+from outbox.kernel.console import Progress
+
+
+class Command(BaseCommand):
+    help = "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--older-than-days", type=float, help="keep more than INBOX['RETENTION'] says, never less")
+        parser.add_argument("--dry-run", action="store_true", help="only count")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        retention = inbox_options().RETENTION
+        days = options["older_than_days"]
+        older_than = retention if days is None else timedelta(days=days)
+        if older_than < retention:
+            raise CommandError(
+                f"--older-than-days {days} is shorter than INBOX['RETENTION'] ({retention}): the age fence would still let "
+                "copies of the deleted messages in, and they would have their effect again. Shorten RETENTION instead."
+            )
+        count = store.purgeable(options["database"], older_than)
+        if options["dry_run"]:
+            self.stdout.write(f"{count} messages would be deleted.")
+            return
+        progress = Progress("deleted", count)
+        for deleted in store.purge_settled(options["database"], older_than):
+            progress.advance(deleted)
+        progress.finish()
+        self.stdout.write(f"{progress.done} messages deleted.")

@@ -1,0 +1,42 @@
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS
+
+from inbox import store
+from inbox.models import InboxMessage, State
+from outbox.kernel.console import Progress
+
+
+class Command(BaseCommand):
+    help = "Run dead (or, with --retrying, also retrying) messages again, with a full set of attempts."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages, in every handler")
+        parser.add_argument("--handler", help="all messages of this handler")
+        parser.add_argument("--topic", help="all messages of this topic")
+        parser.add_argument("--all", action="store_true", help="all messages")
+        parser.add_argument("--retrying", action="store_true", help="do not wait for the next attempt of retrying ones")
+        parser.add_argument("--dry-run", action="store_true", help="only count")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        wanted = {
+            "message_id__in": options["message_ids"],
+            "handler": options["handler"],
+            "topic": options["topic"],
+        }
+        given = {field: value for field, value in wanted.items() if value}
+        if not given and not options["all"]:
+            raise CommandError("Say which messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
+        states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
+        chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
+        rows = list(chosen.order_by("pk").values_list("pk", flat=True))
+        if options["dry_run"]:
+            self.stdout.write(f"{len(rows)} messages would be retried.")
+            return
+        progress = Progress("retried", len(rows))
+        for row in rows:
+            progress.advance(int(store.retry(options["database"], row)))
+        progress.finish()
+        self.stdout.write(f"{progress.done} messages are due now.")
