@@ -30,6 +30,7 @@ from outbox.kernel.display import (
     as_text,
     identifier,
     moment,
+    stacked,
     visible,
 )
 
@@ -89,22 +90,10 @@ class InboxMessageAdmin(MessageAdmin):
     change_form_template = "inbox/admin/message.html"
     change_list_template = "inbox/admin/messages.html"
 
-    list_display = (
-        "state_badge",
-        "topic_name",
-        "handler_name",
-        "biz_id_name",
-        "age",
-        "due",
-        "attempts",
-        "error_headline",
-        "message_id_name",
-    )
-    list_display_links = ("topic_name",)
+    list_display = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
+    list_display_links = ("summary",)
     list_filter = (InboxStuckFilter, StateFilter, HandlerFilter)
-    search_help_text = (
-        "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
-    )
+    search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
     actions = ("retry", "skip")
     readonly_fields: ClassVar[Any] = (
         "state_badge",
@@ -162,13 +151,16 @@ class InboxMessageAdmin(MessageAdmin):
     def source_name(self, row: Any) -> SafeString:
         return identifier(row.source)
 
+    @admin.display(description="topic, handler, biz-id")
+    def summary(self, row: Any) -> SafeString:
+        return stacked(identifier(row.topic), identifier(row.handler), identifier(row.biz_id))
+
     @admin.display(description="age", ordering="id")
     def age(self, row: Any) -> SafeString:
-        return age(row.received_at, row.database_now)
-
-    @admin.display(description="due")
-    def due(self, row: Any) -> SafeString:
-        return age(row.next_attempt_at, row.database_now, "due ")
+        received = age(row.received_at, row.database_now)
+        if row.next_attempt_at is None:
+            return received
+        return stacked(received, age(row.next_attempt_at, row.database_now, "due "))
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:

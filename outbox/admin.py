@@ -14,16 +14,24 @@ from django.utils.safestring import SafeString
 from outbox import store
 from outbox.conf import outbox_options
 from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import MessageAdmin, StateFilter, StuckFilter, Tone, age, as_payload, moment
+from outbox.kernel.display import (
+    MessageAdmin,
+    StateFilter,
+    StuckFilter,
+    Tone,
+    age,
+    as_payload,
+    identifier,
+    moment,
+    stacked,
+)
 from outbox.kernel.envelope import JSON
 from outbox.models import OutboxMessage, State
 
 
 class OutboxStuckFilter(StuckFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        overdue = Q(
-            state__in=[State.READY, State.SCHEDULED], available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER)
-        )
+        overdue = Q(state__in=[State.READY, State.SCHEDULED], available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
         match self.value():
             case "any":
                 return queryset.filter(Q(state__in=[State.DEAD, State.RETRYING]) | overdue)
@@ -51,17 +59,8 @@ class OutboxMessageAdmin(MessageAdmin):
     change_form_template = "outbox/admin/message.html"
     change_list_template = "outbox/admin/messages.html"
 
-    list_display = (
-        "state_badge",
-        "topic_name",
-        "biz_id_name",
-        "age",
-        "due",
-        "attempts",
-        "error_headline",
-        "message_id_name",
-    )
-    list_display_links = ("topic_name",)
+    list_display = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
+    list_display_links = ("summary",)
     list_filter = (OutboxStuckFilter, StateFilter)
     actions = ("requeue", "cancel")
     readonly_fields: ClassVar[Any] = (
@@ -107,14 +106,16 @@ class OutboxMessageAdmin(MessageAdmin):
         except ValueError:
             return super().called(term)
 
+    @admin.display(description="topic, biz-id")
+    def summary(self, row: Any) -> SafeString:
+        return stacked(identifier(row.topic), identifier(row.biz_id))
+
     @admin.display(description="age", ordering="id")
     def age(self, row: Any) -> SafeString:
-        return age(row.created_at, row.database_now)
-
-    @admin.display(description="due")
-    def due(self, row: Any) -> SafeString:
-        waits = row.state in {State.SCHEDULED, State.READY, State.RETRYING}
-        return age(row.available_at if waits else None, row.database_now, "due ")
+        created = age(row.created_at, row.database_now)
+        if row.state not in {State.SCHEDULED, State.READY, State.RETRYING}:
+            return created
+        return stacked(created, age(row.available_at, row.database_now, "due "))
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:

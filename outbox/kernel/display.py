@@ -33,7 +33,7 @@ from django.template.response import TemplateResponse
 from django.urls import reverse
 from django.utils import timezone
 from django.utils.functional import cached_property
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.text import Truncator
 
@@ -57,6 +57,7 @@ NOTHING = "-"
 
 # ----------------------------------------------------------------------------------------------------------------- text
 
+_PIECE = re.compile(r"[^._/:-]+[._/:-]*|[._/:-]+")
 _NOT_PRINTABLE = re.compile(rb"[^\x20-\x7e]")
 # Control characters but tab and newline, direction marks that reorder a line, line separators, lone surrogates.
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -169,13 +170,17 @@ _UNITS = (
 
 
 def relative(instant: datetime, now: datetime) -> str:
-    """`instant` as seen from `now`: "3 min ago", "in 20 s". A unit serves from two of it on, so little is lost."""
+    """`instant` as seen from `now`: "3 min ago", "in 20 s"."""
     distance = abs(now - instant)
-    for unit, symbol in _UNITS:
-        if distance >= 2 * unit or (symbol == "s" and distance >= unit):
-            count = distance // unit
-            return f"in {count:,} {symbol}" if instant > now else f"{count:,} {symbol} ago"
-    return "now"
+    if distance < timedelta(seconds=1):
+        return "now"
+    return f"in {span(distance)}" if instant > now else f"{span(distance)} ago"
+
+
+def span(length: timedelta) -> str:
+    """A span in one unit, which serves from two of it on, so that little is lost."""
+    unit, symbol = next((unit for unit in _UNITS if length >= 2 * unit[0]), _UNITS[-1])
+    return f"{length // unit:,} {symbol}"
 
 
 def exact(instant: datetime) -> str:
@@ -204,8 +209,14 @@ def moment(instant: datetime | None, now: datetime) -> SafeString:
 
 
 def identifier(text: str) -> SafeString:
-    """An id, a key or a topic, in one piece and to be copied."""
-    return format_html('<bdi class="message-name">{}</bdi>', visible(text) or NOTHING)
+    """An id, a key or a topic, to be copied; a line may end after its punctuation."""
+    pieces = ((piece,) for piece in _PIECE.findall(visible(text) or NOTHING))
+    return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
+
+
+def stacked(*lines: SafeString) -> SafeString:
+    """Several things in one cell of a list, under each other."""
+    return format_html_join("", '<span class="message-line">{}</span>', ((line,) for line in lines))
 
 
 def headline(error: str) -> SafeString:
@@ -268,7 +279,7 @@ class StuckFilter(admin.SimpleListFilter):
     parameter_name = "stuck"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("any", "Dead, retrying or overdue"), ("overdue", f"Overdue by {model_admin.stuck_after()}")]
+        return [("any", "Dead, retrying or overdue"), ("overdue", f"Overdue by {span(model_admin.stuck_after())}")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         raise NotImplementedError
@@ -347,9 +358,7 @@ class MessageAdmin(_ModelAdmin):
         filters: Any = self.list_filter
         return lookup in {one.parameter_name for one in filters}
 
-    def get_search_results(
-        self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
-    ) -> tuple[QuerySet[Any], bool]:
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
         term = search_term.strip()
         if not term:
             return queryset, False

@@ -80,12 +80,11 @@ def state_of(row):
 
 class TestTheList:
     def test_shows_handler_state_age_attempts_and_error(self):
-        a_message(
-            State.RETRYING, received_ago=timedelta(minutes=3), next_ago=-LONG_AGO, attempts=7, last_error="no stock"
-        )
+        a_message(State.RETRYING, received_ago=timedelta(minutes=3), next_ago=-LONG_AGO, attempts=7, last_error="no stock")
 
         text = html(somebody(VIEW).get(reverse(LIST)))
 
+        text = text.replace("<wbr>", "")
         for expected in ("Retrying", "shop.reserve_stock", "3 min ago", "due in 23 h", ">7<", "no stock"):
             assert expected in text
 
@@ -171,9 +170,7 @@ class TestTheDetailPage:
         assert "_save" not in html(client.get(reverse(DETAIL, args=[row.pk])))
         assert client.post(reverse(DETAIL, args=[row.pk]), {"topic": "changed"}).status_code == 403
         assert client.get(reverse("admin:inbox_inboxmessage_add")).status_code == 403
-        assert (
-            client.post(reverse("admin:inbox_inboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
-        )
+        assert client.post(reverse("admin:inbox_inboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
 
     def test_shows_bytes_of_another_media_type_with_the_reason(self):
         row = a_message(body=b"\x80\x04pickled", content_type="application/x-python-serialize")
@@ -233,9 +230,7 @@ class TestRetrying:
 
         (level, words), (other_level, other_words) = said(response)
         assert (level, other_level) == ("success", "warning")
-        assert (
-            words == f"Message {dead.message_id} (shop.order.placed order-0, shop.reserve_stock): due for a retry now"
-        )
+        assert words == f"Message {dead.message_id} (shop.order.placed order-0, shop.reserve_stock): due for a retry now"
         assert other_words.endswith("not due for a retry now: it is done now")
         assert (state_of(dead), state_of(done)) == (State.RETRYING, State.DONE)
         assert InboxMessage.objects.get(pk=dead.pk).attempts == 0

@@ -48,11 +48,7 @@ class Page(HTMLParser):
         self.text += data
 
     def all(self, tag, **attributes):
-        return [
-            found
-            for name, found in self.elements
-            if name == tag and all(found.get(k) == v for k, v in attributes.items())
-        ]
+        return [found for name, found in self.elements if name == tag and all(found.get(k) == v for k, v in attributes.items())]
 
     @property
     def shape(self):
@@ -121,9 +117,7 @@ class TestTheList:
         assert "due in 50 s" in page.text
         assert row.available_at.isoformat() in [found["datetime"] for found in page.all("time")]
 
-    def test_costs_the_same_few_queries_however_long_it_is_and_leaves_bodies_in_the_database(
-        self, django_assert_num_queries
-    ):
+    def test_costs_the_same_few_queries_however_long_it_is_and_leaves_bodies_in_the_database(self, django_assert_num_queries):
         for _ in range(60):
             a_message(State.DEAD)
         client = somebody(VIEW, REQUEUE, CANCEL)
@@ -221,7 +215,7 @@ class TestFilters:
         overdue = a_message(due_ago=timedelta(minutes=70))
 
         assert shown(client, stuck="overdue") == {overdue.pk}
-        assert "Overdue by 1:00:00" in Page(client.get(reverse(LIST))).text
+        assert "Overdue by 60 min" in Page(client.get(reverse(LIST))).text
 
     def test_state(self):
         dead, ready = a_message(State.DEAD), a_message(State.READY)
@@ -261,9 +255,7 @@ class TestTheDetailPage:
         assert not page.all("textarea")
         assert client.post(reverse(DETAIL, args=[row.pk]), {"topic": "changed"}).status_code == 403
         assert client.get(reverse("admin:outbox_outboxmessage_add")).status_code == 403
-        assert (
-            client.post(reverse("admin:outbox_outboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
-        )
+        assert client.post(reverse("admin:outbox_outboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
         assert OutboxMessage.objects.get().topic == row.topic
 
     @pytest.mark.parametrize(
@@ -325,18 +317,17 @@ class TestWhatAMessageSays:
     def test_makes_no_element_and_no_attribute_on_any_page(self):
         names = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent", "last_error")
         pages = {}
-        for text in ("harmless", NASTY):
+        for text in ("harm/less", NASTY):  # as often broken into lines
             row = a_message(State.DEAD, payload={text: text}, headers={text: text}, **dict.fromkeys(names, text))
             pages[text] = self.pages(row)
             row.delete()
 
         assert all("<script>alert(1)</script>" in page.text for page in pages[NASTY])
-        assert [page.shape for page in pages[NASTY]] == [page.shape for page in pages["harmless"]]
+        assert [page.shape for page in pages[NASTY]] == [page.shape for page in pages["harm/less"]]
 
     def test_makes_no_element_when_it_is_not_json(self):
         harmless, nasty = (
-            Page(somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk])))
-            for body in (b"harmless", NASTY.encode())
+            Page(somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))) for body in (b"harmless", NASTY.encode())
         )
 
         assert NASTY in nasty.text
