@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from django.apps import AppConfig
+from django.apps import AppConfig, apps
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Info, Warning, register
+from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
 from inbox.conf import LOCAL_BROKER, InboxOptions, inbox_options
 from inbox.handlers import registry
+from inbox.models import InboxMessage
 from outbox.kernel import options
 from outbox.kernel.broker import masked, scheme_of
+from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unsupported
 
 
 @register()
@@ -80,4 +82,53 @@ def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
             hint="Leave INBOX['BROKER_URL'] out to receive from where the outbox publishes to.",
             id="inbox.W001",
         )
+    ]
+
+
+@register()
+def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.W002: two services of the same name would share their queues, and each message would reach only one."""
+    try:
+        chosen = inbox_options()
+    except ImproperlyConfigured:
+        return []
+    if chosen.GROUP or scheme_of(chosen.broker_url) == scheme_of(LOCAL_BROKER) or not registry.all():
+        return []
+    return [
+        Warning(
+            f"INBOX['GROUP'] is not set; this service's queues are named after its project, {chosen.group!r}.",
+            hint="Another service with the same project name would share them. Set GROUP to a name of this service, once: "
+            "queues and what waits in them belong to it.",
+            id="inbox.W002",
+        )
+    ]
+
+
+@register(Tags.database)
+def check_databases(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """inbox.E003: a database that the promises do not hold on."""
+    return [
+        Error(
+            f"The database {alias!r} is {connections[alias].display_name}, on which the inbox is not supported.",
+            hint=UNSUPPORTED_HINT,
+            id="inbox.E003",
+        )
+        for alias in unsupported(InboxMessage, list(databases or ()))
+    ]
+
+
+@register()
+def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.W003: SQLite whose transactions begin as readers; the outbox says it where both are installed."""
+    if apps.is_installed("outbox"):
+        return []
+    return [
+        Warning(
+            f"The SQLite database {alias!r} begins transactions as a reader; under load they fail with 'database is locked'.",
+            hint=immediate_hint(alias),
+            id="inbox.W003",
+        )
+        for alias in deferred_sqlite(InboxMessage)
     ]

@@ -33,7 +33,7 @@ class Message:
         headers: the publisher's own.
         created_at: when it was published, by the producer's clock; None when a foreign producer did not say.
         attempt: which try this is, counted from 1.
-        redelivered: the broker, or the inbox, has delivered it before.
+        redelivered: it has been tried before.
         correlation_id: the first message of the chain this one belongs to, or "".
         causation_id: the message whose handler published this one, or "".
     """

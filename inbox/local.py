@@ -16,6 +16,7 @@ from inbox.conf import inbox_options
 from inbox.handlers import registry
 from inbox.receiving import hand_over, read
 from inbox.runner import Runner
+from inbox.store import TwinBusy
 from outbox.kernel.broker import describe
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
@@ -36,14 +37,7 @@ class LocalTransport:
         pass
 
     def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
-        try:
-            with transaction.atomic(using=self._alias):
-                return Sent(verdicts={parcel.position: self._hand_over(parcel) for parcel in parcels})
-        except DatabaseError as error:
-            if is_collision(error) or is_outage(error):
-                raise
-        # One bad row must not fail the batch: find it by handing over one by one.
-        return Sent(verdicts={parcel.position: self._hand_over_alone(parcel) for parcel in parcels})
+        return Sent(verdicts={parcel.position: self._send_one(parcel) for parcel in parcels})
 
     def idle(self) -> None:
         pass
@@ -54,10 +48,13 @@ class LocalTransport:
     def companions(self) -> Sequence[Companion]:
         return (self._runner,)
 
-    def _hand_over_alone(self, parcel: Parcel) -> Verdict:
+    def _send_one(self, parcel: Parcel) -> Verdict:
+        # A savepoint each: one bad row must not fail the batch.
         try:
             with transaction.atomic(using=self._alias):
                 return self._hand_over(parcel)
+        except TwinBusy:
+            return Verdict(Outcome.UNKNOWN, "an earlier copy is being run right now")
         except DatabaseError as error:
             if is_collision(error) or is_outage(error):
                 raise
@@ -75,6 +72,7 @@ class LocalTransport:
                 f"the handler {strangers[0].name} writes to the database {strangers[0].using!r}, but local:// hands over "
                 f"inside one transaction of {self._alias!r}; use a broker between databases",
             )
+        options = inbox_options()
         for handler in handlers:
-            hand_over(handler, read(handler, envelope, inbox_options(), redelivered=False))
+            hand_over(handler, read(handler, envelope, options, redelivered=False), options)
         return CONFIRMED

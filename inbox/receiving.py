@@ -31,7 +31,7 @@ from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionControl
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage
-from inbox.store import Failure, Guard, NewRow, TwinBusy
+from inbox.store import Earlier, Failure, Guard, NewRow, TwinBusy
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, media_type
@@ -107,42 +107,33 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
     Raises:
         DatabaseAway: the database does not answer; nothing was decided.
     """
-    if arrival.refused or arrival.message is None:
-        return _store(handler, arrival.row, Failure(error=arrival.refused, retry_after=None, attempts=0))
-    if redelivered:
-        return _receive_carefully(handler, arrival.row, options)
-    message = arrival.message
     try:
-        handled = _persistently(
-            handler.using,
-            lambda: _in_transaction(
-                handler,
-                message,
-                _cause(message, arrival.row.traceparent),
-                lambda: store.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
-            ),
-        )
-    except DatabaseAway:
-        raise
+        if arrival.refused or arrival.message is None:
+            return _store(handler, arrival.row, _refusal(arrival), options)
+        if redelivered:
+            return _receive_carefully(handler, arrival.row, options)
+        return _receive_fresh(handler, arrival.row, arrival.message, options)
     except TwinBusy:
         return Received.PUT_OFF
-    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
-    except BaseException as error:  # noqa: BLE001
-        return _store(handler, arrival.row, _failure(error, 1, options))
-    if not handled:
-        return _duplicate(handler, arrival.row)
-    _tell(signals.message_handled, message=message, handler=handler.name)
-    return Received.HANDLED
 
 
-def hand_over(handler: Handler, arrival: Arrival) -> None:
-    """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner."""
+def hand_over(handler: Handler, arrival: Arrival, options: InboxOptions) -> None:
+    """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner.
+
+    Raises:
+        TwinBusy: its row is in a transaction's hands right now; roll back and hand over again.
+    """
     if arrival.refused:
-        row = store.store_failed(handler.using, arrival.row, Failure(error=arrival.refused, retry_after=None, attempts=0))
-    else:
-        row = store.store_due(handler.using, arrival.row)
-    if row is None:
-        store.count_duplicate(handler.using, arrival.row)
+        failure = _refusal(arrival)
+        if store.store_failed(handler.using, arrival.row, failure, options.TWIN_TIMEOUT):
+            _after_commit(handler, lambda: _announce(handler, arrival.row.message_id, arrival.row.biz_id, failure))
+            return
+    elif store.store_due(handler.using, arrival.row, options.TWIN_TIMEOUT):
+        return
+    earlier = store.count_duplicate(handler.using, arrival.row)
+    if earlier is None:
+        raise TwinBusy
+    _after_commit(handler, lambda: _announce_duplicate(handler, arrival.row, earlier))
 
 
 def run_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> Received | None:
@@ -170,14 +161,14 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         return _fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
     try:
         envelope = _stored_envelope(stored)
-        message = _message(envelope, _decode(envelope, options, needs_id=False), attempt=attempt, redelivered=True)
+        message = _message(envelope, _decode(envelope, options, needs_id=False), attempt=attempt, redelivered=attempt > 1)
         biz_id = _identify_late(handler, message, stored)
     except Undecodable as error:
         return _fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
     if biz_id != stored.biz_id and not store.rekey(handler.using, stored.pk, biz_id):
         store.skip(handler.using, stored.pk, f"its biz-id is {biz_id}, and another message of that name is here already")
         return Received.DUPLICATE
-    message = _message(envelope, message.payload, attempt=attempt, redelivered=True, biz_id=biz_id)
+    message = _message(envelope, message.payload, attempt=attempt, redelivered=attempt > 1, biz_id=biz_id)
     try:
         handled = _persistently(
             handler.using,
@@ -192,10 +183,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         raise
     except BaseException as error:  # noqa: BLE001 - see receive
         return _fail_stored(handler, stored, _failure(error, attempt, options))
-    if not handled:
-        return Received.DUPLICATE
-    _tell(signals.message_handled, message=message, handler=handler.name)
-    return Received.HANDLED
+    return _handled(handler, message) if handled else Received.DUPLICATE
 
 
 # ------------------------------------------------------------------------------------------------------------ the transaction
@@ -279,16 +267,33 @@ def _persistently(alias: str, attempt: Callable[[], _T]) -> _T:
 # ------------------------------------------------------------------------------------------------------------------- outcomes
 
 
+def _receive_fresh(handler: Handler, row: NewRow, message: Message, options: InboxOptions) -> Received:
+    try:
+        handled = _persistently(
+            handler.using,
+            lambda: _in_transaction(
+                handler,
+                message,
+                _cause(message, row.traceparent),
+                lambda: store.begin_fresh(handler.using, row, options.TWIN_TIMEOUT),
+            ),
+        )
+    except (DatabaseAway, TwinBusy):
+        raise
+    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    except BaseException as error:  # noqa: BLE001
+        return _store(handler, row, _failure(error, 1, options), options)
+    return _handled(handler, message) if handled else _duplicate(handler, row)
+
+
 def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
-    stored = _decided(lambda: store.store_due(handler.using, row), handler.using)
-    if stored is None:
+    if not _decided(lambda: store.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
         return _duplicate(handler, row)
     return run_next([handler], handler.using, options) or Received.STORED
 
 
-def _store(handler: Handler, row: NewRow, failure: Failure) -> Received:
-    stored = _decided(lambda: store.store_failed(handler.using, row, failure), handler.using)
-    if stored is None:
+def _store(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Received:
+    if not _decided(lambda: store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT), handler.using):
         return _duplicate(handler, row)
     return _announce(handler, row.message_id, row.biz_id, failure)
 
@@ -307,17 +312,9 @@ def _duplicate(handler: Handler, row: NewRow) -> Received:
         return Received.PUT_OFF
     if earlier.abandoned:
         _decided(lambda: store.bury_abandoned(handler.using, earlier.row), handler.using)
-        _announce(handler, row.message_id, row.biz_id, Failure(error=store.ABANDONED, retry_after=None, attempts=1))
-        return Received.DEAD
-    names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
-    if earlier.conflicting:
-        logger.error(
-            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of an earlier one, but says something else. It "
-            "was not run; look for the bug upstream.",
-            names,
-        )
-        _tell(signals.conflicting_duplicate, **names)
-    _tell(signals.duplicate_suppressed, **names)
+        failure = Failure(error=store.ABANDONED, retry_after=None, attempts=1)
+        return _announce(handler, row.message_id, row.biz_id, failure)
+    _announce_duplicate(handler, row, earlier)
     return Received.DUPLICATE
 
 
@@ -333,6 +330,10 @@ def _decided(write: Callable[[], _T], alias: str) -> _T:
         if is_collision(error) or is_outage(error):
             raise DatabaseAway(str(error)) from error
         raise
+
+
+def _refusal(arrival: Arrival) -> Failure:
+    return Failure(error=arrival.refused, retry_after=None, attempts=0)
 
 
 def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failure:
@@ -366,6 +367,28 @@ def _announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) 
         error=failure.error,
     )
     return Received.DEAD if dead else Received.STORED
+
+
+def _announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
+    names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
+    if earlier.conflicting:
+        logger.error(
+            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of an earlier one, but says something else. It "
+            "was not run; look for the bug upstream.",
+            names,
+        )
+        _tell(signals.conflicting_duplicate, **names)
+    _tell(signals.duplicate_suppressed, **names)
+
+
+def _handled(handler: Handler, message: Message) -> Received:
+    logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+    _tell(signals.message_handled, message=message, handler=handler.name)
+    return Received.HANDLED
+
+
+def _after_commit(handler: Handler, announce: Callable[[], object]) -> None:
+    transaction.on_commit(announce, using=handler.using, robust=True)
 
 
 def _tell(signal: Signal, **arguments: Any) -> None:

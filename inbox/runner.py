@@ -31,6 +31,7 @@ class Runner:
         self._options = options
         self._database = Outage("the database")
         self._swept_at = 0.0
+        self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
         """Work until asked to stop."""
@@ -42,6 +43,7 @@ class Runner:
                 stop.wait(rest)
                 rest = min(rest * 2, self._options.POLL_INTERVAL.total_seconds())
         connections.close_all()
+        logger.info("The runner has ended; it ran %d stored messages.", self.ran)
 
     def drain(self, stop: StopRequest) -> int:
         """Work until nothing is due; how many messages were run."""
@@ -51,6 +53,7 @@ class Runner:
             if not now and not self._database.ongoing:
                 break
             done += now
+        logger.info("%d stored messages were run.", done)
         return done
 
     def _turn(self, stop: StopRequest) -> int:
@@ -69,6 +72,7 @@ class Runner:
             stop.wait(1.0)
             return 0
         self._database.over()
+        self.ran += ran
         return ran
 
     def _sweep(self, alias: str) -> None:

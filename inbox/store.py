@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 TABLE = InboxMessage._meta.db_table
 ABANDONED = "The handler committed by itself, so its effect may be there in part. Check by hand, then retry or skip."
 
-_COLUMNS = (
-    "handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source, correlation_id, causation_id, "
-    "traceparent, created_at, state, attempts, last_error, traceback, duplicates, conflicts, received_at, next_attempt_at, "
-    "settled_at"
-)
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
 _SAVEPOINT = "inbox_guard"
 
@@ -98,30 +93,11 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | Non
     Raises:
         TwinBusy: another transaction is inserting the same row and did not end within `twin_timeout`.
     """
-    connection = connections[alias]
-    values, parameters = _values(connection, row)
-    places = ", ".join([*values, "'received'", "0", "''", "''", "0", "0", _now(connection), "NULL", "NULL"])
-    with connection.cursor() as cursor:
-        if connection.vendor != "postgresql":
-            cursor.execute(f"INSERT INTO {TABLE} ({_COLUMNS}) VALUES ({places}) {_ONCE} RETURNING id, ''", parameters)
-            found = cursor.fetchall()
-            if found:
-                cursor.execute(f"SAVEPOINT {_SAVEPOINT}")
-            return Guard(alias, *found[0]) if found else None
-        try:
-            # One round trip: bound the wait for a twin, insert, give the handler its own lock_timeout back.
-            cursor.execute(
-                "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
-                f"set_config('lock_timeout', %s, true)) INSERT INTO {TABLE} ({_COLUMNS}) SELECT {places} FROM bound {_ONCE} "
-                "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
-                [f"{int(twin_timeout.total_seconds() * 1000)}ms", *parameters],
-            )
-        except OperationalError as error:
-            if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-                raise TwinBusy from error
-            raise
-        found = cursor.fetchall()
-    return Guard(alias, *found[0][:2]) if found else None
+    inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED)
+    if inserted is not None and connections[alias].vendor != "postgresql":
+        with connections[alias].cursor() as cursor:
+            cursor.execute(f"SAVEPOINT {_SAVEPOINT}")
+    return inserted
 
 
 def finish(guard: Guard, attempts: int) -> None:
@@ -188,64 +164,83 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
     return Earlier(found[0][0], found[0][1], bool(found[0][2]), bool(found[0][3])) if found else None
 
 
-def store_due(alias: str, row: NewRow) -> int | None:
-    """∅ → received, to be run now by whoever runs stored messages. None: the row exists."""
-    return _insert(alias, row, State.RECEIVED, "''", "''", [], "0", due_after=timedelta())
+def store_due(alias: str, row: NewRow, twin_timeout: timedelta) -> bool:
+    """∅ → received, to be run now by whoever runs stored messages. False: the row exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    return _insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=timedelta()) is not None
 
 
-def store_failed(alias: str, row: NewRow, failure: Failure) -> int | None:
-    """∅ → retrying | dead, after the handler's transaction was rolled back. None: the row exists."""
+def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timedelta) -> bool:
+    """∅ → retrying | dead, after the handler's transaction was rolled back. False: the row exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
     state = State.DEAD if failure.retry_after is None else State.RETRYING
-    texts = [printable(failure.error, ERROR_LENGTH), printable(failure.traceback, TRACEBACK_LENGTH)]
-    return _insert(alias, row, state, "%s", "%s", texts, str(failure.attempts), due_after=failure.retry_after)
+    return _insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after) is not None
 
 
 def _insert(
     alias: str,
     row: NewRow,
-    state: State,
-    error: str,
-    traceback: str,
-    texts: list[str],
-    attempts: str,
+    twin_timeout: timedelta,
     *,
-    due_after: timedelta | None,
-) -> int | None:
+    state: State,
+    failure: Failure | None = None,
+    due_after: timedelta | None = None,
+) -> Guard | None:
     connection = connections[alias]
-    values, parameters = _values(connection, row)
-    parameters += texts
+    now = _now(connection)
+    values: list[tuple[str, Any]] = [
+        ("handler", row.handler),
+        ("topic", row.topic),
+        ("biz_id", row.biz_id),
+        ("message_id", row.message_id),
+        ("key", row.key),
+        ("content_type", row.content_type),
+        ("body", row.body),
+        ("digest", row.digest),
+        ("headers", row.headers),
+        ("source", row.source),
+        ("correlation_id", row.correlation_id),
+        ("causation_id", row.causation_id),
+        ("traceparent", row.traceparent),
+        ("created_at", connection.ops.adapt_datetimefield_value(row.created_at) if row.created_at else None),
+        ("state", state.value),
+        ("attempts", failure.attempts if failure else 0),
+        ("last_error", printable(failure.error, ERROR_LENGTH) if failure else ""),
+        ("traceback", printable(failure.traceback, TRACEBACK_LENGTH) if failure else ""),
+        ("duplicates", 0),
+        ("conflicts", 0),
+    ]
+    columns = ", ".join([*(column for column, _ in values), "received_at", "settled_at", "next_attempt_at"])
+    parameters = [value for _, value in values]
     due = "NULL"
     if due_after is not None:
         due = NOW_AFTER[connection.vendor]
         parameters.append(due_after.total_seconds())
-    now = _now(connection)
-    settled = now if state == State.DEAD else "NULL"
-    places = ", ".join([*values, f"'{state}'", attempts, error, traceback, "0", "0", now, due, settled])
+    places = ", ".join([*["%s"] * len(values), now, now if state == State.DEAD else "NULL", due])
     with connection.cursor() as cursor:
-        cursor.execute(f"INSERT INTO {TABLE} ({_COLUMNS}) VALUES ({places}) {_ONCE} RETURNING id", parameters)
+        if connection.vendor == "postgresql":
+            try:
+                # One round trip: bound the wait for a twin, insert, give the transaction its own lock_timeout back.
+                cursor.execute(
+                    "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
+                    f"set_config('lock_timeout', %s, true)) INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound {_ONCE} "
+                    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
+                    [f"{int(twin_timeout.total_seconds() * 1000)}ms", *parameters],
+                )
+            except OperationalError as error:
+                if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+                    raise TwinBusy from error
+                raise
+        else:
+            cursor.execute(f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''", parameters)
         found = cursor.fetchall()
-    return found[0][0] if found else None
-
-
-def _values(connection: BaseDatabaseWrapper, row: NewRow) -> tuple[list[str], list[Any]]:
-    created_at = connection.ops.adapt_datetimefield_value(row.created_at) if row.created_at else None
-    parameters: list[Any] = [
-        row.handler,
-        row.topic,
-        row.biz_id,
-        row.message_id,
-        row.key,
-        row.content_type,
-        row.body,
-        row.digest,
-        row.headers,
-        row.source,
-        row.correlation_id,
-        row.causation_id,
-        row.traceparent,
-        created_at,
-    ]
-    return ["%s"] * len(parameters), parameters
+    return Guard(alias, found[0][0], found[0][1]) if found else None
 
 
 # ----------------------------------------------------------------------------------------------------------- stored messages

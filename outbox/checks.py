@@ -14,10 +14,10 @@ from django.db import connections
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.kernel import options
 from outbox.kernel.broker import masked, speaks_amqp
+from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unsupported
+from outbox.models import OutboxMessage
 from outbox.transports import transport_class
 from outbox.transports.virtual import capabilities_of
-
-SUPPORTED_DATABASES = ("postgresql", "sqlite")
 
 
 @register()
@@ -62,7 +62,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
     return [
         Warning(
             f"OUTBOX['BROKER_URL'] is {masked(url)!r}: {capabilities.weakness}.",
-            hint="docs/guarantees.md says what that costs. Silence this check once it is a decision.",
+            hint="The guarantees page says what that costs. Silence this check once it is a decision.",
             id="outbox.W001",
         )
     ]
@@ -72,32 +72,25 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
 def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
-    """outbox.E004, W002: a database that is not supported, or SQLite in a mode that makes writers fail."""
-    found: list[CheckMessage] = []
-    for alias in databases or ():
-        connection = connections[alias]
-        if connection.vendor not in SUPPORTED_DATABASES:
-            found.append(
-                Error(
-                    f"The database {alias!r} is {connection.display_name}, which is not supported.",
-                    hint="Use PostgreSQL, or SQLite to begin with.",
-                    id="outbox.E004",
-                )
-            )
-    return found
+    """outbox.E004: a database that the promises do not hold on."""
+    return [
+        Error(
+            f"The database {alias!r} is {connections[alias].display_name}, on which the outbox is not supported.",
+            hint=UNSUPPORTED_HINT,
+            id="outbox.E004",
+        )
+        for alias in unsupported(OutboxMessage, list(databases or ()))
+    ]
 
 
 @register()
 def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.W002: SQLite whose transactions begin as readers fail at once when two of them want to write."""
+    """outbox.W002: SQLite whose transactions begin as readers."""
     return [
         Warning(
             f"The SQLite database {alias!r} begins transactions as a reader; under load they fail with 'database is locked'.",
-            hint=f"Set DATABASES[{alias!r}]['OPTIONS'] = {{'transaction_mode': 'IMMEDIATE', 'timeout': 20, 'init_command': "
-            "'PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;'}.",
+            hint=immediate_hint(alias),
             id="outbox.W002",
         )
-        for alias in connections
-        if connections[alias].vendor == "sqlite"
-        and connections[alias].settings_dict["OPTIONS"].get("transaction_mode") not in {"IMMEDIATE", "EXCLUSIVE"}
+        for alias in deferred_sqlite(OutboxMessage)
     ]

@@ -249,10 +249,9 @@ def _envelope(message: kombu.Message) -> tuple[Envelope, str]:
     properties = {**message.properties, "content_type": message.content_type}
     headers = message.headers or {}
     routing_key = str(message.delivery_info.get("routing_key") or "")
+    read_as = partial(from_delivery, headers=headers, body=body, routing_key=routing_key)
     try:
-        return from_delivery(properties=properties, headers=headers, body=body, routing_key=routing_key), ""
+        return read_as(properties=properties), ""
     except Undecodable as error:
         # What can be told without the body: its binary-mode attributes and AMQP properties.
-        plain = {**properties, "content_type": OPAQUE}
-        envelope = from_delivery(properties=plain, headers=headers, body=body, routing_key=routing_key)
-        return envelope, str(error)
+        return read_as(properties={**properties, "content_type": OPAQUE}), str(error)

@@ -47,9 +47,7 @@ class DatabaseTime(Func):
         arg_joiner: str | None = None,
         **extra_context: Any,
     ) -> Any:
-        raise NotImplementedError(
-            f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with. See docs/guarantees.md."
-        )
+        raise NotImplementedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
 
     def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
         return super().as_sql(compiler, connection, template=_template("postgresql"), **context)
@@ -60,7 +58,7 @@ class DatabaseTime(Func):
 
 NOW_AFTER = {
     "postgresql": "(clock_timestamp() + make_interval(secs => %s))",
-    "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'now', (%s) || ' seconds')",
+    "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('%%+.6f seconds', %s))",
 }
 """The same expression for SQL written by hand, by `connection.vendor`: one placeholder, seconds from now."""
 
