@@ -101,10 +101,7 @@ def _effects(run: str) -> dict[str, dict[str, int]]:
         audit.PAYMENT: _by_order(Payment.objects.filter(order__startswith=run).values_list("order")),
         audit.SHIPMENT: _by_order(Shipment.objects.filter(order__startswith=run).values_list("order")),
         audit.RATING: _by_order(Rating.objects.filter(order__number__startswith=run).values_list("order__number")),
-        **{
-            effect: _by_order(history.filter(what=what).values_list("order__number"))
-            for effect, what in _HISTORY.items()
-        },
+        **{effect: _by_order(history.filter(what=what).values_list("order__number")) for effect, what in _HISTORY.items()},
     }
 
 

@@ -76,10 +76,10 @@ class Screen:
     def show_audit(self, result: Audit) -> None:
         self._print_news()
         self._console.print(_audit_table(result))
-        for name, findings in (("lost", result.lost), ("doubled", result.doubled), ("ghost", result.ghosts)):
-            self._print_findings(name, findings)
         for problem in result.problems:
             self._console.print(Text(f"✗ {problem}", style="red"), soft_wrap=True)
+        for name, findings in (("lost", result.lost), ("doubled", result.doubled), ("ghost", result.ghosts)):
+            self._print_findings(name, findings)
         verdict, style = ("passed", "bold green") if result.passed else ("FAILED", "bold red")
         self._console.print(Text(f"Audit {verdict} after {self._seconds:.1f} s.", style=style))
 
@@ -96,9 +96,7 @@ class Screen:
             Panel(_messages(facts, traffic), title="messages", width=34, height=_HEIGHT),
             third,
         )
-        news = Text(
-            "\n".join(list(self._ledger.news)[-_LINES_OF_NEWS:]), style="dim", no_wrap=True, overflow="ellipsis"
-        )
+        news = Text("\n".join(list(self._ledger.news)[-_LINES_OF_NEWS:]), style="dim", no_wrap=True, overflow="ellipsis")
         return Group(Columns(panels, padding=(0, 1)), news)
 
     @property
@@ -132,7 +130,7 @@ class Screen:
     def _print_findings(self, name: str, findings: Sequence[Finding]) -> None:
         for finding in findings[:_SHOWN_FINDINGS]:
             self._console.print(
-                Text(f"✗ {name}: {finding.effect} of {finding.order} happened {finding.count} times", style="red")
+                Text(f"✗ {name}: {finding.effect} of {finding.order}, counted {finding.count}", style="red"), soft_wrap=True
             )
         if len(findings) > _SHOWN_FINDINGS:
             self._console.print(Text(f"  … and {len(findings) - _SHOWN_FINDINGS} more", style="red"))
@@ -189,9 +187,7 @@ def _audit_table(result: Audit) -> Table:
     table.add_row("duplicates suppressed", str(facts.suppressed), _must("no fewer than that", enough))
     table.add_row("webhook calls repeated", str(facts.repeated_calls), "")
     refusable = facts.forged_calls + facts.contradicting_calls
-    table.add_row(
-        "webhook calls refused", str(facts.refused_calls), _must(str(refusable), facts.refused_calls == refusable)
-    )
+    table.add_row("webhook calls refused", str(facts.refused_calls), _must(str(refusable), facts.refused_calls == refusable))
     all_fired = facts.kills == facts.kills_wanted
     table.add_row("processes killed", str(facts.kills), _must(str(facts.kills_wanted), all_fired))
     table.add_row("dead letters", str(facts.dead), _must("0", not facts.dead))

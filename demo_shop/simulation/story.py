@@ -28,6 +28,7 @@ LOCAL = "local://"
 _SECONDS_PER_KILL = 2.0
 _SHORTEST_DAY_SECONDS = 5.0
 _LOOK_EVERY_SECONDS = 0.25
+_BAD_ENDS_BORNE = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class Options:
 
 
 class Impatient(Exception):
-    """Not everything came to rest in time."""
+    """Not everything came to rest in time, or the processes end as soon as they begin."""
 
 
 def tell(options: Options, console: Console) -> Audit:
@@ -119,7 +120,7 @@ class _Day:
                     closing.set()
                     if everybody_has_left:
                         return
-                if time.monotonic() > deadline:
+                if time.monotonic() > deadline or len(self._processes.bad_ends) > _BAD_ENDS_BORNE:
                     raise Impatient
                 stop.wait(_LOOK_EVERY_SECONDS)
 

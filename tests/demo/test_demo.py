@@ -8,6 +8,8 @@ import pytest
 
 from demo_shop.audit import EFFECTS
 
+pytestmark = pytest.mark.timeout(300)
+
 ORDERS = 30
 KILLS = 2
 PATIENCE_SECONDS = 90

@@ -33,16 +33,17 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         _require_tables()
         seed = random.randrange(10**6) if options["seed"] is None else options["seed"]
-        result = tell(
-            Options(
-                orders=options["orders"],
-                threads=options["threads"],
-                kills=options["kills"],
-                seed=seed,
-                patience_seconds=options["timeout"],
-            ),
-            Console(stderr=options["json"]),
+        wanted = Options(
+            orders=options["orders"],
+            threads=options["threads"],
+            kills=options["kills"],
+            seed=seed,
+            patience_seconds=options["timeout"],
         )
+        try:
+            result = tell(wanted, Console(stderr=options["json"]))
+        except KeyboardInterrupt:
+            raise CommandError("Interrupted, and the processes are ended; nothing was audited.", returncode=130) from None
         if options["json"]:
             self.stdout.write(json.dumps(_as_json(result)))
         if not result.passed:
