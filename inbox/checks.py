@@ -7,7 +7,7 @@ from typing import Any
 
 from django.apps import AppConfig, apps
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
 
@@ -44,9 +44,9 @@ def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
     ]
 
 
-@register()
+@register(deploy=True)
 def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.I001: handlers that know a message sent twice by a foreign business only if it repeats its id."""
+    """inbox.W004, with --deploy: handlers that know a message sent twice by a foreign business only if it repeats its id."""
     try:
         if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
             return []
@@ -56,11 +56,11 @@ def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> 
     if not keyless:
         return []
     return [
-        Info(
+        Warning(
             f"These handlers have no biz_id= of their own: {', '.join(keyless)}.",
             hint="They deduplicate on what the producer says: its biz-id, else its message id. A foreign producer that sends "
             "one fact under two ids has its effect twice; name the payload's own key if there is such a producer.",
-            id="inbox.I001",
+            id="inbox.W004",
         )
     ]
 
@@ -85,9 +85,9 @@ def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
     ]
 
 
-@register()
+@register(deploy=True)
 def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W002: two services of the same name would share their queues, and each message would reach only one."""
+    """inbox.W002, with --deploy: two services of one name would share queues, and a message would reach only one of them."""
     try:
         chosen = inbox_options()
     except ImproperlyConfigured:

@@ -9,6 +9,7 @@ from urllib.parse import quote
 import pytest
 from django.db import connections
 
+from inbox.handlers import idempotent_handler, registry
 from tests import plugin
 from tests.servers import PostgresServer, RabbitServer, RedisServer
 
@@ -68,6 +69,22 @@ def django_db_modify_db_settings(pytestconfig, request):
     server = pytestconfig.stash.get(plugin.postgres, None)
     if server is not None and os.environ["DATABASE_URL"] == server.url:
         request.getfixturevalue("postgres_server")
+
+
+@pytest.fixture
+def handles():
+    """Register functions as handlers for this test: `handles(function, topic=…, name=…)` is the handler."""
+    names = []
+
+    def register(function, *, topic="shop.order.placed", name=None, **arguments):
+        name = name or f"tests.handler{len(names)}"
+        idempotent_handler(topic, name=name, **arguments)(function)
+        names.append(name)
+        return registry.get(name)
+
+    yield register
+    for name in names:
+        registry.remove(name)
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ class Consumer:
             logger.debug("Closing the broker connection: %s", describe(error))
             self._disconnect()
 
-    # ------------------------------------------------------------------------------------------------------- the worker's thread
+    # ------------------------------------------------------------------------------------------------------ the worker's thread
 
     def _work(self) -> None:
         while (delivery := self._deliveries.get()) is not None:
