@@ -1,0 +1,195 @@
+"""Confirms are credited to the publish they name, whatever order, number or nonsense a broker answers with."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from outbox.kernel.transport import Outcome
+from outbox.transports.confirms import ConfirmTracker
+
+
+def sent(*positions):
+    tracker = ConfirmTracker()
+    for position in positions:
+        tracker.sent(position, f"m{position}")
+    return tracker
+
+
+def outcomes(tracker):
+    return {position: verdict.outcome for position, verdict in tracker.collect().items()}
+
+
+def test_an_ack_confirms_the_publish_of_that_tag_only():
+    tracker = sent(70, 80, 90)
+
+    tracker.acked(2, False)
+
+    assert outcomes(tracker) == {80: Outcome.CONFIRMED}
+    assert tracker.waiting
+
+
+def test_acks_may_come_out_of_order():
+    tracker = sent(70, 80)
+
+    tracker.acked(2, False)
+    tracker.acked(1, False)
+
+    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.CONFIRMED}
+    assert not tracker.waiting
+
+
+def test_a_multiple_ack_confirms_all_up_to_its_tag():
+    tracker = sent(70, 80, 90)
+
+    tracker.acked(2, True)
+
+    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.CONFIRMED}
+
+
+def test_a_multiple_ack_of_tag_zero_confirms_all_so_far():
+    tracker = sent(70, 80)
+
+    tracker.acked(0, True)
+
+    assert set(outcomes(tracker)) == {70, 80}
+
+
+def test_a_multiple_nack_refuses_only_what_was_still_open():
+    tracker = sent(70, 80, 90)
+
+    tracker.acked(2, False)
+    tracker.nacked(3, True)
+
+    assert outcomes(tracker) == {70: Outcome.NACKED, 80: Outcome.CONFIRMED, 90: Outcome.NACKED}
+
+
+def test_a_returned_message_is_not_confirmed_by_its_ack():
+    tracker = sent(70, 80)
+
+    tracker.returned("m70", "unroutable")
+    tracker.acked(2, True)
+
+    verdicts = tracker.collect()
+    assert (verdicts[70].outcome, verdicts[70].reason) == (Outcome.RETURNED, "unroutable")
+    assert verdicts[80].outcome is Outcome.CONFIRMED
+
+
+def test_a_return_without_an_ack_is_no_answer_yet():
+    tracker = sent(70)
+
+    tracker.returned("m70", "unroutable")
+
+    assert outcomes(tracker) == {}
+    assert tracker.waiting
+
+
+def test_answers_that_nobody_asked_for_change_nothing():
+    tracker = sent(70)
+
+    tracker.acked(99, False)
+    tracker.nacked(0, False)
+    tracker.returned("never sent", "unroutable")
+    assert outcomes(tracker) == {}
+
+    tracker.acked(1, False)
+    tracker.nacked(1, False)
+    assert outcomes(tracker) == {70: Outcome.CONFIRMED}
+
+
+def test_an_answer_is_collected_once():
+    tracker = sent(70)
+    tracker.acked(1, False)
+
+    assert outcomes(tracker) == {70: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {}
+
+
+def test_tags_go_on_counting_from_batch_to_batch():
+    tracker = sent(70)
+    tracker.acked(1, False)
+    tracker.collect()
+    tracker.sent(80, "m80")
+
+    tracker.acked(1, False)
+    assert outcomes(tracker) == {}
+    tracker.acked(2, False)
+    assert outcomes(tracker) == {80: Outcome.CONFIRMED}
+
+
+def test_a_late_ack_is_credited_to_its_own_publish_and_not_to_the_next():
+    tracker = sent(70)
+    tracker.collect()
+    tracker.sent(80, "m80")
+
+    tracker.acked(1, False)
+    tracker.nacked(2, False)
+
+    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.NACKED}
+
+
+class TrackerAgainstModel(RuleBasedStateMachine):
+    """The model keeps one plain list of publishes and asks for each what the specification says."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = ConfirmTracker()
+        self.answers = []  # by tag - 1: None while open, else the outcome
+        self.was_returned = []
+        self.collected = {}
+        self.expected = {}
+
+    @rule()
+    def publish(self):
+        self.answers.append(None)
+        self.was_returned.append(False)
+        self.tracker.sent(len(self.answers), f"m{len(self.answers)}")
+
+    @rule(tag=st.integers(0, 30), multiple=st.booleans())
+    def ack(self, tag, multiple):
+        self.tracker.acked(tag, multiple)
+        for number in self._named(tag, multiple):
+            self._answer(number, Outcome.RETURNED if self.was_returned[number - 1] else Outcome.CONFIRMED)
+
+    @rule(tag=st.integers(0, 30), multiple=st.booleans())
+    def nack(self, tag, multiple):
+        self.tracker.nacked(tag, multiple)
+        for number in self._named(tag, multiple):
+            self._answer(number, Outcome.NACKED)
+
+    @precondition(lambda self: None in self.answers)
+    @rule(data=st.data())
+    def send_back(self, data):
+        """A broker returns a message before it answers for it."""
+        number = data.draw(st.sampled_from([n for n, answer in enumerate(self.answers, 1) if answer is None]))
+        self.tracker.returned(f"m{number}", "unroutable")
+        self.was_returned[number - 1] = True
+
+    @rule()
+    def send_back_a_stranger(self):
+        self.tracker.returned("stranger", "unroutable")
+
+    @rule()
+    def collect(self):
+        verdicts = self.tracker.collect()
+        assert not verdicts.keys() & self.collected.keys()
+        self.collected.update({position: verdict.outcome for position, verdict in verdicts.items()})
+        assert self.collected == self.expected
+
+    @invariant()
+    def waits_for_exactly_the_open_ones(self):
+        assert self.tracker.waiting == (None in self.answers)
+
+    def teardown(self):
+        self.collect()
+
+    def _named(self, tag, multiple):
+        numbers = range(1, len(self.answers) + 1)
+        named = (lambda number: tag == 0 or number <= tag) if multiple else (lambda number: number == tag)
+        return [number for number in numbers if named(number) and self.answers[number - 1] is None]
+
+    def _answer(self, number, outcome):
+        self.answers[number - 1] = self.expected[number] = outcome
+
+
+TestTheTrackerAgainstAModel = TrackerAgainstModel.TestCase
+TestTheTrackerAgainstAModel.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

@@ -1,0 +1,220 @@
+"""The wire format, held to frozen vectors: what was understood once must be understood for ever, by others too."""
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from cloudevents.core.bindings.amqp import AMQPMessage, from_binary_event, from_structured_event
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, from_delivery, is_reserved, media_type
+from outbox.kernel.text import NAME_LENGTH
+
+VECTORS = Path(__file__).parent.parent / "vectors"
+INSTANTS = {"created_at", "deliver_at"}
+
+
+def vectors(directory):
+    return [pytest.param(json.loads(path.read_text()), id=path.stem) for path in sorted(directory.glob("*.json"))]
+
+
+def envelope_of(vector):
+    values = {name: datetime.fromisoformat(value) if name in INSTANTS else value for name, value in vector["envelope"].items()}
+    return Envelope(body=vector.get("decoded_body", vector["body"]).encode(), **values)
+
+
+def received(vector):
+    return from_delivery(
+        properties=vector["properties"],
+        headers=vector["headers"],
+        body=vector["body"].encode(),
+        routing_key=vector.get("routing_key", vector["envelope"]["topic"]),
+    )
+
+
+def a_delivery(*, properties=None, headers=None, body=b"{}", routing_key="some.topic"):
+    return from_delivery(properties=properties or {}, headers=headers or {}, body=body, routing_key=routing_key)
+
+
+@pytest.mark.parametrize("vector", vectors(VECTORS))
+class TestOurOwnMessages:
+    def test_travel_with_exactly_the_frozen_headers(self, vector):
+        headers = envelope_of(vector).to_headers()
+
+        assert headers == vector["headers"]
+        assert list(headers) == list(vector["headers"])
+        assert {name: type(value) for name, value in headers.items()} == {
+            name: type(value) for name, value in vector["headers"].items()
+        }
+
+    def test_are_read_back_as_what_was_sent(self, vector):
+        assert received(vector) == envelope_of(vector)
+
+    def test_are_read_by_the_cloudevents_package(self, vector):
+        envelope = envelope_of(vector)
+
+        event = from_binary_event(
+            AMQPMessage(
+                properties={"content-type": envelope.content_type},
+                application_properties=envelope.to_headers(),
+                application_data=envelope.body,
+            )
+        )
+
+        assert event.get_id() == envelope.id
+        assert event.get_type() == envelope.topic
+        assert event.get_source() == envelope.source
+        assert event.get_specversion() == "1.0"
+        assert event.get_time() == envelope.created_at
+        assert event.get_datacontenttype() == "application/json"
+        assert event.get_extension("bizid") == envelope.biz_id
+        assert event.get_data() == json.loads(vector["body"])
+
+
+@pytest.mark.parametrize("vector", vectors(VECTORS / "received"))
+class TestMessagesOfOthers:
+    def test_are_understood(self, vector):
+        assert received(vector) == envelope_of(vector)
+
+    def test_mean_the_same_to_the_cloudevents_package(self, vector):
+        message = AMQPMessage(
+            properties={"content-type": vector["properties"].get("content_type", "")},
+            application_properties=vector["headers"],
+            application_data=vector["body"].encode(),
+        )
+        if "cloudevents+json" in message.properties["content-type"]:
+            event = from_structured_event(message)
+        elif any(name.startswith("cloudEvents") for name in vector["headers"]):
+            event = from_binary_event(message)
+        else:
+            return  # no CloudEvent, and the package takes nothing else
+        ours = received(vector)
+
+        assert (event.get_id(), event.get_type(), event.get_source()) == (ours.id, ours.topic, ours.source)
+        if ours.created_at is not None:  # the package makes up a time where the event has none
+            assert event.get_time() == ours.created_at
+
+
+@pytest.mark.parametrize(
+    "body", [b"[]", b"nothing", b'{"id":"x"}', b"\xff\xfe", b'{"specversion":"1.0","id":"x","data_base64":"###"}']
+)
+def test_a_structured_body_that_is_no_cloudevent_is_undecodable_and_says_why(body):
+    with pytest.raises(Undecodable, match=r"JSON|CloudEvent"):
+        a_delivery(properties={"content_type": "application/cloudevents+json"}, body=body)
+
+
+def test_nesting_deeper_than_the_reader_can_go_is_undecodable():
+    with pytest.raises(Undecodable, match="not JSON"):
+        decode_payload(b"[" * 200_000, "application/json")
+
+
+def test_our_prefix_wins_over_the_other_one():
+    envelope = a_delivery(headers={"cloudEvents_id": "theirs", "cloudEvents:id": "ours"})
+
+    assert envelope.id == "ours"
+
+
+def test_the_amqp_properties_stand_in_for_missing_attributes():
+    envelope = a_delivery(properties={"message_id": "m", "correlation_id": "c"}, routing_key="the.key")
+
+    assert (envelope.id, envelope.correlation_id, envelope.topic) == ("m", "c", "the.key")
+
+
+def test_a_name_too_long_to_store_becomes_its_digest_and_stays_a_name():
+    first, second = (a_delivery(headers={"cloudEvents:id": "x" * 400 + end}) for end in "ab")
+
+    assert first.id != second.id
+    assert first.id == a_delivery(headers={"cloudEvents:id": "x" * 400 + "a"}).id
+    assert len(first.id) <= NAME_LENGTH
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["yesterday", "", None, [], float("inf"), float("nan"), 10**30, "2026-13-01T00:00:00Z", b"2026"],
+)
+def test_a_time_that_cannot_be_read_is_no_time(value):
+    assert a_delivery(headers={"cloudEvents:time": value}).created_at is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "2026-03-01T12:00:00Z",
+        "2026-03-01T13:00:00+01:00",
+        1772366400,
+        1772366400000,
+        datetime(2026, 3, 1, 12),  # noqa: DTZ001 - py-amqp gives a naive datetime in UTC
+    ],
+)
+def test_a_time_is_read_in_every_form_it_comes_in(value):
+    assert a_delivery(headers={"cloudEvents:time": value}).created_at == datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def test_an_id_that_is_unique_only_within_its_source_is_deduplicated_together_with_it():
+    ours = Envelope(id="0190b6a4-7c3e-7d2f-9a1b-0123456789ab", topic="t", source="/a")
+    theirs = [Envelope(id="1", topic="t", source=source) for source in ("/a", "/b", "")]
+
+    assert ours.dedup_id == ours.id
+    assert len({envelope.dedup_id for envelope in theirs}) == 3
+    assert Envelope(id="1", topic="t", source="/a", biz_id="order-1").dedup_id == "order-1"
+    assert Envelope(id="", topic="t", source="/a").dedup_id == ""
+
+
+@pytest.mark.parametrize("name", ["cloudEvents:id", "cloudevents_x", "CLOUDEVENTS", "x-death", "X-Match", "ce-id", "CE-x"])
+def test_what_belongs_to_the_protocol_is_reserved(name):
+    assert is_reserved(name)
+
+
+@pytest.mark.parametrize("name", ["tenant", "traceparent", "xylophone", "cent", "cloud"])
+def test_everything_else_is_the_publishers(name):
+    assert not is_reserved(name)
+
+
+def test_a_media_type_has_no_parameters_and_no_case():
+    assert media_type("Application/JSON ; charset=UTF-8") == "application/json"
+
+
+names = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=40)
+header_values = st.one_of(
+    st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), names
+)
+envelopes = st.builds(
+    Envelope,
+    id=names.filter(bool),
+    topic=names.filter(bool),
+    source=names,
+    created_at=st.none() | st.datetimes(min_value=datetime(1, 1, 2), timezones=st.just(UTC)),  # noqa: DTZ001
+    biz_id=names,
+    key=names,
+    correlation_id=names,
+    causation_id=names,
+    body=st.binary(max_size=50),
+    headers=st.dictionaries(names.filter(lambda name: name and not is_reserved(name)), header_values, max_size=4),
+)
+
+
+@given(envelopes)
+def test_whatever_is_sent_is_what_arrives(envelope):
+    arrived = from_delivery(
+        properties={"message_id": envelope.id, "content_type": envelope.content_type},
+        headers=envelope.to_headers(),
+        body=envelope.body,
+        routing_key=envelope.topic,
+    )
+
+    assert arrived == envelope
+
+
+@given(
+    st.dictionaries(st.text(max_size=30) | st.just("cloudEvents:id"), st.none() | st.text() | st.binary() | st.floats()),
+    st.binary(max_size=200),
+    st.sampled_from(["application/json", "application/cloudevents+json", "", "text/plain"]),
+)
+def test_no_delivery_whatsoever_raises_anything_but_undecodable(headers, body, content_type):
+    try:
+        envelope = a_delivery(headers=headers, properties={"content_type": content_type}, body=body)
+    except Undecodable:
+        return
+    json.dumps([envelope.id, envelope.topic, envelope.headers], allow_nan=False)

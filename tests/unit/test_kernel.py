@@ -1,0 +1,350 @@
+"""The small parts both halves share: names, causes, outages, stoppable loops, what a terminal shows."""
+
+import io
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from datetime import timedelta
+from textwrap import indent
+
+import psycopg.errors
+import pytest
+from django.db import DatabaseError, InterfaceError, OperationalError
+
+from outbox.kernel import broker, console
+from outbox.kernel.clock import utcnow
+from outbox.kernel.context import Cause, caused_by, current_cause
+from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.identity import new_message_id, process_name
+from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
+from outbox.kernel.outage import Outage
+from outbox.kernel.retry import Pause
+
+
+class TestAMessageId:
+    def test_is_a_uuid_of_version_7(self):
+        message_id = new_message_id()
+
+        assert (message_id.version, message_id.variant) == (7, uuid.RFC_4122)
+
+    def test_carries_the_time_it_was_made(self):
+        before = time.time_ns() // 1_000_000
+        made = new_message_id().int >> 80
+        after = time.time_ns() // 1_000_000
+
+        assert before <= made <= after
+
+    def test_is_like_no_other(self):
+        assert len({new_message_id() for _ in range(10_000)}) == 10_000
+
+
+def test_a_process_is_named_for_people():
+    host, pid, thread = process_name().rsplit(":", 2)
+
+    assert host
+    assert pid.isdecimal()
+    assert thread == threading.current_thread().name
+
+
+class TestTheCause:
+    def test_is_empty_outside_of_a_handler(self):
+        assert current_cause() == Cause()
+
+    def test_ends_with_its_handler_also_when_that_fails(self):
+        def fail():
+            assert current_cause() == Cause("m", "c", "t")
+            raise RuntimeError
+
+        with pytest.raises(RuntimeError), caused_by(Cause("m", "c", "t")):
+            fail()
+
+        assert current_cause() == Cause()
+
+    def test_of_one_thread_is_not_that_of_another(self):
+        seen = []
+        with caused_by(Cause("m")):
+            thread = threading.Thread(target=lambda: seen.append(current_cause()))
+            thread.start()
+            thread.join()
+
+        assert seen == [Cause()]
+
+
+def driver_error(sqlstate, message=""):
+    """What Django raises for an error of PostgreSQL's."""
+    cause = psycopg.errors.lookup(sqlstate)(message) if sqlstate else psycopg.OperationalError(message)
+    error = OperationalError(message)
+    error.__cause__ = cause
+    return error
+
+
+class TestADatabaseError:
+    @pytest.mark.parametrize("sqlstate", ["40001", "40P01", "55P03"])
+    def test_of_two_transactions_in_each_others_way_is_a_collision(self, sqlstate):
+        error = driver_error(sqlstate)
+
+        assert is_collision(error)
+        assert not is_outage(error)
+
+    @pytest.mark.parametrize("sqlstate", ["08006", "08003", "57P01", "57P02", "57P03", "53300"])
+    def test_of_a_server_that_went_away_is_an_outage(self, sqlstate):
+        error = driver_error(sqlstate)
+
+        assert is_outage(error)
+        assert not is_collision(error)
+
+    @pytest.mark.parametrize(
+        "message", ["connection refused", "the connection is closed", "server closed the connection unexpectedly"]
+    )
+    def test_without_a_code_is_an_outage_when_the_connection_is_its_subject(self, message):
+        assert is_outage(driver_error(None, message))
+        assert is_outage(InterfaceError(message))
+
+    @pytest.mark.parametrize("sqlstate", ["57014", "42P01", "53100"])
+    def test_of_any_other_kind_is_neither(self, sqlstate):
+        error = driver_error(sqlstate, "canceling statement")
+
+        assert not is_outage(error)
+        assert not is_collision(error)
+
+    @pytest.mark.parametrize("message", ["database is locked", "database table is locked: outbox"])
+    def test_of_a_busy_sqlite_is_a_collision(self, message):
+        assert is_collision(OperationalError(message))
+        assert not is_outage(OperationalError(message))
+
+    def test_wrapped_in_an_error_of_somebody_elses_is_theirs(self):
+        error = ValueError("order refused")
+        error.__cause__ = driver_error("40001")
+
+        assert not is_collision(error)
+        assert not is_outage(error)
+
+    def test_of_nobody_in_particular_is_neither(self):
+        assert not is_outage(DatabaseError("connection"))
+        assert not is_collision(ValueError())
+
+
+class TestAnOutage:
+    @pytest.fixture
+    def outage(self):
+        return Outage("the broker", Pause(first_seconds=0.001, cap_seconds=0.001))
+
+    def test_is_said_once_and_its_end_is_said_once(self, outage, caplog):
+        stop = StopRequest()
+        for _ in range(3):
+            outage.wait("connection refused", stop)
+        assert outage.ongoing
+        outage.over()
+        outage.over()
+
+        away, back = [record.message for record in caplog.records]
+        assert "The broker is away (connection refused)" in away
+        assert "The broker is back" in back
+        assert not outage.ongoing
+
+    def test_without_words_is_shown_by_its_kind(self, outage, caplog):
+        outage.wait(TimeoutError(), StopRequest())
+
+        assert "TimeoutError()" in caplog.text
+
+    def test_does_not_keep_a_process_from_ending(self):
+        stop = StopRequest()
+        stop.set()
+
+        Outage("the broker", Pause(first_seconds=3600, cap_seconds=3600)).wait("gone", stop)
+
+
+class TestTheLoop:
+    def test_a_stop_request_wakes_whoever_waits_on_it(self):
+        stop, woken = StopRequest(), []
+        thread = threading.Thread(target=lambda: woken.append(stop.wait(3600)))
+        thread.start()
+        stop.set()
+        thread.join()
+
+        assert woken == [True]
+        assert stop
+
+    def test_without_one_waiting_ends_by_itself(self):
+        assert StopRequest().wait(0.001) is False
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_a_signal_becomes_a_stop_request_and_the_old_handlers_return(self, number):
+        before = signal.getsignal(number)
+        stop = StopRequest()
+
+        with running_until_signalled(stop):
+            signal.raise_signal(number)
+            assert stop
+
+        assert signal.getsignal(number) is before
+
+    def test_outside_the_main_thread_nothing_is_tied_to_signals(self):
+        before, seen = signal.getsignal(signal.SIGTERM), []
+
+        def run():
+            with running_until_signalled(StopRequest()):
+                seen.append(signal.getsignal(signal.SIGTERM))
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+        assert seen == [before]
+
+
+class TestTheWatchdog:
+    """In a process of its own each time, because ending the process is what it does."""
+
+    @staticmethod
+    def exit_status_of(body, *, limit, grace):
+        program = (
+            "import sys; from datetime import timedelta\n"
+            "from outbox.kernel.loop import StopRequest, Watchdog\n"
+            f"stop = StopRequest(); dog = Watchdog(stop, limit=timedelta(seconds={limit}), grace=timedelta(seconds={grace}))\n"
+            f"with dog.watching():\n{indent(body, '    ')}\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+        return done.returncode, done.stderr
+
+    def test_ends_a_process_whose_loop_is_silent_and_shows_where_it_hangs(self):
+        status, shown = self.exit_status_of("StopRequest().wait(90)", limit=0.05, grace=60)
+
+        assert status == EXIT_SILENT
+        assert "silent" in shown
+        assert "in wait" in shown
+
+    def test_ends_a_process_that_does_not_come_to_an_end(self):
+        status, shown = self.exit_status_of("stop.set()\nStopRequest().wait(90)", limit=60, grace=0.05)
+
+        assert status == EXIT_SILENT
+        assert "asked to stop" in shown
+
+    def test_leaves_a_loop_that_beats_alone(self):
+        status, _ = self.exit_status_of("for _ in range(30):\n    dog.beat(); stop.wait(0.1)", limit=2, grace=0.1)
+
+        assert status == 0
+
+    def test_leaves_work_alone_that_may_rightly_take_long(self):
+        body = "with dog.suspended():\n    stop.wait(1)"
+
+        assert self.exit_status_of(body, limit=0.1, grace=60)[0] == 0
+
+
+class TestABrokerUrl:
+    @pytest.mark.parametrize(
+        ("url", "shown"),
+        [
+            ("amqp://user:secret@host:5672/vhost", "amqp://user:***@host:5672/vhost"),
+            ("amqp://user:se@cr:et@host//", "amqp://user:***@host//"),
+            ("redis://:secret@host/0", "redis://:***@host/0"),
+            ("amqp://user@host//", "amqp://user@host//"),
+            ("amqp://host//", "amqp://host//"),
+            ("local://", "local://"),
+        ],
+    )
+    def test_is_shown_without_its_password(self, url, shown):
+        assert broker.masked(url) == shown
+
+    def test_of_several_brokers_shows_no_password_of_any(self):
+        shown = broker.masked("amqp://one:first@a:5672//;amqp://two:second@b:5672//")
+
+        assert "first" not in shown
+        assert "second" not in shown
+
+    @pytest.mark.parametrize(("url", "scheme"), [("amqp://h", "amqp"), ("SQLA+postgresql://h", "sqla"), ("local://", "local")])
+    def test_names_its_scheme(self, url, scheme):
+        assert broker.scheme_of(url) == scheme
+
+    def test_says_whether_rabbitmq_is_meant(self):
+        assert [broker.speaks_amqp(url) for url in ("amqp://h", "amqps://h", "pyamqp://h", "redis://h")] == [
+            True,
+            True,
+            True,
+            False,
+        ]
+
+
+def test_kombus_own_confirms_are_off_and_every_wait_is_bounded():
+    options = broker.connection_options("amqp://h", on_blocked=print)
+
+    assert options["transport_options"]["confirm_publish"] is False
+    assert options["transport_options"]["on_blocked"] is print
+    assert options["heartbeat"] > 0
+    assert all(options["transport_options"][name] > 0 for name in ("read_timeout", "write_timeout"))
+
+
+def test_an_error_is_described_in_one_line_that_is_never_empty():
+    assert broker.describe(OSError("cut\n  off")) == "cut off"
+    assert broker.describe(TimeoutError()) == "TimeoutError"
+
+
+class TestTheConsole:
+    def test_a_table_has_straight_columns(self):
+        assert console.table([("outbox", "default"), ("ready", "1,200"), ("dead", 3)]) == (
+            "outbox  default\nready     1,200\ndead          3"
+        )
+
+    @pytest.mark.parametrize(
+        ("ago", "shown"),
+        [
+            (timedelta(seconds=1.5), "1.5 s"),
+            (timedelta(minutes=3), "0:03:00"),
+            (timedelta(days=2), "2 days, 0:00:00"),
+            (-timedelta(minutes=3), "0.0 s"),
+        ],
+    )
+    def test_an_age_is_readable(self, ago, shown):
+        assert console.age(utcnow() - ago) == shown
+
+    def test_without_an_instant_there_is_no_age(self):
+        assert console.age(None) == "-"
+
+    def test_progress_is_shown_on_a_terminal(self):
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+
+        progress = console.Progress("deleted", 2_000, terminal)
+        progress.advance(1_000)
+        progress.finish()
+
+        assert "deleted 1,000 of 2,000" in terminal.getvalue()
+
+    def test_progress_is_silent_in_a_pipe(self):
+        pipe = io.StringIO()
+
+        progress = console.Progress("deleted", 0, pipe)
+        progress.advance(1)
+        progress.finish()
+
+        assert pipe.getvalue() == ""
+        assert progress.done == 1
+
+    def test_watching_redraws_until_it_is_stopped(self):
+        stop, drawn = StopRequest(), []
+
+        def out(text):
+            drawn.append(text)
+            if len(drawn) == 3:
+                stop.set()
+
+        console.watch(lambda: "picture", out, 0.001, stop)
+
+        assert len(drawn) == 3
+        assert all(text.endswith("picture") for text in drawn)
+
+    def test_logs_go_to_the_terminal_unless_the_project_says_where(self):
+        logger = logging.getLogger("exactly.once.test")
+        logger.propagate = False
+        try:
+            console.log_to_console("exactly.once.test", 1)
+            console.log_to_console("exactly.once.test", 3)
+
+            assert len(logger.handlers) == 1
+            assert logger.level == logging.INFO
+        finally:
+            logger.handlers.clear()

@@ -1,0 +1,65 @@
+"""What may be under way together, and what may not."""
+
+import uuid
+from datetime import UTC, datetime
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.relay.waves import waves
+from outbox.store import RelayedMessage
+
+
+def a_message(position, key=""):
+    return RelayedMessage(
+        position=position,
+        message_id=uuid.uuid4(),
+        topic="t",
+        biz_id="b",
+        key=key,
+        priority=0,
+        body=b"{}",
+        headers={},
+        correlation_id="",
+        causation_id="",
+        traceparent="",
+        attempts=0,
+        created_at=datetime(2026, 3, 1, tzinfo=UTC),
+        deliver_at=None,
+        expired=False,
+    )
+
+
+def positions(split):
+    return [[message.position for message in wave] for wave in split]
+
+
+def test_nothing_makes_no_wave():
+    assert waves([]) == []
+
+
+def test_messages_without_a_key_all_travel_together():
+    assert positions(waves([a_message(1), a_message(2), a_message(3)])) == [[1, 2, 3]]
+
+
+def test_the_kth_message_of_every_key_makes_the_kth_wave():
+    batch = [a_message(1, "a"), a_message(2, "a"), a_message(3, "b"), a_message(4), a_message(5, "a"), a_message(6, "b")]
+
+    assert positions(waves(batch)) == [[1, 3, 4], [2, 6], [5]]
+
+
+@given(st.lists(st.sampled_from(["", "a", "b", "c"]), max_size=30))
+def test_no_wave_has_a_key_twice_and_keys_keep_their_order(keys):
+    batch = [a_message(position, key) for position, key in enumerate(keys)]
+
+    split = waves(batch)
+
+    assert sorted(m.position for wave in split for m in wave) == list(range(len(batch)))
+    for wave in split:
+        keyed = [message.key for message in wave if message.key]
+        assert len(keyed) == len(set(keyed))
+        assert [m.position for m in wave] == sorted(m.position for m in wave)
+    for key in "abc":
+        sent = [message.position for wave in split for message in wave if message.key == key]
+        assert sent == sorted(sent)
+    assert all(message.key != "" for wave in split[1:] for message in wave)
