@@ -351,27 +351,38 @@ SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.WAITING)
 def retry(alias: str, row: int) -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
-    While a handler is running the message this waits for its end, and then tells the truth.
+    While a handler is running the message this waits for its end, for a while, and then tells the truth.
     """
-    return bool(
-        InboxMessage.objects.using(alias)
-        .filter(pk=row, state__in=RETRYABLE)
-        .update(state=State.RETRYING, attempts=0, next_attempt_at=DatabaseTime(), settled_at=None)
-    )
+    return _decide(alias, row, RETRYABLE, state=State.RETRYING, attempts=0, next_attempt_at=DatabaseTime(), settled_at=None)
 
 
 def skip(alias: str, row: int, reason: str) -> bool:
-    """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states."""
-    return bool(
-        InboxMessage.objects.using(alias)
-        .filter(pk=row, state__in=SKIPPABLE)
-        .update(
-            state=State.SKIPPED,
-            last_error=printable(f"skipped: {reason}", ERROR_LENGTH),
-            next_attempt_at=None,
-            settled_at=DatabaseTime(),
-        )
+    """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
+
+    While a handler is running the message this waits for its end, for a while, and then tells the truth.
+    """
+    return _decide(
+        alias,
+        row,
+        SKIPPABLE,
+        state=State.SKIPPED,
+        last_error=printable(f"skipped: {reason}", ERROR_LENGTH),
+        next_attempt_at=None,
+        settled_at=DatabaseTime(),
     )
+
+
+def _decide(alias: str, row: int, allowed: Sequence[State], **written: Any) -> bool:
+    try:
+        with transaction.atomic(using=alias):
+            if connections[alias].vendor == "postgresql":
+                with connections[alias].cursor() as cursor:
+                    cursor.execute("SELECT set_config('lock_timeout', '10s', true)")
+            return bool(InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed).update(**written))
+    except OperationalError as error:
+        if is_collision(error):
+            return False
+        raise
 
 
 def states(alias: str) -> dict[str, int]:

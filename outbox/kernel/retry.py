@@ -34,9 +34,10 @@ class RetryPolicy:
 
     def delay(self, attempt: int) -> timedelta:
         """The rest after `attempt` (counted from 1) failed."""
-        # The exponent is bounded because a float overflows long before an operator gives up requeueing.
-        nominal = min(self.base * self.factor ** min(attempt - 1, 64), self.cap) if self.base else timedelta()
-        return nominal * random.uniform(0.5, 1.0)
+        # In seconds and with a bounded exponent: an unroutable message never runs out of attempts, and both a timedelta and a
+        # float overflow long before it does.
+        nominal = min(self.base.total_seconds() * self.factor ** min(attempt - 1, 64), self.cap.total_seconds())
+        return timedelta(seconds=nominal * random.uniform(0.5, 1.0))
 
 
 @dataclass
