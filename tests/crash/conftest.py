@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from urllib.parse import urlsplit
+
+import pytest
+from django.db import connection, connections
+
+from tests.crash.world import ROOT, World
+
+
+@pytest.fixture
+def world(process_environment, rabbitmq_server, rabbitmq_url, tmp_path):
+    """The test's own database and a virtual host of its own."""
+    yield from _world(process_environment, tmp_path, rabbitmq_server, rabbitmq_url)
+
+
+@pytest.fixture
+def local_world(process_environment, tmp_path):
+    """The test's own database and no broker."""
+    yield from _world(process_environment, tmp_path, None, "local://")
+
+
+@pytest.fixture
+def mortal_world(mortal_postgres, mortal_database, process_environment, rabbitmq_server, rabbitmq_url, tmp_path):
+    """A database on a server that may be killed, for the processes and for the test itself."""
+    environment = {**process_environment, "DATABASE_URL": mortal_database}
+    subprocess.run([sys.executable, "-m", "django", "migrate", "-v0"], cwd=ROOT, env=environment, check=True)
+    yield from _world(environment, tmp_path, rabbitmq_server, rabbitmq_url)
+
+
+@pytest.fixture
+def mortal_database(mortal_postgres, transactional_db):
+    """For this test, `default` is a database on the server that may be killed; its URL."""
+    url = mortal_postgres.create_database()
+    there = {"HOST": "127.0.0.1", "PORT": mortal_postgres.port, "NAME": urlsplit(url).path[1:], "USER": "postgres"}
+    settings = connections.settings["default"]
+    usual = {name: settings[name] for name in there}
+    connection.close()
+    connection.settings_dict.update(there)
+    settings.update(there)
+    yield url
+    connection.close()
+    connection.settings_dict.update(usual)
+    settings.update(usual)
+
+
+def _world(environment, directory, rabbit, broker_url):
+    environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.crash.settings"}
+    world = World(environment, directory, rabbit, broker_url)
+    yield world
+    world.end_all()

@@ -1,0 +1,101 @@
+"""A process that ends itself at a named point, without a line of it in the product.
+
+FAILPOINT is "<kill|stop> <before|after> <function> [<n-th call>]", the function by its dotted name, wherever it lives: ours,
+kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it runs any more: no `finally`, no
+rollback, no goodbye to the broker. Or SIGSTOP, and then it sleeps until it is woken.
+
+DELIVERIES is a file to which a consumer appends the message id of every delivery before anything of ours has seen it, and
+RUNS one for every call of the handler; so a test knows what arrived, whatever the database says.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import signal
+import threading
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+
+
+def install_from_environment() -> None:
+    if order := os.environ.get("FAILPOINT"):
+        action, when, name, nth = (*order.split(), "1")[:4]
+        patch(name, _failing(SIGNALS[action], when, int(nth)))
+    if place := os.environ.get("DELIVERIES"):
+        patch("kombu.messaging.Consumer._receive_callback", _noting_deliveries(Path(place)))
+
+
+def patch(name: str, decorate: Any) -> None:
+    """Replace a function by its dotted name. A name that is gone is an error: the test would prove nothing."""
+    owner, attribute = _owner(name)
+    setattr(owner, attribute, decorate(getattr(owner, attribute)))
+
+
+def note(variable: str, line: str) -> None:
+    """Append a line to the file that an environment variable names; nothing, when there is none."""
+    if place := os.environ.get(variable):
+        append(Path(place), line)
+
+
+def append(place: Path, line: str) -> None:
+    # One write to a file opened for appending: whole lines, from any number of processes, also when they are killed.
+    descriptor = os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+def _failing(number: signal.Signals, when: str, nth: int) -> Any:
+    calls = count(1)
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            if when == "before" and next(calls) == nth:
+                _hit(number)
+            result = function(*args, **kwargs)
+            if when == "after" and next(calls) == nth:
+                _hit(number)
+            return result
+
+        return failing
+
+    assert when in {"before", "after"}, when
+    return decorate
+
+
+def _hit(number: signal.Signals) -> None:
+    # To this very thread: a signal to the process may let it run on for a moment.
+    signal.pthread_kill(threading.get_ident(), number)
+
+
+def _noting_deliveries(place: Path) -> Any:
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def noting(consumer: Any, message: Any) -> Any:
+            append(place, str(message.properties.get("message_id")))
+            return function(consumer, message)
+
+        return noting
+
+    return decorate
+
+
+def _owner(name: str) -> tuple[Any, str]:
+    *path, attribute = name.split(".")
+    for length in range(len(path), 0, -1):
+        try:
+            owner: Any = importlib.import_module(".".join(path[:length]))
+        except ModuleNotFoundError:
+            continue
+        for step in path[length:]:
+            owner = getattr(owner, step)
+        getattr(owner, attribute)
+        return owner, attribute
+    raise LookupError(f"there is no {name}")

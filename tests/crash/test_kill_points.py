@@ -1,0 +1,162 @@
+"""A process dies at a named point; whoever comes next loses nothing, doubles nothing, invents nothing.
+
+Each test asserts that its victim really died there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Names of ours change; a name that is gone fails the test at once, see `failpoints.patch`.
+SEND = "outbox.transports.amqp.AmqpTransport.send"
+PUBLISH = "amqp.channel.Channel.basic_publish"
+SETTLE = "outbox.store.settle"
+PASS = "outbox.relay.passes.Pass.run"
+BEGIN_FRESH = "inbox.store.begin_fresh"
+BEGIN_STORED = "inbox.store.begin_stored"
+STORE_DUE = "inbox.store.store_due"
+STORE_FAILED = "inbox.store.store_failed"
+FAIL_STORED = "inbox.store.fail_stored"
+FINISH = "inbox.store.finish"
+EFFECT = "tests.app.models.Effect.save"
+ACK = "kombu.message.Message.ack"
+COMMIT = "django.db.backends.base.base.BaseDatabaseWrapper._commit"
+HAND_OVER = "inbox.local.LocalTransport.send"
+
+OPERATIONS = 12
+
+RELAY_POINTS = {
+    "claimed, nothing sent": (f"before {SEND}", 0),
+    "in the middle of a batch": (f"after {PUBLISH} {OPERATIONS // 2}", 1),
+    "everything sent, no confirm read": (f"after {PUBLISH} {OPERATIONS}", 1),
+    "confirmed, not settled": (f"before {SETTLE}", OPERATIONS),
+    "settled, not committed": (f"after {SETTLE}", OPERATIONS),
+    "committed": (f"after {PASS}", 0),
+}
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", RELAY_POINTS)
+def test_a_relay_dies(world, name):
+    point, least_duplicates = RELAY_POINTS[name]
+    if least_duplicates:
+        # With a queue there already, what was sent twice is delivered twice.
+        consumer = world.consumer()
+        world.wait_until(lambda: consumer.has_said("Consuming"), "the queues are declared")
+    world.operate(OPERATIONS)
+
+    world.dies_at(point, world.relay, outbox={"BATCH_DEADLINE": 1})
+    found = world.drain()
+
+    world.assert_nothing_went_wrong(found)
+    assert world.redelivered() >= least_duplicates
+    assert world.suppressed() == world.redelivered()
+
+
+CONSUMER_POINTS = {
+    "inbox row inserted": f"after {BEGIN_FRESH} 3",
+    "in the handler, effect written": f"after {EFFECT} 3",
+    "handler returned, before the sentinel": f"before {FINISH} 3",
+    "after the sentinel, before the commit": f"after {FINISH} 3",
+    "committed, not acknowledged": f"before {ACK} 3",
+    "acknowledged": f"after {ACK} 3",
+}
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", CONSUMER_POINTS)
+def test_a_consumer_dies(world, name):
+    world.relay()
+    world.operate(OPERATIONS, how="chain", prefix="chain-")
+
+    world.dies_at(CONSUMER_POINTS[name], world.consumer)
+    found = world.drain()
+
+    world.assert_nothing_went_wrong(found)
+    assert world.redelivered() >= 1
+    if "committed, not" in name:
+        assert world.suppressed() >= 1
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("point", [f"before {STORE_FAILED}", f"after {STORE_FAILED}", f"before {ACK}"])
+def test_a_consumer_dies_while_it_stores_a_failure(world, point):
+    world.relay()
+    world.operate(3, how="fail first")
+
+    world.dies_at(point, world.consumer)
+    found = world.drain()
+
+    world.assert_nothing_went_wrong(found)
+    assert min(world.runs().values()) >= 2  # the failure was met
+
+
+def test_a_consumer_dies_at_every_step_of_the_careful_path(world):
+    """One message, six deaths; the broker says it is redelivered since the first."""
+    world.relay()
+    world.operate(1, how="fail first")
+    steps = [
+        f"before {FINISH}",
+        f"after {STORE_DUE}",
+        f"before {BEGIN_STORED}",
+        f"after {BEGIN_STORED}",
+        f"after {EFFECT}",
+        f"after {FINISH}",
+    ]
+
+    # The first attempt fails by the handler's own will, so the sentinel is reached by later ones only.
+    world.dies_at(f"before {STORE_FAILED}", world.consumer)
+    for step in steps[1:]:
+        world.dies_at(step, world.consumer)
+    found = world.drain()
+
+    world.assert_nothing_went_wrong(found)
+    assert max(world.runs().values()) >= 3
+
+
+LOCAL_POINTS = {
+    "claimed, nothing handed over": f"before {HAND_OVER}",
+    "in the middle of handing over": f"after {STORE_DUE} 3",
+    "handed over, not settled": f"before {SETTLE}",
+    "settled, not committed": f"after {SETTLE}",
+    "handed over and committed": f"after {PASS}",
+    "stored message claimed": f"before {BEGIN_STORED}",
+    "stored message begun": f"after {BEGIN_STORED} 2",
+    "in the handler, effect written": f"after {EFFECT} 2",
+    "handler returned, before the sentinel": f"before {FINISH} 2",
+    "after the sentinel, before the commit": f"after {FINISH} 2",
+}
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", LOCAL_POINTS)
+def test_a_process_without_broker_dies(local_world, name):
+    local_world.operate(5, how="chain", prefix="chain-")
+
+    local_world.dies_at(LOCAL_POINTS[name], local_world.relay)
+    found = local_world.drain()
+
+    local_world.assert_nothing_went_wrong(found)
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("point", [f"before {FAIL_STORED}", f"after {FAIL_STORED}"])
+def test_a_process_without_broker_dies_while_it_stores_a_failure(local_world, point):
+    local_world.operate(3, how="fail first")
+
+    local_world.dies_at(point, local_world.relay)
+    found = local_world.drain()
+
+    local_world.assert_nothing_went_wrong(found)
+    assert min(local_world.runs().values()) >= 2
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_process_without_broker_dies_at_each_of_its_commits(local_world, when):
+    """The n-th process dies at its n-th commit, whatever that commits."""
+    for nth in range(1, 9):
+        local_world.operate(2, how="fail first" if nth % 3 == 0 else "")
+        local_world.dies_at(f"{when} {COMMIT} {nth}", local_world.relay)
+
+    local_world.assert_nothing_went_wrong(local_world.drain())
