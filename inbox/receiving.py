@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from django.db import DatabaseError, InterfaceError, close_old_connections, connections, transaction
+from django.db import DatabaseError, InterfaceError, connections, transaction
 from django.dispatch import Signal
 
 from inbox import signals, store
@@ -34,6 +34,7 @@ from inbox.models import InboxMessage
 from inbox.store import Earlier, Failure, Guard, NewRow, TwinBusy
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import Cause, caused_by
+from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, media_type
 from outbox.kernel.faults import is_collision, is_outage
 
@@ -144,7 +145,7 @@ def run_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> 
     """
     known = {handler.name: handler for handler in handlers if handler.using == alias}
     try:
-        close_old_connections()
+        drop_unusable_connections()
         stored = store.claim_due(alias, list(known), options.REDELIVERY_AFTER)
         return run_stored(known[stored.handler], stored, options) if stored else None
     except (DatabaseError, InterfaceError) as error:
@@ -250,7 +251,7 @@ def _persistently(alias: str, attempt: Callable[[], _T]) -> _T:
         DatabaseAway: the connection was lost and the database does not answer.
         Exception: what the transaction raised, or what it raised at the last try.
     """
-    close_old_connections()
+    drop_unusable_connections()
     for tries_left in reversed(range(_TRIES_AT_ONCE)):
         try:
             return attempt()

@@ -1,4 +1,4 @@
-"""Which databases both halves can keep their promises on."""
+"""Which databases both halves can keep their promises on, and how a long-lived process holds its connections."""
 
 from __future__ import annotations
 
@@ -30,6 +30,22 @@ def immediate_hint(alias: str) -> str:
         f"Set DATABASES[{alias!r}]['OPTIONS'] = {{'transaction_mode': 'IMMEDIATE', 'timeout': 20, 'init_command': "
         "'PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;'}."
     )
+
+
+def drop_unusable_connections() -> None:
+    """Before each piece of work of a long-lived process, outside transactions: what a web process does between requests.
+
+    Django's `close_old_connections` takes CONN_MAX_AGE = 0, its default, for "close now". Here there is no request to end, and
+    a new connection for every message costs more than handling it.
+    """
+    for connection in connections.all(initialized_only=True):
+        if connection.settings_dict["CONN_MAX_AGE"]:
+            connection.close_if_unusable_or_obsolete()
+        elif connection.connection is not None and connection.errors_occurred and not connection.in_atomic_block:
+            if connection.is_usable():
+                connection.errors_occurred = False
+            else:
+                connection.close()
 
 
 def _holding(model: type[Model], aliases: list[str]) -> list[str]:

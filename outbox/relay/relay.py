@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 
-from django.db import DatabaseError, InterfaceError, close_old_connections, connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from outbox import store
 from outbox.conf import OutboxOptions
+from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.outage import Outage
@@ -68,7 +69,7 @@ class Relay:
             self._broker.wait(error, self._stop)
             return None
         try:
-            close_old_connections()
+            drop_unusable_connections()
             promoted = store.promote_due(self._alias, _PROMOTED_PER_ROUND)
             report = self._pass.run(self._limit)
         except Exception as error:
