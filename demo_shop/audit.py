@@ -38,6 +38,7 @@ class Facts:
         messages: outbox and inbox rows, by order number.
         stock_differences: products whose quantity is not the sum of their movements, with the difference.
         injected: messages sent a second time on purpose, counted once per handler that gets the copy.
+        copied: how many of these were copies of a message on the broker; None without a broker.
         suppressed: what the inbox has counted as duplicates.
         contradictions: messages with a known biz-id and other content.
         dead: outbox and inbox rows that are dead letters.
@@ -56,6 +57,7 @@ class Facts:
     messages: Counts = field(default_factory=dict)
     stock_differences: Counts = field(default_factory=dict)
     injected: int = 0
+    copied: int | None = None
     suppressed: int = 0
     contradictions: int = 0
     dead: int = 0
@@ -161,5 +163,7 @@ def _vacuities(facts: Facts) -> Iterator[str]:
         yield "no order was rolled back, so ghosts had no chance"
     if not facts.injected:
         yield "no duplicate was injected, so doubled effects had no chance"
+    if facts.copied == 0:
+        yield "no message was copied on the broker, so redelivery had no chance"
     if facts.kills < facts.kills_wanted:
         yield f"{facts.kills} of {facts.kills_wanted} kills fired"

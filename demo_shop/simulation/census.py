@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from django.apps import apps
+from django.conf import settings
 from django.db.models import Sum
 
 from demo_shop import audit
@@ -23,6 +24,11 @@ _HISTORY = {
     audit.RATING_CLOSED: HistoryEntry.What.RATING_CLOSED,
 }
 _AT_REST = {"published", "cancelled", "expired", "rolled_back", "done", "skipped", "shed", "dead"}
+
+
+def is_local() -> bool:
+    """Does the shop run without a broker?"""
+    return str(settings.OUTBOX["BROKER_URL"]).startswith("local://")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,7 @@ def take(ledger: Ledger, *, wanted: int, kills_wanted: int) -> tuple[Facts, Traf
         messages=moving.messages,
         stock_differences=_stock_differences(ledger.run),
         injected=ledger.count(Deed.INJECTED),
+        copied=None if is_local() else ledger.count(Deed.COPIED),
         suppressed=moving.suppressed,
         contradictions=moving.contradictions,
         dead=moving.outbox["dead"] + moving.inbox["dead"],

@@ -76,6 +76,7 @@ class Copier:
             _, _, message = heapq.heappop(self._resting)
             topic = message.delivery_info["routing_key"]
             self._ledger.done(Deed.INJECTED, HANDLERS[topic])
+            self._ledger.done(Deed.COPIED, HANDLERS[topic])
             properties = {name: message.properties[name] for name in _PROPERTIES if message.properties.get(name) is not None}
             properties |= {"content_type": message.content_type, "content_encoding": message.content_encoding}
             producer.publish(

@@ -81,8 +81,8 @@ class Fleet:
     def kill_some(self, kills: int, rng: random.Random, stop: threading.Event) -> None:
         """Kill so many, relays and consumers in turn, at random moments, and start each again after a moment."""
         roles = sorted({worker.command for worker in self.workers})
-        for number in range(kills):
-            role = roles[number % len(roles)]
+        while (killed := self.ledger.count(Deed.KILL)) < kills:
+            role = roles[killed % len(roles)]
             worker = rng.choice([worker for worker in self.workers if worker.command == role])
             ready_in = max(0.0, worker.started_at + KILLED_NO_SOONER_THAN - time.monotonic())
             if stop.wait(ready_in + rng.uniform(SHORTEST_PAUSE, LONGEST_PAUSE)):

@@ -14,6 +14,7 @@ class Deed(Enum):
     """Something that is counted."""
 
     INJECTED = "injected"
+    COPIED = "copied on the broker, which is one way to inject"
     REPEATED_CALL = "repeated call"
     FORGED_CALL = "forged call"
     CONTRADICTING_CALL = "contradicting call"

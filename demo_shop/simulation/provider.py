@@ -45,9 +45,10 @@ class Provider:
     def run(self, stop: threading.Event) -> None:
         while not stop.wait(0.1):
             requested = Payment.objects.filter(order__startswith=self._ledger.run, state=State.REQUESTED)
-            for payment in requested.exclude(pk__in=self._paid).order_by("pk"):
-                next(self._manners)(payment)
-                self._paid.add(payment.pk)
+            for payment in requested.order_by("pk"):
+                if payment.pk not in self._paid:
+                    self._paid.add(payment.pk)
+                    next(self._manners)(payment)
 
     def _call_once(self, payment: Payment) -> None:
         self._call(self._event(payment))

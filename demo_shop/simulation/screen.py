@@ -183,6 +183,8 @@ def _audit_table(result: Audit) -> Table:
         table.add_row(effect, str(result.total(effect)), _must("one for each order", not by_effect[effect]))
     table.add_section()
     table.add_row("duplicates injected", str(facts.injected), _must("some", bool(facts.injected)))
+    if facts.copied is not None:
+        table.add_row("… by copying on the broker", str(facts.copied), _must("some", bool(facts.copied)))
     enough = facts.suppressed >= facts.injected
     table.add_row("duplicates suppressed", str(facts.suppressed), _must("no fewer than that", enough))
     table.add_row("webhook calls repeated", str(facts.repeated_calls), "")

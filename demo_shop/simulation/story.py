@@ -15,7 +15,7 @@ from django.conf import settings
 from django.db import connection, connections
 from rich.console import Console
 
-from demo_shop.audit import Audit, Facts, audit
+from demo_shop.audit import MOVEMENT, PAID, PAYMENT, SHIPMENT, SHIPPED, Audit, Facts, audit
 from demo_shop.simulation import census, fleet, shopping
 from demo_shop.simulation.census import Traffic
 from demo_shop.simulation.copies import Copier
@@ -24,11 +24,14 @@ from demo_shop.simulation.ledger import Ledger
 from demo_shop.simulation.provider import Provider
 from demo_shop.simulation.screen import Screen
 
-LOCAL = "local://"
 _SECONDS_PER_KILL = 2.0
 _SHORTEST_DAY_SECONDS = 5.0
 _LOOK_EVERY_SECONDS = 0.25
 _BAD_ENDS_BORNE = 3
+_OTHER_PEOPLE = 4
+"""The supplier, the killer, the provider and the copier."""
+_CHAIN = (MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED)
+"""When all of these have happened to one order, the queues of all copied topics are there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class _Day:
         deadline = time.monotonic() + self._options.patience_seconds
         stop, closing = threading.Event(), threading.Event()
         self._supplier.fill_shelves()
-        with _threads(stop, closing) as start:
+        with _threads(self._options.threads + _OTHER_PEOPLE, stop, closing) as start:
             passers_by = [start(self._customers.run, stop) for _ in range(self._options.threads)]
             passers_by += [start(self._supplier.run, stop), start(self._kill_some, stop)]
             residents = [start(Provider(self._ledger).run, closing), *self._start_copier(start, closing)]
@@ -130,7 +133,7 @@ class _Day:
     def _look_and_show(self) -> tuple[Facts, Traffic]:
         facts, traffic = self.look()
         self._screen.show(facts, traffic, self._processes.workers)
-        if any(not _effects_missing(facts, order) for order in facts.committed):
+        if any(all(order in facts.effects[effect] for effect in _CHAIN) for order in facts.committed):
             self._chain_is_proven.set()
         return facts, traffic
 
@@ -138,7 +141,7 @@ class _Day:
         self._processes.kill_some(self._options.kills, random.Random(self._options.seed), stop)
 
     def _start_copier(self, start: Callable[..., Future[None]], stop: threading.Event) -> Iterator[Future[None]]:
-        if settings.OUTBOX["BROKER_URL"] != LOCAL:
+        if not census.is_local():
             copier = Copier(
                 str(settings.OUTBOX["BROKER_URL"]),
                 str(settings.OUTBOX["EXCHANGE"]),
@@ -150,12 +153,12 @@ class _Day:
 
 def _commands() -> dict[str, int]:
     """With a broker, two of each; without one a relay runs handlers as well, and one consumer beside it is enough."""
-    count = 1 if settings.OUTBOX["BROKER_URL"] == LOCAL else 2
+    count = 1 if census.is_local() else 2
     return {"outbox_relay": count, "inbox_consume": count}
 
 
 def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
-    broker = "local:// (no broker)" if settings.OUTBOX["BROKER_URL"] == LOCAL else "a broker"
+    broker = "local:// (no broker)" if census.is_local() else "a broker"
     screen.say(
         f"{ledger.run}: {options.orders} orders from {options.threads} threads, {options.kills} kills, "
         f"on {connection.display_name} with {broker}, seed {options.seed}."
@@ -164,7 +167,7 @@ def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
 
 
 @contextmanager
-def _threads(*stops: threading.Event) -> Iterator[Callable[..., Future[None]]]:
+def _threads(count: int, *stops: threading.Event) -> Iterator[Callable[..., Future[None]]]:
     """A way to start functions on threads of their own, all of which are asked to stop at the end of the block."""
 
     def run(function: Callable[..., None], *arguments: object) -> None:
@@ -173,7 +176,7 @@ def _threads(*stops: threading.Event) -> Iterator[Callable[..., Future[None]]]:
         finally:
             connections.close_all()
 
-    with ThreadPoolExecutor(max_workers=64) as pool:
+    with ThreadPoolExecutor(max_workers=count) as pool:
 
         def start(function: Callable[..., None], *arguments: object) -> Future[None]:
             return pool.submit(run, function, *arguments)
@@ -204,7 +207,3 @@ def _missing(facts: Facts, traffic: Traffic) -> Iterator[str]:
         yield f"{count} messages are still in the {where}"
     if facts.suppressed < facts.injected:
         yield f"{facts.injected - facts.suppressed} duplicates have not arrived"
-
-
-def _effects_missing(facts: Facts, order: str) -> bool:
-    return any(order not in counts for counts in facts.effects.values())

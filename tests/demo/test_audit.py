@@ -117,6 +117,7 @@ def test_whatever_else_went_wrong_fails_the_run(fault, complaint):
         ({"wanted": 4}, "3 of 4 orders were placed"),
         ({"rolled_back": frozenset()}, "no order was rolled back, so ghosts had no chance"),
         ({"injected": 0}, "no duplicate was injected, so doubled effects had no chance"),
+        ({"copied": 0}, "no message was copied on the broker, so redelivery had no chance"),
         ({"kills": 0}, "0 of 2 kills fired"),
         ({"kills": 1}, "1 of 2 kills fired"),
     ],

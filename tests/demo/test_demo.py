@@ -70,6 +70,7 @@ def test_with_rabbitmq_every_effect_happens_once_although_processes_are_killed(r
 
     assert_everything_happened_once(report)
     assert report["kills"] == KILLS
+    assert report["copied_on_the_broker"] > 0
 
 
 def test_a_second_run_is_not_disturbed_by_what_the_first_one_left(run_demo):

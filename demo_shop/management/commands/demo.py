@@ -78,6 +78,7 @@ def _as_json(result: Audit) -> dict[str, Any]:
         "rolled_back": len(facts.rolled_back),
         "effects": {effect: result.total(effect) for effect in EFFECTS},
         "duplicates_injected": facts.injected,
+        "copied_on_the_broker": facts.copied,
         "duplicates_suppressed": facts.suppressed,
         "webhook_calls_repeated": facts.repeated_calls,
         "webhook_calls_refused": facts.refused_calls,
