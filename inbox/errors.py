@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+_LONGEST_DELAY = timedelta(days=3650)
+
 
 class InboxError(Exception):
     """The root of everything this app raises on purpose."""
@@ -13,11 +15,18 @@ class RetryLater(InboxError):
     """Not now, and nobody's fault: the effect is rolled back and the message comes again after `delay`.
 
     Args:
-        delay: the rest; default: as after a failure. It counts as no attempt, however often it is raised.
+        delay: the rest, at least a second; default: as after a failure. It counts as no attempt, however often it is raised.
         reason: for the people who look at the message meanwhile.
+
+    Raises:
+        TypeError, ValueError: `delay` is no span of time, or lies outside 0 to 3650 days.
     """
 
     def __init__(self, delay: timedelta | None = None, reason: str = "the handler asked for a later time") -> None:
+        if delay is not None and not isinstance(delay, timedelta):
+            raise TypeError(f"RetryLater takes a timedelta, not {delay!r}: write timedelta(seconds=…).")
+        if delay is not None and not timedelta() <= delay <= _LONGEST_DELAY:
+            raise ValueError(f"RetryLater({delay!r}): the delay must lie between 0 and {_LONGEST_DELAY.days} days.")
         super().__init__(reason)
         self.delay = delay
 
@@ -30,10 +39,18 @@ class Reject(InboxError):
 
 
 class TransactionBroken(InboxError):
-    """The handler returned normally, but the transaction around it can no longer commit, or is not ours any more.
+    """The handler returned normally, but the transaction around it can no longer commit.
 
-    It swallowed a database error, closed the connection, or ended the transaction. Acknowledging the message now would
-    lose it, so this is a failed attempt.
+    It swallowed a database error or closed the connection. Acknowledging the message now would lose it, so this is a failed
+    attempt.
+    """
+
+
+class TransactionEnded(InboxError):
+    """The handler committed or rolled back by itself, so what it did may be there in part.
+
+    Running it again might repeat that part, and leaving it might miss the rest: the message is a dead letter for a person to
+    decide about.
     """
 
 

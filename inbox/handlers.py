@@ -7,10 +7,12 @@ is a new one and sees every message for the first time, so give `name=` before y
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import date, datetime
+from decimal import Decimal
 from typing import Any, TypeVar
+from uuid import UUID
 
 from asgiref.sync import async_to_sync
 from django.apps import apps
@@ -73,6 +75,11 @@ class Handler:
     biz_id: BizId | None
     using: str
 
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """What makes two handlers of one name the same: function, topic, database."""
+        return _origin(self.function), self.topic, self.using
+
     def call(self, message: Message) -> None:
         """Run the user's code.
 
@@ -80,7 +87,7 @@ class Handler:
             NotCallable: it returned something that is still to be run, so nothing has happened yet.
         """
         result = self.function(message)
-        if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
+        if inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator):
             if inspect.iscoroutine(result):
                 result.close()
             raise NotCallable(
@@ -92,9 +99,18 @@ class Handler:
         """The biz-id of `message`, always fit to be stored.
 
         Raises:
-            Exception: whatever the user's `biz_id` raises.
+            TypeError: the user's `biz_id` answered with something that names nothing.
+            Exception: whatever it raises.
         """
-        return fit(str(self.biz_id(message))) if self.biz_id else message.biz_id
+        if self.biz_id is None:
+            return message.biz_id
+        named = self.biz_id(message)
+        if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
+            raise TypeError(
+                f"it answered {named!r}; a biz-id is non-empty text, a whole number, a UUID, a Decimal or a date, or messages "
+                "that have nothing in common would count as one"
+            )
+        return fit(str(named))
 
 
 class Registry:
@@ -104,12 +120,12 @@ class Registry:
         self._handlers: dict[str, Handler] = {}
 
     def add(self, handler: Handler) -> None:
-        """Raises ValueError when another function already has the name."""
+        """Raises ValueError when another function, or the same one for something else, already has the name."""
         known = self._handlers.get(handler.name)
-        if known is not None and _origin(known.function) != _origin(handler.function):
+        if known is not None and known.identity != handler.identity:
             raise ValueError(
-                f"Two handlers are called {handler.name!r}: {_origin(known.function)} and {_origin(handler.function)}. "
-                "Their inbox rows would be mixed up; give one of them another name=."
+                f"Two handlers are called {handler.name!r}: {' on '.join(known.identity)}, and "
+                f"{' on '.join(handler.identity)}. Their inbox rows would be mixed up; give one of them another name=."
             )
         self._handlers[handler.name] = handler
 
@@ -145,8 +161,8 @@ def idempotent_handler(
         using: the database alias that the effect is written to.
 
     Raises:
-        NotCallable: the function is a generator function; calling it would run nothing.
-        ValueError: the topic cannot be one, or the name is taken.
+        NotCallable: the function is a generator function, or `biz_id` is async; calling it would run nothing.
+        ValueError: the topic cannot be one, or the name is taken; a function that takes two topics needs two names.
     """
     if reason := why_no_topic(topic):
         raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
@@ -154,6 +170,8 @@ def idempotent_handler(
     def decorate(function: Function) -> Function:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise NotCallable(f"{_origin(function)} is a generator function: calling it would run nothing. Use return.")
+        if inspect.iscoroutinefunction(biz_id):
+            raise NotCallable(f"The biz_id of {_origin(function)} is async: it must answer at once, from the message alone.")
         runnable: Callable[[Message], Any] = function
         if inspect.iscoroutinefunction(function):
             runnable = async_to_sync(_as_coroutine(function))

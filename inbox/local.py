@@ -17,8 +17,8 @@ from inbox.handlers import registry
 from inbox.receiving import hand_over, read
 from inbox.runner import Runner
 from inbox.store import TwinBusy
-from outbox.kernel.broker import describe
 from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.text import describe
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
 
 logger = logging.getLogger(__name__)
@@ -74,5 +74,5 @@ class LocalTransport:
             )
         options = inbox_options()
         for handler in handlers:
-            hand_over(handler, read(handler, envelope, options, redelivered=False), options)
+            hand_over(handler, read(handler, envelope, options), options)
         return CONFIRMED

@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from django.dispatch import Signal
 
 from inbox import signals, store
 from inbox.conf import InboxOptions
-from inbox.errors import Reject, RetryLater, TransactionControl
+from inbox.errors import Reject, RetryLater, TransactionControl, TransactionEnded
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage
 from inbox.store import Earlier, Failure, Guard, NewRow, TwinBusy
@@ -37,6 +38,7 @@ from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, media_type
 from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
 
 _TRIES_AT_ONCE = 5
+_SHORTEST_DELAY = timedelta(seconds=1)
 _TRANSACTION_CONTROL = re.compile(
     r"\s*(begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(work\s+|transaction\s+)?to\b))\b",
     re.IGNORECASE,
@@ -71,35 +74,29 @@ class DatabaseAway(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A delivery, read: the row it would be, and the message its handler would get.
+    """A delivery, read: the row it would be, and the message it carries.
 
     Attributes:
-        message: None when it cannot be handled.
-        refused: why it cannot; then it is a dead letter from the start.
+        refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
     """
 
     row: NewRow
-    message: Message | None
+    envelope: Envelope
     refused: str = ""
 
 
-def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, redelivered: bool, refused: str = "") -> Arrival:
+def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "") -> Arrival:
     """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
     digest = hashlib.sha256(envelope.body).hexdigest()
-    try:
-        payload = _decode(envelope, options, refused=refused)
-        message = _message(envelope, payload, attempt=1, redelivered=redelivered)
-        biz_id = _identify(handler, message)
-    except Undecodable as error:
-        nameless = hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
-        return Arrival(
-            row=_row(handler, envelope, biz_id=UNIDENTIFIED + nameless, digest=digest),
-            message=None,
-            refused=str(error),
-        )
-    row = _row(handler, envelope, biz_id=biz_id, digest=digest)
-    message = _message(envelope, payload, attempt=1, redelivered=redelivered, biz_id=biz_id)
-    return Arrival(row=row, message=message, refused=_outside_window(envelope, options))
+    nameless = hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
+    biz_id = UNIDENTIFIED + nameless
+    if not refused:
+        try:
+            biz_id = _identify(handler, _message(envelope, options))
+            refused = _outside_window(envelope, options)
+        except Undecodable as error:
+            refused = str(error)
+    return Arrival(row=_row(handler, envelope, biz_id=biz_id, digest=digest), envelope=envelope, refused=refused)
 
 
 def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
@@ -109,11 +106,11 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
         DatabaseAway: the database does not answer; nothing was decided.
     """
     try:
-        if arrival.refused or arrival.message is None:
+        if arrival.refused:
             return _store(handler, arrival.row, _refusal(arrival), options)
         if redelivered:
             return _receive_carefully(handler, arrival.row, options)
-        return _receive_fresh(handler, arrival.row, arrival.message, options)
+        return _receive_fresh(handler, arrival, options)
     except TwinBusy:
         return Received.PUT_OFF
 
@@ -160,59 +157,65 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     if attempt > options.MAX_ATTEMPTS:
         error = stored.last_error or "Its process died at every attempt and left no error."
         return _fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
+    envelope = _stored_envelope(stored)
     try:
-        envelope = _stored_envelope(stored)
-        message = _message(envelope, _decode(envelope, options, needs_id=False), attempt=attempt, redelivered=attempt > 1)
-        biz_id = _identify_late(handler, message, stored)
+        biz_id = _identify_late(handler, _message(envelope, options, needs_id=False), stored)
     except Undecodable as error:
         return _fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
     if biz_id != stored.biz_id and not store.rekey(handler.using, stored.pk, biz_id):
         store.skip(handler.using, stored.pk, f"its biz-id is {biz_id}, and another message of that name is here already")
         return Received.DUPLICATE
-    message = _message(envelope, message.payload, attempt=attempt, redelivered=attempt > 1, biz_id=biz_id)
+
+    def run() -> Message | None:
+        message = _message(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+        return _in_transaction(handler, message, envelope, lambda: store.begin_stored(handler.using, stored.pk, attempt))
+
     try:
-        handled = _persistently(
-            handler.using,
-            lambda: _in_transaction(
-                handler,
-                message,
-                _cause(message, stored.traceparent),
-                lambda: store.begin_stored(handler.using, stored.pk, attempt),
-            ),
-        )
+        message = _persistently(handler.using, run)
     except DatabaseAway:
         raise
-    except BaseException as error:  # noqa: BLE001 - see receive
+    except BaseException as error:  # noqa: BLE001 - see _receive_fresh
         return _fail_stored(handler, stored, _failure(error, attempt, options))
-    return _handled(handler, message) if handled else Received.DUPLICATE
+    return _handled(handler, message) if message else Received.DUPLICATE
 
 
 # ------------------------------------------------------------------------------------------------------------ the transaction
 
 
-def _in_transaction(handler: Handler, message: Message, cause: Cause, begin: Callable[[], Guard | None]) -> bool:
-    """Inbox row, effect and sentinel in one transaction; False when `begin` found nothing to do."""
+def _in_transaction(
+    handler: Handler, message: Message, envelope: Envelope, begin: Callable[[], Guard | None]
+) -> Message | None:
+    """Inbox row, effect and sentinel in one transaction; `message`, or None when `begin` found nothing to do."""
     committed = False
 
     def mark() -> None:
         nonlocal committed
         committed = True
 
+    cause = Cause(
+        message_id=message.id,
+        correlation_id=message.correlation_id or message.id,
+        traceparent=envelope.traceparent,
+    )
     try:
         with transaction.atomic(using=handler.using, durable=True):
             # The first hook of this transaction: whatever a later one raises, the effect is in.
             transaction.on_commit(mark, using=handler.using)
             guard = begin()
             if guard is None:
-                return False
-            with _supervised(handler), caused_by(cause):
-                handler.call(message)
+                return None
+            try:
+                with _supervised(handler), caused_by(cause):
+                    handler.call(message)
+            except BaseException:
+                store.refuse_if_ended(guard)
+                raise
             store.finish(guard, message.attempt)
     except BaseException:
         if not committed:
             raise
         logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, message.id)
-    return True
+    return message
 
 
 @contextmanager
@@ -268,58 +271,63 @@ def _persistently(alias: str, attempt: Callable[[], _T]) -> _T:
 # ------------------------------------------------------------------------------------------------------------------- outcomes
 
 
-def _receive_fresh(handler: Handler, row: NewRow, message: Message, options: InboxOptions) -> Received:
-    try:
-        handled = _persistently(
-            handler.using,
-            lambda: _in_transaction(
-                handler,
-                message,
-                _cause(message, row.traceparent),
-                lambda: store.begin_fresh(handler.using, row, options.TWIN_TIMEOUT),
-            ),
+def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
+    def run() -> Message | None:
+        # Decoded anew for every run: a handler may change its payload, and a collision makes it run again.
+        message = _message(arrival.envelope, options, biz_id=arrival.row.biz_id)
+        return _in_transaction(
+            handler,
+            message,
+            arrival.envelope,
+            lambda: store.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
         )
+
+    try:
+        message = _persistently(handler.using, run)
     except (DatabaseAway, TwinBusy):
         raise
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
-        return _store(handler, row, _failure(error, 1, options), options)
-    return _handled(handler, message) if handled else _duplicate(handler, row)
+        return _store(handler, arrival.row, _failure(error, 1, options), options)
+    return _handled(handler, message) if message else _duplicate(handler, arrival.row)
 
 
 def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
-    if not _decided(lambda: store.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
+    if not decided(lambda: store.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
         return _duplicate(handler, row)
     return run_next([handler], handler.using, options) or Received.STORED
 
 
 def _store(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Received:
-    if not _decided(lambda: store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT), handler.using):
+    if not decided(lambda: store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT), handler.using):
         return _duplicate(handler, row)
     return _announce(handler, row.message_id, row.biz_id, failure)
 
 
 def _fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
-    ours = _decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure), handler.using)
+    ours = decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure), handler.using)
     if not ours:
-        store.bury_abandoned(handler.using, stored.pk)
-        return Received.DUPLICATE
+        return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
     return _announce(handler, stored.message_id, stored.biz_id, failure)
 
 
 def _duplicate(handler: Handler, row: NewRow) -> Received:
-    earlier = _decided(lambda: store.count_duplicate(handler.using, row), handler.using)
+    earlier = decided(lambda: store.count_duplicate(handler.using, row), handler.using)
     if earlier is None:
         return Received.PUT_OFF
-    if earlier.abandoned:
-        _decided(lambda: store.bury_abandoned(handler.using, earlier.row), handler.using)
-        failure = Failure(error=store.ABANDONED, retry_after=None, attempts=1)
-        return _announce(handler, row.message_id, row.biz_id, failure)
+    if earlier.abandoned and (buried := _bury(handler, earlier.row, row.message_id, row.biz_id)):
+        return buried
     _announce_duplicate(handler, row, earlier)
     return Received.DUPLICATE
 
 
-def _decided(write: Callable[[], _T], alias: str) -> _T:
+def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
+    if not decided(lambda: store.bury_abandoned(handler.using, pk), handler.using):
+        return None
+    return _announce(handler, message_id, biz_id, Failure(error=store.ENDED, retry_after=None, attempts=1))
+
+
+def decided(write: Callable[[], _T], alias: str) -> _T:
     """Write an outcome in a commit of its own.
 
     Raises:
@@ -338,14 +346,14 @@ def _refusal(arrival: Arrival) -> Failure:
 
 
 def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failure:
-    text = f"{type(error).__name__}: {error}"
     if isinstance(error, RetryLater):
-        rest = options.retry.delay(max(attempt, 1)) if error.delay is None else error.delay
-        return Failure(error=f"put off: {error}", retry_after=rest, attempts=attempt - 1)
+        rest = options.retry.delay(attempt) if error.delay is None else max(error.delay, _SHORTEST_DELAY)
+        return Failure(error=f"put off: {describe(error)}", retry_after=rest, attempts=attempt - 1)
     trace = "".join(traceback.format_exception(error))
     if isinstance(error, Reject):
-        return Failure(error=f"rejected: {error}", traceback=trace, retry_after=None, attempts=attempt)
-    last = options.retry.exhausted(attempt)
+        return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
+    text = f"{type(error).__name__}: {describe(error)}"
+    last = isinstance(error, TransactionEnded) or options.retry.exhausted(attempt)
     return Failure(error=text, traceback=trace, retry_after=None if last else options.retry.delay(attempt), attempts=attempt)
 
 
@@ -393,23 +401,14 @@ def _after_commit(handler: Handler, announce: Callable[[], object]) -> None:
 
 
 def _tell(signal: Signal, **arguments: Any) -> None:
-    signal.send_robust(sender=InboxMessage, **arguments)
+    try:
+        signal.send_robust(sender=InboxMessage, **arguments)
+    except BaseException:
+        # send_robust lets SystemExit through, and the state is committed.
+        logger.exception("A receiver of an inbox signal tried to end the process.")
 
 
 # ------------------------------------------------------------------------------------------------------------------- reading
-
-
-def _decode(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, refused: str = "") -> Any:
-    if refused:
-        raise Undecodable(refused)
-    if needs_id and not envelope.dedup_id:
-        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id.")
-    kind = media_type(envelope.content_type)
-    if kind not in options.ACCEPT and not kind.endswith("+json"):
-        raise Undecodable(
-            f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
-        )
-    return decode_payload(envelope.body, envelope.content_type)
 
 
 def _identify(handler: Handler, message: Message) -> str:
@@ -417,8 +416,8 @@ def _identify(handler: Handler, message: Message) -> str:
         raise Undecodable(f"It says its topic is {message.topic!r}, but this queue is for {handler.topic!r}.")
     try:
         biz_id = handler.identify(message)
-    except Exception as error:
-        raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {error}") from error
+    except BaseException as error:  # the user's code, see _receive_fresh
+        raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
     return biz_id if not biz_id.startswith(UNIDENTIFIED) else "own:" + biz_id
 
 
@@ -449,17 +448,31 @@ def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
     return ""
 
 
-def _message(envelope: Envelope, payload: Any, *, attempt: int, redelivered: bool, biz_id: str | None = None) -> Message:
+def _message(
+    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
+) -> Message:
+    """The message a handler gets.
+
+    Raises:
+        Undecodable: it has no identity, or its body cannot be read.
+    """
+    if needs_id and not envelope.dedup_id:
+        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id.")
+    kind = media_type(envelope.content_type)
+    if kind not in options.ACCEPT and not kind.endswith("+json"):
+        raise Undecodable(
+            f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
+        )
     return Message(
         id=envelope.id,
         topic=envelope.topic,
         key=envelope.key,
-        biz_id=envelope.dedup_id if biz_id is None else biz_id,
-        payload=payload,
-        headers=envelope.headers,
+        biz_id=biz_id or envelope.dedup_id,
+        payload=decode_payload(envelope.body, envelope.content_type),
+        headers=dict(envelope.headers),
         created_at=envelope.created_at,
         attempt=attempt,
-        redelivered=redelivered,
+        redelivered=attempt > 1,
         correlation_id=envelope.correlation_id,
         causation_id=envelope.causation_id,
     )
@@ -499,7 +512,3 @@ def _stored_envelope(stored: InboxMessage) -> Envelope:
         body=bytes(stored.body),
         headers=stored.headers,
     )
-
-
-def _cause(message: Message, traceparent: str) -> Cause:
-    return Cause(message_id=message.id, correlation_id=message.correlation_id or message.id, traceparent=traceparent)

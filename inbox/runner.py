@@ -13,7 +13,7 @@ from django.db import connections
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import registry
-from inbox.receiving import DatabaseAway, run_next
+from inbox.receiving import DatabaseAway, decided, run_next
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.outage import Outage
@@ -30,7 +30,7 @@ class Runner:
     def __init__(self, options: InboxOptions) -> None:
         self._options = options
         self._database = Outage("the database")
-        self._swept_at = 0.0
+        self._swept_at: dict[str, float] = {}
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -57,27 +57,31 @@ class Runner:
         return done
 
     def _turn(self, stop: StopRequest) -> int:
+        """Run at most one message on each database; how many were run."""
         handlers = registry.all()
         ran = 0
-        try:
-            for alias in sorted({handler.using for handler in handlers}):
+        away: DatabaseAway | None = None
+        for alias in sorted({handler.using for handler in handlers}):
+            try:
                 self._sweep(alias)
                 ran += run_next(handlers, alias, self._options) is not None
-        except DatabaseAway as error:
-            self._database.wait(error, stop)
-            return 0
-        except Exception:
-            logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
-            connections.close_all()
-            stop.wait(1.0)
-            return 0
-        self._database.over()
+            except DatabaseAway as error:
+                away = error
+            except BaseException:
+                # Nothing that a handler or a receiver of a signal does may end this thread.
+                logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
+                connections.close_all()
+                stop.wait(1.0)
         self.ran += ran
+        if away is None:
+            self._database.over()
+        elif not ran:
+            self._database.wait(away, stop)
         return ran
 
     def _sweep(self, alias: str) -> None:
-        if monotonic() - self._swept_at < _SWEEP_SECONDS:
+        if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
             return
-        if buried := store.bury_abandoned(alias):
+        self._swept_at[alias] = monotonic()
+        if buried := decided(lambda: store.bury_abandoned(alias), alias):
             logger.error("%d messages on %r are dead letters now: %s", buried, alias, store.ABANDONED)
-        self._swept_at = monotonic()

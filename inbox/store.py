@@ -12,6 +12,7 @@ again; `bury_abandoned` makes it visible.
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -20,18 +21,19 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, IntegrityError, InterfaceError, OperationalError, connections, transaction
 from django.db.models import Count, Min, Sum
 
-from inbox.errors import TransactionBroken
+from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import DUE, SETTLED, InboxMessage, State
 from outbox.kernel.clock import NOW_AFTER, DatabaseTime
 from outbox.kernel.faults import LOCK_TIMEOUT, is_collision, is_outage
-from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
+from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, describe, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 TABLE = InboxMessage._meta.db_table
-ABANDONED = "The handler committed by itself, so its effect may be there in part. Check by hand, then retry or skip."
+ABANDONED = "Its effect may be there in part, without its inbox row. Check by hand, then retry or skip."
 
+ENDED = "The handler ended the transaction that the inbox began: it committed or rolled back behind Django's back. " + ABANDONED
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
 _SAVEPOINT = "inbox_guard"
 
@@ -104,9 +106,16 @@ def finish(guard: Guard, attempts: int) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel.
 
     Raises:
-        TransactionBroken: this transaction cannot commit, or is not the one that began.
+        TransactionBroken: this transaction cannot commit.
+        TransactionEnded: this is not the transaction that began.
     """
     connection = connections[guard.alias]
+    if connection.closed_in_transaction:
+        raise TransactionBroken(
+            "The handler closed the database connection that its transaction runs on, which rolled everything back. Leave "
+            "connections to Django; close_old_connections() is for threads of your own."
+        )
+    refuse_if_ended(guard)
     sql = (
         f"UPDATE {TABLE} SET state = 'done', attempts = %s, settled_at = {_now(connection)}, last_error = '', traceback = '' "
         "WHERE id = %s AND state = 'received' AND next_attempt_at IS NULL"
@@ -117,23 +126,40 @@ def finish(guard: Guard, attempts: int) -> None:
         parameters.append(guard.transaction)
     try:
         with connection.cursor() as cursor:
-            if connection.vendor != "postgresql":
-                cursor.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
             cursor.execute(sql, parameters)
             hit = cursor.rowcount
     except (DatabaseError, InterfaceError) as error:
         if is_outage(error) or is_collision(error):
             raise
         raise TransactionBroken(
-            f"The handler returned, but its transaction can no longer commit ({' '.join(str(error).split())}). It caught a "
-            "database error without a savepoint, or closed the connection. Let the error out, or wrap the statement that "
-            "may fail in its own `with transaction.atomic():`."
+            f"The handler returned, but its transaction can no longer commit ({describe(error)}). It caught a database error "
+            "without a savepoint. Let the error out, or wrap the statement that may fail in its own "
+            "`with transaction.atomic():`."
         ) from error
     if hit != 1:
-        raise TransactionBroken(
-            "The handler returned, but its transaction is not the one that the inbox began: it was committed or rolled back "
-            "inside the handler. Leave commit and rollback to the inbox."
-        )
+        raise TransactionEnded(ENDED)
+
+
+def refuse_if_ended(guard: Guard) -> None:
+    """SQLite: is the handler still inside the transaction that began?
+
+    Its driver is left in autocommit when somebody ends the transaction behind Django's back, so every later statement would
+    commit by itself. Releasing our savepoint fails then. PostgreSQL begins another transaction, which our caller rolls back
+    and the sentinel tells by its id.
+
+    Raises:
+        TransactionEnded: no.
+    """
+    connection = connections[guard.alias]
+    if connection.vendor == "postgresql" or connection.closed_in_transaction:
+        return
+    try:
+        # Through the driver: Django refuses statements in a transaction that it has marked for rollback.
+        connection.connection.execute(f"RELEASE SAVEPOINT {_SAVEPOINT}")
+    except sqlite3.OperationalError as error:
+        if "no such savepoint" in str(error):
+            raise TransactionEnded(ENDED) from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +183,15 @@ def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
         cursor.execute(
             f"UPDATE {TABLE} SET duplicates = duplicates + 1, conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END "
             f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
-            "RETURNING id, state, digest <> %s, state IN ('received', 'retrying') AND next_attempt_at IS NULL",
-            [row.digest, row.handler, row.topic, row.biz_id, row.digest],
+            # The columns as they are: SQLite 3.40 answers `... IS NULL` in RETURNING wrongly.
+            "RETURNING id, state, digest, next_attempt_at",
+            [row.digest, row.handler, row.topic, row.biz_id],
         )
         found = cursor.fetchall()
-    return Earlier(found[0][0], found[0][1], bool(found[0][2]), bool(found[0][3])) if found else None
+    if not found:
+        return None
+    ((pk, state, digest, next_attempt_at),) = found
+    return Earlier(pk, state, conflicting=digest != row.digest, abandoned=state in DUE and next_attempt_at is None)
 
 
 def store_due(alias: str, row: NewRow, twin_timeout: timedelta) -> bool:

@@ -11,7 +11,8 @@ import math
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from itertools import groupby
 from typing import Any
 
 from asgiref.sync import sync_to_async
@@ -22,6 +23,7 @@ from django.utils import timezone
 from outbox import store
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
+from outbox.kernel.clock import utcnow
 from outbox.kernel.context import current_cause
 from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, is_reserved
 from outbox.kernel.identity import new_message_id
@@ -130,9 +132,15 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
     """
     rows = [_row(draft) for draft in drafts]
     _require_transaction(using)
-    plain = [row for row in rows if not row.is_unique]
-    positions = dict(zip((row.message_id for row in plain), store.insert_many(using, plain), strict=True))
-    return [_insert_one(using, row) if row.is_unique else _published(row, positions[row.message_id]) for row in rows]
+    published: list[PublishedMessage] = []
+    # In runs, so that positions, and with them the order of a key, follow the order of the drafts.
+    for unique, run in groupby(rows, key=lambda row: row.is_unique):
+        if unique:
+            published += [_insert_one(using, row) for row in run]
+        else:
+            plain = list(run)
+            published += map(_published, plain, store.insert_many(using, plain))
+    return published
 
 
 async def apublish(topic: str, payload: Any, **options: Any) -> PublishedMessage:
@@ -168,6 +176,7 @@ def _published(row: store.NewRow, position: int) -> PublishedMessage:
 def _row(draft: Draft) -> store.NewRow:
     message_id = new_message_id()
     cause = current_cause()
+    headers = _headers(draft.headers or {})
     return store.NewRow(
         message_id=message_id,
         topic=_name("topic", draft.topic),
@@ -175,11 +184,11 @@ def _row(draft: Draft) -> store.NewRow:
         key=_name("key", draft.key, may_be_empty=True),
         priority=_priority(draft),
         body=_body(draft),
-        headers=_headers(draft.headers or {}),
+        headers=headers,
         correlation_id=cause.correlation_id or str(message_id),
         causation_id=cause.message_id,
-        traceparent=str((draft.headers or {}).get(TRACEPARENT, cause.traceparent)),
-        is_unique=draft.unique,
+        traceparent=_name(TRACEPARENT, (draft.headers or {}).get(TRACEPARENT, cause.traceparent), may_be_empty=True),
+        is_unique=_flag("unique", draft.unique),
         delay=_span("delay", draft.delay),
         deliver_at=_instant(draft),
         expires_in=_span("expires_in", draft.expires_in),
@@ -203,6 +212,7 @@ _WHAT = {
 _REMEDY = {
     "topic": "Choose a shorter, printable topic.",
     "biz_id": "Use the id of the order, payment … it tells about.",
+    TRACEPARENT: "It is the W3C trace context: 00-<trace id>-<span id>-<flags>.",
     "key": "Use the id of the thing whose messages must keep their order.",
 }
 
@@ -275,6 +285,12 @@ def _is_header_value(value: object) -> bool:
     return False
 
 
+def _flag(argument: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidMessage(f"{argument} is {_short(value)}: it must be True or False.")
+    return value
+
+
 def _span(argument: str, value: timedelta | None) -> timedelta | None:
     if value is None:
         return None
@@ -288,6 +304,7 @@ def _span(argument: str, value: timedelta | None) -> timedelta | None:
 
 
 _LONGEST = timedelta(days=3650)
+_EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _instant(draft: Draft) -> datetime | None:
@@ -302,9 +319,14 @@ def _instant(draft: Draft) -> datetime | None:
         raise InvalidMessage(
             f"deliver_at is {value!r}, which has no time zone: use django.utils.timezone.now() + … or make_aware()."
         )
+    if not _EARLIEST < value < utcnow() + _LONGEST:
+        raise InvalidMessage(f"deliver_at is {value!r}: it must lie after 1970 and within the next {_LONGEST.days} days.")
     return value
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - a user's own __repr__
+        text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

@@ -26,11 +26,12 @@ from inbox.conf import InboxOptions
 from inbox.consumer.topology import queue_of
 from inbox.handlers import Handler
 from inbox.receiving import DatabaseAway, Received, read, receive
-from outbox.kernel.broker import BROKER_FAILURES, connection_options, describe, masked, speaks_amqp
+from outbox.kernel.broker import BROKER_FAILURES, connection_options, masked, speaks_amqp
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.outage import Outage
+from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,8 @@ class Consumer:
         try:
             while not self._stop:
                 self._watchdog.beat()
+                if not worker.is_alive():
+                    raise RuntimeError("The worker thread has ended; this process must be started anew.")
                 try:
                     self._connect()
                     self._pump()
@@ -235,12 +238,13 @@ class Consumer:
         while self._is_wanted(delivery):
             try:
                 envelope, refused = _envelope(delivery.message)
-                arrival = read(handler, envelope, self._options, redelivered=redelivered, refused=refused)
+                arrival = read(handler, envelope, self._options, refused=refused)
                 received = receive(handler, arrival, self._options, redelivered=redelivered)
             except DatabaseAway as error:
                 self._database.wait(error, self._stop)
                 continue
-            except Exception:
+            except BaseException:
+                # Nothing may end the worker while the process goes on receiving.
                 logger.exception("%s: a delivery met an error nobody foresaw; it goes back to the broker.", handler.name)
                 connections.close_all()
                 return Received.PUT_OFF

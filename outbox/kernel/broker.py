@@ -56,8 +56,3 @@ def masked(url: str) -> str:
     credentials, at, where = rest.rpartition("@")
     user, colon, _ = credentials.partition(":")
     return f"{scheme}{separator}{user}{':***' if colon else ''}{at}{where}"
-
-
-def describe(error: BaseException) -> str:
-    """What went wrong, in one line, never empty."""
-    return " ".join(str(error).split()) or type(error).__name__

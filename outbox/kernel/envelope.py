@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from outbox.kernel.text import fit, printable
+from outbox.kernel.text import NAME_LENGTH, fit, printable
 
 JSON = "application/json"
 STRUCTURED_JSON = "application/cloudevents+json"
@@ -119,7 +119,11 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
     attributes = _attributes(headers)
     if media_type(content_type) == STRUCTURED_JSON:
         attributes, body, content_type = _structured(body)
-    own_headers = {str(name): _json_safe(value) for name, value in headers.items() if not str(name).startswith(_PREFIXES)}
+    own_headers = {
+        printable(str(name), NAME_LENGTH): _json_safe(value)
+        for name, value in headers.items()
+        if not str(name).startswith(_PREFIXES)
+    }
 
     def text(name: str, otherwise: object = "") -> str:
         value = attributes.get(name)
@@ -197,7 +201,8 @@ def _parse_time(value: object) -> datetime | None:
                 instant = datetime.fromtimestamp(value / 1000 if abs(value) >= _LEAST_MILLISECONDS else value, tz=UTC)
             case _:
                 return None
-        return instant if instant.tzinfo else instant.replace(tzinfo=UTC)
+        # In UTC, so that the first and the last day of the calendar overflow here and not in a database driver.
+        return instant.astimezone(UTC) if instant.tzinfo else instant.replace(tzinfo=UTC)
     except (ValueError, OverflowError, OSError):
         return None
 

@@ -43,6 +43,15 @@ def fit(text: str) -> str:
     return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def describe(error: BaseException) -> str:
+    """What went wrong, in one line, never empty, even when the error cannot say it."""
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - a user's own __str__
+        said = "its message cannot be printed"
+    return said or type(error).__name__
+
+
 def printable(text: str, limit: int) -> str:
     """For people: what a text column takes, cut in the middle so that both ends of a traceback remain."""
     text = text.replace("\x00", "�").encode("utf-8", "replace").decode()

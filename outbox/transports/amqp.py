@@ -18,8 +18,9 @@ from typing import Any
 import kombu
 from amqp.exceptions import RecoverableConnectionError
 
-from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options, describe
+from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options
 from outbox.kernel.clock import monotonic
+from outbox.kernel.text import describe
 from outbox.kernel.transport import BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
 from outbox.transports.confirms import ConfirmTracker
 

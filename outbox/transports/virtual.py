@@ -13,8 +13,9 @@ from typing import Any
 import kombu
 from kombu.transport.virtual import Channel as VirtualChannel
 
-from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options, describe, scheme_of
+from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options, scheme_of
 from outbox.kernel.clock import monotonic
+from outbox.kernel.text import describe
 from outbox.kernel.transport import (
     CONFIRMED,
     BrokerUnavailable,
