@@ -6,14 +6,96 @@ would notice: a harness that has never seen a lost message may be unable to see 
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 from tests.crash.failpoints import patch
 
-BUGS: dict[str, Callable[[], None]] = {}
+
+def acknowledges_before_the_commit() -> None:
+    """The broker forgets a message as soon as it has sent it."""
+
+    def consume(original: Any) -> Any:
+        return lambda consumer, no_ack=None: original(consumer, no_ack=True)
+
+    def ack(original: Any) -> Any:
+        return lambda message, *args, **kwargs: None
+
+    patch("kombu.messaging.Consumer.consume", consume)
+    patch("kombu.message.Message.ack", ack)
+
+
+def has_no_sentinel() -> None:
+    """What the handler left behind is committed, or not, and believed in."""
+    patch("inbox.store.finish", lambda original: lambda *args, **kwargs: None)
+
+
+def settles_before_the_confirm() -> None:
+    """What was written to the socket counts as published."""
+
+    def sent(original: Any) -> Any:
+        def sent_and_confirmed(tracker: Any, position: int, message_id: str) -> None:
+            original(tracker, position, message_id)
+            tracker.acked(0, True)
+
+        return sent_and_confirmed
+
+    patch("outbox.transports.confirms.ConfirmTracker.sent", sent)
+
+
+def ignores_returned_messages() -> None:
+    """The broker confirms what it has no queue for."""
+    patch("outbox.transports.confirms.ConfirmTracker.returned", lambda original: lambda *args: None)
+
+
+def runs_duplicates() -> None:
+    """Whether the inbox row was there already is not asked."""
+    there_already = object()
+
+    def begin(original: Any) -> Any:
+        return lambda *args, **kwargs: original(*args, **kwargs) or there_already
+
+    def finish(original: Any) -> Any:
+        return lambda guard, *args, **kwargs: None if guard is there_already else original(guard, *args, **kwargs)
+
+    patch("inbox.store.begin_fresh", begin)
+    patch("inbox.store.finish", finish)
+
+
+def writes_the_effect_outside_the_transaction() -> None:
+    """The effect has a connection of its own, so it stays when the inbox row is rolled back."""
+
+    def save(original: Any) -> Any:
+        from threading import Thread  # noqa: PLC0415 - in Django, another thread is another connection
+
+        from django.db import connections  # noqa: PLC0415
+
+        def elsewhere(effect: Any, *args: Any, **kwargs: Any) -> None:
+            def write() -> None:
+                original(effect, *args, **kwargs)
+                connections.close_all()
+
+            thread = Thread(target=write)
+            thread.start()
+            thread.join()
+
+        return elsewhere
+
+    patch("tests.app.models.Effect.save", save)
+
+
+BUGS: dict[str, Callable[[], None]] = {
+    bug.__name__: bug
+    for bug in (
+        acknowledges_before_the_commit,
+        has_no_sentinel,
+        settles_before_the_confirm,
+        ignores_returned_messages,
+        runs_duplicates,
+        writes_the_effect_outside_the_transaction,
+    )
+}
 
 
 def install_from_environment() -> None:

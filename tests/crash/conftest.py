@@ -51,3 +51,8 @@ def _world(environment, directory, rabbit, broker_url):
     world = World(environment, directory, rabbit, broker_url)
     yield world
     world.end_all()
+
+
+@pytest.fixture
+def engine(pytestconfig):
+    return pytestconfig.getoption("--db")

@@ -1,8 +1,9 @@
 """A process that ends itself at a named point, without a line of it in the product.
 
-FAILPOINT is "<kill|stop> <before|after> <function> [<n-th call>]", the function by its dotted name, wherever it lives: ours,
+FAILPOINT is "<kill|stop|sleep> <before|after> <function> [<n-th call>]", the function by its dotted name, wherever it lives: ours,
 kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it runs any more: no `finally`, no
-rollback, no goodbye to the broker. Or SIGSTOP, and then it sleeps until it is woken.
+rollback, no goodbye to the broker. Or SIGSTOP, and then it stands still until it is woken. Or only the calling thread
+sleeps, for ever.
 
 DELIVERIES is a file to which a consumer appends the message id of every delivery before anything of ours has seen it, and
 RUNS one for every call of the handler; so a test knows what arrived, whatever the database says.
@@ -15,17 +16,23 @@ import importlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+ACTIONS = {
+    # To this very thread: a signal to the process may let it run on for a moment.
+    "kill": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGKILL),
+    "stop": lambda: signal.pthread_kill(threading.get_ident(), signal.SIGSTOP),
+    "sleep": lambda: threading.Event().wait(),
+}
 
 
 def install_from_environment() -> None:
     if order := os.environ.get("FAILPOINT"):
         action, when, name, nth = (*order.split(), "1")[:4]
-        patch(name, _failing(SIGNALS[action], when, int(nth)))
+        patch(name, _failing(ACTIONS[action], when, int(nth)))
     if place := os.environ.get("DELIVERIES"):
         patch("kombu.messaging.Consumer._receive_callback", _noting_deliveries(Path(place)))
 
@@ -51,28 +58,23 @@ def append(place: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def _failing(number: signal.Signals, when: str, nth: int) -> Any:
+def _failing(act: Callable[[], object], when: str, nth: int) -> Any:
     calls = count(1)
 
     def decorate(function: Any) -> Any:
         @functools.wraps(function)
         def failing(*args: Any, **kwargs: Any) -> Any:
             if when == "before" and next(calls) == nth:
-                _hit(number)
+                act()
             result = function(*args, **kwargs)
             if when == "after" and next(calls) == nth:
-                _hit(number)
+                act()
             return result
 
         return failing
 
     assert when in {"before", "after"}, when
     return decorate
-
-
-def _hit(number: signal.Signals) -> None:
-    # To this very thread: a signal to the process may let it run on for a moment.
-    signal.pthread_kill(threading.get_ident(), number)
 
 
 def _noting_deliveries(place: Path) -> Any:

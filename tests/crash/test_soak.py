@@ -7,8 +7,8 @@ import pytest
 from tests.crash.nemesis import Nemesis
 from tests.crash.oracle import messages_due
 
-SOAK_SECONDS = 35
-LOCAL_SOAK_SECONDS = 10
+SOAK_SECONDS = 32
+LOCAL_SOAK_SECONDS = 8
 
 
 def test_two_relays_and_two_consumers_are_killed_at_random(world, record_property):
@@ -56,7 +56,7 @@ def test_processes_without_broker_are_killed_at_random(local_world, record_prope
     print(figures)
     record_property("figures", figures)
     assert not nemesis.own_ends, nemesis.own_ends
-    assert nemesis.kills.total() >= 4, figures
+    assert nemesis.kills.total() >= 3, figures
     local_world.assert_nothing_went_wrong(found)
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import kombu
 from django.db import DatabaseError, InterfaceError, connection, transaction
 from django.db.models import Max
 
@@ -28,7 +29,6 @@ from outbox import publish
 from outbox.models import OutboxMessage
 from tests.app.models import Unique
 from tests.crash.oracle import CHAINS, Verdict, messages_due, verdict
-from tests.servers import RabbitServer
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 40.0
@@ -98,11 +98,11 @@ class Worker:
 
 @dataclass
 class World:
-    """Everything one test has: a database, a broker or none, and its processes."""
+    """Everything one test has: a database, a broker or none (`rabbit`), and its processes."""
 
     environment: dict[str, str]
     directory: Path
-    rabbit: RabbitServer | None
+    rabbit: Any
     broker_url: str
     workers: list[Worker] = field(default_factory=list)
     seed: int = field(default_factory=lambda: random.randrange(2**32))
@@ -114,6 +114,12 @@ class World:
 
     def consumer(self, **how: Any) -> Worker:
         return self._start(CONSUMER, **how)
+
+    def listening(self, **how: Any) -> Worker:
+        """A consumer that is subscribed already: from now on nothing is unroutable."""
+        worker = self.consumer(**how)
+        self.wait_until(lambda: worker.has_said("Consuming"), "the consumer is subscribed")
+        return worker
 
     def again(self, worker: Worker) -> Worker:
         """The same process once more, as a supervisor would start it."""
@@ -172,7 +178,7 @@ class World:
             commit_operation(f"{prefix or f'{how}-'}{next_number()}", how=how, **options)
 
     @contextmanager
-    def load(self, producers: int = 2, rest_seconds: float = 0.004) -> Iterator[Counter[str]]:
+    def load(self, producers: int = 2, rest_seconds: float = 0.03) -> Iterator[Counter[str]]:
         """Producers at work for the length of the block; what they did, by kind."""
         enough = threading.Event()
         tally: Counter[str] = Counter()
@@ -188,6 +194,11 @@ class World:
             enough.set()
             for thread in threads:
                 thread.join()
+
+    def flows(self, enough: int = 20) -> None:
+        """Wait until some more messages have gone all the way."""
+        before = self.inbox()["done"]
+        self.wait_until(lambda: self.inbox()["done"] >= before + enough, "the load is flowing")
 
     # -------------------------------------------------------------------------------------------------------- what is there
 
@@ -237,6 +248,12 @@ class World:
     def in_broker(self) -> int:
         return sum(self.rabbit.queue_lengths(self.broker_url).values()) if self.rabbit else 0
 
+    def delete_queues(self) -> None:
+        """As if no consumer had ever been there."""
+        with kombu.Connection(self.broker_url) as broker:
+            for queue in self.rabbit.queue_lengths(self.broker_url):
+                broker.default_channel.queue_delete(queue)
+
     def is_quiet(self) -> bool:
         """Nothing is under way anywhere: a message is in the outbox, in the broker, in the inbox, or through."""
         before = OutboxMessage.objects.count()
@@ -253,7 +270,7 @@ class World:
         while time.monotonic() < deadline:
             if found := condition():
                 return found
-            time.sleep(0.05)
+            time.sleep(0.1)
         raise AssertionError(
             f"waited {seconds:.0f} s in vain until {what}\noutbox {dict(self.outbox())}, inbox {dict(self.inbox())}, "
             f"{verdict()}\n{self.tails()}"
@@ -265,7 +282,7 @@ class World:
         for command in (RELAY, CONSUMER):
             if not any(worker.command == [command] for worker in alive):
                 alive.append(self._start(command))
-        self.wait_until(self.is_quiet, "everything was drained")
+        self.wait_until(self.is_quiet, "everything was drained", 2 * PATIENCE_SECONDS)
         self.end(*alive)
         return verdict()
 

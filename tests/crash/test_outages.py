@@ -1,0 +1,141 @@
+"""The broker, the database or the cable goes away in mid-load: an outage is nobody's attempt, and nobody has to be restarted."""
+
+from __future__ import annotations
+
+from django.db import connection
+
+from outbox.models import OutboxMessage
+from tests.servers import FaultProxy
+
+DEADLINE = {"BATCH_DEADLINE": 1}
+SOME = 40
+
+
+def test_the_broker_is_killed_in_mid_load(world):
+    workers = [world.listening(), world.relay()]
+    with world.load() as tally:
+        world.flows()
+        world.rabbit.kill()
+        world.wait_until(lambda: workers[0].has_said("is away") and workers[1].has_said("is away"), "both noticed")
+        committed = tally.total()
+        world.wait_until(lambda: tally.total() > committed + SOME, "producers go on without a broker")
+        waiting = OutboxMessage.objects.filter(state="ready")
+        assert waiting.exists()
+        assert not waiting.filter(attempts__gt=0).exists(), "an outage was counted as an attempt"
+        world.rabbit.start()
+        world.flows(len(waiting))
+    assert all(worker.is_alive for worker in workers), world.tails()
+    found = world.drain()
+
+    world.assert_nothing_went_wrong(found)
+    assert world.most_attempts() == 1
+    assert not OutboxMessage.objects.exclude(last_error="").exists()
+
+
+def test_the_database_is_killed_in_mid_load(mortal_world, mortal_postgres):
+    world = mortal_world
+    workers = [world.listening(), world.relay()]
+    with world.load(producers=3) as tally:
+        for _ in range(2):
+            world.flows()
+            mortal_postgres.kill()
+            connection.close()
+            mortal_postgres.start()
+    assert all(worker.is_alive for worker in workers), world.tails()
+    found = world.drain()
+
+    assert tally["unknown"] > 0, "no producer ever noticed"
+    assert all(worker.has_said("The database is away") or worker.has_said("is back") for worker in workers), world.tails()
+    world.assert_nothing_went_wrong(found)
+    assert world.most_attempts() == 1
+    assert world.redelivered() == world.suppressed()
+
+
+def test_the_relay_loses_its_connection_in_the_middle_of_batches(world):
+    """Cut after some bytes, so also in the middle of a frame, again and again."""
+    world.listening()
+    cuts = 0
+    with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
+        relay = world.relay(broker_url=proxy.through(world.broker_url), outbox=DEADLINE)
+        for nbytes in (1, 700, 3_001, 9_999, 20_011, 33_333):
+            world.wait_until(lambda: proxy.connections, "the relay is connected")
+            proxy.cut_after(nbytes)
+            world.operate(60)
+            world.wait_until(lambda: not proxy._cut_after, "the connection was cut")
+            cuts += 1
+        world.wait_until(world.is_quiet, "everything got through in spite of it")
+
+        assert relay.is_alive, relay.tail()
+        found = world.drain()
+
+    assert cuts == 6
+    assert relay.has_said("The broker is away")
+    assert world.redelivered() > 0, "no cut came after the broker had the message, so nothing was ambiguous"
+    assert world.suppressed() == world.redelivered()
+    world.assert_nothing_went_wrong(found)
+    assert world.most_attempts() == 1
+
+
+def test_the_confirms_never_arrive(world):
+    """The broker takes every message and its confirms are swallowed: unknown is sent again, and suppressed."""
+    world.listening()
+    with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
+        relay = world.relay(broker_url=proxy.through(world.broker_url), outbox=DEADLINE)
+        world.operate(1)
+        world.wait_until(world.is_quiet, "the connection is in use")
+        proxy.drop_server_to_client(True)
+        world.operate(SOME)
+        world.wait_until(lambda: relay.has_said("The broker is away"), "the relay gave up waiting for confirms")
+        assert world.published() == 1, "a message was settled without a confirm"
+        arrived = world.inbox()["done"] - 1
+        proxy.drop_server_to_client(False)
+        proxy.cut()
+        world.wait_until(world.is_quiet, "everything was confirmed in the end")
+        assert relay.is_alive, relay.tail()
+        found = world.drain()
+
+    assert arrived > 0, "the broker had none of them, so nothing was ambiguous"
+    assert world.redelivered() >= arrived
+    assert world.suppressed() == world.redelivered()
+    world.assert_nothing_went_wrong(found)
+    assert world.most_attempts() == 1
+
+
+def test_the_consumer_loses_its_connection_again_and_again(world):
+    """Committed effects whose acknowledgements are lost come back, and have no second effect."""
+    world.relay()
+    with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
+        consumer = world.listening(broker_url=proxy.through(world.broker_url))
+        for _ in range(5):
+            before = world.inbox()["done"]
+            world.operate(60)
+            world.wait_until(lambda before=before: world.inbox()["done"] > before, "it is in the middle of them")
+            proxy.cut()
+            world.wait_until(lambda: proxy.connections, "it came back")
+        world.wait_until(world.is_quiet, "everything got through in spite of it")
+        assert consumer.is_alive, consumer.tail()
+        found = world.drain()
+
+    assert world.redelivered() > 0
+    assert world.suppressed() > 0
+    world.assert_nothing_went_wrong(found)
+
+
+def test_acknowledgements_into_a_dead_cable_are_lost_and_nothing_else(world):
+    """Handlers go on while nothing the consumer says arrives; what it did is not done again."""
+    world.relay()
+    with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
+        consumer = world.listening(broker_url=proxy.through(world.broker_url))
+        world.operate(15, how="slow")
+        world.wait_until(lambda: world.inbox()["done"] >= 2, "it is in the middle of them")
+        proxy.freeze()
+        before = world.inbox()["done"]
+        world.wait_until(lambda: world.inbox()["done"] >= before + 5, "its handlers went on")
+        proxy.cut()
+        proxy.thaw()
+        world.wait_until(world.is_quiet, "everything got through in spite of it")
+        assert consumer.is_alive, consumer.tail()
+        found = world.drain()
+
+    assert world.suppressed() >= 4
+    world.assert_nothing_went_wrong(found)

@@ -1,0 +1,66 @@
+"""SIGTERM under load: what is in hand is finished, the rest is left to others, the exit status is 0."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+BOUND_SECONDS = 10
+
+
+@pytest.mark.parametrize("victim", ["relay", "consumer"])
+def test_a_process_that_is_asked_to_end_under_load(world, victim):
+    workers = {"relay": world.relay(), "consumer": world.consumer()}
+    with world.load(producers=3):
+        for _ in range(3):
+            world.flows()
+            world.wait_until(lambda: workers[victim].is_ready, "it listens to SIGTERM")
+            asked_at = time.monotonic()
+            workers[victim].ask_to_end()
+
+            assert workers[victim].ends(BOUND_SECONDS) == 0, workers[victim].tail()
+            assert time.monotonic() - asked_at < BOUND_SECONDS
+            workers[victim] = world.again(workers[victim])
+    world.assert_nothing_went_wrong(world.drain())
+
+
+def test_a_polite_end_leaves_nothing_to_be_done_twice(world):
+    """Unlike a kill: what was in hand is acknowledged, and what was only prefetched goes back unseen."""
+    world.relay()
+    world.operate(120)
+    for _ in range(4):
+        consumer = world.consumer()
+        world.flows(1)
+        world.end(consumer)
+    found = world.drain()
+
+    assert world.redelivered() > 0, "nothing was prefetched, so nothing was given back"
+    assert max(world.runs().values()) == 1
+    world.assert_nothing_went_wrong(found)
+
+
+@pytest.mark.every_database
+def test_a_process_without_broker_that_is_asked_to_end_under_load(local_world):
+    worker = local_world.relay()
+    with local_world.load(producers=2):
+        for _ in range(3):
+            local_world.flows(10)
+            worker.ask_to_end()
+            assert worker.ends(BOUND_SECONDS) == 0, worker.tail()
+            worker = local_world.again(worker)
+    local_world.assert_nothing_went_wrong(local_world.drain())
+
+
+def test_a_handler_that_does_not_end_is_cut_off(world):
+    """The grace ends; the process goes without a commit and without an acknowledgement, so another does it whole."""
+    world.relay()
+    consumer = world.consumer(inbox={"SHUTDOWN_GRACE": 1}, failpoint="sleep before inbox.store.finish")
+    world.operate(3)
+    world.wait_until(lambda: world.runs().total() > 0, "the handler is stuck")
+    consumer.ask_to_end()
+
+    assert consumer.ends(BOUND_SECONDS) not in (0, -signal.SIGKILL), consumer.tail()
+    assert world.inbox()["done"] == 0
+    world.assert_nothing_went_wrong(world.drain())
