@@ -1,0 +1,186 @@
+"""What the tests of the outbox do again and again: publish, relay, look at the row, look into the broker."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import kombu
+from django.db import connections, transaction
+
+from outbox import publish
+from outbox.conf import OutboxOptions
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest, Watchdog
+from outbox.models import OutboxMessage, State
+from outbox.relay.passes import Pass
+from outbox.relay.relay import Relay
+from outbox.transports import open_transport
+
+EXCHANGE = "outbox"
+TOPIC = "shop.order.placed"
+SECONDS = 30.0
+"""How long a condition may take to come true before the test gives up on it."""
+
+
+def published(topic=TOPIC, payload=None, *, using="default", **options):
+    """A committed message."""
+    with transaction.atomic(using=using):
+        return publish(topic, {} if payload is None else payload, using=using, **options)
+
+
+def row_of(message, using="default"):
+    return OutboxMessage.objects.using(using).get(message_id=message.id)
+
+
+def state_of(message, using="default"):
+    return row_of(message, using).state
+
+
+def states(using="default"):
+    """The states of all rows, in the order of their positions."""
+    return list(OutboxMessage.objects.using(using).order_by("pk").values_list("state", flat=True))
+
+
+def waiting(using="default"):
+    """Is there a row that a relay still has to do something about?"""
+    still = (State.READY, State.SCHEDULED, State.RETRYING)
+    return OutboxMessage.objects.using(using).filter(state__in=still).exists()
+
+
+def set_columns(message, using="default", **columns):
+    """Put a row into a state it takes long to get into."""
+    assert OutboxMessage.objects.using(using).filter(message_id=message.id).update(**columns) == 1
+
+
+def eventually(condition, seconds=SECONDS):
+    """Wait until the condition holds, and return what it said."""
+    deadline = monotonic() + seconds
+    while not (answer := condition()):
+        assert monotonic() < deadline, f"waited {seconds} s in vain"
+        time.sleep(0.01)
+    return answer
+
+
+def soon(seconds=SECONDS):
+    """A deadline for `Transport.send` that a healthy broker keeps easily."""
+    return monotonic() + seconds
+
+
+def quick(**options):
+    """Options with which nothing rests long."""
+    return OutboxOptions(
+        **{
+            "POLL_INTERVAL": timedelta(seconds=0.05),
+            "RETRY_BASE": timedelta(seconds=0.02),
+            "RETRY_CAP": timedelta(seconds=0.05),
+            **options,
+        }
+    )
+
+
+@contextmanager
+def connected(url, *, alias="default"):
+    transport = open_transport(url, alias=alias, exchange=EXCHANGE)
+    transport.connect()
+    try:
+        yield transport
+    finally:
+        transport.close()
+
+
+def one_pass(transport, *, limit=500, alias="default", **options):
+    """One pass of a relay that lives no longer than that."""
+    single = Pass(alias, transport, quick(**options))
+    try:
+        return single.run(limit)
+    finally:
+        single.close()
+
+
+def relay_for(url, stop, *, alias="default", **options):
+    options = quick(BROKER_URL=url, **options)
+    transport = open_transport(url, alias=alias, exchange=EXCHANGE)
+    watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
+    return Relay(alias, transport, options, stop=stop, watchdog=watchdog)
+
+
+def drained(url, *, alias="default", **options):
+    """Relay everything that is ready or due, in this thread."""
+    relay = relay_for(url, StopRequest(), alias=alias, **options)
+    relay.run(drain=True)
+    return relay
+
+
+@contextmanager
+def relaying(url, *, relays=1, alias="default", **options):
+    """Relays in threads, each with connections of its own, until the block ends."""
+    stop = StopRequest()
+    running = [relay_for(url, stop, alias=alias, **options) for _ in range(relays)]
+    with in_threads(*(relay.run for relay in running), stop=stop):
+        yield running
+
+
+@contextmanager
+def in_threads(*functions, stop=None):
+    """Run the functions beside the block, then wait for their end. What one of them raises, the block raises."""
+    errors = []
+
+    def run(function):
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - it is raised in the test's own thread
+            errors.append(error)
+        finally:
+            connections.close_all()
+
+    threads = [threading.Thread(target=run, args=[function]) for function in functions]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        if stop is not None:
+            stop.set()
+        for thread in threads:
+            thread.join(2 * SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+class Queue:
+    """A queue on a real broker, bound to the outbox's exchange."""
+
+    def __init__(self, url, topic=TOPIC, name="tests", **arguments):
+        self._connection = kombu.Connection(url)
+        exchange = kombu.Exchange(EXCHANGE, "topic", durable=True)
+        queue = kombu.Queue(name, exchange, topic, durable=True, queue_arguments=arguments or None)
+        self._bound = queue(self._connection.channel())
+        self._bound.declare()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._connection.release()
+
+    def take_all(self):
+        """Everything that is in it now, oldest first."""
+        taken = []
+        while (message := self._bound.get(no_ack=True)) is not None:
+            taken.append(message)
+        return taken
+
+    def take(self, count):
+        """Wait for so many messages."""
+        taken = []
+        eventually(lambda: taken.extend(self.take_all()) or len(taken) >= count)
+        return taken
+
+
+def ids(messages):
+    """Message ids, of deliveries, of messages at the fake broker or of what publish() returned."""
+    return [str(getattr(message, "id", None) or message.properties["message_id"]) for message in messages]
