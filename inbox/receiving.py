@@ -324,7 +324,7 @@ def _duplicate(handler: Handler, row: NewRow) -> Received:
 def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
     if not decided(lambda: store.bury_abandoned(handler.using, pk), handler.using):
         return None
-    return _announce(handler, message_id, biz_id, Failure(error=store.ENDED, retry_after=None, attempts=1))
+    return _announce(handler, message_id, biz_id, Failure(error=store.ABANDONED, retry_after=None, attempts=1))
 
 
 def decided(write: Callable[[], _T], alias: str) -> _T:

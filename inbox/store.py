@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 TABLE = InboxMessage._meta.db_table
-ABANDONED = "Its effect may be there in part, without its inbox row. Check by hand, then retry or skip."
-
-ENDED = "The handler ended the transaction that the inbox began: it committed or rolled back behind Django's back. " + ABANDONED
+_PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
+ABANDONED = f"The handler committed by itself. {_PARTLY}"
+ENDED = f"The handler ended the inbox's transaction: it committed or rolled back behind Django's back. {_PARTLY}"
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
 _SAVEPOINT = "inbox_guard"
 
@@ -112,8 +112,8 @@ def finish(guard: Guard, attempts: int) -> None:
     connection = connections[guard.alias]
     if connection.closed_in_transaction:
         raise TransactionBroken(
-            "The handler closed the database connection that its transaction runs on, which rolled everything back. Leave "
-            "connections to Django; close_old_connections() is for threads of your own."
+            "The handler returned, but its transaction can no longer commit: it closed the database connection, which rolled "
+            "everything back. Leave connections to Django; close_old_connections() is for threads of your own."
         )
     refuse_if_ended(guard)
     sql = (
@@ -284,7 +284,8 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
     and skipped, whatever its `next_attempt_at` says.
     """
     connection = connections[alias]
-    if not handlers:
+    # Reading first costs nothing on an idle inbox, while an UPDATE of no row would still take SQLite's write lock.
+    if not handlers or not next_due(alias, handlers):
         return None
     now = _now(connection)
     due = (

@@ -201,6 +201,19 @@ def claims_by_locks(alias: str) -> bool:
     return connections[alias].vendor == "postgresql"
 
 
+def has_work(alias: str) -> bool:
+    """Is anything ready or due? Read only: an idle relay must not take SQLite's write lock, nor open transactions."""
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT EXISTS (SELECT 1 FROM {TABLE} WHERE state = 'ready') OR EXISTS (SELECT 1 FROM {TABLE} "
+            f"WHERE state IN ('scheduled', 'retrying') AND available_at <= {_now(connection)} LIMIT %s)",
+            [1],
+        )
+        found: tuple[Any] = cursor.fetchone()
+    return bool(found[0])
+
+
 def bound_transaction(alias: str, longest: timedelta) -> None:
     """Let the server end the open transaction when its owner sleeps or hangs: a zombie relay must not settle anything."""
     if connections[alias].vendor != "postgresql":

@@ -54,7 +54,7 @@ def an_envelope(payload=None, *, body=None, **attributes):
 
 def deliver(handler, envelope=None, *, given=OPTIONS, redelivered=False):
     """What the consumer does with one delivery, between taking it from the broker and answering."""
-    arrival = read(handler, envelope or an_envelope(), given, redelivered=redelivered)
+    arrival = read(handler, envelope or an_envelope(), given)
     return receive(handler, arrival, given, redelivered=redelivered)
 
 

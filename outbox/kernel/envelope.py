@@ -33,6 +33,8 @@ RESERVED_HEADERS = "names that begin with 'cloudEvents', 'ce-' or 'x-'"
 
 # Milliseconds since 1970 passed this in 1973; seconds will in the year 5138.
 _LEAST_MILLISECONDS = 1e11
+_INT64_END = 2**63
+_HEADER_LENGTH = 4_000
 
 HeaderValue = str | int | float | bool
 
@@ -208,9 +210,18 @@ def _parse_time(value: object) -> datetime | None:
 
 
 def _json_safe(value: object) -> HeaderValue:
-    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    return printable(value if isinstance(value, str) else str(value), 4_000)
+    match value:
+        case bool():
+            return value
+        case int() if abs(value) < _INT64_END:
+            return value
+        case float() if math.isfinite(value):
+            return value
+        case str():
+            return printable(value, _HEADER_LENGTH)
+        case int():
+            return "a whole number of more than 64 bits"
+    return printable(str(value), _HEADER_LENGTH)
 
 
 def _is_uuid(text: str) -> bool:

@@ -70,8 +70,10 @@ class Relay:
             return None
         try:
             drop_unusable_connections()
-            promoted = store.promote_due(self._alias, _PROMOTED_PER_ROUND)
-            report = self._pass.run(self._limit)
+            promoted, report = 0, PassReport()
+            if store.has_work(self._alias):
+                promoted = store.promote_due(self._alias, _PROMOTED_PER_ROUND)
+                report = self._pass.run(self._limit)
         except Exception as error:
             connections[self._alias].close()
             if is_outage(error):
