@@ -26,7 +26,7 @@ class InboxOptions:
         GROUP: this service's name on the broker, the first part of its queues' names; "" takes the project's name.
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
         ACCEPT: media types that are decoded; all must be JSON. Anything else is a dead letter.
-        PREFETCH: most deliveries in this process's hands at once.
+        PREFETCH: most unanswered deliveries of each queue in one process's hands.
         MAX_ATTEMPTS: failed attempts after which a message is dead.
         RETRY_BASE, RETRY_FACTOR, RETRY_CAP: rest after the first failed attempt, its growth, its limit.
         REDELIVERY_AFTER: a stored message whose process died in the middle is tried again after this.

@@ -53,7 +53,8 @@ class Runner:
             if not now and not self._database.ongoing:
                 break
             done += now
-        logger.info("%d stored messages were run.", done)
+        if done:
+            logger.info("%d stored messages were run.", done)
         return done
 
     def _turn(self, stop: StopRequest) -> int:

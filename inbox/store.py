@@ -24,6 +24,7 @@ from django.db.models import Count, Min, Sum
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import DUE, SETTLED, InboxMessage, State
 from outbox.kernel.clock import NOW_AFTER, DatabaseTime
+from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import LOCK_TIMEOUT, is_collision, is_outage
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, describe, printable
 
@@ -35,6 +36,7 @@ _PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 ABANDONED = f"The handler committed by itself. {_PARTLY}"
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back behind Django's back. {_PARTLY}"
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
+_OPERATORS_WAIT = timedelta(seconds=10)
 _SAVEPOINT = "inbox_guard"
 
 
@@ -405,10 +407,7 @@ def skip(alias: str, row: int, reason: str) -> bool:
 
 def _decide(alias: str, row: int, allowed: Sequence[State], **written: Any) -> bool:
     try:
-        with transaction.atomic(using=alias):
-            if connections[alias].vendor == "postgresql":
-                with connections[alias].cursor() as cursor:
-                    cursor.execute("SELECT set_config('lock_timeout', '10s', true)")
+        with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
             return bool(InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed).update(**written))
     except OperationalError as error:
         if is_collision(error):

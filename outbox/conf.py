@@ -66,8 +66,12 @@ class OutboxOptions:
     @cached_property
     def unroutable_retry(self) -> RetryPolicy:
         """For messages no queue takes yet: their queue may come with the next deploy, so they rest shorter."""
-        cap = min(self.RETRY_CAP, timedelta(minutes=1))
-        return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=min(self.RETRY_BASE, cap), factor=2.0, cap=cap)
+        return RetryPolicy(
+            max_attempts=self.MAX_ATTEMPTS,
+            base=min(self.RETRY_BASE, timedelta(seconds=1)),
+            factor=2.0,
+            cap=min(self.RETRY_CAP, timedelta(minutes=1)),
+        )
 
     @cached_property
     def source(self) -> str:

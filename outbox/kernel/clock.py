@@ -57,7 +57,8 @@ class DatabaseTime(Func):
 
 
 NOW_AFTER = {
-    "postgresql": "(clock_timestamp() + make_interval(secs => %s))",
+    # A scalar sub-query: clock_timestamp() is volatile, and only what is evaluated once can be an index condition.
+    "postgresql": "(SELECT clock_timestamp() + make_interval(secs => %s))",
     "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('%%+.6f seconds', %s))",
 }
 """The same expression for SQL written by hand, by `connection.vendor`: one placeholder, seconds from now."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
 from django.db import connections, router
 from django.db.models import Model
 
@@ -30,6 +34,23 @@ def immediate_hint(alias: str) -> str:
         f"Set DATABASES[{alias!r}]['OPTIONS'] = {{'transaction_mode': 'IMMEDIATE', 'timeout': 20, 'init_command': "
         "'PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;'}."
     )
+
+
+@contextmanager
+def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
+    """Bound every wait for a lock inside the open transaction, on PostgreSQL; the transaction's own bound comes back after.
+
+    When the block fails, the savepoint or transaction around it must be rolled back, which brings it back as well.
+    """
+    if connections[alias].vendor != "postgresql":
+        yield
+        return
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT current_setting('lock_timeout')")
+        (before,) = cursor.fetchone()
+        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{int(span.total_seconds() * 1000)}ms"])
+        yield
+        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
 
 
 def drop_unusable_connections() -> None:

@@ -24,14 +24,16 @@ def is_collision(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """The database went away underneath us. A statement that never reached it carries no SQLSTATE."""
-    if not isinstance(error, OperationalError | InterfaceError):
-        return False
+    """The database went away underneath us, or ended our transaction because we were away.
+
+    Its SQLSTATE says so; a statement that never reached the server carries none, and then only the text is left.
+    """
     for link in _chain(error):
         sqlstate = getattr(link, "sqlstate", None)
         if sqlstate is not None:
             return bool(_OUTAGE.fullmatch(sqlstate))
-    return not _is_sqlite_busy(error) and bool(_LOST.search(str(error)))
+    lost = isinstance(error, OperationalError | InterfaceError) and bool(_LOST.search(str(error)))
+    return lost and not _is_sqlite_busy(error)
 
 
 def _is_sqlite_busy(error: BaseException) -> bool:

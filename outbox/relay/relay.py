@@ -93,12 +93,15 @@ class Relay:
 
     def _note(self, report: PassReport) -> None:
         self.published += report.published
-        if report.broken is not None:
-            self._limit = 1 if report.suspicious else self._limit
-            self._broker.wait(report.broken, self._stop)
-        else:
+        culprit_found = report.suspicious and report.settled == report.claimed
+        if report.suspicious:
+            self._limit = 1
+        elif report.broken is None:
             # After a message that broke the connection, grow again slowly: the one to blame ends up alone in its batch.
             self._limit = min(self._limit * 2, self._options.BATCH_SIZE)
+        if report.broken is not None and not culprit_found:
+            self._broker.wait(report.broken, self._stop)
+        else:
             self._broker.over()
         if report.waits_for != self._waits_for:
             self._waits_for = report.waits_for
@@ -122,4 +125,5 @@ class Relay:
         except (DatabaseError, InterfaceError) as error:
             logger.debug("The lease was not released: %s", error)
         self._transport.close()
-        connections[self._alias].close()
+        if not connections[self._alias].in_atomic_block:  # as it is in a test
+            connections[self._alias].close()

@@ -1,3 +1,4 @@
+import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -25,7 +26,7 @@ class Command(BaseCommand):
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = OutboxMessage.objects.using(options["database"]).filter(state__in=states)
         if options["message_ids"]:
-            chosen = chosen.filter(message_id__in=options["message_ids"])
+            chosen = chosen.filter(message_id__in=[_message_id(given) for given in options["message_ids"]])
         if options["topic"]:
             chosen = chosen.filter(topic=options["topic"])
         positions = list(chosen.order_by("pk").values_list("pk", flat=True))
@@ -37,3 +38,10 @@ class Command(BaseCommand):
             progress.advance(int(store.requeue(options["database"], position)))
         progress.finish()
         self.stdout.write(f"{progress.done} messages requeued.")
+
+
+def _message_id(given: str) -> uuid.UUID:
+    try:
+        return uuid.UUID(given)
+    except ValueError as error:
+        raise CommandError(f"{given!r} is no message id; it looks like {uuid.UUID(int=0)}.") from error
