@@ -28,8 +28,8 @@ def utcnow() -> datetime:
 class DatabaseTime(Func):
     """The database's own clock at this very statement, `after` from now (default: now).
 
-    PostgreSQL's `now()` is the start of the transaction, which a long transaction leaves far behind, so
-    `clock_timestamp()` is asked instead.
+    PostgreSQL's `now()` is the start of the transaction, which a long transaction leaves far behind, and its
+    `clock_timestamp()` is a new instant at every row, which no index can be asked for; `statement_timestamp()` is neither.
     """
 
     output_field = DateTimeField()
@@ -57,8 +57,7 @@ class DatabaseTime(Func):
 
 
 NOW_AFTER = {
-    # A scalar sub-query: clock_timestamp() is volatile, and only what is evaluated once can be an index condition.
-    "postgresql": "(SELECT clock_timestamp() + make_interval(secs => %s))",
+    "postgresql": "(statement_timestamp() + make_interval(secs => %s))",
     "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('%%+.6f seconds', %s))",
 }
 """The same expression for SQL written by hand, by `connection.vendor`: one placeholder, seconds from now."""

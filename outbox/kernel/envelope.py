@@ -213,7 +213,7 @@ def _json_safe(value: object) -> HeaderValue:
     match value:
         case bool():
             return value
-        case int() if abs(value) < _INT64_END:
+        case int() if -_INT64_END <= value < _INT64_END:
             return value
         case float() if math.isfinite(value):
             return value

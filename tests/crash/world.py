@@ -89,7 +89,9 @@ class Worker:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"{self.command} is still there after {seconds} s\n{self.tail()}") from None
+            self.process.send_signal(signal.SIGABRT)  # with PYTHONFAULTHANDLER it says where it hangs
+            self.process.wait()
+            raise AssertionError(f"{self.command} was still there after {seconds} s\n{self.tail(60)}") from None
 
     def tail(self, lines: int = 25) -> str:
         said = self.log.read_text(errors="replace").splitlines()[-lines:]
@@ -158,6 +160,7 @@ class World:
             "BROKER_URL": broker_url or self.broker_url,
             "OUTBOX": json.dumps(outbox or {}),
             "INBOX": json.dumps(inbox or {}),
+            "PYTHONFAULTHANDLER": "1",
             "FAILPOINT": failpoint,
             "BUG": bug,
             "DELIVERIES": str(self.deliveries_file),

@@ -13,7 +13,7 @@ from textwrap import indent
 
 import psycopg.errors
 import pytest
-from django.db import DatabaseError, InterfaceError, OperationalError
+from django.db import DatabaseError, InterfaceError, InternalError, OperationalError
 
 from outbox.kernel import broker, console
 from outbox.kernel.clock import utcnow
@@ -23,6 +23,7 @@ from outbox.kernel.identity import new_message_id, process_name
 from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
+from outbox.kernel.text import describe
 
 
 class TestAMessageId:
@@ -93,6 +94,14 @@ class TestADatabaseError:
     @pytest.mark.parametrize("sqlstate", ["08006", "08003", "57P01", "57P02", "57P03", "53300"])
     def test_of_a_server_that_went_away_is_an_outage(self, sqlstate):
         error = driver_error(sqlstate)
+
+        assert is_outage(error)
+        assert not is_collision(error)
+
+    def test_of_a_transaction_the_server_ended_is_an_outage(self):
+        """PostgreSQL files it under invalid transaction states, and Django under internal errors."""
+        error = InternalError("terminating connection due to idle-in-transaction timeout")
+        error.__cause__ = psycopg.errors.IdleInTransactionSessionTimeout("terminating connection")
 
         assert is_outage(error)
         assert not is_collision(error)
@@ -279,8 +288,8 @@ def test_kombus_own_confirms_are_off_and_every_wait_is_bounded():
 
 
 def test_an_error_is_described_in_one_line_that_is_never_empty():
-    assert broker.describe(OSError("cut\n  off")) == "cut off"
-    assert broker.describe(TimeoutError()) == "TimeoutError"
+    assert describe(OSError("cut\n  off")) == "cut off"
+    assert describe(TimeoutError()) == "TimeoutError"
 
 
 class TestTheConsole:
