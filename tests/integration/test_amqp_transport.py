@@ -391,9 +391,7 @@ class TestAQueueThatIsFull:
 
 
 answers = st.lists(
-    st.tuples(
-        st.sampled_from(["ack", "nack", "return"]), st.integers(0, 7), st.booleans()
-    ),
+    st.tuples(st.sampled_from(["ack", "nack", "return"]), st.integers(0, 7), st.booleans()),
     max_size=12,
 )
 
@@ -424,4 +422,4 @@ def test_whatever_a_broker_answers_nothing_is_confirmed_that_it_did_not_confirm(
         sent = transport.send(parcels(5), monotonic() + (A_MOMENT if end == "silence" else 10))
 
     assert outcomes(sent) == expected
-    assert (sent.broken is None) == (len(expected) == 5 )
+    assert (sent.broken is None) == (len(expected) == 5)

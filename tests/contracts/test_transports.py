@@ -1,0 +1,197 @@
+"""What every transport promises, asked of each of them with the real thing behind it."""
+
+import json
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from inbox.handlers import idempotent_handler, registry
+from inbox.models import InboxMessage
+from outbox.kernel.broker import scheme_of
+from outbox.kernel.clock import monotonic
+from outbox.kernel.envelope import Envelope, from_delivery
+from outbox.kernel.transport import Outcome, Parcel
+from outbox.models import State
+from outbox.transports import open_transport
+from tests.relaying import EXCHANGE, Queue, connected, drained, ids, published, quick, row_of, soon, state_of
+from tests.unit.test_envelope import VECTORS, envelope_of
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+TAKEN, NOT_TAKEN = "contract.taken", "contract.not.taken"
+
+
+def a_parcel(position=1, topic=TAKEN, body=b'{"n":1}', **attributes):
+    message_id = str(uuid.uuid4())
+    values = {"source": "/tests", "created_at": datetime(2026, 3, 1, tzinfo=UTC), "biz_id": f"b{position}", **attributes}
+    return Parcel(position=position, envelope=Envelope(**{"id": message_id, "topic": topic, "body": body, **values}))
+
+
+def _through_a_broker(url):
+    with Queue(url, TAKEN) as queue:
+
+        def arrived(count):
+            return [
+                from_delivery(
+                    properties=message.properties | {"content_type": message.content_type},
+                    headers=message.headers,
+                    body=message.body if isinstance(message.body, bytes) else message.body.encode(),
+                    routing_key=message.delivery_info["routing_key"],
+                )
+                for message in queue.take(count)
+            ]
+
+        yield SimpleNamespace(url=url, arrived=arrived)
+
+
+def _into_the_inbox():
+    name = "contract.handler"
+    idempotent_handler(TAKEN, name=name)(lambda message: None)
+
+    def arrived(count):
+        rows = list(InboxMessage.objects.filter(handler=name).order_by("pk"))
+        assert len(rows) == count
+        return [
+            Envelope(id=row.message_id, topic=row.topic, key=row.key, biz_id=row.biz_id, body=bytes(row.body)) for row in rows
+        ]
+
+    yield SimpleNamespace(url="local://", arrived=arrived)
+    registry.remove(name)
+
+
+@pytest.fixture(params=["amqp", "redis", "local"])
+def place(request):
+    """Where TAKEN is taken and NOT_TAKEN is not."""
+    if request.param == "local":
+        yield from _into_the_inbox()
+    else:
+        yield from _through_a_broker(request.getfixturevalue({"amqp": "rabbitmq_url", "redis": "redis_url"}[request.param]))
+
+
+@pytest.fixture
+def transport(place):
+    with connected(place.url) as transport:
+        yield transport
+
+
+def outcomes(sent):
+    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
+
+
+class TestEveryTransport:
+    def test_confirms_what_it_has_handed_over(self, place, transport):
+        parcels = [a_parcel(position, body=f'{{"n":{position}}}'.encode()) for position in (7, 3, 9)]
+
+        sent = transport.send(parcels, soon())
+
+        assert outcomes(sent) == dict.fromkeys((7, 3, 9), Outcome.CONFIRMED)
+        assert sent.broken is None
+        arrived = place.arrived(3)
+        assert [envelope.body for envelope in arrived] == [parcel.envelope.body for parcel in parcels], "in order"
+        assert [envelope.id for envelope in arrived] == [parcel.envelope.id for parcel in parcels]
+        assert {envelope.topic for envelope in arrived} == {TAKEN}
+
+    def test_carries_key_and_biz_id(self, place, transport):
+        transport.send([a_parcel(key="käufer-№4", biz_id="bestellung-🍰")], soon())
+
+        [envelope] = place.arrived(1)
+        assert (envelope.key, envelope.biz_id) == ("käufer-№4", "bestellung-🍰")
+
+    @pytest.mark.parametrize(
+        "body", ['"ä 🍰"', "null", '{ "a" : 1 }', '"' + "x" * 200_000 + '"'], ids=["text", "null", "blanks", "big"]
+    )
+    def test_carries_the_body_byte_for_byte(self, place, transport, body):
+        transport.send([a_parcel(body=body.encode())], soon())
+
+        assert [envelope.body for envelope in place.arrived(1)] == [body.encode()]
+
+    def test_sends_back_what_nobody_takes_and_says_why(self, place, transport):
+        sent = transport.send([a_parcel(1), a_parcel(2, NOT_TAKEN), a_parcel(3)], soon())
+
+        assert transport.capabilities.detects_unroutable
+        assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.RETURNED, 3: Outcome.CONFIRMED}
+        assert "unroutable" in sent.verdicts[2].reason
+        assert NOT_TAKEN in sent.verdicts[2].reason
+        assert sent.broken is None
+        place.arrived(2)
+
+    def test_says_nothing_of_a_message_it_had_no_time_for(self, transport):
+        sent = transport.send([a_parcel(1), a_parcel(2)], monotonic() - 1)
+
+        if not transport.capabilities.transactional:  # handing over takes no time worth a deadline
+            assert Outcome.CONFIRMED not in outcomes(sent).values()
+
+    def test_sends_nothing_when_there_is_nothing(self, transport):
+        sent = transport.send([], soon())
+
+        assert (dict(sent.verdicts), sent.broken) == ({}, None)
+
+    def test_stays_connected_when_it_is_told_to_connect_again(self, place, transport):
+        transport.connect()
+        transport.idle()
+        transport.connect()
+
+        assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
+
+    def test_can_be_closed_twice_and_connected_again(self, place, transport):
+        transport.close()
+        transport.close()
+        transport.connect()
+
+        assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
+
+    def test_can_be_idle_and_closed_before_it_was_connected(self, place):
+        transport = open_transport(place.url, alias="default", exchange=EXCHANGE)
+
+        transport.idle()
+        transport.close()
+
+    def test_confirms_the_same_message_again(self, place, transport):
+        """After a crash between the confirm and the commit it comes once more, with the same id."""
+        parcel = a_parcel()
+
+        first, second = transport.send([parcel], soon()), transport.send([parcel], soon())
+
+        assert outcomes(first) == outcomes(second) == {1: Outcome.CONFIRMED}
+
+    def test_tells_people_in_what_it_is_weaker(self, place, transport):
+        assert bool(transport.capabilities.weakness) == (scheme_of(place.url) == "redis")
+        assert transport.capabilities.durable
+
+    def test_is_driven_by_the_relay(self, place):
+        taken, lost = published(TAKEN, {"n": 1}), published(NOT_TAKEN)
+
+        relay_ended_with = drained_once(place.url)
+
+        assert relay_ended_with == 1
+        assert state_of(taken) == State.PUBLISHED
+        assert (row_of(lost).state, row_of(lost).attempts) == (State.RETRYING, 1)
+        assert [envelope.id for envelope in place.arrived(1)] == ids([taken])
+
+
+def drained_once(url):
+    """Drain with rests so long that nothing is tried twice."""
+    defaults = type(quick())()
+    return drained(url, RETRY_BASE=defaults.RETRY_BASE, RETRY_CAP=defaults.RETRY_CAP).published
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in VECTORS.glob("*.json")))
+@pytest.mark.parametrize("broker", ["rabbitmq_url", "redis_url"])
+def test_what_is_on_the_wire_is_the_frozen_vector(broker, name, request):
+    vector = json.loads(Path(VECTORS / f"{name}.json").read_text())
+    url = request.getfixturevalue(broker)
+    with Queue(url, vector["envelope"]["topic"]) as queue, connected(url) as transport:
+        transport.send([Parcel(position=1, envelope=envelope_of(vector))], soon())
+        [message] = queue.take(1)
+
+    assert message.headers == vector["headers"]
+    assert (message.body if isinstance(message.body, bytes) else message.body.encode()) == vector["body"].encode()
+    properties = {
+        **message.properties,
+        "content_type": message.content_type,
+        "content_encoding": message.content_encoding,
+    }
+    assert {name: properties[name] for name in vector["properties"]} == vector["properties"]
