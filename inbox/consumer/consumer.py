@@ -42,11 +42,16 @@ _HEALTH_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A message from the broker and the life of the connection it came on."""
+    """A message from the broker and the life of the connection it came on.
+
+    Attributes:
+        refused: why kombu could not unpack it, or "".
+    """
 
     epoch: int
     handler: Handler
     message: kombu.Message
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +118,8 @@ class Consumer:
         for handler in self._handlers:
             queue = queue_of(handler, self._options)(channel)
             queue.declare()
-            consumer = kombu.Consumer(
-                channel, [queue], on_message=partial(self._on_delivery, self._epoch, handler), auto_declare=False
-            )
+            on_delivery = partial(self._on_delivery, self._epoch, handler)
+            consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
             consumer.qos(prefetch_count=self._options.PREFETCH)
             consumer.consume()
             self._queues.append(queue)
@@ -124,9 +128,10 @@ class Consumer:
         self._broker.over()
         logger.info("Consuming %d queues from %s.", len(self._queues), masked(url))
 
-    def _on_delivery(self, epoch: int, handler: Handler, message: kombu.Message) -> None:
+    def _on_delivery(self, epoch: int, handler: Handler, message: kombu.Message, error: BaseException | None = None) -> None:
+        refused = f"It cannot be unpacked: {describe(error)}" if error else ""
         self._unanswered += 1
-        self._deliveries.put(Delivery(epoch, handler, message))
+        self._deliveries.put(Delivery(epoch, handler, message, refused))
 
     def _pump(self) -> None:
         self._answer()
@@ -238,7 +243,7 @@ class Consumer:
         while self._is_wanted(delivery):
             try:
                 envelope, refused = _envelope(delivery.message)
-                arrival = read(handler, envelope, self._options, refused=refused)
+                arrival = read(handler, envelope, self._options, refused=delivery.refused or refused)
                 received = receive(handler, arrival, self._options, redelivered=redelivered)
             except DatabaseAway as error:
                 self._database.wait(error, self._stop)
