@@ -21,20 +21,24 @@ class Outage:
         self._what = what
         self._pause = pause or Pause()
         self._since: float | None = None
+        self._reason = ""
 
     @property
     def ongoing(self) -> bool:
         return self._since is not None
 
     def wait(self, reason: object, stop: StopRequest) -> None:
-        """It did not answer, for `reason`: pause, longer each time, at most the cap."""
+        """It did not answer, for `reason`: pause, longer each time, at most the cap. Another reason is told as well."""
+        told, self._reason = self._reason, str(reason).strip() or repr(reason)
         if self._since is None:
             self._since = monotonic()
             logger.warning(
                 "%s is away (%s). Waiting for it; no message is lost and no attempt is counted.",
                 self._what.capitalize(),
-                str(reason).strip() or repr(reason),
+                self._reason,
             )
+        elif self._reason != told:
+            logger.info("%s is still away, now because: %s", self._what.capitalize(), self._reason)
         stop.wait(self._pause.next_seconds())
 
     def over(self) -> None:
@@ -42,4 +46,5 @@ class Outage:
         if self._since is not None:
             logger.warning("%s is back after %.1f s.", self._what.capitalize(), monotonic() - self._since)
         self._since = None
+        self._reason = ""
         self._pause.reset()

@@ -19,7 +19,7 @@ from outbox.transports import open_transport
 from tests.relaying import EXCHANGE, Queue, connected, drained, ids, published, quick, row_of, soon, state_of
 from tests.unit.test_envelope import VECTORS, envelope_of
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
 TAKEN, NOT_TAKEN = "contract.taken", "contract.not.taken"
 

@@ -117,6 +117,19 @@ class TestTheOutboxsOwn:
         assert "WATCHDOG" in problem
         assert "BATCH_DEADLINE" in problem
 
+    def test_a_watchdog_shorter_than_a_rest_is_refused(self):
+        """It would end a relay that has nothing to do."""
+        [problem] = problems_of({"POLL_INTERVAL": timedelta(minutes=2)}, OutboxOptions)
+
+        assert "WATCHDOG" in problem
+        assert "POLL_INTERVAL" in problem
+
+    @pytest.mark.parametrize("name", ["", "amq.topic", "x" * 256, "a\x00b"])
+    def test_an_exchange_no_broker_would_declare_is_refused(self, name):
+        [problem] = problems_of({"EXCHANGE": name}, OutboxOptions)
+
+        assert "EXCHANGE" in problem
+
     def test_the_source_is_the_project_unless_it_is_said(self):
         assert OutboxOptions().source == "/tests"
         assert OutboxOptions(SOURCE="/shop").source == "/shop"
