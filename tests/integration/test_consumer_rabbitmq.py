@@ -334,7 +334,8 @@ class TestACutConnection:
             wait_until(lambda: effects("m") == 1)
 
     def test_a_broker_that_was_killed_comes_back_with_what_it_had(self, handles, rabbitmq_url, rabbitmq_server, length):
-        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        # A quorum queue that was made a moment before the kill never finds its leader again (RabbitMQ 3.10): a lie of its own.
+        handler, options = handles(the_effect), broker_options(rabbitmq_url, QUEUE_TYPE="classic")
         declare(handler, options)
         with transaction.atomic():
             publish(TOPIC, {}, biz_id="before")

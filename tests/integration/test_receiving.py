@@ -393,17 +393,24 @@ class TestFailing:
         row = the_row()
         assert row.state == State.DEAD or row.next_attempt_at is not None
 
-    @pytest.mark.parametrize("delay", [timedelta(), -timedelta(days=9_000)], ids=str)
-    def test_asking_for_no_rest_at_all_is_no_way_to_keep_a_worker_busy_for_ever(self, handles, delay):
+    def test_asking_for_no_rest_at_all_is_no_way_to_keep_a_worker_busy_for_ever(self, handles):
         def handle(message):
-            raise RetryLater(delay)
+            raise RetryLater(timedelta())
 
         deliver(handles(handle))
         drain()
 
         row = the_row()
         assert (row.state, row.attempts) == (State.RETRYING, 0)
-        assert rests(row) > -A_MINUTE
+
+    def test_a_delay_in_the_past_is_a_mistake_and_a_failed_attempt(self, handles):
+        def handle(message):
+            raise RetryLater(-timedelta(days=9_000))
+
+        assert deliver(handles(handle)) is Received.STORED
+
+        assert the_row().attempts == 1
+        assert rests(the_row()) > timedelta()
 
     def test_several_handlers_of_one_topic_fail_independently(self, handles):
         envelope = an_envelope()
@@ -1060,24 +1067,27 @@ class TestWhateverArrives:
         assert row.state not in DUE or row.next_attempt_at is not None
 
 
-@pytest.mark.every_database
 def test_a_handler_that_is_slower_than_its_claim_is_not_run_beside_itself(handles):
-    """On PostgreSQL the row is locked while it runs; on SQLite there is one writer."""
-    running = []
+    """Its row is due again and locked while it runs, so nobody takes it. (PostgreSQL: SQLite has one writer.)"""
+    begun, go_on = threading.Event(), threading.Event()
 
     def handle(message):
-        running.append(message.attempt)
+        begun.set()
+        assert go_on.wait(30)
         the_effect(message)
 
-    handler = handles(handle)
-    given = options(REDELIVERY_AFTER=timedelta(milliseconds=1))
-    arrival = read(handler, an_envelope(), given)
-    store.store_due(handler.using, arrival.row, given.TWIN_TIMEOUT)
+    handler, envelope = handles(handle), an_envelope()
+    given = options(REDELIVERY_AFTER=timedelta(milliseconds=50))
+    with InAThread(lambda: deliver(handler, envelope, given=given, redelivered=True)) as slow:
+        assert begun.wait(30)
+        try:
+            wait_until(lambda: rests(the_row()) < timedelta())
+            assert drain(given) == 0
+        finally:
+            go_on.set()
 
-    at_once([lambda: drain(given) for _ in range(8)])
-    wait_until(lambda: the_row().state == State.DONE or drain(given) is None, within=30)
-
-    assert effects() == 1
+    assert slow.answer is Received.HANDLED
+    assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
 
 
 def test_a_database_that_does_not_answer_decides_nothing(handles, monkeypatch):

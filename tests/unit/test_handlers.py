@@ -1,0 +1,183 @@
+"""What the decorator takes, what it refuses, and under which name a handler is known."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from inbox.consumer.topology import queue_name
+from inbox.errors import NotCallable
+from inbox.handlers import Handler, Message, Registry, idempotent_handler, registry
+from tests.workers import broker_options
+
+MESSAGE = Message(
+    id="m",
+    topic="t",
+    key="",
+    biz_id="b",
+    payload={"order_id": 7},
+    headers={},
+    created_at=None,
+    attempt=1,
+    redelivered=False,
+    correlation_id="",
+    causation_id="",
+)
+
+
+@pytest.fixture(autouse=True)
+def no_trace():
+    before = {handler.name for handler in registry.all()}
+    yield
+    for handler in registry.all():
+        if handler.name not in before:
+            registry.remove(handler.name)
+
+
+def handle(message):
+    """A handler of a module that belongs to no app."""
+
+
+def a_handler(function=handle, **changes):
+    return Handler(**{"name": "n", "topic": "t", "function": function, "biz_id": None, "using": "default", **changes})
+
+
+class TestDecorating:
+    def test_a_function_stays_callable_as_it_was(self):
+        decorated = idempotent_handler("t")(handle)
+
+        assert decorated is handle
+
+    def test_its_name_is_its_module_and_function_outside_of_apps(self):
+        idempotent_handler("t")(handle)
+
+        assert registry.get(f"{__name__}.handle").topic == "t"
+
+    def test_its_name_is_the_apps_label_and_its_own_inside_of_apps(self):
+        def reserve_stock(message):
+            pass
+
+        reserve_stock.__module__ = "tests.app.handlers"
+        idempotent_handler("t")(reserve_stock)
+
+        assert registry.get("testapp.reserve_stock").topic == "t"
+
+    @pytest.mark.parametrize("topic", ["", "shop.*", "#", "a.#.b", "x" * 256, "nul\x00"])
+    def test_a_topic_that_cannot_be_one_is_refused(self, topic):
+        with pytest.raises(ValueError, match="cannot be handled"):
+            idempotent_handler(topic)
+
+    def test_a_generator_function_is_refused_with_the_remedy(self):
+        def handle(message):
+            yield
+
+        with pytest.raises(NotCallable, match="return"):
+            idempotent_handler("t")(handle)
+
+    def test_two_functions_cannot_share_a_name(self):
+        def other(message):
+            pass
+
+        idempotent_handler("t", name="n")(handle)
+
+        with pytest.raises(ValueError, match="name="):
+            idempotent_handler("t", name="n")(other)
+        assert registry.get("n").function is handle
+
+    def test_a_module_may_be_imported_again(self):
+        idempotent_handler("t", name="n")(handle)
+        idempotent_handler("t", name="n")(handle)
+
+        assert [handler.name for handler in registry.for_topic("t")] == ["n"]
+
+    def test_one_function_for_two_topics_needs_two_names(self):
+        """Else the second silently takes the place of the first, whose messages nobody handles."""
+        with pytest.raises(ValueError, match="name="):
+
+            @idempotent_handler("a")
+            @idempotent_handler("b")
+            def handle_both(message):
+                pass
+
+    def test_one_function_for_two_topics_with_two_names(self):
+        idempotent_handler("a", name="of a")(idempotent_handler("b", name="of b")(handle))
+
+        assert [registry.get(name).topic for name in ("of a", "of b")] == ["a", "b"]
+
+
+class TestCalling:
+    def test_a_plain_result_is_ignored(self):
+        a_handler(lambda message: 42).call(MESSAGE)
+
+    def test_an_async_function_is_run_to_its_end(self):
+        seen = []
+
+        async def handle(message):
+            seen.append(message)
+
+        idempotent_handler("t", name="n")(handle)
+        registry.get("n").call(MESSAGE)
+
+        assert seen == [MESSAGE]
+
+    @pytest.mark.parametrize("lazy", [lambda: (n for n in ()), lambda: map(print, []), lambda: iter([])])
+    def test_what_is_still_to_be_run_is_refused(self, lazy):
+        with pytest.raises(NotCallable, match="nobody would run"):
+            a_handler(lambda message: lazy()).call(MESSAGE)
+
+    def test_an_async_method_called_by_a_partial_is_refused_or_run_but_never_forgotten(self):
+        seen = []
+
+        async def handle(extra, message):
+            seen.append(message)
+
+        idempotent_handler("t", name="n")(functools.partial(handle, 1))
+        try:
+            registry.get("n").call(MESSAGE)
+        except NotCallable:
+            seen.append(MESSAGE)
+
+        assert seen == [MESSAGE]
+
+
+class TestIdentifying:
+    def test_the_messages_own_biz_id_is_the_default(self):
+        assert a_handler().identify(MESSAGE) == "b"
+
+    def test_what_the_handler_says_comes_first(self):
+        assert a_handler(biz_id=lambda message: message.payload["order_id"]).identify(MESSAGE) == "7"
+
+    def test_what_is_too_long_is_hashed_and_never_cut(self):
+        first, second = (a_handler(biz_id=lambda _, end=end: "x" * 300 + end).identify(MESSAGE) for end in "ab")
+
+        assert first != second
+        assert len(first) <= 255
+
+    def test_an_error_is_the_callers(self):
+        with pytest.raises(KeyError):
+            a_handler(biz_id=lambda message: message.payload["nothing"]).identify(MESSAGE)
+
+
+class TestQueueNames:
+    def test_a_queue_belongs_to_one_group_handler_and_topic(self):
+        given = broker_options("amqp://")
+
+        assert queue_name(a_handler(), given) == "tests.n@t"
+
+    def test_a_name_too_long_for_the_broker_is_hashed(self):
+        name = queue_name(a_handler(name="n" * 200, topic="t" * 200), broker_options("amqp://"))
+
+        assert len(name) <= 255
+
+
+def test_a_registry_answers_by_name_and_by_topic():
+    of_both = Registry()
+    for name, topic in (("1", "a"), ("2", "a"), ("3", "b")):
+        of_both.add(a_handler(name=name, topic=topic))
+    of_both.remove("2")
+    of_both.remove("never there")
+
+    assert [handler.name for handler in of_both.for_topic("a")] == ["1"]
+    assert [handler.name for handler in of_both.all()] == ["1", "3"]
+    assert of_both.get("2") is None
