@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,6 +82,7 @@ class Consumer:
         self._answers: deque[Answer] = deque()
         self._unanswered = 0
         self._checked_at = 0.0
+        self.received: Counter[Received] = Counter()
 
     def run(self, *, drain: bool = False) -> None:
         """Receive until asked to stop or, with `drain`, until every queue is empty and nothing is in hand."""
@@ -228,6 +229,7 @@ class Consumer:
                 continue
             received = self._receive(delivery)
             if received is not None:
+                self.received[received] += 1
                 put_off = received is Received.PUT_OFF
                 at = monotonic() + (_PUT_OFF_SECONDS if put_off else 0)
                 self._answers.append(Answer(delivery, requeue=put_off, at=at))

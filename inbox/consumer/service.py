@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from inbox.conf import LOCAL_BROKER, inbox_options
@@ -10,6 +11,8 @@ from inbox.handlers import registry
 from inbox.runner import Runner
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
+
+logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 0.5
 
@@ -23,10 +26,16 @@ def serve(*, drain: bool = False, stop: StopRequest | None = None) -> None:
     stop = stop or StopRequest()
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
     runner = Runner(options)
+    if not registry.all():
+        logger.warning(
+            "No handler is registered, so there is nothing to do. Handlers are found in the handlers.py of installed apps."
+        )
     with running_until_signalled(stop), watchdog.watching():
         if scheme_of(options.broker_url) != scheme_of(LOCAL_BROKER):
             consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog)
             _beside(runner, stop, consumer, drain=drain)
+            counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
+            logger.info("The consumer has ended. Deliveries: %s.", counts or "none")
         elif drain:
             with watchdog.suspended():
                 runner.drain(stop)
