@@ -170,7 +170,10 @@ def as_environment(**given):
     """Options for `tests.worker.settings`."""
     return {
         name: json.dumps(
-            {key: {"seconds": value.total_seconds()} if isinstance(value, timedelta) else value for key, value in chosen.items()}
+            {
+                key: {"seconds": value.total_seconds()} if isinstance(value, timedelta) else value
+                for key, value in chosen.items()
+            }
         )
         for name, chosen in given.items()
     }

@@ -258,9 +258,7 @@ def send_with_timestamp(url, seconds):
 
 
 class TestACutConnection:
-    def test_between_commit_and_ack_the_message_comes_again_and_is_not_run_again(
-        self, handles, rabbitmq_url, proxy, length
-    ):
+    def test_between_commit_and_ack_the_message_comes_again_and_is_not_run_again(self, handles, rabbitmq_url, proxy, length):
         cut = []
 
         def handle(message):
@@ -349,9 +347,7 @@ class TestACutConnection:
 
 
 class TestTwins:
-    def test_a_copy_whose_twin_is_in_hand_goes_back_to_the_broker_and_ends_as_a_duplicate(
-        self, handles, rabbitmq_url, length
-    ):
+    def test_a_copy_whose_twin_is_in_hand_goes_back_to_the_broker_and_ends_as_a_duplicate(self, handles, rabbitmq_url, length):
         begun, release = threading.Event(), threading.Event()
 
         def handle(message):

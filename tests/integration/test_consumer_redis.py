@@ -20,6 +20,7 @@ from tests.workers import OF_THE_WORKERS, Process, as_environment, broker_option
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
+
 @pytest.fixture
 def waiting(redis_url):
     """How many messages Redis holds for a handler, and how many are in somebody's hands."""

@@ -834,7 +834,9 @@ class TestIdentity:
 
         assert deliver(handles(the_effect, biz_id=lambda message: identify(message))) is Received.DEAD
 
-    @pytest.mark.parametrize("value", [17, 0, uuid.UUID(int=7), "x" * 10_000, "nul \x00", "lone \ud800", Decimal("1.50")], ids=repr)
+    @pytest.mark.parametrize(
+        "value", [17, 0, uuid.UUID(int=7), "x" * 10_000, "nul \x00", "lone \ud800", Decimal("1.50")], ids=repr
+    )
     def test_any_other_value_names_the_fact(self, handles, value):
         handler = handles(the_effect, biz_id=lambda message: value)
 
@@ -869,9 +871,7 @@ class TestForeignProducers:
 
     def test_plain_json_with_a_message_id(self, handles):
         got = []
-        received = self.arrives(
-            handles(got.append), body=b'{"a": 1}', content_type="application/json", message_id="m-1"
-        )
+        received = self.arrives(handles(got.append), body=b'{"a": 1}', content_type="application/json", message_id="m-1")
 
         assert received is Received.DUPLICATE
         assert [(message.id, message.biz_id, message.payload) for message in got] == [("m-1", "m-1", {"a": 1})]

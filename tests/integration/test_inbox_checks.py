@@ -1,0 +1,93 @@
+"""What `manage.py check` says about the inbox."""
+
+from __future__ import annotations
+
+import pytest
+from django.core import checks
+from django.test import override_settings
+
+from inbox import checks as ours
+from tests.deliveries import the_effect
+
+pytestmark = pytest.mark.every_database
+
+
+def found(*, deploy=False, databases=None):
+    every = checks.run_checks(include_deployment_checks=deploy, databases=databases)
+    return {message.id: message for message in every if (message.id or "").startswith("inbox.")}
+
+
+@pytest.fixture(autouse=True)
+def settings_of_a_service_without_a_broker():
+    with override_settings(OUTBOX={}, INBOX={}):
+        yield
+
+
+def test_a_healthy_project_hears_nothing(handles):
+    handles(the_effect)
+
+    assert found() == {}
+
+
+def test_every_mistake_in_the_setting_is_told_at_once():
+    with override_settings(INBOX={"MAX_ATEMPTS": 3, "PREFETCH": "many"}):
+        problems = [message.msg for message in ours.check_options(None)]
+
+    assert len(problems) == 2
+    assert "Did you mean 'MAX_ATTEMPTS'" in problems[0]
+
+
+@pytest.mark.parametrize("given", [None, [], "amqp://"])
+def test_a_setting_that_is_no_dict_is_an_error_unless_it_is_missing(given):
+    with override_settings(INBOX=given):
+        assert ("inbox.E001" in found()) == (given is not None)
+
+
+def test_other_checks_survive_a_broken_setting(handles):
+    handles(the_effect)
+    with override_settings(INBOX={"PREFETCH": 0}):
+        assert set(found(deploy=True)) == {"inbox.E001"}
+
+
+def test_a_handler_on_a_database_nobody_knows_is_an_error(handles):
+    handles(the_effect, using="elsewhere")
+
+    problem = found()["inbox.E002"]
+
+    assert "elsewhere" in problem.msg
+    assert problem.is_serious()
+
+
+def test_two_halves_on_different_brokers_are_warned_about(handles):
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://user:secret@host//"}, INBOX={"BROKER_URL": "local://"}):
+        problem = found()["inbox.W001"]
+
+    assert "secret" not in problem.msg
+    assert "local://" in problem.msg
+
+
+def test_two_halves_on_the_same_broker_are_not(handles):
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
+        handles(the_effect)
+
+        assert found() == {}
+
+
+def test_a_broker_without_a_group_is_told_about_when_deploying(handles):
+    handles(the_effect, biz_id=lambda message: message.id)
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}):
+        assert "tests" in found(deploy=True)["inbox.W002"].msg
+
+
+def test_a_keyless_handler_behind_a_broker_is_told_about_when_deploying(handles):
+    handles(the_effect, name="tests.keyless")
+    handles(the_effect, name="tests.keyed", biz_id=lambda message: message.id)
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
+        problem = found(deploy=True)["inbox.W004"]
+
+    assert "tests.keyless" in problem.msg
+    assert "tests.keyed" not in problem.msg
+
+
+def test_the_databases_of_the_tests_are_supported():
+    assert ours.check_databases(None, ["default", "other"]) == []
