@@ -1,0 +1,275 @@
+"""The commands of the outbox: what an operator asks is answered, what he orders happens to just those messages."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import uuid
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from outbox import store
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import OutboxMessage, RelayLease, State
+from tests.fakes.amqp_peer import FakeAmqpPeer
+from tests.relaying import eventually, ids, published, row_of, set_columns, state_of, states
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+DAY = timedelta(days=1)
+
+
+def run(*arguments):
+    out = io.StringIO()
+    call_command(*arguments, stdout=out, stderr=out)
+    return out.getvalue()
+
+
+def one_in(state, **columns):
+    message = published(columns.pop("topic", "t"))
+    set_columns(message, state=state, **columns)
+    return message
+
+
+class TestStatus:
+    def test_counts_every_state(self):
+        for state in (State.DEAD, State.DEAD, State.PUBLISHED):
+            one_in(state)
+        published()
+
+        lines = [line.split() for line in run("outbox_status").splitlines()]
+
+        assert lines[0] == ["outbox", "default"]
+        assert dict(lines[1:-1]) == {
+            **{state.value: "0" for state in State},
+            "dead": "2",
+            "published": "1",
+            "ready": "1",
+        }
+        assert lines[-1][:2] == ["oldest", "waiting"]
+
+    def test_tells_machines_in_json(self):
+        message = published()
+        one_in(State.DEAD)
+
+        told = json.loads(run("outbox_status", "--json"))
+
+        assert told["states"] == {**{state.value: 0 for state in State}, "ready": 1, "dead": 1}
+        assert datetime.fromisoformat(told["oldest_waiting"]) == row_of(message).available_at
+
+    def test_of_an_empty_outbox_has_nothing_waiting(self):
+        assert json.loads(run("outbox_status", "--json"))["oldest_waiting"] is None
+
+    def test_a_message_waits_from_when_it_is_due(self):
+        published(delay=DAY)
+        assert json.loads(run("outbox_status", "--json"))["oldest_waiting"] is None
+
+        late = one_in(State.RETRYING, available_at=DatabaseTime(-DAY))
+        published()
+        told = json.loads(run("outbox_status", "--json"))
+
+        assert datetime.fromisoformat(told["oldest_waiting"]) == row_of(late).available_at
+
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_looks_at_the_database_it_is_told_to(self):
+        published(using="other")
+
+        assert json.loads(run("outbox_status", "--json", "--database", "other"))["states"]["ready"] == 1
+        assert json.loads(run("outbox_status", "--json"))["states"]["ready"] == 0
+
+
+class TestRequeue:
+    def test_sends_dead_messages_again_with_a_full_set_of_attempts(self):
+        dead, other = one_in(State.DEAD, attempts=16), one_in(State.DEAD, attempts=16)
+
+        assert "1 messages requeued" in run("outbox_requeue", str(dead.id))
+
+        row = row_of(dead)
+        assert (row.state, row.attempts, row.settled_at) == (State.READY, 0, None)
+        assert state_of(other) == State.DEAD
+
+    def test_takes_all_of_a_topic(self):
+        chosen, other = one_in(State.DEAD, topic="a"), one_in(State.DEAD, topic="b")
+
+        run("outbox_requeue", "--topic", "a")
+
+        assert (state_of(chosen), state_of(other)) == (State.READY, State.DEAD)
+
+    def test_takes_all(self):
+        messages = [one_in(State.DEAD) for _ in range(3)]
+
+        assert "3 messages requeued" in run("outbox_requeue", "--all")
+        assert {state_of(message) for message in messages} == {State.READY}
+
+    @pytest.mark.parametrize("state", [state for state in State if state not in {State.DEAD, State.RETRYING}])
+    def test_touches_no_message_in_another_state(self, state):
+        message = one_in(state)
+
+        assert "0 messages requeued" in run("outbox_requeue", "--all", "--retrying")
+        assert state_of(message) == state
+
+    def test_takes_retrying_ones_only_when_it_is_told_to(self):
+        message = one_in(State.RETRYING, available_at=DatabaseTime(DAY))
+        run("outbox_requeue", "--all")
+        assert state_of(message) == State.RETRYING
+
+        run("outbox_requeue", "--all", "--retrying")
+
+        assert state_of(message) == State.READY
+
+    def test_only_counts_on_a_dry_run(self):
+        message = one_in(State.DEAD)
+
+        assert "1 messages would be requeued" in run("outbox_requeue", "--all", "--dry-run")
+        assert state_of(message) == State.DEAD
+
+    def test_of_nothing_in_particular_is_refused_with_the_ways_to_say_it(self):
+        with pytest.raises(CommandError, match="--topic TOPIC, or --all"):
+            run("outbox_requeue")
+
+    def test_of_something_that_is_no_message_id_is_refused(self):
+        with pytest.raises(CommandError, match="order-17"):
+            run("outbox_requeue", "order-17")
+
+    def test_of_an_unknown_message_requeues_nothing(self):
+        assert "0 messages requeued" in run("outbox_requeue", str(uuid.uuid4()))
+
+
+class TestPurge:
+    def settled(self, state, age):
+        return one_in(state, settled_at=DatabaseTime(-age))
+
+    @pytest.mark.parametrize("state", [State.PUBLISHED, State.CANCELLED, State.EXPIRED, State.ROLLED_BACK])
+    def test_deletes_what_is_settled_and_older_than_the_retention(self, state):
+        self.settled(state, 8 * DAY)
+        young = self.settled(state, 6 * DAY)
+
+        assert "1 messages deleted" in run("outbox_purge")
+        assert [row.message_id for row in OutboxMessage.objects.all()] == [young.id]
+
+    @pytest.mark.parametrize("state", [State.DEAD, State.RETRYING, State.READY, State.SCHEDULED, State.PREPARED])
+    def test_keeps_what_somebody_still_has_to_decide_or_do(self, state):
+        self.settled(state, 900 * DAY)
+
+        assert "0 messages deleted" in run("outbox_purge", "--older-than-days", "0")
+        assert states() == [state]
+
+    def test_takes_another_age(self):
+        self.settled(State.PUBLISHED, DAY)
+
+        assert "0 messages deleted" in run("outbox_purge", "--older-than-days", "1.5")
+        assert "1 messages deleted" in run("outbox_purge", "--older-than-days", "0.5")
+
+    def test_only_counts_on_a_dry_run(self):
+        self.settled(State.PUBLISHED, 8 * DAY)
+
+        assert "1 messages would be deleted" in run("outbox_purge", "--dry-run")
+        assert states() == [State.PUBLISHED]
+
+    def test_deletes_a_lot_in_small_transactions(self):
+        for _ in range(7):
+            self.settled(State.PUBLISHED, 8 * DAY)
+
+        assert list(store.purge_settled("default", DAY, chunk=3)) == [3, 3, 1]
+
+
+@contextmanager
+def a_process(environment, *arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "django", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+class TestTheRelayAsAProcess:
+    @pytest.fixture
+    def peer(self):
+        with FakeAmqpPeer() as peer:
+            yield peer
+
+    @pytest.fixture
+    def environment(self, process_environment, peer, tmp_path):
+        (tmp_path / "relay_settings.py").write_text(f"from tests.settings import *\nOUTBOX = {{'BROKER_URL': {peer.url!r}}}\n")
+        path = f"{tmp_path}:{process_environment['PYTHONPATH']}"
+        return {**process_environment, "PYTHONPATH": path, "DJANGO_SETTINGS_MODULE": "relay_settings"}
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_relays_until_it_is_told_to_stop_and_ends_with_exit_0(self, environment, peer, number):
+        with a_process(environment, "outbox_relay") as process:
+            first = published()
+            eventually(lambda: state_of(first) == State.PUBLISHED)
+            second = published()
+            eventually(lambda: state_of(second) == State.PUBLISHED)
+            process.send_signal(number)
+            out, _ = process.communicate(timeout=60)
+
+        assert process.returncode == 0, out
+        assert ids(peer.published) == ids([first, second])
+        assert "Traceback" not in out
+        assert "published 2 messages" in out
+
+    def test_finishes_what_is_in_hand_before_it_ends(self, environment, peer):
+        peer.hold()
+        message = published()
+        with a_process(environment, "outbox_relay") as process:
+            [arrived] = peer.wait_for_published(1, timeout=60)
+            process.send_signal(signal.SIGTERM)
+            peer.ack(arrived)
+            process.communicate(timeout=60)
+
+        assert process.returncode == 0
+        assert state_of(message) == State.PUBLISHED
+
+    def test_killed_in_the_middle_leaves_its_messages_to_the_next(self, environment, peer):
+        peer.hold()
+        message = published(using="other")
+        with a_process(environment, "outbox_relay", "--database", "other") as process:
+            peer.wait_for_published(1, timeout=60)
+            process.kill()
+            process.wait()
+        assert state_of(message, "other") == State.READY
+        OutboxMessage.objects.using("other")
+        release_the_lease_of_the_dead()
+        peer.ack_all_automatically = True
+
+        with a_process(environment, "outbox_relay", "--database", "other", "--drain") as process:
+            process.communicate(timeout=60)
+
+        assert process.returncode == 0
+        assert state_of(message, "other") == State.PUBLISHED
+        assert len(set(ids(peer.published))) == 1
+
+    def test_ends_by_itself_when_there_is_nothing_left_to_drain(self, environment, peer):
+        message = published()
+        with a_process(environment, "outbox_relay", "--drain") as process:
+            out, _ = process.communicate(timeout=60)
+
+        assert process.returncode == 0, out
+        assert state_of(message) == State.PUBLISHED
+
+    def test_refuses_to_begin_with_settings_it_cannot_read(self, environment, tmp_path):
+        (tmp_path / "relay_settings.py").write_text("from tests.settings import *\nOUTBOX = {'BROKER_ULR': 'x'}\n")
+        with a_process(environment, "outbox_relay") as process:
+            out, _ = process.communicate(timeout=60)
+
+        assert process.returncode != 0
+        assert "Did you mean 'BROKER_URL'?" in out
+
+
+def release_the_lease_of_the_dead():
+    """Only time does that on SQLite."""
+    RelayLease.objects.using("other").update(expires_at=DatabaseTime())
