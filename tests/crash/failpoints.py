@@ -1,7 +1,7 @@
 """A process that ends itself at a named point, without a line of it in the product.
 
-FAILPOINT is "<kill|stop|sleep> <before|after> <function> [<n-th call>]", the function by its dotted name, wherever it lives: ours,
-kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it runs any more: no `finally`, no
+FAILPOINT is "<kill|stop|sleep> <before|after> <function> [<n-th call>]", the function by its dotted name, wherever it lives:
+ours, kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it runs any more: no `finally`, no
 rollback, no goodbye to the broker. Or SIGSTOP, and then it stands still until it is woken. Or only the calling thread
 sleeps, for ever.
 

@@ -21,8 +21,7 @@ INSTALLED_APPS = [*APPS, "tests.crash"]
 def _options(kind: type, variable: str, **ours: float) -> dict[str, Any]:
     given = {**ours, **json.loads(os.environ.get(variable, "{}"))}
     return {
-        name: timedelta(seconds=value) if isinstance(getattr(kind, name), timedelta) else value
-        for name, value in given.items()
+        name: timedelta(seconds=value) if isinstance(getattr(kind, name), timedelta) else value for name, value in given.items()
     }
 
 

@@ -155,7 +155,7 @@ def test_a_process_without_broker_dies_while_it_stores_a_failure(local_world, po
 def test_a_process_without_broker_dies_at_each_of_its_commits(local_world, when):
     """The n-th process dies at its n-th commit, whatever that commits."""
     for nth in range(1, 7):
-        local_world.operate(2, how="fail first" if nth % 3 == 0 else "")
+        local_world.operate(nth + 1, how="fail first" if nth % 3 == 0 else "")
         local_world.dies_at(f"{when} {COMMIT} {nth}", local_world.relay)
 
     local_world.assert_nothing_went_wrong(local_world.drain())

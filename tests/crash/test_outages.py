@@ -1,4 +1,4 @@
-"""The broker, the database or the cable goes away in mid-load: an outage is nobody's attempt, and nobody has to be restarted."""
+"""The broker, the database or the cable goes away in mid-load: an outage is nobody's attempt, and nobody is restarted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ def test_the_broker_is_killed_in_mid_load(world):
     workers = [world.listening(), world.relay()]
     with world.load() as tally:
         world.flows()
+        world.let_the_broker_remember_its_queues()
         world.rabbit.kill()
         world.wait_until(lambda: workers[0].has_said("is away") and workers[1].has_said("is away"), "both noticed")
         committed = tally.total()

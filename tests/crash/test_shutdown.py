@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
+from tests.crash.world import ROOT
+
 BOUND_SECONDS = 10
+
+SIGNALLED_WHILE_WAITING = """
+import faulthandler, random, signal
+from outbox.kernel.loop import StopRequest
+
+signal.signal(signal.SIGALRM, lambda *_: stop.set())
+for _ in range(20_000):
+    faulthandler.dump_traceback_later(10, exit=True)
+    stop = StopRequest()
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 60e-6))
+    while not stop:
+        stop.wait(0.00001)
+"""
 
 
 @pytest.mark.parametrize("victim", ["relay", "consumer"])
@@ -64,3 +81,12 @@ def test_a_handler_that_does_not_end_is_cut_off(world):
     assert consumer.ends(BOUND_SECONDS) not in (0, -signal.SIGKILL), consumer.tail()
     assert world.inbox()["done"] == 0
     world.assert_nothing_went_wrong(world.drain())
+
+
+def test_a_signal_may_come_at_any_instruction():
+    """The handler runs between any two bytecodes of the main thread, also while that holds a lock of the stop request."""
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED_WHILE_WAITING], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+    assert done.returncode == 0, done.stderr
