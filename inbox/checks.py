@@ -15,7 +15,7 @@ from inbox.conf import LOCAL_BROKER, InboxOptions, inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage
 from outbox.kernel import options
-from outbox.kernel.broker import masked, scheme_of
+from outbox.kernel.broker import masked, scheme_of, why_unusable
 from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unsupported
 
 
@@ -61,6 +61,25 @@ def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> 
             hint="They deduplicate on what the producer says: its biz-id, else its message id. A foreign producer that sends "
             "one fact under two ids has its effect twice; name the payload's own key if there is such a producer.",
             id="inbox.W004",
+        )
+    ]
+
+
+@register()
+def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.E004: a broker that cannot be used."""
+    try:
+        url = inbox_options().broker_url
+    except ImproperlyConfigured:
+        return []
+    reason = None if scheme_of(url) == scheme_of(LOCAL_BROKER) else why_unusable(url)
+    if reason is None:
+        return []
+    return [
+        Error(
+            f"The inbox receives from {masked(url)!r}, which cannot be used: {reason}.",
+            hint="Use amqp://user:password@host//, or local:// for this service's own messages.",
+            id="inbox.E004",
         )
     ]
 

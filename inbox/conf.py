@@ -10,7 +10,9 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.kernel import options
+from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.retry import RetryPolicy
+from outbox.kernel.text import why_unfit
 
 LOCAL_BROKER = "local://"
 _MAY_BE_EMPTY = {"BROKER_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT"}
@@ -65,6 +67,10 @@ class InboxOptions:
                 f"AGE_FENCE_MARGIN ({self.AGE_FENCE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
                 "delivery would be too old to run."
             )
+        if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
+            raise ValueError(f"EXCHANGE is {self.EXCHANGE!r}: {reason}.")
+        if self.GROUP and (reason := why_unfit(self.GROUP)):
+            raise ValueError(f"GROUP cannot be the first part of a queue's name: {reason}.")
         if self.QUEUE_TYPE not in {"quorum", "classic"}:
             raise ValueError(f"QUEUE_TYPE is {self.QUEUE_TYPE!r}: it must be 'quorum' or 'classic'.")
 

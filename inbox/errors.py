@@ -19,14 +19,14 @@ class RetryLater(InboxError):
         reason: for the people who look at the message meanwhile.
 
     Raises:
-        TypeError, ValueError: `delay` is no span of time, or lies outside 0 to 3650 days.
+        TypeError, ValueError: `delay` is no span of time, or longer than 3650 days.
     """
 
     def __init__(self, delay: timedelta | None = None, reason: str = "the handler asked for a later time") -> None:
         if delay is not None and not isinstance(delay, timedelta):
             raise TypeError(f"RetryLater takes a timedelta, not {delay!r}: write timedelta(seconds=…).")
-        if delay is not None and not timedelta() <= delay <= _LONGEST_DELAY:
-            raise ValueError(f"RetryLater({delay!r}): the delay must lie between 0 and {_LONGEST_DELAY.days} days.")
+        if delay is not None and delay > _LONGEST_DELAY:
+            raise ValueError(f"RetryLater({delay!r}): the longest delay is {_LONGEST_DELAY.days} days.")
         super().__init__(reason)
         self.delay = delay
 

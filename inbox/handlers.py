@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from dataclasses import dataclass
 from datetime import date, datetime
 from decimal import Decimal
+from functools import update_wrapper
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -105,6 +106,8 @@ class Handler:
         if self.biz_id is None:
             return message.biz_id
         named = self.biz_id(message)
+        if inspect.iscoroutine(named):
+            named.close()
         if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
             raise TypeError(
                 f"it answered {named!r}; a biz-id is non-empty text, a whole number, a UUID, a Decimal or a date, or messages "
@@ -185,11 +188,12 @@ def _as_coroutine(function: Callable[[Message], Any]) -> Callable[[Message], Cor
     async def run(message: Message) -> Any:
         return await function(message)
 
-    run.__module__, run.__qualname__ = function.__module__, function.__qualname__
-    return run
+    return update_wrapper(run, function)
 
 
 def _default_name(function: Callable[..., Any]) -> str:
+    if not hasattr(function, "__name__"):
+        raise ValueError(f"{function!r} has no name of its own to be known by: give the handler a name=.")
     config = apps.get_containing_app_config(function.__module__)
     return f"{config.label if config else function.__module__}.{function.__name__}"
 

@@ -44,7 +44,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
         return [
             Error(
                 f"OUTBOX['BROKER_URL'] is {masked(url)!r} and its transport cannot be loaded: {error}.",
-                hint="local:// needs 'inbox' to be installed; other URLs are kombu's, for example amqp://….",
+                hint="local:// needs 'inbox' in INSTALLED_APPS; other brokers have a URL like amqp://user:password@host//.",
                 id="outbox.E002",
             )
         ]

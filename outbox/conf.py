@@ -10,6 +10,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.kernel import options
+from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
@@ -53,11 +54,13 @@ class OutboxOptions:
     def __post_init__(self) -> None:
         positive = [name for name in options.names(type(self)) if name not in {"BROKER_URL", "EXCHANGE", "SOURCE"}]
         options.require_positive(self, *positive)
-        if self.WATCHDOG <= self.BATCH_DEADLINE:
+        if max(self.BATCH_DEADLINE, self.POLL_INTERVAL) >= self.WATCHDOG:
             raise ValueError(
-                f"WATCHDOG ({self.WATCHDOG}) must be longer than BATCH_DEADLINE ({self.BATCH_DEADLINE}), "
-                "or it would end a relay that is only waiting for its broker."
+                f"WATCHDOG ({self.WATCHDOG}) must be longer than BATCH_DEADLINE ({self.BATCH_DEADLINE}) and POLL_INTERVAL "
+                f"({self.POLL_INTERVAL}), or it would end a relay that is only waiting."
             )
+        if reason := why_no_exchange(self.EXCHANGE):
+            raise ValueError(f"EXCHANGE is {self.EXCHANGE!r}: {reason}.")
 
     @cached_property
     def retry(self) -> RetryPolicy:

@@ -217,16 +217,20 @@ def has_work(alias: str) -> bool:
 
 
 def bound_transaction(alias: str, longest: timedelta) -> None:
-    """Let the server end the open transaction when its owner sleeps or hangs: a zombie relay must not settle anything."""
+    """Let the server end the open transaction when its owner sleeps or hangs: a zombie relay must not settle anything.
+
+    Its first statement, which also sees to the isolation level: with REPEATABLE READ the claim's two statements would share
+    a snapshot, whatever the project's default is.
+    """
     # Inside the transaction of a test it would outlive the pass.
     if connections[alias].vendor != "postgresql" or len(connections[alias].atomic_blocks) > 1:
         return
-    span = f"{int(longest.total_seconds() * 1000)}ms"
+    span = int(longest.total_seconds() * 1000)
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            "SELECT set_config('idle_in_transaction_session_timeout', %s, true), set_config('statement_timeout', %s, true), "
-            "set_config('lock_timeout', %s, true)",
-            [span, span, span],
+            "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+            f"SET LOCAL idle_in_transaction_session_timeout = {span}; "
+            f"SET LOCAL statement_timeout = {span}; SET LOCAL lock_timeout = {span}"
         )
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 from amqp.exceptions import AMQPError
 from kombu.exceptions import KombuError
+from kombu.transport import get_transport_cls
+
+from outbox.kernel.text import why_unfit
 
 EXCHANGE_TYPE = "topic"
 HEARTBEAT_SECONDS = 10
@@ -30,6 +33,28 @@ def scheme_of(url: str) -> str:
 def speaks_amqp(url: str) -> bool:
     """Is this RabbitMQ's protocol, with confirms and queue types, and not one of kombu's virtual transports?"""
     return scheme_of(url) in _AMQP_SCHEMES
+
+
+def why_unusable(url: str) -> str | None:
+    """Why kombu cannot speak to `url`, or None when it can try."""
+    if "://" not in url:
+        return "it is no URL"
+    try:
+        get_transport_cls(scheme_of(url))
+    except KeyError:
+        return f"kombu knows no transport called {scheme_of(url)!r}"
+    except ImportError as error:
+        return f"its library is not installed: {error}"
+    return None
+
+
+def why_no_exchange(name: str) -> str | None:
+    """Why no broker would declare an exchange called `name`, or None when it would."""
+    if not name:
+        return "it is empty, which is the broker's own default exchange"
+    if name.startswith("amq."):
+        return "names that begin with 'amq.' are the broker's own"
+    return why_unfit(name)
 
 
 def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:

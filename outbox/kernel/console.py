@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
 
+from django.core.management.base import CommandError
+
 from outbox.kernel.clock import utcnow
 from outbox.kernel.loop import StopRequest
 
 _PRECISE_SECONDS = 10
+_MOST_DAYS = 36_500
 _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG}
 
 
@@ -37,6 +40,17 @@ def table(rows: Iterable[Sequence[object]]) -> str:
         ).rstrip()
         for line in lines
     )
+
+
+def days(option: str, given: float) -> timedelta:
+    """The span that a command's `option` asks for.
+
+    Raises:
+        CommandError: it is negative, not a number, or beyond a century.
+    """
+    if not 0 <= given <= _MOST_DAYS:
+        raise CommandError(f"{option} is {given}: it must be a number of days from 0 to {_MOST_DAYS}.")
+    return timedelta(days=given)
 
 
 def age(instant: datetime | None) -> str:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import select
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
 
@@ -27,20 +28,37 @@ EXIT_SILENT = 70
 
 
 class StopRequest:
-    """Somebody wants this process to end. Waiting on it is how loops sleep."""
+    """Somebody wants this process to end. Waiting on it is how loops sleep.
+
+    Set from a signal handler, which interrupts the main thread anywhere, also while it waits: a `threading.Event` would ask
+    for a lock there that the very same thread holds. A flag and a pipe need none (Bernstein's self-pipe).
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._asked = False
+        self._wake, self._ring = os.pipe()
+        os.set_blocking(self._ring, False)
 
     def __bool__(self) -> bool:
-        return self._event.is_set()
+        return self._asked
+
+    def __del__(self) -> None:
+        os.close(self._wake)
+        os.close(self._ring)
 
     def set(self) -> None:
-        self._event.set()
+        self._asked = True
+        with suppress(BlockingIOError):
+            os.write(self._ring, b"!")
 
     def wait(self, seconds: float) -> bool:
         """Sleep up to `seconds`; True as soon as a stop is wanted."""
-        return self._event.wait(seconds)
+        if not self._asked:
+            # The byte is never read, so it wakes every thread that waits.
+            poll = select.poll()
+            poll.register(self._wake, select.POLLIN)
+            poll.poll(seconds * 1000)
+        return self._asked
 
 
 class Watchdog:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from django.apps import apps
 from django.utils.module_loading import import_string
 
-from outbox.kernel.broker import scheme_of
+from outbox.kernel.broker import scheme_of, why_unusable
 from outbox.kernel.transport import Transport
 
 _BY_SCHEME = {
@@ -22,9 +23,14 @@ def transport_class(url: str) -> type[Transport]:
     """The transport for a broker URL, found by name so that the outbox imports nothing of the inbox.
 
     Raises:
-        ImportError: the module that provides it is not installed.
+        ImportError: there is none, or what provides it is not installed.
     """
-    found: type[Transport] = import_string(_BY_SCHEME.get(scheme_of(url), _OTHERWISE))
+    scheme = scheme_of(url)
+    if scheme == "local" and not apps.is_installed("inbox"):
+        raise ImportError("'inbox' is not in INSTALLED_APPS, and it is what local:// hands messages to")
+    if scheme not in _BY_SCHEME and (reason := why_unusable(url)):
+        raise ImportError(reason)
+    found: type[Transport] = import_string(_BY_SCHEME.get(scheme, _OTHERWISE))
     return found
 
 

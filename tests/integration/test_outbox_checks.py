@@ -49,6 +49,12 @@ class TestTheBroker:
         assert "cannot be loaded" in error.msg
         assert "needs 'inbox'" in error.hint
 
+    @pytest.mark.parametrize("url", ["nonsense://host", "no-url-at-all", ""])
+    def test_that_kombu_does_not_know_is_an_error(self, settings, url):
+        settings.OUTBOX = {"BROKER_URL": url}
+
+        assert "outbox.E002" in found()
+
     @pytest.mark.parametrize("url", ["memory://", "filesystem://"])
     def test_that_loses_messages_is_an_error_in_production_and_a_warning_before(self, settings, url):
         settings.OUTBOX = {"BROKER_URL": url}
@@ -189,6 +195,16 @@ class TestAlone:
 
         assert status == 0, out
         assert out.strip().endswith("[]")
+
+    def test_the_outbox_without_a_broker_and_without_the_inbox_is_told_what_is_missing(self, project):
+        project(["outbox"], options=IMMEDIATE)
+
+        status, out = project.run("check")
+
+        assert status != 0
+        assert "outbox.E002" in out
+        assert "needs 'inbox'" in out
+        assert "Traceback" not in out
 
     def test_both_halves_need_no_setting_at_all(self, project):
         project(["outbox", "inbox"], options=IMMEDIATE)

@@ -176,6 +176,14 @@ class TestPurge:
 
         assert list(store.purge_settled("default", DAY, chunk=3)) == [3, 3, 1]
 
+    @pytest.mark.parametrize("days", ["-1", "nan", "1e12"])
+    def test_of_an_impossible_age_is_refused(self, days):
+        self.settled(State.PUBLISHED, timedelta(seconds=1))
+
+        with pytest.raises(CommandError, match="older-than-days"):
+            run("outbox_purge", f"--older-than-days={days}")
+        assert states() == [State.PUBLISHED]
+
 
 @contextmanager
 def a_process(environment, *arguments):

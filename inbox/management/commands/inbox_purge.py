@@ -1,4 +1,3 @@
-from datetime import timedelta
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -6,7 +5,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
 from inbox.conf import inbox_options
-from outbox.kernel.console import Progress
+from outbox.kernel.console import Progress, days
 
 
 class Command(BaseCommand):
@@ -19,11 +18,11 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         retention = inbox_options().RETENTION
-        days = options["older_than_days"]
-        older_than = retention if days is None else timedelta(days=days)
+        given = options["older_than_days"]
+        older_than = retention if given is None else days("--older-than-days", given)
         if older_than < retention:
             raise CommandError(
-                f"--older-than-days {days} is shorter than INBOX['RETENTION'] ({retention}): the age fence would still let "
+                f"--older-than-days {given} is shorter than INBOX['RETENTION'] ({retention}): the age fence would still let "
                 "copies of the deleted messages in, and they would have their effect again. Shorten RETENTION instead."
             )
         count = store.purgeable(options["database"], older_than)

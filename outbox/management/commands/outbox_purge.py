@@ -1,4 +1,3 @@
-from datetime import timedelta
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
@@ -6,7 +5,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
 from outbox.conf import outbox_options
-from outbox.kernel.console import Progress
+from outbox.kernel.console import Progress, days
 
 
 class Command(BaseCommand):
@@ -18,8 +17,8 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        days = options["older_than_days"]
-        older_than = outbox_options().RETENTION if days is None else timedelta(days=days)
+        given = options["older_than_days"]
+        older_than = outbox_options().RETENTION if given is None else days("--older-than-days", given)
         count = store.purgeable(options["database"], older_than)
         if options["dry_run"]:
             self.stdout.write(f"{count} messages would be deleted.")
