@@ -21,9 +21,6 @@ from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import (
-    MessageAdmin,
-    StateFilter,
-    StuckFilter,
     Tone,
     age,
     as_payload,
@@ -33,6 +30,7 @@ from outbox.kernel.display import (
     stacked,
     visible,
 )
+from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter
 
 
 class InboxStuckFilter(StuckFilter):

@@ -15,9 +15,6 @@ from outbox import store
 from outbox.conf import outbox_options
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import (
-    MessageAdmin,
-    StateFilter,
-    StuckFilter,
     Tone,
     age,
     as_payload,
@@ -26,6 +23,7 @@ from outbox.kernel.display import (
     stacked,
 )
 from outbox.kernel.envelope import JSON
+from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter
 from outbox.models import OutboxMessage, State
 
 

@@ -19,7 +19,7 @@ from django.urls import reverse
 from outbox import store
 from outbox.admin import OutboxMessageAdmin
 from outbox.conf import outbox_options
-from outbox.kernel import display
+from outbox.kernel import display, message_admin
 from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage, State
 
@@ -132,7 +132,7 @@ class TestTheList:
         assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
 
     def test_counts_no_further_than_it_pages_and_says_so(self, monkeypatch):
-        monkeypatch.setattr(display.BoundedPaginator, "LIMIT", 3)
+        monkeypatch.setattr(message_admin.BoundedPaginator, "LIMIT", 3)
         client = somebody(VIEW)
         for _ in range(3):
             a_message()
