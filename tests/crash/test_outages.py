@@ -61,8 +61,7 @@ def test_the_relay_loses_its_connection_in_the_middle_of_batches(world):
         for nbytes in (1, 700, 3_001, 9_999, 20_011, 33_333):
             world.wait_until(lambda: proxy.connections, "the relay is connected")
             proxy.cut_after(nbytes)
-            world.operate(60)
-            world.wait_until(lambda: not proxy._cut_after, "the connection was cut")
+            world.wait_until(lambda: world.operate(20) or not proxy._cut_after, "the connection was cut")
             cuts += 1
         world.wait_until(world.is_quiet, "everything got through in spite of it")
 
