@@ -100,7 +100,7 @@ def commits_by_itself(function):
     return function
 
 
-# ---------------------------------------------------------------------------------------------------- swallowed database errors
+# ------------------------------------------------------------ swallowed database errors
 
 
 @fails("can no longer commit", lost_on=EVERYWHERE)
@@ -166,7 +166,7 @@ def asks_django_to_roll_back(message):
     transaction.set_rollback(True)
 
 
-# -------------------------------------------------------------------------------------------------------- hands on the connection
+# ------------------------------------------------------------ hands on the connection
 
 
 @fails("can no longer commit", lost_on=EVERYWHERE)
@@ -305,7 +305,7 @@ def hides_a_rollback_in_a_comment(message):
     execute("/* nobody looks here */ ROLLBACK")
 
 
-# -------------------------------------------------------------------------------------------------- savepoints, as they are meant
+# ------------------------------------------------------------ savepoints, as they are meant
 
 
 @does_no_harm()
@@ -332,7 +332,7 @@ def leaves_a_savepoint_rolled_back(message):
     the_effect(message)
 
 
-# ------------------------------------------------------------------------------------------------------------ ways not to return
+# ------------------------------------------------------------ ways not to return
 
 
 @fails("SystemExit")
@@ -382,7 +382,7 @@ def raises_what_no_column_takes(message):
     raise ValueError("nul \x00, lone \ud800, long " + "x" * 100_000)
 
 
-# ------------------------------------------------------------------------------------------------------- things that are not done
+# ------------------------------------------------------------ things that are not done
 
 
 async def _later(message):
@@ -430,7 +430,7 @@ def exits_in_an_on_commit_hook(message):
     transaction.on_commit(leave)
 
 
-# -------------------------------------------------------------------------------------------------------- outside the transaction
+# ------------------------------------------------------------ outside the transaction
 
 
 @does_no_harm()

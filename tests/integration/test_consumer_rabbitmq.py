@@ -240,6 +240,15 @@ class TestForeignProducers:
         assert the_row(message_id="odd").body is not None
 
 
+def is_subscribed(url, name):
+    """Whether the queue is there and somebody consumes from it, which is after it was bound."""
+    with kombu.Connection(url) as connection:
+        try:
+            return connection.default_channel.queue_declare(name, passive=True).consumer_count > 0
+        except amqp.NotFound:
+            return False
+
+
 def send_with_timestamp(url, seconds):
     """A message with an AMQP timestamp that Python's own types cannot hold."""
     with kombu.Connection(url) as connection:
@@ -320,14 +329,14 @@ class TestACutConnection:
             wait_until(lambda: effects("m") == 1)
             wait_until(lambda: length(handler) == 0)
 
-    def test_a_queue_deleted_under_the_consumer_is_there_again(self, handles, rabbitmq_url, rabbitmq_server):
+    def test_a_queue_deleted_under_the_consumer_is_there_again(self, handles, rabbitmq_url):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         name = queue_name(handler, options)
         with consuming([handler], options):
-            wait_until(lambda: name in rabbitmq_server.queue_lengths(rabbitmq_url))
+            wait_until(lambda: is_subscribed(rabbitmq_url, name))
             with kombu.Connection(rabbitmq_url) as connection:
                 connection.default_channel.queue_delete(name)
-            wait_until(lambda: name in rabbitmq_server.queue_lengths(rabbitmq_url))
+            wait_until(lambda: is_subscribed(rabbitmq_url, name))
             send(rabbitmq_url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 
@@ -462,14 +471,15 @@ class TestAProcess:
             consumer_process(database=database.through(process_environment["DATABASE_URL"])) as process,
         ):
             job(rabbitmq_url, "work", "before")
-            process.until(lambda: length(OF_THE_WORKERS) == 0)
+            process.until(lambda: state("before") == State.DONE and length(OF_THE_WORKERS) == 0)
             database.refuse()
             database.cut()
             job(rabbitmq_url, "work", "meanwhile")
+            process.until(lambda: length(OF_THE_WORKERS) == 1)
             process.until(lambda: "The database is away" in process.said())
             assert (length(OF_THE_WORKERS), state("meanwhile")) == (1, None)
             database.accept()
-            process.until(lambda: length(OF_THE_WORKERS) == 0)
+            process.until(lambda: state("meanwhile") == State.DONE and length(OF_THE_WORKERS) == 0)
             process.terminate()
             assert process.ends() == 0
 

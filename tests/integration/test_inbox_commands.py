@@ -178,7 +178,7 @@ class TestPurge:
         assert run("inbox_purge", older_than_days=float(LONG_AGO.days + 1)) == "0 messages deleted."
         assert run("inbox_purge", older_than_days=float(LONG_AGO.days - 1)) == "1 messages deleted."
 
-    @pytest.mark.parametrize("days", ["nan", "inf", "1e300", "-1"])
+    @pytest.mark.parametrize("days", ["nan", "inf", "1e300", "900000", "-1"])
     def test_an_impossible_age_is_refused(self, handles, days):
         deliver(handles(the_effect))
         grow_old()
@@ -187,9 +187,3 @@ class TestPurge:
             run("inbox_purge", f"--older-than-days={days}")
 
         assert InboxMessage.objects.count() == 1
-
-    def test_an_age_before_the_beginning_of_time_deletes_nothing(self, handles):
-        deliver(handles(the_effect))
-        grow_old()
-
-        assert run("inbox_purge", older_than_days=900_000.0) == "0 messages deleted."
