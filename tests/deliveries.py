@@ -13,7 +13,6 @@ from datetime import timedelta
 from django.db import connections
 
 from inbox.conf import InboxOptions
-from inbox.handlers import registry
 from inbox.models import DUE, InboxMessage
 from inbox.receiving import read, receive
 from inbox.runner import Runner
@@ -146,7 +145,3 @@ class InAThread:
             self._error = error
         finally:
             connections.close_all()
-
-
-def handlers_named(*names):
-    return [registry.get(name) for name in names]

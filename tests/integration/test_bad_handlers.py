@@ -14,11 +14,10 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import psycopg
 import pytest
-from django.db import DatabaseError, IntegrityError, close_old_connections, connection, connections, transaction
+from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
 
 from inbox import signals, store
 from inbox.errors import NotCallable
@@ -27,7 +26,6 @@ from inbox.models import InboxMessage, State
 from inbox.receiving import Received
 from tests.app.models import Effect, Unique
 from tests.deliveries import (
-    OPTIONS,
     TOPIC,
     InAThread,
     an_envelope,
@@ -641,27 +639,3 @@ class TestRefusedAtDecoration:
             @idempotent_handler(TOPIC, name="tests.refused")
             async def handle(message):
                 yield message
-
-
-@pytest.mark.every_database
-def test_a_handler_that_takes_long_and_fails_is_still_told_from_its_successor(handles):
-    """Its claim has run out when it fails, and nobody has taken the message over meanwhile."""
-    given = OPTIONS
-    handler = handles(_raises)
-    deliver(handler)
-
-    def outlives_its_claim(message):
-        raise ValueError("slow and wrong")
-
-    registry.remove(handler.name)
-    handles(outlives_its_claim, name=handler.name)
-    run_to_the_end(given)
-
-    row = the_row()
-    assert (row.state, row.attempts) == (State.DEAD, given.MAX_ATTEMPTS)
-    assert "slow and wrong" in row.last_error
-    assert row.settled_at - row.received_at < timedelta(minutes=5)
-
-
-def test_every_alias_is_there():
-    assert set(connections) == {"default", "other"}
