@@ -9,14 +9,14 @@ from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
+from django.db import connections, router
 
 from inbox.conf import LOCAL_BROKER, InboxOptions, inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage
 from outbox.kernel import options
 from outbox.kernel.broker import masked, scheme_of, why_unusable
-from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unsupported
+from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
 
 
 @register()
@@ -32,15 +32,16 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
 
 @register()
 def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E002: a handler on a database that does not exist."""
+    """inbox.E002: a handler on a database that does not exist, or that has no inbox."""
     return [
         Error(
-            f"The handler {handler.name} has using={handler.using!r}, which DATABASES does not know.",
-            hint="Its inbox row must live in the database of its effect: name that alias.",
+            f"The handler {handler.name} has using={handler.using!r}, and there is no inbox on such a database.",
+            hint="Its inbox row must live in the database of its effect: name an alias of DATABASES that the routers let the "
+            "inbox migrate to.",
             id="inbox.E002",
         )
         for handler in registry.all()
-        if handler.using not in connections
+        if handler.using not in connections or not router.allow_migrate_model(handler.using, InboxMessage)
     ]
 
 
@@ -136,6 +137,12 @@ def check_databases(
         )
         for alias in unsupported(InboxMessage, list(databases or ()))
     ]
+
+
+@register()
+def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.E005: settings under which a transaction or an instant is not what it seems."""
+    return [Error(problem, hint=hint, id="inbox.E005") for problem, hint in unfit_settings(InboxMessage)]
 
 
 @register()

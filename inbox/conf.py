@@ -29,7 +29,7 @@ class InboxOptions:
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
         ACCEPT: media types that are decoded; all must be JSON. Anything else is a dead letter.
         PREFETCH: most unanswered deliveries of each queue in one process's hands.
-        MAX_ATTEMPTS: failed attempts after which a message is dead.
+        MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries.
         RETRY_BASE, RETRY_FACTOR, RETRY_CAP: rest after the first failed attempt, its growth, its limit.
         REDELIVERY_AFTER: a stored message whose process died in the middle is tried again after this.
         TWIN_TIMEOUT: how long a delivery waits for a concurrent twin's transaction before it is put off.
@@ -47,7 +47,7 @@ class InboxOptions:
     QUEUE_TYPE: str = "quorum"
     ACCEPT: tuple[str, ...] = ("application/json", "text/json")
     PREFETCH: int = 50
-    MAX_ATTEMPTS: int = 16
+    MAX_ATTEMPTS: int = 17
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_FACTOR: float = 2.5
     RETRY_CAP: timedelta = timedelta(hours=2)

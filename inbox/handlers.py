@@ -20,7 +20,7 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox.errors import NotCallable
-from outbox.kernel.text import fit, why_no_topic
+from outbox.kernel.text import fit, why_no_topic, why_unfit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ registry = Registry()
 
 
 def idempotent_handler(
-    topic: str, *, biz_id: BizId | None = None, name: str | None = None, using: str = DEFAULT_DB_ALIAS
+    topic: str, *, biz_id: BizId | str | None = None, name: str | None = None, using: str = DEFAULT_DB_ALIAS
 ) -> Callable[[Function], Function]:
     """Have the decorated function handle every message of `topic`, its effect exactly once per biz-id.
 
@@ -159,12 +159,14 @@ def idempotent_handler(
 
     Args:
         topic: the topic to take, exactly.
-        biz_id: what the message is deduplicated on, from the message; default: its own biz-id, else its id.
+        biz_id: what the message is deduplicated on: a function of the message, or the path of a field of its payload
+            ("order_id", "order.id"); default: its own biz-id, else its id.
         name: stable name of this handler; default: `<app label>.<function name>`. Deduplication and its queue rest on it.
         using: the database alias that the effect is written to.
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; calling it would run nothing.
+        TypeError: `biz_id` is neither.
         ValueError: the topic cannot be one, or the name is taken; a function that takes two topics needs two names.
     """
     if reason := why_no_topic(topic):
@@ -173,15 +175,35 @@ def idempotent_handler(
     def decorate(function: Function) -> Function:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise NotCallable(f"{_origin(function)} is a generator function: calling it would run nothing. Use return.")
+        if biz_id is not None and not isinstance(biz_id, str) and not callable(biz_id):
+            raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload's field.")
         if inspect.iscoroutinefunction(biz_id):
             raise NotCallable(f"The biz_id of {_origin(function)} is async: it must answer at once, from the message alone.")
         runnable: Callable[[Message], Any] = function
         if inspect.iscoroutinefunction(function):
             runnable = async_to_sync(_as_coroutine(function))
-        registry.add(Handler(name=name or _default_name(function), topic=topic, function=runnable, biz_id=biz_id, using=using))
+        known_as = name or _default_name(function)
+        if reason := why_unfit(known_as):
+            raise ValueError(f"The name {known_as!r} cannot be a handler's: {reason}.")
+        named_by = _field(biz_id) if isinstance(biz_id, str) else biz_id
+        registry.add(Handler(name=known_as, topic=topic, function=runnable, biz_id=named_by, using=using))
         return function
 
     return decorate
+
+
+def _field(path: str) -> BizId:
+    """A function that follows `path` into the payload."""
+
+    def follow(message: Message) -> object:
+        found = message.payload
+        for name in path.split("."):
+            if not isinstance(found, Mapping) or name not in found:
+                raise LookupError(f"the payload has no field {path!r}")
+            found = found[name]
+        return found
+
+    return follow
 
 
 def _as_coroutine(function: Callable[[Message], Any]) -> Callable[[Message], Coroutine[Any, Any, Any]]:

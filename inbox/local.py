@@ -17,6 +17,7 @@ from inbox.handlers import registry
 from inbox.receiving import hand_over, read
 from inbox.runner import Runner
 from inbox.store import TwinBusy
+from outbox.kernel.clock import monotonic
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.text import describe
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 class LocalTransport:
     """Hands messages to the inbox of the same database."""
 
-    capabilities = Capabilities(confirms=True, detects_unroutable=True, transactional=True)
+    capabilities = Capabilities(confirms=True, transactional=True)
 
     def __init__(self, url: str, *, alias: str, exchange: str) -> None:
         self._alias = alias
@@ -37,7 +38,12 @@ class LocalTransport:
         pass
 
     def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
-        return Sent(verdicts={parcel.position: self._send_one(parcel) for parcel in parcels})
+        verdicts: dict[int, Verdict] = {}
+        for parcel in parcels:
+            if monotonic() > deadline:
+                break
+            verdicts[parcel.position] = self._send_one(parcel)
+        return Sent(verdicts=verdicts)
 
     def idle(self) -> None:
         pass
@@ -74,5 +80,5 @@ class LocalTransport:
             )
         options = inbox_options()
         for handler in handlers:
-            hand_over(handler, read(handler, envelope, options), options)
+            hand_over(handler, read(handler, envelope, options))
         return CONFIRMED

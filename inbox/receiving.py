@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -49,6 +50,8 @@ UNIDENTIFIED = "unidentified:"
 
 _TRIES_AT_ONCE = 5
 _SHORTEST_DELAY = timedelta(seconds=1)
+_HAND_OVER_WAIT = timedelta(milliseconds=20)
+"""How long the relay, which has others to hand over, waits for a twin."""
 _TRANSACTION_CONTROL = re.compile(
     r"\s*(begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(work\s+|transaction\s+)?to\b))\b",
     re.IGNORECASE,
@@ -69,7 +72,13 @@ class Received(Enum):
 
 
 class DatabaseAway(Exception):
-    """The handler's database does not answer. Nothing was decided: do not acknowledge, wait, and receive again."""
+    """The handler's database does not answer. Nothing was decided: do not acknowledge, wait, and receive again.
+
+    Attributes:
+        owed: what to do when it is back: give back an attempt that was counted and could not be made.
+    """
+
+    owed: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +124,7 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
         return Received.PUT_OFF
 
 
-def hand_over(handler: Handler, arrival: Arrival, options: InboxOptions) -> None:
+def hand_over(handler: Handler, arrival: Arrival) -> None:
     """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner.
 
     Raises:
@@ -123,10 +132,10 @@ def hand_over(handler: Handler, arrival: Arrival, options: InboxOptions) -> None
     """
     if arrival.refused:
         failure = _refusal(arrival)
-        if store.store_failed(handler.using, arrival.row, failure, options.TWIN_TIMEOUT):
+        if store.store_failed(handler.using, arrival.row, failure, _HAND_OVER_WAIT):
             _after_commit(handler, lambda: _announce(handler, arrival.row.message_id, arrival.row.biz_id, failure))
             return
-    elif store.store_due(handler.using, arrival.row, options.TWIN_TIMEOUT):
+    elif store.store_due(handler.using, arrival.row, _HAND_OVER_WAIT):
         return
     earlier = store.count_duplicate(handler.using, arrival.row)
     if earlier is None:
@@ -155,7 +164,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     """Run a stored message whose attempt has been claimed."""
     attempt = stored.attempts
     if attempt > options.MAX_ATTEMPTS:
-        error = stored.last_error or "Its process died at every attempt and left no error."
+        error = stored.last_error or "Its attempts were begun and never ended: the process died each time."
         return _fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
     envelope = _stored_envelope(stored)
     try:
@@ -172,7 +181,8 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
 
     try:
         message = _persistently(handler.using, run)
-    except DatabaseAway:
+    except DatabaseAway as away:
+        away.owed = partial(store.give_back, handler.using, stored.pk, attempt)
         raise
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
         return _fail_stored(handler, stored, _failure(error, attempt, options))
@@ -307,6 +317,7 @@ def _store(handler: Handler, row: NewRow, failure: Failure, options: InboxOption
 def _fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
     ours = decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure), handler.using)
     if not ours:
+        decided(lambda: store.note_error(handler.using, stored.pk, failure), handler.using)
         return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
     return _announce(handler, stored.message_id, stored.biz_id, failure)
 
@@ -350,6 +361,10 @@ def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failu
         rest = options.retry.delay(attempt) if error.delay is None else max(error.delay, _SHORTEST_DELAY)
         return Failure(error=f"put off: {describe(error)}", retry_after=rest, attempts=attempt - 1)
     trace = "".join(traceback.format_exception(error))
+    if is_collision(error):
+        # Nobody's fault, however often: it rests like after a failure and counts as no attempt.
+        text = f"collided with other transactions {_TRIES_AT_ONCE} times: {describe(error)}"
+        return Failure(error=text, traceback=trace, retry_after=options.retry.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
         return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
     text = f"{type(error).__name__}: {describe(error)}"

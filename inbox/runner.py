@@ -7,6 +7,7 @@ side, in any number of processes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from django.db import connections
 
@@ -31,6 +32,7 @@ class Runner:
         self._options = options
         self._database = Outage("the database")
         self._swept_at: dict[str, float] = {}
+        self._owed: list[tuple[str, Callable[[], None]]] = []
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -64,10 +66,13 @@ class Runner:
         away: DatabaseAway | None = None
         for alias in sorted({handler.using for handler in handlers}):
             try:
+                self._settle_debts(alias)
                 self._sweep(alias)
                 ran += run_next(handlers, alias, self._options) is not None
             except DatabaseAway as error:
                 away = error
+                if error.owed is not None:
+                    self._owed.append((alias, error.owed))
             except BaseException:
                 # Nothing that a handler or a receiver of a signal does may end this thread.
                 logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
@@ -79,6 +84,11 @@ class Runner:
         elif not ran:
             self._database.wait(away, stop)
         return ran
+
+    def _settle_debts(self, alias: str) -> None:
+        for debt in [debt for debt in self._owed if debt[0] == alias]:
+            decided(debt[1], alias)
+            self._owed.remove(debt)
 
     def _sweep(self, alias: str) -> None:
         if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:

@@ -23,7 +23,7 @@ from django.db.models import Count, Min, Sum
 
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import DUE, SETTLED, InboxMessage, State
-from outbox.kernel.clock import NOW_AFTER, DatabaseTime
+from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import LOCK_TIMEOUT, is_collision, is_outage
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, describe, printable
@@ -252,7 +252,7 @@ def _insert(
     parameters = [value for _, value in values]
     due = "NULL"
     if due_after is not None:
-        due = NOW_AFTER[connection.vendor]
+        due = now_after(connection)
         parameters.append(due_after.total_seconds())
     places = ", ".join([*["%s"] * len(values), now, now if state == State.DEAD else "NULL", due])
     with connection.cursor() as cursor:
@@ -294,7 +294,7 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
         f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying') AND next_attempt_at <= {now} "
         f"AND handler IN ({', '.join(['%s'] * len(handlers))}) ORDER BY next_attempt_at LIMIT 1"
     )
-    later = NOW_AFTER[connection.vendor]
+    later = now_after(connection)
     with connection.cursor() as cursor:
         if connection.vendor == "postgresql":
             # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
@@ -357,11 +357,28 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure) -> bool:
     )
 
 
+def note_error(alias: str, row: int, failure: Failure) -> None:
+    """Write down why an attempt failed that was no longer ours: it outlasted its claim, and another has begun."""
+    InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(
+        last_error=printable(failure.error, ERROR_LENGTH), traceback=printable(failure.traceback, TRACEBACK_LENGTH)
+    )
+
+
+def give_back(alias: str, row: int, attempts: int) -> None:
+    """Uncount a claimed attempt that the database did not let us make, and have it due now."""
+    InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
+        attempts=attempts - 1, next_attempt_at=DatabaseTime()
+    )
+
+
 def bury_abandoned(alias: str, row: int | None = None) -> int:
     """received, visible although a transaction is running it → dead; how many."""
     abandoned = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__isnull=True)
     if row is not None:
         abandoned = abandoned.filter(pk=row)
+    # Reading first, because an UPDATE of no row would still take SQLite's write lock.
+    if not abandoned.exists():
+        return 0
     buried: int = abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
     return buried
 
@@ -475,4 +492,4 @@ def is_reachable(alias: str) -> bool:
 
 
 def _now(connection: BaseDatabaseWrapper) -> str:
-    return NOW_AFTER[connection.vendor].replace("%s", "0")
+    return now_after(connection).replace("%s", "0")

@@ -99,7 +99,8 @@ def publish(
         delay: deliver no earlier than this long from now, by the database's clock.
         deliver_at: deliver no earlier than this aware instant.
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
-        unique: at most one row per (topic, biz_id): a second call writes nothing and returns the first row.
+        unique: at most one row per (topic, biz_id), as long as the first is kept (`OUTBOX["RETENTION"]` after it was
+            published): a second call writes nothing and returns the first row.
         using: the database alias of the business change.
 
     Raises:
@@ -162,11 +163,12 @@ def _require_transaction(alias: str) -> None:
 
 
 def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:
-    position = store.insert(alias, row)
-    if position is not None:
-        return _published(row, position)
-    first_id, first_position = store.find_unique(alias, row.topic, row.biz_id)
-    return PublishedMessage(id=first_id, topic=row.topic, biz_id=row.biz_id, position=first_position, created=False)
+    while (position := store.insert(alias, row)) is None:
+        # The first row is gone again only if it was purged in between; then ours becomes the first.
+        if first := store.find_unique(alias, row.topic, row.biz_id):
+            first_id, position = first
+            return PublishedMessage(id=first_id, topic=row.topic, biz_id=row.biz_id, position=position, created=False)
+    return _published(row, position)
 
 
 def _published(row: store.NewRow, position: int) -> PublishedMessage:

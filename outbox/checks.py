@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from django.apps import AppConfig
+from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
@@ -13,8 +13,8 @@ from django.db import connections
 
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.kernel import options
-from outbox.kernel.broker import masked, speaks_amqp
-from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unsupported
+from outbox.kernel.broker import masked, scheme_of, speaks_amqp
+from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
 from outbox.models import OutboxMessage
 from outbox.transports import transport_class
 from outbox.transports.virtual import capabilities_of
@@ -33,11 +33,20 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
 
 @register()
 def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """outbox.E002, E003, W001: a broker that cannot be used, must not be, or promises less."""
+    """outbox.E002, E003, W001, W003: a broker that cannot be used, must not be, promises less, or is not named."""
     try:
         url = outbox_options().BROKER_URL
     except ImproperlyConfigured:
         return []
+    if scheme_of(url) == "local" and not apps.is_installed("inbox") and "BROKER_URL" not in getattr(settings, "OUTBOX", {}):
+        return [
+            Warning(
+                "OUTBOX['BROKER_URL'] is not set, and its default, local://, needs 'inbox' in INSTALLED_APPS. Messages can be "
+                "published, but not relayed.",
+                hint="Set it, for example to amqp://user:password@host//, or install 'inbox'.",
+                id="outbox.W003",
+            )
+        ]
     try:
         transport_class(url)
     except ImportError as error:
@@ -48,7 +57,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
                 id="outbox.E002",
             )
         ]
-    if url.startswith("local://") or speaks_amqp(url):
+    if scheme_of(url) == "local" or speaks_amqp(url):
         return []
     capabilities = capabilities_of(url)
     if not capabilities.durable and not settings.DEBUG:
@@ -81,6 +90,12 @@ def check_databases(
         )
         for alias in unsupported(OutboxMessage, list(databases or ()))
     ]
+
+
+@register()
+def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """outbox.E005: settings under which a transaction or an instant is not what it seems."""
+    return [Error(problem, hint=hint, id="outbox.E005") for problem, hint in unfit_settings(OutboxMessage)]
 
 
 @register()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from django.db import OperationalError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
-from outbox.kernel.clock import NOW_AFTER, DatabaseTime
+from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import is_collision
 from outbox.kernel.identity import process_name
@@ -104,15 +104,14 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
     return [positions[row.message_id] for row in rows]
 
 
-def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int]:
-    """Message id and position of the row that `insert` found in its way."""
-    message_id, position = (
+def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int] | None:
+    """Message id and position of the row that `insert` found in its way; None when it is gone meanwhile."""
+    return (
         OutboxMessage.objects.using(alias)
         .filter(topic=topic, biz_id=biz_id, is_unique=True)
         .values_list("message_id", "id")
-        .get()
+        .first()
     )
-    return message_id, position
 
 
 def _values(connection: BaseDatabaseWrapper, row: NewRow) -> tuple[str, list[Any]]:
@@ -137,7 +136,7 @@ def _values(connection: BaseDatabaseWrapper, row: NewRow) -> tuple[str, list[Any
             parameters.append(connection.ops.adapt_datetimefield_value(absolute))
             return "%s"
         parameters.append((after or timedelta()).total_seconds())
-        return NOW_AFTER[connection.vendor]
+        return now_after(connection)
 
     delayed = bool(row.delay) or row.deliver_at is not None
     places.append(instant(None))
@@ -187,14 +186,17 @@ _READ = (
     "m.traceparent, m.attempts, m.created_at, m.deliver_at, COALESCE(m.expires_at <= {now}, {false})"
 )
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
-_READY_IN_SHARD = (
+_READY = (
     "m.state = 'ready' AND (m.key = '' OR NOT EXISTS (SELECT 1 FROM {table} e WHERE e.key = m.key AND e.id < m.id "
-    f"AND e.key <> '' AND e.state IN ({_HOLDING}))) ORDER BY m.priority DESC, m.id LIMIT %s"
+    f"AND e.key <> '' AND e.state IN ({_HOLDING})))"
 ).format(table=TABLE)
+"""May be sent now: ready, and no earlier message of its key is in trouble."""
+
+_IN_ORDER = "ORDER BY m.priority DESC, m.id LIMIT %s"
 _BUSY_SHARDS = (
     "WITH RECURSIVE shards(shard) AS (SELECT 0 UNION ALL SELECT shard + 1 FROM shards WHERE shard < {last}), "
-    "busy AS {materialized} (SELECT shard FROM shards WHERE EXISTS (SELECT 1 FROM {table} m WHERE m.shard = shards.shard "
-    "AND m.state = 'ready') ORDER BY random()) SELECT shard FROM busy "
+    f"busy AS {{materialized}} (SELECT shard FROM shards WHERE EXISTS (SELECT 1 FROM {TABLE} m WHERE m.shard = shards.shard "
+    f"AND {_READY}) ORDER BY random()) SELECT shard FROM busy "
 )
 
 
@@ -208,8 +210,10 @@ def has_work(alias: str) -> bool:
     connection = connections[alias]
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT EXISTS (SELECT 1 FROM {TABLE} WHERE state = 'ready') OR EXISTS (SELECT 1 FROM {TABLE} "
-            f"WHERE state IN ('scheduled', 'retrying') AND available_at <= {_now(connection)} LIMIT %s)",
+            # In the order of their indexes, because a bare EXISTS may be planned as a scan of everything published.
+            f"SELECT (SELECT 1 FROM {TABLE} WHERE state = 'ready' ORDER BY shard, priority DESC, id LIMIT 1) IS NOT NULL "
+            f"OR (SELECT 1 FROM {TABLE} WHERE state IN ('scheduled', 'retrying') AND available_at <= {_now(connection)} "
+            "ORDER BY available_at LIMIT %s) IS NOT NULL",
             [1],
         )
         found: tuple[Any] = cursor.fetchone()
@@ -250,14 +254,16 @@ def claim_ready(alias: str, limit: int) -> list[RelayedMessage]:
         if connection.vendor == "postgresql":
             cursor.execute(
                 f"SELECT m.* FROM unnest(%s::int[]) AS s(shard) CROSS JOIN LATERAL (SELECT {columns} FROM {TABLE} m "
-                f"WHERE m.shard = s.shard AND {_READY_IN_SHARD}) m",
+                f"WHERE m.shard = s.shard AND {_READY} {_IN_ORDER}) m",
                 [shards, per_shard],
             )
             found = cursor.fetchall()
         else:
             found = []
             for shard in shards:
-                cursor.execute(f"SELECT {columns} FROM {TABLE} m WHERE m.shard = %s AND {_READY_IN_SHARD}", [shard, per_shard])
+                cursor.execute(
+                    f"SELECT {columns} FROM {TABLE} m WHERE m.shard = %s AND {_READY} {_IN_ORDER}", [shard, per_shard]
+                )
                 found += cursor.fetchall()
     rows = [_relayed(row) for row in found]
     rows.sort(key=lambda row: (-row.priority, row.position))
@@ -266,7 +272,7 @@ def claim_ready(alias: str, limit: int) -> list[RelayedMessage]:
 
 def _lock_busy_shards(connection: BaseDatabaseWrapper) -> list[int]:
     postgresql = connection.vendor == "postgresql"
-    sql = _BUSY_SHARDS.format(table=TABLE, last=SHARDS - 1, materialized="MATERIALIZED" if postgresql else "")
+    sql = _BUSY_SHARDS.format(last=SHARDS - 1, materialized="MATERIALIZED" if postgresql else "")
     # On SQLite the writer's lock of the open transaction, or the lease, already covers every shard.
     condition = f"WHERE pg_try_advisory_xact_lock({_LOCK_SPACE}, shard) " if postgresql else ""
     with connection.cursor() as cursor:
@@ -398,7 +404,10 @@ REQUEUEABLE = (State.DEAD, State.RETRYING)
 
 
 def cancel(alias: str, position: int) -> bool:
-    """scheduled | ready | retrying | dead → cancelled: it will not be published. False: too late, or in a relay's hands."""
+    """scheduled | ready | retrying | dead → cancelled: no relay sends it any more. False: too late, or in a relay's hands.
+
+    A message whose last outcome is unknown may be in the broker already; that is in nobody's power.
+    """
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
             if _in_hand(alias, position):
@@ -466,7 +475,7 @@ def purgeable(alias: str, older_than: timedelta) -> int:
 
 
 def _now(connection: BaseDatabaseWrapper) -> str:
-    return NOW_AFTER[connection.vendor].replace("%s", "0")
+    return now_after(connection).replace("%s", "0")
 
 
 def _read_columns(connection: BaseDatabaseWrapper) -> str:

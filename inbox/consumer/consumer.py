@@ -36,6 +36,7 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
+_BUSY_TICK_SECONDS = 0.005
 _PUT_OFF_SECONDS = 1.0
 _HEALTH_SECONDS = 30.0
 
@@ -96,6 +97,7 @@ class Consumer:
                 try:
                     self._connect()
                     self._pump()
+                    self._broker.over()
                     if drain and self._is_drained():
                         break
                 except self._failures() as error:
@@ -126,7 +128,6 @@ class Consumer:
             self._queues.append(queue)
             self._consumers.append(consumer)
         self._checked_at = monotonic()
-        self._broker.over()
         logger.info("Consuming %d queues from %s.", len(self._queues), masked(url))
 
     def _on_delivery(self, epoch: int, handler: Handler, message: kombu.Message, error: BaseException | None = None) -> None:
@@ -137,7 +138,8 @@ class Consumer:
     def _pump(self) -> None:
         self._answer()
         with suppress(TimeoutError):
-            self._connection.drain_events(timeout=_TICK_SECONDS)
+            # While the worker is at it, its answer is looked for more often.
+            self._connection.drain_events(timeout=_BUSY_TICK_SECONDS if self._unanswered else _TICK_SECONDS)
         if speaks_amqp(self._options.broker_url):
             self._connection.heartbeat_check()
         if monotonic() - self._checked_at > _HEALTH_SECONDS:
@@ -159,13 +161,13 @@ class Consumer:
                 self._unanswered -= 1
 
     def _check_subscriptions(self) -> None:
-        """Healthy means that the broker says we are subscribed, not that a socket is open."""
+        """Healthy means that the broker knows subscriptions on our queues, not that a socket is open."""
         self._checked_at = monotonic()
         if not speaks_amqp(self._options.broker_url):
             return
         for queue in self._queues:
             if not queue.queue_declare(passive=True).consumer_count:
-                raise ConnectionError(f"the broker has no subscription of ours on queue {queue.name!r} any more")
+                raise ConnectionError(f"the broker has no subscription on queue {queue.name!r} any more")
 
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers:

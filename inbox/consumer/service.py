@@ -23,7 +23,7 @@ def serve(*, drain: bool = False, stop: StopRequest | None = None) -> None:
     With local:// there is nothing to receive; then this only runs what the relay handed over.
     """
     options = inbox_options()
-    stop = stop or StopRequest()
+    stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
     runner = Runner(options)
     if not registry.all():
@@ -33,7 +33,7 @@ def serve(*, drain: bool = False, stop: StopRequest | None = None) -> None:
     with running_until_signalled(stop), watchdog.watching():
         if scheme_of(options.broker_url) != scheme_of(LOCAL_BROKER):
             consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog)
-            _beside(runner, stop, consumer, drain=drain)
+            _beside(runner, stop, watchdog, consumer, drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
             logger.info("The consumer has ended. Deliveries: %s.", counts or "none")
         elif drain:
@@ -43,10 +43,11 @@ def serve(*, drain: bool = False, stop: StopRequest | None = None) -> None:
             _alone(runner, stop, watchdog)
 
 
-def _beside(runner: Runner, stop: StopRequest, consumer: Consumer, *, drain: bool) -> None:
+def _beside(runner: Runner, stop: StopRequest, watchdog: Watchdog, consumer: Consumer, *, drain: bool) -> None:
     if drain:
         consumer.run(drain=True)
-        runner.drain(stop)
+        with watchdog.suspended():
+            runner.drain(stop)
         return
     thread = threading.Thread(target=runner.run, args=[stop], name="runner", daemon=True)
     thread.start()
@@ -54,7 +55,8 @@ def _beside(runner: Runner, stop: StopRequest, consumer: Consumer, *, drain: boo
         consumer.run()
     finally:
         stop.set()
-        thread.join()
+        with watchdog.suspended():
+            thread.join()
 
 
 def _alone(runner: Runner, stop: StopRequest, watchdog: Watchdog) -> None:

@@ -11,6 +11,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from django.db import NotSupportedError
 from django.db.models import DateTimeField, Func, Value
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class DatabaseTime(Func):
         arg_joiner: str | None = None,
         **extra_context: Any,
     ) -> Any:
-        raise NotImplementedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
+        raise NotSupportedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
 
     def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
         return super().as_sql(compiler, connection, template=_template("postgresql"), **context)
@@ -61,6 +62,17 @@ NOW_AFTER = {
     "sqlite": "STRFTIME('%%Y-%%m-%%d %%H:%%M:%%f', 'now', printf('%%+.6f seconds', %s))",
 }
 """The same expression for SQL written by hand, by `connection.vendor`: one placeholder, seconds from now."""
+
+
+def now_after(connection: BaseDatabaseWrapper) -> str:
+    """`NOW_AFTER` for `connection`.
+
+    Raises:
+        NotSupportedError: no promise can be kept on this database.
+    """
+    if connection.vendor not in NOW_AFTER:
+        raise NotSupportedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
+    return NOW_AFTER[connection.vendor]
 
 
 def _template(vendor: str) -> str:

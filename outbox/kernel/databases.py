@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from django.conf import settings
 from django.db import connections, router
 from django.db.models import Model
 
@@ -26,6 +27,25 @@ def deferred_sqlite(model: type[Model]) -> list[str]:
         if connections[alias].vendor == "sqlite"
         and connections[alias].settings_dict["OPTIONS"].get("transaction_mode") not in {"IMMEDIATE", "EXCLUSIVE"}
     ]
+
+
+def unfit_settings(model: type[Model]) -> list[tuple[str, str]]:
+    """Settings of databases for `model` under which the promises do not hold: what is wrong, and the remedy."""
+    found: list[tuple[str, str]] = []
+    for alias in _holding(model, list(connections)):
+        given = connections[alias].settings_dict
+        if not given["AUTOCOMMIT"]:
+            problem = f"DATABASES[{alias!r}]['AUTOCOMMIT'] is off, so atomic() commits nothing at its end."
+            found.append((problem, "Remove AUTOCOMMIT; Django's default is right."))
+        if given["TIME_ZONE"] and connections[alias].vendor == "sqlite":
+            problem = (
+                f"DATABASES[{alias!r}]['TIME_ZONE'] is {given['TIME_ZONE']!r}: delayed messages would be due at a wrong hour."
+            )
+            found.append((problem, "Remove TIME_ZONE from this database; the project's TIME_ZONE is for what people see."))
+    if not settings.USE_TZ:
+        problem = "USE_TZ is False: instants without a time zone cannot be compared with those of another service."
+        found.append((problem, "Set it to True."))
+    return found
 
 
 def immediate_hint(alias: str) -> str:

@@ -29,7 +29,9 @@ SPECVERSION = "1.0"
 PREFIX = "cloudEvents:"
 _PREFIXES = (PREFIX, "cloudEvents_")
 _RESERVED = ("cloudevents", "x-", "ce-")
-RESERVED_HEADERS = "names that begin with 'cloudEvents', 'ce-' or 'x-'"
+# kombu takes it as its own and would try to inflate the body.
+_RESERVED_NAMES = {"compression"}
+RESERVED_HEADERS = "'compression', and names that begin with 'cloudEvents', 'ce-' or 'x-'"
 
 # Milliseconds since 1970 passed this in 1973; seconds will in the year 5138.
 _LEAST_MILLISECONDS = 1e11
@@ -41,7 +43,7 @@ HeaderValue = str | int | float | bool
 
 def is_reserved(header: str) -> bool:
     """Does `header` belong to CloudEvents or to the broker, so that a publisher must not set it?"""
-    return header.lower().startswith(_RESERVED)
+    return header.lower() in _RESERVED_NAMES or header.lower().startswith(_RESERVED)
 
 
 @dataclass(frozen=True, kw_only=True)

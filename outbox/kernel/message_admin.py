@@ -78,8 +78,17 @@ class StateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        choices: Sequence[tuple[str, str]] = model_admin.opts.get_field("state").choices
-        return choices
+        """Every state with its count, which stops where the list's does."""
+        rows = model_admin.get_queryset(request)
+        return [
+            (state, f"{label} ({self._counted(rows.filter(state=state))})")
+            for state, label in model_admin.opts.get_field("state").choices
+        ]
+
+    @staticmethod
+    def _counted(rows: QuerySet[Any]) -> str:
+        counter = BoundedPaginator(rows, 1)
+        return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         known = {state for state, _ in self.lookup_choices}

@@ -20,14 +20,12 @@ class Capabilities:
 
     Attributes:
         confirms: does the broker say when it has taken a message over?
-        detects_unroutable: does a message that no queue takes come back as such?
         transactional: is sending itself a write in the outbox's own database, inside the pass's transaction?
         durable: does a message survive the end of all processes? Without it, for development only.
         weakness: for people, what to expect less of than of RabbitMQ; "" when nothing.
     """
 
     confirms: bool
-    detects_unroutable: bool
     transactional: bool = False
     durable: bool = True
     weakness: str = ""

@@ -214,4 +214,8 @@ def _is_confirmed(row: RelayedMessage, verdicts: Mapping[int, Verdict]) -> bool:
 
 
 def _tell(signal: Signal, message: RelayedMessage, **extra: object) -> None:
-    signal.send_robust(sender=RelayedMessage, message=message, **extra)
+    try:
+        signal.send_robust(sender=RelayedMessage, message=message, **extra)
+    except BaseException:
+        # send_robust lets SystemExit through, and the state is committed.
+        logger.exception("A receiver of an outbox signal tried to end the process.")

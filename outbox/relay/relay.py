@@ -112,7 +112,7 @@ class Relay:
                 )
 
     def _rest(self, report: PassReport) -> None:
-        if report.claimed:
+        if report.settled:
             self._rest_seconds = _SHORTEST_REST_SECONDS
             return
         self._transport.idle()

@@ -23,7 +23,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     its work is uncommitted and goes to the next process.
     """
     options = outbox_options()
-    stop = stop or StopRequest()
+    stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
     transport = open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     relay = Relay(alias, transport, options, stop=stop, watchdog=watchdog)
@@ -32,12 +32,12 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
         if drain:
             _drain(relay, transport.companions(), watchdog, stop)
         else:
-            _run(relay, transport.companions(), stop)
+            _run(relay, transport.companions(), watchdog, stop)
     logger.info("The relay has ended; it published %d messages.", relay.published)
     return relay.published
 
 
-def _run(relay: Relay, companions: Sequence[Companion], stop: StopRequest) -> None:
+def _run(relay: Relay, companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
     threads = [
         threading.Thread(target=companion.run, args=[stop], name=type(companion).__name__, daemon=True)
         for companion in companions
@@ -48,8 +48,9 @@ def _run(relay: Relay, companions: Sequence[Companion], stop: StopRequest) -> No
         relay.run()
     finally:
         stop.set()
-        for thread in threads:
-            thread.join()
+        with watchdog.suspended():
+            for thread in threads:
+                thread.join()
 
 
 def _drain(relay: Relay, companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:

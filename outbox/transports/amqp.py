@@ -37,7 +37,7 @@ _OVERDUE = "the broker did not confirm everything within the deadline"
 class AmqpTransport:
     """Publishes to one topic exchange of RabbitMQ, every message mandatory, persistent and confirmed."""
 
-    capabilities = Capabilities(confirms=True, detects_unroutable=True)
+    capabilities = Capabilities(confirms=True)
 
     def __init__(self, url: str, *, alias: str, exchange: str) -> None:
         self._url = url
@@ -91,7 +91,8 @@ class AmqpTransport:
             self._discard()
 
     def close(self) -> None:
-        if self._connection is not None:
+        # A broker that blocks publishers answers a polite goodbye only when its alarm is over.
+        if self._connection is not None and not self._blocked:
             try:
                 self._connection.close()
             except BROKER_FAILURES as error:

@@ -39,20 +39,16 @@ def capabilities_of(url: str) -> Capabilities:
     if scheme in _UNDURABLE:
         return Capabilities(
             confirms=False,
-            detects_unroutable=True,
             durable=False,
             weakness=f"{scheme}:// loses messages when a process dies",
         )
     if scheme in _REDIS:
         return Capabilities(
             confirms=False,
-            detects_unroutable=True,
             weakness="Redis has no publisher confirms, keeps messages only as durably as it is configured (appendfsync), and "
             "may lose one message per consumer crash",
         )
-    return Capabilities(
-        confirms=False, detects_unroutable=True, weakness=f"{scheme}:// has no publisher confirms that kombu can see"
-    )
+    return Capabilities(confirms=False, weakness=f"{scheme}:// has no publisher confirms that kombu can see")
 
 
 class VirtualTransport:
@@ -124,7 +120,6 @@ class VirtualTransport:
             content_encoding="utf-8",
             message_id=envelope.id,
             type=envelope.topic,
-            priority=parcel.priority,
             delivery_mode="persistent",
             retry=False,
         )

@@ -111,7 +111,6 @@ class TestEveryTransport:
     def test_sends_back_what_nobody_takes_and_says_why(self, place, transport):
         sent = transport.send([a_parcel(1), a_parcel(2, NOT_TAKEN), a_parcel(3)], soon())
 
-        assert transport.capabilities.detects_unroutable
         assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.RETURNED, 3: Outcome.CONFIRMED}
         assert "unroutable" in sent.verdicts[2].reason
         assert NOT_TAKEN in sent.verdicts[2].reason

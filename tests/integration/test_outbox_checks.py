@@ -201,8 +201,8 @@ class TestAlone:
 
         status, out = project.run("check")
 
-        assert status != 0
-        assert "outbox.E002" in out
+        assert status == 0
+        assert "outbox.W003" in out
         assert "needs 'inbox'" in out
         assert "Traceback" not in out
 

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 import pytest
-from django.db import transaction
+from django.db import NotSupportedError, transaction
 from django.db.models import F
 from django.utils.timezone import get_fixed_timezone
 
@@ -167,5 +167,5 @@ class TestTheDatabasesClock:
         assert abs(row.created_at - datetime.now(tz=UTC)) < timedelta(minutes=1)
 
     def test_of_an_unknown_database_is_refused_with_the_remedy(self):
-        with pytest.raises(NotImplementedError, match="oracle is not supported: use PostgreSQL"):
+        with pytest.raises(NotSupportedError, match="oracle is not supported: use PostgreSQL"):
             DatabaseTime().as_sql(None, SimpleNamespace(vendor="oracle"))

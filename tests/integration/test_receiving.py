@@ -620,7 +620,7 @@ class TestCollisions:
         assert attempts == [1, 1]
         assert (the_row().attempts, effects()) == (1, 1)
 
-    def test_what_collides_for_ever_becomes_a_failed_attempt(self, handles):
+    def test_what_goes_on_colliding_rests_and_is_no_attempt(self, handles):
         attempts = []
 
         def handle(message):
@@ -632,7 +632,8 @@ class TestCollisions:
 
         assert 1 < len(attempts) < 20
         assert set(attempts) == {1}
-        assert the_row().attempts == 1
+        assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
+        assert "collided with other transactions" in the_row().last_error
 
 
 def _conninfo():

@@ -233,9 +233,7 @@ def forget(process: subprocess.Popen[bytes]) -> None:
 def scratch_directory(name: str, account: Account = OURSELVES) -> Path:
     """A new directory of `account`, removed with us."""
     wanted = Path(tempfile.gettempdir())
-    place = next(
-        (p for p in (wanted, Path("/tmp"), Path("/var/tmp")) if p.is_dir() and account.can_reach(p / "x")), wanted
-    )
+    place = next((p for p in (wanted, Path("/tmp"), Path("/var/tmp")) if p.is_dir() and account.can_reach(p / "x")), wanted)
     directory = Path(tempfile.mkdtemp(prefix=f"exactly-once-{name.lower()}-", dir=place))
     account.owns(directory)
     _tell_watcher(do="remove", directory=str(directory))

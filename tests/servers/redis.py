@@ -35,9 +35,7 @@ class RedisServer(PrivateServer):
             "appendonly": "yes",
             "databases": "16",
         }
-        return self._spawn(
-            [str(self._binary), *(word for key, value in options.items() for word in (f"--{key}", value))]
-        )
+        return self._spawn([str(self._binary), *(word for key, value in options.items() for word in (f"--{key}", value))])
 
     def _answers(self) -> bool:
         return self._ask("PING") == "+PONG"

@@ -123,9 +123,7 @@ def test_answers_by_hand_may_be_late_out_of_order_doubled_multiple_or_nonsense(
 
 
 def test_a_script_answers_each_message(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.script = lambda published: (
-        [partial(peer.nack, published)] if published.tag % 2 else [partial(peer.ack, published)] * 2
-    )
+    peer.script = lambda published: [partial(peer.nack, published)] if published.tag % 2 else [partial(peer.ack, published)] * 2
     publisher.publish()
     publisher.publish()
 
@@ -157,9 +155,7 @@ def test_bodies_longer_than_a_frame_travel_both_ways() -> None:
 
 
 def test_closing_a_channel_discards_the_rest_of_the_batch(peer: FakeAmqpPeer, publisher: Publisher) -> None:
-    peer.script = lambda published: (
-        [partial(peer.close_channel, 404, "NOT_FOUND - no exchange")] if published.tag == 2 else []
-    )
+    peer.script = lambda published: [partial(peer.close_channel, 404, "NOT_FOUND - no exchange")] if published.tag == 2 else []
     publisher.publish()
     publisher.publish()
     peer.wait_for_published(2)
@@ -175,9 +171,7 @@ def test_closing_a_channel_discards_the_rest_of_the_batch(peer: FakeAmqpPeer, pu
     assert publisher.told == []
 
 
-def test_the_channel_that_the_client_reopens_by_itself_is_not_in_confirm_mode(
-    peer: FakeAmqpPeer, publisher: Publisher
-) -> None:
+def test_the_channel_that_the_client_reopens_by_itself_is_not_in_confirm_mode(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.close_channel()
     with pytest.raises(publisher.connection.channel_errors):
         publisher.connection.drain_events(timeout=5)

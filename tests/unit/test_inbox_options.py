@@ -12,10 +12,10 @@ from inbox.conf import InboxOptions, inbox_options
 
 
 class TestDefaults:
-    def test_there_are_sixteen_attempts_between_ten_seconds_and_two_hours(self):
+    def test_there_are_sixteen_retries_between_ten_seconds_and_two_hours(self):
         retry = InboxOptions().retry
 
-        assert retry.max_attempts == 16
+        assert retry.max_attempts == 1 + 16
         assert timedelta(seconds=5) <= retry.delay(1) <= timedelta(seconds=10)
         assert timedelta(hours=1) <= retry.delay(16) <= timedelta(hours=2)
 
