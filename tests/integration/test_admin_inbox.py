@@ -94,7 +94,9 @@ class TestTheList:
         client = somebody(VIEW, RETRY, SKIP)
         client.get(reverse(LIST))
 
-        with django_assert_num_queries(6 + len(State)) as queries:  # session, user, permissions (2), count, rows
+        with django_assert_num_queries(
+            6 + len(State)
+        ) as queries:  # session, user, permissions (2), count, rows; and a count by state
             client.get(reverse(LIST))
 
         statements = [query["sql"] for query in queries if "inbox_inboxmessage" in query["sql"]]

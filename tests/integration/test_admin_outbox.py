@@ -123,11 +123,13 @@ class TestTheList:
         client = somebody(VIEW, REQUEUE, CANCEL)
         client.get(reverse(LIST))
 
-        with django_assert_num_queries(6 + len(State)) as queries:  # session, user, permissions (2), count, rows
+        with django_assert_num_queries(
+            6 + len(State)
+        ) as queries:  # session, user, permissions (2), count, rows; and a count by state
             client.get(reverse(LIST))
 
         statements = [query["sql"] for query in queries if "outbox_outboxmessage" in query["sql"]]
-        assert len(statements) == 2
+        assert len(statements) == 2 + len(State)
         assert all("LIMIT" in statement for statement in statements)
         assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
 
@@ -567,3 +569,15 @@ def test_an_age_is_said_in_one_unit(distance, expected):
     now = utcnow()
 
     assert display.relative(now - distance, now) == expected
+
+
+class TestTheStates:
+    def test_are_links_with_their_counts(self):
+        for state in (State.DEAD, State.DEAD, State.READY):
+            a_message(state)
+
+        page = Page(somebody(VIEW).get(reverse(LIST)))
+
+        assert "Dead (2)" in page.text
+        assert "Ready (1)" in page.text
+        assert "Published (0)" in page.text

@@ -301,6 +301,15 @@ class TestABlockedBroker:
 
         assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
 
+    def test_gets_no_polite_goodbye_which_it_would_answer_when_its_alarm_is_over(self, peer, transport):
+        when_all_are_there(peer, 1, peer.blocked)
+        transport.send(parcels(1), soon())
+
+        transport.close()
+
+        peer.wait_for(lambda: peer.open_connections == 0)
+        assert (10, 50) not in peer.methods
+
 
 def connect_when_possible(transport):
     deadline = soon()

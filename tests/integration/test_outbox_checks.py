@@ -224,3 +224,32 @@ def test_the_migrations_are_complete():
 @pytest.mark.django_db
 def test_the_tables_are_there():
     assert {"outbox_outboxmessage", "outbox_relaylease"} <= set(connection.introspection.table_names())
+
+
+class TestDatabaseSettings:
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"autocommit": "False"}, "AUTOCOMMIT"),
+            ({"zone": "'America/New_York'"}, "TIME_ZONE"),
+            ({"use_tz": "False"}, "USE_TZ"),
+        ],
+    )
+    def test_that_break_a_promise_are_errors_of_both_halves(self, tmp_path, settings, named):
+        (tmp_path / "odd_settings.py").write_text(
+            f"USE_TZ = {settings.get('use_tz', 'True')}\n"
+            "INSTALLED_APPS = ['django.contrib.contenttypes', 'outbox', 'inbox']\n"
+            "DATABASES = {'default': {'ENGINE': 'django.db.backends.sqlite3', 'NAME': 'x.sqlite3', "
+            f"'AUTOCOMMIT': {settings.get('autocommit', 'True')}, 'TIME_ZONE': {settings.get('zone', 'None')}, "
+            "'OPTIONS': {'transaction_mode': 'IMMEDIATE'}}}\n"
+        )
+        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "odd_settings", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+        done = subprocess.run(
+            [sys.executable, "-m", "django", "check"], env=environment, capture_output=True, text=True, check=False
+        )
+
+        assert done.returncode != 0
+        assert named in done.stderr
+        assert "outbox.E005" in done.stderr
+        assert "inbox.E005" in done.stderr

@@ -366,3 +366,19 @@ def explained(action):
 def psycopg_cursor(wrapper):
     """A cursor the wrapper above does not see, on the same connection and in the same transaction."""
     return wrapper.connection.cursor()
+
+
+class TestBehindDeadHeads:
+    """Messages that may not be sent must not hide those that may."""
+
+    def test_what_is_free_goes_out_however_many_shards_are_held(self, peer):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(400)])
+            OutboxMessage.objects.update(state=State.DEAD)
+            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(400)])
+        free = published()
+
+        drained(peer.url)
+
+        assert ids(peer.published) == ids([free])
+        assert Counter(states()) == {State.DEAD: 400, State.READY: 400, State.PUBLISHED: 1}

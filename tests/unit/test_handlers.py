@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -181,3 +182,25 @@ def test_a_registry_answers_by_name_and_by_topic():
     assert [handler.name for handler in of_both.for_topic("a")] == ["1"]
     assert [handler.name for handler in of_both.all()] == ["1", "3"]
     assert of_both.get("2") is None
+
+
+class TestAFieldPath:
+    """The business key as the path of a payload's field."""
+
+    @staticmethod
+    def identify(path, payload):
+        idempotent_handler("t", biz_id=path, name="by a field")(handle)
+        return registry.get("by a field").identify(replace(MESSAGE, payload=payload))
+
+    @pytest.mark.parametrize(("path", "payload"), [("order_id", {"order_id": 17}), ("order.id", {"order": {"id": 17}})])
+    def test_names_the_message(self, path, payload):
+        assert self.identify(path, payload) == "17"
+
+    @pytest.mark.parametrize("payload", [{}, {"order": None}, {"order": {"other": 1}}, [1], "text", None])
+    def test_that_leads_nowhere_is_told(self, payload):
+        with pytest.raises(LookupError, match=r"no field 'order\.id'"):
+            self.identify("order.id", payload)
+
+    def test_is_a_path_or_a_function_and_nothing_else(self):
+        with pytest.raises(TypeError, match="biz_id is 17"):
+            idempotent_handler("t", biz_id=17, name="by a number")(handle)
