@@ -29,7 +29,7 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 	$(BIN)/lint-imports
 	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
-	$(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
 
 docs: $(VENV)/.dev ## serve the documentation, rebuilt as it is written
 	$(BIN)/mkdocs serve
