@@ -7,7 +7,7 @@ from typing import Any
 
 from django.apps import AppConfig, apps
 from django.conf import settings
-from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.core.checks import CheckMessage, Error, Info, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
@@ -47,7 +47,7 @@ def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
 
 @register(deploy=True)
 def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W004, with --deploy: handlers that know a message sent twice by a foreign business only if it repeats its id."""
+    """inbox.I001, with --deploy: handlers that know a message sent twice by a foreign business only if it repeats its id."""
     try:
         if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
             return []
@@ -57,11 +57,11 @@ def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> 
     if not keyless:
         return []
     return [
-        Warning(
+        Info(
             f"These handlers have no biz_id= of their own: {', '.join(keyless)}.",
             hint="They deduplicate on what the producer says: its biz-id, else its message id. A foreign producer that sends "
             "one fact under two ids has its effect twice; name the payload's own key if there is such a producer.",
-            id="inbox.W004",
+            id="inbox.I001",
         )
     ]
 

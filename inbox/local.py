@@ -43,6 +43,7 @@ class LocalTransport:
             if monotonic() > deadline:
                 break
             verdicts[parcel.position] = self._send_one(parcel)
+        transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
 
     def idle(self) -> None:
@@ -70,7 +71,10 @@ class LocalTransport:
         envelope = parcel.envelope
         handlers = registry.for_topic(envelope.topic)
         if not handlers:
-            return Verdict(Outcome.RETURNED, f"unroutable: no handler takes the topic {envelope.topic!r}")
+            return Verdict(
+                Outcome.RETURNED,
+                f"unroutable: no handler takes the topic {envelope.topic!r}; handlers are found in handlers.py of installed apps",
+            )
         strangers = [handler for handler in handlers if handler.using != self._alias]
         if strangers:
             return Verdict(

@@ -30,9 +30,9 @@ from django.dispatch import Signal
 
 from inbox import signals, store
 from inbox.conf import InboxOptions
-from inbox.errors import Reject, RetryLater, TransactionControl, TransactionEnded
+from inbox.errors import Reject, RetryLater, TransactionBroken, TransactionControl, TransactionEnded
 from inbox.handlers import Handler, Message
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, State
 from inbox.store import Earlier, Failure, Guard, NewRow, TwinBusy
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import Cause, caused_by
@@ -164,7 +164,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     """Run a stored message whose attempt has been claimed."""
     attempt = stored.attempts
     if attempt > options.MAX_ATTEMPTS:
-        error = stored.last_error or "Its attempts were begun and never ended: the process died each time."
+        error = stored.last_error or "Its attempts were begun and never ended: its process died, or its database went away."
         return _fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
     envelope = _stored_envelope(stored)
     try:
@@ -221,11 +221,19 @@ def _in_transaction(
                 store.refuse_if_ended(guard)
                 raise
             store.finish(guard, message.attempt)
+        _refuse_if_uncommitted(handler.using, committed)
     except BaseException:
         if not committed:
             raise
         logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, message.id)
     return message
+
+
+def _refuse_if_uncommitted(alias: str, committed: bool) -> None:
+    """Somebody has switched autocommit off on this connection, and then leaving atomic() commits nothing."""
+    if not committed and not connections[alias].in_atomic_block:  # as it still is in the transaction of a test
+        connections[alias].close()
+        raise TransactionBroken("The transaction ended without a commit: autocommit is off on this connection.")
 
 
 @contextmanager
@@ -359,7 +367,7 @@ def _refusal(arrival: Arrival) -> Failure:
 def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failure:
     if isinstance(error, RetryLater):
         rest = options.retry.delay(attempt) if error.delay is None else max(error.delay, _SHORTEST_DELAY)
-        return Failure(error=f"put off: {describe(error)}", retry_after=rest, attempts=attempt - 1)
+        return Failure(error=f"put off: {describe(error)}", retry_after=rest, attempts=attempt - 1, put_off=True)
     trace = "".join(traceback.format_exception(error))
     if is_collision(error):
         # Nobody's fault, however often: it rests like after a failure and counts as no attempt.
@@ -374,15 +382,15 @@ def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failu
 
 def _announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
     dead = failure.retry_after is None
+    if dead:
+        level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"
+    else:
+        # What a handler put off is no failure.
+        level = logging.INFO if failure.put_off else logging.WARNING
+        rest = failure.retry_after or timedelta()
+        fate = f"is tried again in {rest.total_seconds():.0f} s"
     logger.log(
-        logging.ERROR if dead else logging.WARNING,
-        "%s: message %s (biz-id %s) %s after attempt %d: %s",
-        handler.name,
-        message_id or "without id",
-        biz_id,
-        "is a dead letter" if dead else "is tried again later",
-        failure.attempts,
-        failure.error,
+        level, "%s: message %s (biz-id %s) %s: %s", handler.name, message_id or "without id", biz_id, fate, failure.error
     )
     _tell(
         signals.message_dead if dead else signals.message_retrying,
@@ -402,6 +410,12 @@ def _announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None
             names,
         )
         _tell(signals.conflicting_duplicate, **names)
+    if earlier.state == State.DEAD:
+        logger.error(
+            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of a dead letter, and was not run. Retry or skip "
+            "that one to decide about both.",
+            names,
+        )
     _tell(signals.duplicate_suppressed, **names)
 
 
@@ -472,7 +486,7 @@ def _message(
         Undecodable: it has no identity, or its body cannot be read.
     """
     if needs_id and not envelope.dedup_id:
-        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id.")
+        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id that can be read.")
     kind = media_type(envelope.content_type)
     if kind not in options.ACCEPT and not kind.endswith("+json"):
         raise Undecodable(

@@ -7,13 +7,13 @@ side, in any number of processes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from django.db import connections
 
 from inbox import store
 from inbox.conf import InboxOptions
-from inbox.handlers import registry
+from inbox.handlers import Handler, registry
 from inbox.receiving import DatabaseAway, decided, run_next
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
@@ -22,6 +22,7 @@ from outbox.kernel.outage import Outage
 logger = logging.getLogger(__name__)
 
 _SHORTEST_REST_SECONDS = 0.01
+_LONGEST_NAP_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
 
 
@@ -33,6 +34,8 @@ class Runner:
         self._database = Outage("the database")
         self._swept_at: dict[str, float] = {}
         self._owed: list[tuple[str, Callable[[], None]]] = []
+        self._told: set[str] = set()
+        self._rung = False
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
@@ -42,16 +45,20 @@ class Runner:
             if self._turn(stop):
                 rest = _SHORTEST_REST_SECONDS
             else:
-                stop.wait(rest)
+                self._rest(rest, stop)
                 rest = min(rest * 2, self._options.POLL_INTERVAL.total_seconds())
         connections.close_all()
         logger.info("The runner has ended; it ran %d stored messages.", self.ran)
 
+    def ring(self) -> None:
+        """Something has just been handed over: do not rest."""
+        self._rung = True
+
     def drain(self, stop: StopRequest) -> int:
-        """Work until nothing is due; how many messages were run."""
+        """Work until nothing is due; how many messages were run. An error nobody foresaw ends it."""
         done = 0
         while not stop:
-            now = self._turn(stop)
+            now = self._turn(stop, raising=True)
             if not now and not self._database.ongoing:
                 break
             done += now
@@ -59,13 +66,32 @@ class Runner:
             logger.info("%d stored messages were run.", done)
         return done
 
-    def _turn(self, stop: StopRequest) -> int:
+    def _rest(self, seconds: float, stop: StopRequest) -> None:
+        until = monotonic() + seconds
+        while not (stop or self._rung) and monotonic() < until:
+            stop.wait(min(_LONGEST_NAP_SECONDS, seconds))
+        self._rung = False
+
+    def _tell_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
+        if alias in self._told:
+            return
+        self._told.add(alias)
+        for name, count in store.orphans(alias, [handler.name for handler in handlers]).items():
+            logger.warning(
+                "%d stored messages wait for a handler called %r, which this process does not know. They stay until one that "
+                "does runs them; was it renamed without name=?",
+                count,
+                name,
+            )
+
+    def _turn(self, stop: StopRequest, *, raising: bool = False) -> int:
         """Run at most one message on each database; how many were run."""
         handlers = registry.all()
         ran = 0
         away: DatabaseAway | None = None
         for alias in sorted({handler.using for handler in handlers}):
             try:
+                self._tell_orphans(alias, handlers)
                 self._settle_debts(alias)
                 self._sweep(alias)
                 ran += run_next(handlers, alias, self._options) is not None
@@ -75,6 +101,8 @@ class Runner:
                     self._owed.append((alias, error.owed))
             except BaseException:
                 # Nothing that a handler or a receiver of a signal does may end this thread.
+                if raising:
+                    raise
                 logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
                 connections.close_all()
                 stop.wait(1.0)

@@ -80,12 +80,14 @@ class Failure:
     Attributes:
         retry_after: rest until the next attempt; None makes it a dead letter.
         attempts: how many have been made now.
+        put_off: the handler asked for a later time; nothing went wrong.
     """
 
     error: str
     traceback: str = ""
     retry_after: timedelta | None
     attempts: int
+    put_off: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------------ fresh delivery
@@ -381,6 +383,12 @@ def bury_abandoned(alias: str, row: int | None = None) -> int:
         return 0
     buried: int = abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
     return buried
+
+
+def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
+    """How many open messages are stored for handlers that are none of `handlers`, by handler."""
+    stored = InboxMessage.objects.using(alias).filter(state__in=DUE).exclude(handler__in=handlers)
+    return dict(stored.values_list("handler").annotate(Count("id")).order_by())
 
 
 def next_due(alias: str, handlers: Sequence[str]) -> bool:

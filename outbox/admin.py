@@ -149,6 +149,7 @@ class OutboxMessageAdmin(MessageAdmin):
             request,
             queryset,
             action="cancel",
-            question="Cancel these messages? They will never be published.",
+            question="Cancel these messages? No relay will send them any more. One whose confirmation was "
+            "outstanding may be in the broker already.",
             button="Cancel the messages",
         )

@@ -9,9 +9,11 @@ now. Any error of the connection or its channel ends that life; the broker deliv
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,13 +21,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import kombu
-from amqp.exceptions import ChannelError
+from amqp.exceptions import ChannelError, PreconditionFailed
 from django.db import connections
 
 from inbox.conf import InboxOptions
 from inbox.consumer.topology import queue_of
 from inbox.handlers import Handler
-from inbox.receiving import DatabaseAway, Received, read, receive
+from inbox.receiving import DatabaseAway, Received, decided, read, receive
 from outbox.kernel.broker import BROKER_FAILURES, connection_options, masked, speaks_amqp
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
@@ -79,6 +81,9 @@ class Consumer:
         self._consumers: list[kombu.Consumer] = []
         self._epoch = 0
         self._closing = False
+        self._differing: set[str] = set()
+        self._busy: tuple[float, Delivery] | None = None
+        self._told_of: Delivery | None = None
         self._deliveries: SimpleQueue[Delivery | None] = SimpleQueue()
         self._answers: deque[Answer] = deque()
         self._unanswered = 0
@@ -100,7 +105,13 @@ class Consumer:
                     self._broker.over()
                     if drain and self._is_drained():
                         break
+                    self._watch(worker)
                 except self._failures() as error:
+                    self._disconnect()
+                    self._broker.wait(describe(error), self._stop)
+                except Exception as error:
+                    # What answers there need not speak its protocol well; one odd frame must not end every consumer.
+                    logger.exception("The broker said something that cannot be understood.")
                     self._disconnect()
                     self._broker.wait(describe(error), self._stop)
         finally:
@@ -116,11 +127,11 @@ class Consumer:
         url = self._options.broker_url
         self._connection = kombu.Connection(url, **connection_options(url))
         self._connection.ensure_connection(max_retries=1, interval_start=0, timeout=10)
+        self._declare()
         channel = self._connection.channel()
         self._queues, self._consumers = [], []
         for handler in self._handlers:
             queue = queue_of(handler, self._options)(channel)
-            queue.declare()
             on_delivery = partial(self._on_delivery, self._epoch, handler)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
             consumer.qos(prefetch_count=self._options.PREFETCH)
@@ -129,6 +140,30 @@ class Consumer:
             self._consumers.append(consumer)
         self._checked_at = monotonic()
         logger.info("Consuming %d queues from %s.", len(self._queues), masked(url))
+
+    def _declare(self) -> None:
+        """Have all queues and their bindings, before the first delivery and then again and again.
+
+        A binding that somebody removed, or that went with a deleted exchange, leaves a consumer that looks healthy and hears
+        nothing. Each queue has a channel of its own here, because a refusal ends the channel.
+        """
+        for handler in self._handlers:
+            queue = queue_of(handler, self._options)
+            try:
+                with self._connection.channel() as channel:
+                    queue(channel).declare()
+            except PreconditionFailed as error:
+                if queue.name not in self._differing:
+                    self._differing.add(queue.name)
+                    logger.error(  # noqa: TRY400 - an operator's matter, no traceback
+                        "The queue %r exists with other arguments (%s). It is used as it is. To have it as INBOX says, stop "
+                        "its consumers, let it run empty, delete it and start again.",
+                        queue.name,
+                        describe(error),
+                    )
+                with self._connection.channel() as channel:
+                    queue(channel).queue_declare(passive=True)
+                    queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
 
     def _on_delivery(self, epoch: int, handler: Handler, message: kombu.Message, error: BaseException | None = None) -> None:
         refused = f"It cannot be unpacked: {describe(error)}" if error else ""
@@ -161,13 +196,29 @@ class Consumer:
                 self._unanswered -= 1
 
     def _check_subscriptions(self) -> None:
-        """Healthy means that the broker knows subscriptions on our queues, not that a socket is open."""
+        """Healthy means that the broker knows bindings and subscriptions of our queues, not that a socket is open."""
         self._checked_at = monotonic()
+        self._declare()
         if not speaks_amqp(self._options.broker_url):
             return
         for queue in self._queues:
             if not queue.queue_declare(passive=True).consumer_count:
                 raise ConnectionError(f"the broker has no subscription on queue {queue.name!r} any more")
+
+    def _watch(self, worker: threading.Thread) -> None:
+        """Tell about a handler that does not end: its inbox row is not committed, so nobody else can see it."""
+        busy = self._busy
+        if busy is None or busy[1] is self._told_of or monotonic() - busy[0] < self._options.STUCK_AFTER.total_seconds():
+            return
+        since, self._told_of = busy
+        frame = sys._current_frames().get(worker.ident or 0)  # noqa: SLF001 - documented, and the only way to a thread's stack
+        logger.warning(
+            "%s has been handling message %s for %.0f s, and every other delivery of this process waits. It is here:\n%s",
+            self._told_of.handler.name,
+            self._told_of.message.properties.get("message_id"),
+            monotonic() - since,
+            "".join(traceback.format_stack(frame)),
+        )
 
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers:
@@ -199,6 +250,7 @@ class Consumer:
 
     def _finish(self, worker: threading.Thread) -> None:
         """Let the worker end what it has in hand, tell the broker, give the rest back."""
+        logger.info("Stopping: finishing what is in hand. Signal again to end at once.")
         self._closing = True
         self._deliveries.put(None)
         try:
@@ -229,7 +281,9 @@ class Consumer:
         while (delivery := self._deliveries.get()) is not None:
             if not self._is_wanted(delivery):
                 continue
+            self._busy = monotonic(), delivery
             received = self._receive(delivery)
+            self._busy = None
             if received is not None:
                 self.received[received] += 1
                 put_off = received is Received.PUT_OFF
@@ -244,12 +298,17 @@ class Consumer:
         """Take a delivery to its end; None leaves it with the broker, which delivers it to the next life."""
         handler = delivery.handler
         redelivered = bool(delivery.message.delivery_info.get("redelivered"))
+        owed: Callable[[], None] | None = None
         while self._is_wanted(delivery):
             try:
+                if owed is not None:
+                    decided(owed, handler.using)
+                    owed = None
                 envelope, refused = _envelope(delivery.message)
                 arrival = read(handler, envelope, self._options, refused=delivery.refused or refused)
                 received = receive(handler, arrival, self._options, redelivered=redelivered)
             except DatabaseAway as error:
+                owed = error.owed or owed
                 self._database.wait(error, self._stop)
                 continue
             except BaseException:

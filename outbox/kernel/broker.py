@@ -6,9 +6,11 @@ Nothing is connected here.
 from __future__ import annotations
 
 import socket
+import struct
 from typing import Any
 
-from amqp.exceptions import AMQPError
+from amqp.exceptions import AMQPError, FrameSyntaxError
+from amqp.method_framing import frame_handler
 from kombu.exceptions import KombuError
 from kombu.transport import get_transport_cls
 
@@ -16,6 +18,9 @@ from outbox.kernel.text import why_unfit
 
 EXCHANGE_TYPE = "topic"
 HEARTBEAT_SECONDS = 10
+_HEADER_FRAME = 2
+# Class, weight and body size; the flags and the properties come after.
+_HEADER_PREFIX = 12
 _AMQP_SCHEMES = {"amqp", "amqps", "pyamqp"}
 # py-amqp's own TCP_USER_TIMEOUT is 1 s, which kills a connection that the broker holds up for a moment.
 _SOCKET_SETTINGS = {"TCP_USER_TIMEOUT": 10_000, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
@@ -67,12 +72,34 @@ def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
         "read_timeout": 5,
         "write_timeout": 5,
         "socket_settings": settings,
+        "frame_handler": _read_frames_of_anybody,
     }
     return {
         "connect_timeout": 5,
         "heartbeat": HEARTBEAT_SECONDS,
         "transport_options": {**bounded, **transport_options},
     }
+
+
+def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
+    """py-amqp's frame reader, which also reads a message whose properties it cannot unpack: without them.
+
+    A producer may put bytes that are not UTF-8 into a property, or a header of a type that py-amqp does not know. The reader
+    raises then, out of whatever was being waited for, and the broker delivers the message to the next consumer, for ever.
+    Without its properties it has no identity and becomes a dead letter that people can see.
+    """
+    read = frame_handler(connection, callback)
+
+    def on_frame(frame: tuple[int, int, Any]) -> Any:
+        try:
+            return read(frame)
+        except (ValueError, ArithmeticError, LookupError, struct.error, FrameSyntaxError):
+            kind, channel, content = frame
+            if kind != _HEADER_FRAME:
+                raise
+            return read((kind, channel, bytes(content[:_HEADER_PREFIX]) + b"\0\0"))
+
+    return on_frame
 
 
 def masked(url: str) -> str:

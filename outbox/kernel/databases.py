@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from django.conf import settings
-from django.db import connections, router
+from django.core.management.base import CommandError
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router
 from django.db.models import Model
 
 SUPPORTED_VENDORS = ("postgresql", "sqlite")
@@ -73,6 +74,25 @@ def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
         cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
 
 
+def require_table(alias: str, model: type[Model]) -> None:
+    """For a command, before it begins: is there something to work on?
+
+    Raises:
+        CommandError: no such alias, or nobody has migrated it. A database that is away is not an error here.
+    """
+    if alias not in connections:
+        raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+    table = model._meta.db_table
+    try:
+        with connections[alias].cursor() as cursor:
+            tables = connections[alias].introspection.table_names(cursor)
+    except (DatabaseError, InterfaceError):
+        return
+    if table not in tables:
+        command = "python manage.py migrate" + ("" if alias == DEFAULT_DB_ALIAS else f" --database {alias}")
+        raise CommandError(f"The table {table} is missing in the database {alias!r}. Run `{command}`.")
+
+
 def drop_unusable_connections() -> None:
     """Before each piece of work of a long-lived process, outside transactions: what a web process does between requests.
 
@@ -80,7 +100,10 @@ def drop_unusable_connections() -> None:
     a new connection for every message costs more than handling it.
     """
     for connection in connections.all(initialized_only=True):
-        if connection.settings_dict["CONN_MAX_AGE"]:
+        if connection.connection is not None and not connection.autocommit and not connection.in_atomic_block:
+            # Left behind by somebody's set_autocommit(False): on such a connection atomic() commits nothing.
+            connection.close()
+        elif connection.settings_dict["CONN_MAX_AGE"]:
             connection.close_if_unusable_or_obsolete()
         elif connection.connection is not None and connection.errors_occurred and not connection.in_atomic_block:
             if connection.is_usable():

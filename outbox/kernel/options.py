@@ -72,7 +72,8 @@ def _fits(value: object, expected: Any) -> bool:
 def _describe(expected: Any) -> str:
     if get_origin(expected) is tuple:
         return f"a list or tuple of {get_args(expected)[0].__name__}"
-    return f"a {getattr(expected, '__name__', expected)}"
+    name = getattr(expected, "__name__", str(expected))
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def names(options: type) -> list[str]:

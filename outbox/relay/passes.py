@@ -90,18 +90,20 @@ class Pass:
     def _run_in_one_transaction(self, limit: int) -> PassReport:
         with transaction.atomic(using=self._alias, durable=True):
             store.bound_transaction(self._alias, self._options.BATCH_DEADLINE + _MARGIN)
-            batch = self._send(store.claim_ready(self._alias, limit))
+            deadline = self._deadline()
+            batch = self._send(store.claim_ready(self._alias, limit), deadline)
             settlement = self._decide(batch)
             settled = store.settle(self._alias, settlement)
         return self._report(batch, settlement, settled)
 
     def _run_by_lease(self, limit: int) -> PassReport:
+        deadline = self._deadline()
         rows = self._lease.claim(limit)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
             return PassReport()
-        batch = self._send(rows)
+        batch = self._send(rows, deadline)
         settlement = self._decide(batch)
         try:
             settled = self._lease.settle(settlement)
@@ -110,9 +112,12 @@ class Pass:
             return PassReport(claimed=len(rows), broken=batch.broken)
         return self._report(batch, settlement, settled)
 
-    def _send(self, rows: Sequence[RelayedMessage]) -> _Batch:
+    def _deadline(self) -> float:
+        # Taken before the claim: a relay that was frozen after it must not wake up with its time still ahead.
+        return monotonic() + self._options.BATCH_DEADLINE.total_seconds()
+
+    def _send(self, rows: Sequence[RelayedMessage], deadline: float) -> _Batch:
         batch = _Batch(rows)
-        deadline = monotonic() + self._options.BATCH_DEADLINE.total_seconds()
         failed_keys: set[str] = set()
         for wave in waves(row for row in rows if not row.expired):
             if batch.broken is not None or monotonic() > deadline:

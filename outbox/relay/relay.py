@@ -52,7 +52,7 @@ class Relay:
         try:
             while not self._stop:
                 self._watchdog.beat()
-                report = self._round()
+                report = self._round(drain=drain)
                 if report is None:
                     continue
                 if drain and self._idle:
@@ -61,8 +61,11 @@ class Relay:
         finally:
             self._finish()
 
-    def _round(self) -> PassReport | None:
-        """One turn of the loop; None when it met an outage and has already waited."""
+    def _round(self, *, drain: bool) -> PassReport | None:
+        """One turn of the loop; None when it met an outage and has already waited.
+
+        An error nobody foresaw is survived by a relay that runs for ever, and raised by one that drains.
+        """
         try:
             self._transport.connect()
         except BrokerUnavailable as error:
@@ -81,6 +84,8 @@ class Relay:
             elif is_collision(error):
                 self._stop.wait(_SHORTEST_REST_SECONDS)
             else:
+                if drain:
+                    raise
                 logger.exception("A pass failed in a way nobody foresaw; its messages stay ready.")
                 self._transport.close()
                 self._stop.wait(self._trouble.next_seconds())
@@ -120,6 +125,8 @@ class Relay:
         self._rest_seconds = min(self._rest_seconds * 2, self._options.POLL_INTERVAL.total_seconds())
 
     def _finish(self) -> None:
+        if self._stop:
+            logger.info("Stopping: finishing what is in hand. Signal again to end at once.")
         try:
             self._pass.close()
         except (DatabaseError, InterfaceError) as error:

@@ -114,7 +114,8 @@ class AmqpTransport:
             self._channel = self._amqp.channel()
             self._channel.exchange_declare(self._exchange, EXCHANGE_TYPE, durable=True, auto_delete=False)
             self._channel.confirm_select()
-        except BROKER_FAILURES as error:
+        except Exception as error:
+            # Not only its known failures: what answers on that port need not speak AMQP.
             self._discard()
             raise BrokerUnavailable(describe(error)) from error
         self._channel.events["basic_ack"].add(self._tracker.acked)

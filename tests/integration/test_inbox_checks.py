@@ -83,7 +83,7 @@ def test_a_keyless_handler_behind_a_broker_is_told_about_when_deploying(handles)
     handles(the_effect, name="tests.keyless")
     handles(the_effect, name="tests.keyed", biz_id=lambda message: message.id)
     with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
-        problem = found(deploy=True)["inbox.W004"]
+        problem = found(deploy=True)["inbox.I001"]
 
     assert "tests.keyless" in problem.msg
     assert "tests.keyed" not in problem.msg

@@ -4,8 +4,10 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
+from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from outbox.kernel.console import Progress
+from outbox.kernel.databases import require_table
 
 
 class Command(BaseCommand):
@@ -21,11 +23,15 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        require_table(options["database"], InboxMessage)
         wanted = {
             "message_id__in": options["message_ids"],
             "handler": options["handler"],
             "topic": options["topic"],
         }
+        if options["handler"] and registry.get(options["handler"]) is None:
+            known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
+            raise CommandError(f"No handler is called {options['handler']!r}. Known handlers: {known}.")
         given = {field: value for field, value in wanted.items() if value}
         if not given and not options["all"]:
             raise CommandError("Say which messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")

@@ -5,7 +5,9 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
+from inbox.models import InboxMessage
 from outbox.kernel.console import age, table, watch
+from outbox.kernel.databases import require_table
 from outbox.kernel.loop import StopRequest, running_until_signalled
 
 
@@ -18,6 +20,7 @@ class Command(BaseCommand):
         parser.add_argument("--watch", action="store_true", help="redraw every two seconds until Ctrl-C")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        require_table(options["database"], InboxMessage)
         alias = options["database"]
         if options["json"]:
             oldest, duplicates = store.oldest_waiting(alias), store.duplicates(alias)

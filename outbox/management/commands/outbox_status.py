@@ -6,7 +6,9 @@ from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
 from outbox.kernel.console import age, table, watch
+from outbox.kernel.databases import require_table
 from outbox.kernel.loop import StopRequest, running_until_signalled
+from outbox.models import OutboxMessage
 
 
 class Command(BaseCommand):
@@ -18,6 +20,7 @@ class Command(BaseCommand):
         parser.add_argument("--watch", action="store_true", help="redraw every two seconds until Ctrl-C")
 
     def handle(self, *args: Any, **options: Any) -> None:
+        require_table(options["database"], OutboxMessage)
         alias = options["database"]
         if options["json"]:
             oldest = store.oldest_waiting(alias)
