@@ -73,7 +73,7 @@ class LocalTransport:
         if not handlers:
             return Verdict(
                 Outcome.RETURNED,
-                f"unroutable: no handler takes the topic {envelope.topic!r}; handlers are found in handlers.py of installed apps",
+                f"unroutable: no handler takes the topic {envelope.topic!r}; they are found in handlers.py of installed apps",
             )
         strangers = [handler for handler in handlers if handler.using != self._alias]
         if strangers:

@@ -225,6 +225,21 @@ class TestForeignProducers:
 
         assert InboxMessage.objects.exclude(message_id="good").get().state in {State.DEAD, State.DONE}
 
+    @pytest.mark.parametrize("names", ["message_id", "type"])
+    def test_properties_that_are_not_text_are_a_dead_letter_and_end_no_consumer(self, handles, rabbitmq_url, length, names):
+        """py-amqp raises on them while it reads the frame, before anybody is asked what to do with the message."""
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        send_unreadable(rabbitmq_url, names)
+        send(rabbitmq_url, TOPIC, {}, message_id="good")
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: effects("good") == 1)
+            wait_until(lambda: length(handler) == 0)
+            assert not consumer._broker.ongoing
+
+        assert "no identity" in the_row(state=State.DEAD).last_error
+
     def test_a_timestamp_that_no_calendar_has_never_holds_up_the_next(self, handles, rabbitmq_url, length):
         """AMQP's timestamps are 64 bits of seconds; the client library makes a datetime of them."""
 
@@ -238,6 +253,20 @@ class TestForeignProducers:
             wait_until(lambda: length(handler) == 0)
 
         assert the_row(message_id="odd").body is not None
+
+
+def send_unreadable(url, name):
+    """A message with a property of bytes that are no UTF-8, as clients that write raw bytes send them."""
+    placeholder = "PLACEHOLDER"
+    with closing(kombu.Connection(url)) as connection:
+        channel = connection.channel()
+        write = connection.connection.transport._write
+        connection.connection.transport._write = lambda data: write(
+            bytes(data).replace(placeholder.encode(), b"\xff" * len(placeholder))
+        )
+        message = amqp.Message("{}", **{"content_type": "application/json", name: placeholder})
+        channel.basic_publish(message, "outbox", TOPIC)
+        channel.queue_declare("unreadable", exclusive=True)  # an answer means that the message was read before
 
 
 def is_subscribed(url, name):
@@ -499,3 +528,32 @@ def test_the_topology_is_bound_to_the_topic_and_nothing_else(handles, rabbitmq_u
 
         assert wait_until(queue.get).properties["message_id"] == "ours"
         assert queue.get() is None
+
+
+class TestAQueueThatIsNotAsItShouldBe:
+    def test_a_binding_that_went_with_its_exchange_comes_back(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: is_subscribed(rabbitmq_url, queue_name(handler, options)))
+            with closing(kombu.Connection(rabbitmq_url)) as connection:
+                connection.channel().exchange_delete("outbox")
+            consumer._checked_at = float("-inf")  # half a minute has passed
+
+            wait_until(lambda: consumer._checked_at > 0)
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+
+            wait_until(lambda: effects("m") == 1)
+
+    def test_one_with_other_arguments_is_used_as_it_is_and_holds_up_no_other(self, handles, rabbitmq_url, caplog):
+        options = broker_options(rabbitmq_url)
+        odd, sound = handles(the_effect, name="tests.odd"), handles(the_effect, name="tests.sound")
+        with closing(kombu.Connection(rabbitmq_url)) as connection:
+            connection.channel().queue_declare(queue_name(odd, options), durable=True, auto_delete=False)
+
+        with consuming([odd, sound], options) as consumer:
+            wait_until(lambda: is_subscribed(rabbitmq_url, queue_name(sound, options)))
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+            wait_until(lambda: effects("m") == 2)
+            assert not consumer._broker.ongoing
+
+        assert caplog.text.count("exists with other arguments") == 1

@@ -1100,3 +1100,19 @@ def test_a_database_that_does_not_answer_decides_nothing(handles, monkeypatch):
 
     monkeypatch.undo()
     assert deliver(handler, envelope) is Received.HANDLED
+
+
+def test_autocommit_that_a_hook_left_off_costs_no_later_message(handles):
+    """On such a connection atomic() ends without a commit and without an exception."""
+
+    def leave_it_off(message):
+        the_effect(message)
+        transaction.on_commit(lambda: transaction.set_autocommit(False))
+
+    deliver(handles(leave_it_off, name="tests.careless"), an_envelope(id=str(uuid.uuid4())))
+    later = an_envelope()
+
+    assert deliver(handles(the_effect, name="tests.careful"), later) is Received.HANDLED
+
+    connection.close()
+    assert effects(later.biz_id) == 1

@@ -10,12 +10,27 @@ import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
 
 from outbox import Draft, publish, publish_many, store
-from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.kernel.faults import is_outage
 from outbox.models import OutboxMessage, State
+from outbox.relay import passes
 from outbox.store import Failure, Settlement
 from tests.fakes.amqp_peer import FakeAmqpPeer
-from tests.relaying import TOPIC, drained, eventually, ids, in_threads, published, relaying, row_of, state_of, states, waiting
+from tests.relaying import (
+    TOPIC,
+    connected,
+    drained,
+    eventually,
+    ids,
+    in_threads,
+    one_pass,
+    published,
+    relaying,
+    row_of,
+    state_of,
+    states,
+    waiting,
+)
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -382,3 +397,22 @@ class TestBehindDeadHeads:
 
         assert ids(peer.published) == ids([free])
         assert Counter(states()) == {State.DEAD: 400, State.READY: 400, State.PUBLISHED: 1}
+
+
+def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):
+    """It wakes with its transaction ended, and others may have decided about its messages meanwhile."""
+    published()
+    claim = store.claim_ready
+
+    def claim_and_freeze(*arguments):
+        rows = claim(*arguments)
+        asleep = monotonic() + 60
+        monkeypatch.setattr(passes, "monotonic", lambda: asleep)
+        return rows
+
+    monkeypatch.setattr(store, "claim_ready", claim_and_freeze)
+    with connected(peer.url) as transport:
+        one_pass(transport)
+
+    assert peer.published == []
+    assert states() == [State.READY]
