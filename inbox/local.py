@@ -14,7 +14,8 @@ from django.db import DatabaseError, transaction
 
 from inbox.conf import inbox_options
 from inbox.handlers import registry
-from inbox.receiving import hand_over, read
+from inbox.reading import read
+from inbox.receiving import hand_over
 from inbox.runner import Runner
 from inbox.store import TwinBusy
 from outbox.kernel.clock import monotonic

@@ -10,53 +10,35 @@ Whatever happens, a delivery ends as one of `Received`; only PUT_OFF goes back t
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import random
-import re
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.db import DatabaseError, InterfaceError, transaction
 from django.dispatch import Signal
 
 from inbox import signals, store
 from inbox.conf import InboxOptions
-from inbox.errors import Reject, RetryLater, TransactionBroken, TransactionControl, TransactionEnded
+from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage, State
-from inbox.store import Earlier, Failure, Guard, NewRow, TwinBusy
-from outbox.kernel.clock import utcnow
-from outbox.kernel.context import Cause, caused_by
+from inbox.reading import Arrival, identify_late, message_of, stored_envelope
+from inbox.store import Earlier, Failure, NewRow, TwinBusy
+from inbox.transactions import TRIES_AT_ONCE, DatabaseAway, decided, in_transaction, persistently
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, media_type
-from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.envelope import Undecodable
+from outbox.kernel.faults import is_collision
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
-
-UNIDENTIFIED = "unidentified:"
-"""Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
-
-_TRIES_AT_ONCE = 5
 _SHORTEST_DELAY = timedelta(seconds=1)
 _HAND_OVER_WAIT = timedelta(milliseconds=20)
 """How long the relay, which has others to hand over, waits for a twin."""
-_TRANSACTION_CONTROL = re.compile(
-    r"\s*(begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(work\s+|transaction\s+)?to\b))\b",
-    re.IGNORECASE,
-)
-_WRITES = re.compile(r"\s*(insert|update|delete|merge|truncate)\b", re.IGNORECASE)
 
 
 class Received(Enum):
@@ -69,43 +51,6 @@ class Received(Enum):
     DEAD = "dead"
     PUT_OFF = "put off"
     """A twin has it in hand: not acknowledged, to be delivered again."""
-
-
-class DatabaseAway(Exception):
-    """The handler's database does not answer. Nothing was decided: do not acknowledge, wait, and receive again.
-
-    Attributes:
-        owed: what to do when it is back: give back an attempt that was counted and could not be made.
-    """
-
-    owed: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arrival:
-    """A delivery, read: the row it would be, and the message it carries.
-
-    Attributes:
-        refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
-    """
-
-    row: NewRow
-    envelope: Envelope
-    refused: str = ""
-
-
-def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "") -> Arrival:
-    """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
-    digest = hashlib.sha256(envelope.body).hexdigest()
-    nameless = hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
-    biz_id = UNIDENTIFIED + nameless
-    if not refused:
-        try:
-            biz_id = _identify(handler, _message(envelope, options))
-            refused = _outside_window(envelope, options)
-        except Undecodable as error:
-            refused = str(error)
-    return Arrival(row=_row(handler, envelope, biz_id=biz_id, digest=digest), envelope=envelope, refused=refused)
 
 
 def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
@@ -166,9 +111,9 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     if attempt > options.MAX_ATTEMPTS:
         error = stored.last_error or "Its attempts were begun and never ended: its process died, or its database went away."
         return _fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
-    envelope = _stored_envelope(stored)
+    envelope = stored_envelope(stored)
     try:
-        biz_id = _identify_late(handler, _message(envelope, options, needs_id=False), stored)
+        biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
         return _fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
     if biz_id != stored.biz_id and not store.rekey(handler.using, stored.pk, biz_id):
@@ -176,11 +121,11 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         return Received.DUPLICATE
 
     def run() -> Message | None:
-        message = _message(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
-        return _in_transaction(handler, message, envelope, lambda: store.begin_stored(handler.using, stored.pk, attempt))
+        message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+        return in_transaction(handler, message, envelope, lambda: store.begin_stored(handler.using, stored.pk, attempt))
 
     try:
-        message = _persistently(handler.using, run)
+        message = persistently(handler.using, run)
     except DatabaseAway as away:
         away.owed = partial(store.give_back, handler.using, stored.pk, attempt)
         raise
@@ -189,111 +134,14 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     return _handled(handler, message) if message else Received.DUPLICATE
 
 
-# ------------------------------------------------------------------------------------------------------------ the transaction
-
-
-def _in_transaction(
-    handler: Handler, message: Message, envelope: Envelope, begin: Callable[[], Guard | None]
-) -> Message | None:
-    """Inbox row, effect and sentinel in one transaction; `message`, or None when `begin` found nothing to do."""
-    committed = False
-
-    def mark() -> None:
-        nonlocal committed
-        committed = True
-
-    cause = Cause(
-        message_id=message.id,
-        correlation_id=message.correlation_id or message.id,
-        traceparent=envelope.traceparent,
-    )
-    try:
-        with transaction.atomic(using=handler.using, durable=True):
-            # The first hook of this transaction: whatever a later one raises, the effect is in.
-            transaction.on_commit(mark, using=handler.using)
-            guard = begin()
-            if guard is None:
-                return None
-            try:
-                with _supervised(handler), caused_by(cause):
-                    handler.call(message)
-            except BaseException:
-                store.refuse_if_ended(guard)
-                raise
-            store.finish(guard, message.attempt)
-        _refuse_if_uncommitted(handler.using, committed)
-    except BaseException:
-        if not committed:
-            raise
-        logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, message.id)
-    return message
-
-
-def _refuse_if_uncommitted(alias: str, committed: bool) -> None:
-    """Somebody has switched autocommit off on this connection, and then leaving atomic() commits nothing."""
-    if not committed and not connections[alias].in_atomic_block:  # as it still is in the transaction of a test
-        connections[alias].close()
-        raise TransactionBroken("The transaction ended without a commit: autocommit is off on this connection.")
-
-
-@contextmanager
-def _supervised(handler: Handler) -> Iterator[None]:
-    """Keep the handler from ending our transaction by SQL, and warn about writes that are not in it."""
-
-    def refuse_transaction_control(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-        if isinstance(sql, str) and _TRANSACTION_CONTROL.match(sql):
-            raise TransactionControl(
-                f"The handler {handler.name} executed {sql.strip()[:40]!r}. Its effect and its inbox row must commit "
-                "together: leave commit and rollback to the inbox, and use `transaction.atomic()` for savepoints."
-            )
-        return execute(sql, params, many, context)
-
-    def warn_of_writes(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-        if isinstance(sql, str) and _WRITES.match(sql):
-            logger.warning(
-                "The handler %s writes to the database %r. That is outside its transaction on %r and may happen twice.",
-                handler.name,
-                context["connection"].alias,
-                handler.using,
-            )
-        return execute(sql, params, many, context)
-
-    with ExitStack() as stack:
-        for alias in connections:
-            wrapper = refuse_transaction_control if alias == handler.using else warn_of_writes
-            stack.enter_context(connections[alias].execute_wrapper(wrapper))
-        yield
-
-
-def _persistently(alias: str, attempt: Callable[[], _T]) -> _T:
-    """Run a transaction again at once when it collided with another or lost its connection, a few times.
-
-    Raises:
-        DatabaseAway: the connection was lost and the database does not answer.
-        Exception: what the transaction raised, or what it raised at the last try.
-    """
-    drop_unusable_connections()
-    for tries_left in reversed(range(_TRIES_AT_ONCE)):
-        try:
-            return attempt()
-        except Exception as error:
-            lost = is_outage(error)
-            if lost and not store.is_reachable(alias):
-                raise DatabaseAway(str(error)) from error
-            if not tries_left or not (lost or is_collision(error)):
-                raise
-        time.sleep(random.uniform(0, 0.02 * (_TRIES_AT_ONCE - tries_left)))
-    raise AssertionError("unreachable")
-
-
 # ------------------------------------------------------------------------------------------------------------------- outcomes
 
 
 def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
     def run() -> Message | None:
         # Decoded anew for every run: a handler may change its payload, and a collision makes it run again.
-        message = _message(arrival.envelope, options, biz_id=arrival.row.biz_id)
-        return _in_transaction(
+        message = message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
+        return in_transaction(
             handler,
             message,
             arrival.envelope,
@@ -301,7 +149,7 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
         )
 
     try:
-        message = _persistently(handler.using, run)
+        message = persistently(handler.using, run)
     except (DatabaseAway, TwinBusy):
         raise
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
@@ -346,20 +194,6 @@ def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received |
     return _announce(handler, message_id, biz_id, Failure(error=store.ABANDONED, retry_after=None, attempts=1))
 
 
-def decided(write: Callable[[], _T], alias: str) -> _T:
-    """Write an outcome in a commit of its own.
-
-    Raises:
-        DatabaseAway: it could not be written, so nothing is decided.
-    """
-    try:
-        return _persistently(alias, write)
-    except (DatabaseError, InterfaceError) as error:
-        if is_collision(error) or is_outage(error):
-            raise DatabaseAway(str(error)) from error
-        raise
-
-
 def _refusal(arrival: Arrival) -> Failure:
     return Failure(error=arrival.refused, retry_after=None, attempts=0)
 
@@ -371,7 +205,7 @@ def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failu
     trace = "".join(traceback.format_exception(error))
     if is_collision(error):
         # Nobody's fault, however often: it rests like after a failure and counts as no attempt.
-        text = f"collided with other transactions {_TRIES_AT_ONCE} times: {describe(error)}"
+        text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
         return Failure(error=text, traceback=trace, retry_after=options.retry.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
         return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
@@ -435,109 +269,3 @@ def _tell(signal: Signal, **arguments: Any) -> None:
     except BaseException:
         # send_robust lets SystemExit through, and the state is committed.
         logger.exception("A receiver of an inbox signal tried to end the process.")
-
-
-# ------------------------------------------------------------------------------------------------------------------- reading
-
-
-def _identify(handler: Handler, message: Message) -> str:
-    if message.topic != handler.topic:
-        raise Undecodable(f"It says its topic is {message.topic!r}, but this queue is for {handler.topic!r}.")
-    try:
-        biz_id = handler.identify(message)
-    except BaseException as error:  # the user's code, see _receive_fresh
-        raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
-    return biz_id if not biz_id.startswith(UNIDENTIFIED) else "own:" + biz_id
-
-
-def _identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
-    """The biz-id it was stored under; when it had none, and an operator retries it, what can be found now."""
-    if not stored.biz_id.startswith(UNIDENTIFIED):
-        return stored.biz_id
-    return _identify(handler, message) if handler.biz_id else stored.biz_id
-
-
-def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
-    """Why this delivery is too old (or too new) to be told from a duplicate, or "". The age fence.
-
-    Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any
-    skew of the two clocks.
-    """
-    if envelope.created_at is None:
-        return ""
-    since = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
-    age = utcnow() - since
-    if age > options.oldest_run:
-        return (
-            f"It is {age.days} days old, past the deduplication window of {options.oldest_run.days} days: whether it has been "
-            "handled before can no longer be known. Retry it if you know that it has not."
-        )
-    if -age > options.AGE_FENCE_MARGIN:
-        return f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window."
-    return ""
-
-
-def _message(
-    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
-) -> Message:
-    """The message a handler gets.
-
-    Raises:
-        Undecodable: it has no identity, or its body cannot be read.
-    """
-    if needs_id and not envelope.dedup_id:
-        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id that can be read.")
-    kind = media_type(envelope.content_type)
-    if kind not in options.ACCEPT and not kind.endswith("+json"):
-        raise Undecodable(
-            f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
-        )
-    return Message(
-        id=envelope.id,
-        topic=envelope.topic,
-        key=envelope.key,
-        biz_id=biz_id or envelope.dedup_id,
-        payload=decode_payload(envelope.body, envelope.content_type),
-        headers=dict(envelope.headers),
-        created_at=envelope.created_at,
-        attempt=attempt,
-        redelivered=attempt > 1,
-        correlation_id=envelope.correlation_id,
-        causation_id=envelope.causation_id,
-    )
-
-
-def _row(handler: Handler, envelope: Envelope, *, biz_id: str, digest: str) -> NewRow:
-    return NewRow(
-        handler=handler.name,
-        topic=handler.topic,
-        biz_id=biz_id,
-        message_id=envelope.id,
-        key=envelope.key,
-        content_type=envelope.content_type,
-        body=envelope.body,
-        digest=digest,
-        headers=json.dumps(dict(envelope.headers)),
-        source=envelope.source,
-        correlation_id=envelope.correlation_id,
-        causation_id=envelope.causation_id,
-        traceparent=envelope.traceparent,
-        created_at=envelope.created_at,
-    )
-
-
-def _stored_envelope(stored: InboxMessage) -> Envelope:
-    return Envelope(
-        id=stored.message_id,
-        topic=stored.topic,
-        source=stored.source,
-        created_at=stored.created_at,
-        biz_id=stored.biz_id,
-        key=stored.key,
-        correlation_id=stored.correlation_id,
-        causation_id=stored.causation_id,
-        traceparent=stored.traceparent,
-        content_type=stored.content_type,
-        body=bytes(stored.body),
-        headers=stored.headers,
-    )

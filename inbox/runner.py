@@ -14,7 +14,8 @@ from django.db import connections
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, registry
-from inbox.receiving import DatabaseAway, decided, run_next
+from inbox.receiving import run_next
+from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.outage import Outage

@@ -14,7 +14,8 @@ from django.db import connections
 
 from inbox.conf import InboxOptions
 from inbox.models import DUE, InboxMessage
-from inbox.receiving import read, receive
+from inbox.reading import read
+from inbox.receiving import receive
 from inbox.runner import Runner
 from outbox.kernel.clock import DatabaseTime, utcnow
 from outbox.kernel.envelope import Envelope

@@ -27,7 +27,9 @@ from django.db import connections
 from inbox.conf import InboxOptions
 from inbox.consumer.topology import queue_of
 from inbox.handlers import Handler
-from inbox.receiving import DatabaseAway, Received, decided, read, receive
+from inbox.reading import read
+from inbox.receiving import Received, receive
+from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.broker import BROKER_FAILURES, connection_options, masked, speaks_amqp
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery

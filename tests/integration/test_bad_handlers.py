@@ -19,7 +19,7 @@ import psycopg
 import pytest
 from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
 
-from inbox import receiving, signals, store
+from inbox import signals, store, transactions
 from inbox.errors import NotCallable
 from inbox.handlers import Message, idempotent_handler, registry
 from inbox.models import InboxMessage, State
@@ -516,7 +516,7 @@ def test_without_the_sentinel_the_same_zoo_loses_messages(animal, handles, monke
     """If this fails, the sentinel is not what keeps the messages, and the test above proves little."""
     monkeypatch.setattr(store, "finish", lambda guard, attempts: None)
     # The second line of defence, which sees some of them too: those that Django rolls back without running the commit's hooks.
-    monkeypatch.setattr(receiving, "_refuse_if_uncommitted", lambda alias, committed: None)
+    monkeypatch.setattr(transactions, "refuse_if_uncommitted", lambda alias, committed: None)
 
     received = deliver(handles(animal.handle))
 

@@ -21,7 +21,9 @@ from inbox import Reject, RetryLater, signals, store
 from inbox.consumer.consumer import _envelope
 from inbox.errors import NotCallable
 from inbox.models import DUE, InboxMessage, State
-from inbox.receiving import DatabaseAway, Received, read, receive
+from inbox.reading import read
+from inbox.receiving import Received, receive
+from inbox.transactions import DatabaseAway
 from outbox import publish
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import from_delivery

@@ -11,7 +11,8 @@ from django.db import connections
 from inbox import store
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving import Received, read
+from inbox.reading import read
+from inbox.receiving import Received
 from inbox.runner import Runner
 from outbox.kernel.clock import utcnow
 from outbox.kernel.loop import StopRequest

@@ -1,0 +1,152 @@
+"""Reading a delivery: which message is it, for which handler, and may it be handled at all?
+
+Nothing here touches a database. What cannot be read, cannot be named, or lies outside the deduplication window becomes an
+arrival that is *refused*, with the reason for people; it will be stored as a dead letter and not lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+from inbox.conf import InboxOptions
+from inbox.handlers import Handler, Message
+from inbox.models import InboxMessage
+from inbox.store import NewRow
+from outbox.kernel.clock import utcnow
+from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, media_type
+from outbox.kernel.text import describe
+
+UNIDENTIFIED = "unidentified:"
+"""Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A delivery, read: the row it would be, and the message it carries.
+
+    Attributes:
+        refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
+    """
+
+    row: NewRow
+    envelope: Envelope
+    refused: str = ""
+
+
+def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "") -> Arrival:
+    """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
+    digest = hashlib.sha256(envelope.body).hexdigest()
+    nameless = hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
+    biz_id = UNIDENTIFIED + nameless
+    if not refused:
+        try:
+            biz_id = _identify(handler, message_of(envelope, options))
+            refused = _outside_window(envelope, options)
+        except Undecodable as error:
+            refused = str(error)
+    return Arrival(row=_row(handler, envelope, biz_id=biz_id, digest=digest), envelope=envelope, refused=refused)
+
+
+def _identify(handler: Handler, message: Message) -> str:
+    if message.topic != handler.topic:
+        raise Undecodable(f"It says its topic is {message.topic!r}, but this queue is for {handler.topic!r}.")
+    try:
+        biz_id = handler.identify(message)
+    except BaseException as error:  # the user's code, see _receive_fresh
+        raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
+    return biz_id if not biz_id.startswith(UNIDENTIFIED) else "own:" + biz_id
+
+
+def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
+    """The biz-id it was stored under; when it had none, and an operator retries it, what can be found now."""
+    if not stored.biz_id.startswith(UNIDENTIFIED):
+        return stored.biz_id
+    return _identify(handler, message) if handler.biz_id else stored.biz_id
+
+
+def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
+    """Why this delivery is too old (or too new) to be told from a duplicate, or "". The age fence.
+
+    Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any
+    skew of the two clocks.
+    """
+    if envelope.created_at is None:
+        return ""
+    since = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
+    age = utcnow() - since
+    if age > options.oldest_run:
+        return (
+            f"It is {age.days} days old, past the deduplication window of {options.oldest_run.days} days: whether it has been "
+            "handled before can no longer be known. Retry it if you know that it has not."
+        )
+    if -age > options.AGE_FENCE_MARGIN:
+        return f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window."
+    return ""
+
+
+def message_of(
+    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
+) -> Message:
+    """The message a handler gets.
+
+    Raises:
+        Undecodable: it has no identity, or its body cannot be read.
+    """
+    if needs_id and not envelope.dedup_id:
+        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id that can be read.")
+    kind = media_type(envelope.content_type)
+    if kind not in options.ACCEPT and not kind.endswith("+json"):
+        raise Undecodable(
+            f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
+        )
+    return Message(
+        id=envelope.id,
+        topic=envelope.topic,
+        key=envelope.key,
+        biz_id=biz_id or envelope.dedup_id,
+        payload=decode_payload(envelope.body, envelope.content_type),
+        headers=dict(envelope.headers),
+        created_at=envelope.created_at,
+        attempt=attempt,
+        redelivered=attempt > 1,
+        correlation_id=envelope.correlation_id,
+        causation_id=envelope.causation_id,
+    )
+
+
+def _row(handler: Handler, envelope: Envelope, *, biz_id: str, digest: str) -> NewRow:
+    return NewRow(
+        handler=handler.name,
+        topic=handler.topic,
+        biz_id=biz_id,
+        message_id=envelope.id,
+        key=envelope.key,
+        content_type=envelope.content_type,
+        body=envelope.body,
+        digest=digest,
+        headers=json.dumps(dict(envelope.headers)),
+        source=envelope.source,
+        correlation_id=envelope.correlation_id,
+        causation_id=envelope.causation_id,
+        traceparent=envelope.traceparent,
+        created_at=envelope.created_at,
+    )
+
+
+def stored_envelope(stored: InboxMessage) -> Envelope:
+    return Envelope(
+        id=stored.message_id,
+        topic=stored.topic,
+        source=stored.source,
+        created_at=stored.created_at,
+        biz_id=stored.biz_id,
+        key=stored.key,
+        correlation_id=stored.correlation_id,
+        causation_id=stored.causation_id,
+        traceparent=stored.traceparent,
+        content_type=stored.content_type,
+        body=bytes(stored.body),
+        headers=stored.headers,
+    )

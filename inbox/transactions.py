@@ -1,0 +1,153 @@
+"""The handler's transaction, and what keeps it whole.
+
+Inbox row, effect and commit sentinel in one transaction; the same again at once when it collided with another; an outage told
+from a failure. A handler can neither end the transaction by SQL nor leave it broken unnoticed.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from django.db import DatabaseError, InterfaceError, connections, transaction
+
+from inbox import store
+from inbox.errors import TransactionBroken, TransactionControl
+from inbox.handlers import Handler, Message
+from inbox.store import Guard
+from outbox.kernel.context import Cause, caused_by
+from outbox.kernel.databases import drop_unusable_connections
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.faults import is_collision, is_outage
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+TRIES_AT_ONCE = 5
+_TRANSACTION_CONTROL = re.compile(
+    r"\s*(begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(work\s+|transaction\s+)?to\b))\b",
+    re.IGNORECASE,
+)
+_WRITES = re.compile(r"\s*(insert|update|delete|merge|truncate)\b", re.IGNORECASE)
+
+
+class DatabaseAway(Exception):
+    """The handler's database does not answer. Nothing was decided: do not acknowledge, wait, and receive again.
+
+    Attributes:
+        owed: what to do when it is back: give back an attempt that was counted and could not be made.
+    """
+
+    owed: Callable[[], None] | None = None
+
+
+def in_transaction(handler: Handler, message: Message, envelope: Envelope, begin: Callable[[], Guard | None]) -> Message | None:
+    """Inbox row, effect and sentinel in one transaction; `message`, or None when `begin` found nothing to do."""
+    committed = False
+
+    def mark() -> None:
+        nonlocal committed
+        committed = True
+
+    cause = Cause(
+        message_id=message.id,
+        correlation_id=message.correlation_id or message.id,
+        traceparent=envelope.traceparent,
+    )
+    try:
+        with transaction.atomic(using=handler.using, durable=True):
+            # The first hook of this transaction: whatever a later one raises, the effect is in.
+            transaction.on_commit(mark, using=handler.using)
+            guard = begin()
+            if guard is None:
+                return None
+            try:
+                with _supervised(handler), caused_by(cause):
+                    handler.call(message)
+            except BaseException:
+                store.refuse_if_ended(guard)
+                raise
+            store.finish(guard, message.attempt)
+        refuse_if_uncommitted(handler.using, committed)
+    except BaseException:
+        if not committed:
+            raise
+        logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, message.id)
+    return message
+
+
+def refuse_if_uncommitted(alias: str, committed: bool) -> None:
+    """Somebody has switched autocommit off on this connection, and then leaving atomic() commits nothing."""
+    if not committed and not connections[alias].in_atomic_block:  # as it still is in the transaction of a test
+        connections[alias].close()
+        raise TransactionBroken("The transaction ended without a commit: autocommit is off on this connection.")
+
+
+@contextmanager
+def _supervised(handler: Handler) -> Iterator[None]:
+    """Keep the handler from ending our transaction by SQL, and warn about writes that are not in it."""
+
+    def refuse_transaction_control(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        if isinstance(sql, str) and _TRANSACTION_CONTROL.match(sql):
+            raise TransactionControl(
+                f"The handler {handler.name} executed {sql.strip()[:40]!r}. Its effect and its inbox row must commit "
+                "together: leave commit and rollback to the inbox, and use `transaction.atomic()` for savepoints."
+            )
+        return execute(sql, params, many, context)
+
+    def warn_of_writes(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        if isinstance(sql, str) and _WRITES.match(sql):
+            logger.warning(
+                "The handler %s writes to the database %r. That is outside its transaction on %r and may happen twice.",
+                handler.name,
+                context["connection"].alias,
+                handler.using,
+            )
+        return execute(sql, params, many, context)
+
+    with ExitStack() as stack:
+        for alias in connections:
+            wrapper = refuse_transaction_control if alias == handler.using else warn_of_writes
+            stack.enter_context(connections[alias].execute_wrapper(wrapper))
+        yield
+
+
+def persistently(alias: str, attempt: Callable[[], _T]) -> _T:
+    """Run a transaction again at once when it collided with another or lost its connection, a few times.
+
+    Raises:
+        DatabaseAway: the connection was lost and the database does not answer.
+        Exception: what the transaction raised, or what it raised at the last try.
+    """
+    drop_unusable_connections()
+    for tries_left in reversed(range(TRIES_AT_ONCE)):
+        try:
+            return attempt()
+        except Exception as error:
+            lost = is_outage(error)
+            if lost and not store.is_reachable(alias):
+                raise DatabaseAway(str(error)) from error
+            if not tries_left or not (lost or is_collision(error)):
+                raise
+        time.sleep(random.uniform(0, 0.02 * (TRIES_AT_ONCE - tries_left)))
+    raise AssertionError("unreachable")
+
+
+def decided(write: Callable[[], _T], alias: str) -> _T:
+    """Write an outcome in a commit of its own.
+
+    Raises:
+        DatabaseAway: it could not be written, so nothing is decided.
+    """
+    try:
+        return persistently(alias, write)
+    except (DatabaseError, InterfaceError) as error:
+        if is_collision(error) or is_outage(error):
+            raise DatabaseAway(str(error)) from error
+        raise
