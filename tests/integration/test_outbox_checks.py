@@ -253,3 +253,27 @@ class TestDatabaseSettings:
         assert named in done.stderr
         assert "outbox.E005" in done.stderr
         assert "inbox.E005" in done.stderr
+
+
+class TestAForgottenMigrate:
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ["outbox_relay", "--drain"],
+            ["outbox_status"],
+            ["outbox_requeue", "--all"],
+            ["outbox_purge"],
+            ["inbox_status"],
+            ["inbox_retry", "--all"],
+            ["inbox_purge"],
+        ],
+        ids=" ".join,
+    )
+    def test_is_named_with_the_remedy_in_one_line(self, project, command):
+        project(["outbox", "inbox"], options=IMMEDIATE)
+
+        status, out = project.run(*command)
+
+        assert status != 0
+        assert "is missing in the database 'default'. Run `python manage.py migrate`." in out
+        assert "Traceback" not in out

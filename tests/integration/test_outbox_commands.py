@@ -14,7 +14,9 @@ from django.core.management import CommandError, call_command
 
 from outbox import store
 from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, RelayLease, State
+from outbox.relay.service import serve
 from tests.fakes.amqp_peer import FakeAmqpPeer
 from tests.relaying import eventually, ids, published, row_of, set_columns, state_of, states
 
@@ -281,3 +283,16 @@ class TestTheRelayAsAProcess:
 def release_the_lease_of_the_dead():
     """Only time does that on SQLite."""
     RelayLease.objects.using("other").update(expires_at=DatabaseTime())
+
+
+@pytest.mark.parametrize("command", ["outbox_relay", "outbox_status", "outbox_purge", "inbox_status", "inbox_purge"])
+def test_a_database_that_is_not_there_is_named_with_those_that_are(command):
+    with pytest.raises(CommandError, match=r"There is no database 'nowhere'\. DATABASES has: default"):
+        run(command, "--database", "nowhere")
+
+
+def test_a_relay_that_is_given_a_stop_request_obeys_it():
+    stop = StopRequest()
+    stop.set()
+
+    assert serve("default", stop=stop) == 0

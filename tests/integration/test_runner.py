@@ -229,3 +229,27 @@ def test_what_is_done_can_neither_be_retried_nor_skipped(handles):
     run_to_the_end()
 
     assert (the_row().state, effects()) == (State.DONE, 1)
+
+
+def test_messages_of_a_handler_that_was_renamed_are_told_about(handles, caplog):
+    old = handles(the_effect, name="tests.old_name")
+    stored(old)
+    stored(old)
+    registry.remove("tests.old_name")
+    handles(the_effect, name="tests.new_name")
+
+    assert Runner(OPTIONS).drain(StopRequest()) == 0
+
+    assert "2 stored messages wait for a handler called 'tests.old_name'" in caplog.text
+
+
+def test_an_error_nobody_foresaw_ends_a_drain_and_is_not_taken_for_nothing_due(handles, monkeypatch):
+    stored(handles(the_effect))
+
+    def fail(*arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(store, "claim_due", fail)
+
+    with pytest.raises(ZeroDivisionError):
+        Runner(OPTIONS).drain(StopRequest())
