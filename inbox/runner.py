@@ -76,8 +76,9 @@ class Runner:
     def _tell_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
         if alias in self._told:
             return
+        stored = decided(lambda: store.orphans(alias, [handler.name for handler in handlers]), alias)
         self._told.add(alias)
-        for name, count in store.orphans(alias, [handler.name for handler in handlers]).items():
+        for name, count in stored.items():
             logger.warning(
                 "%d stored messages wait for a handler called %r, which this process does not know. They stay until one that "
                 "does runs them; was it renamed without name=?",

@@ -6,7 +6,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from django.db import connections
+from django.db import OperationalError, connections
 
 from inbox import store
 from inbox.handlers import registry
@@ -253,3 +253,22 @@ def test_an_error_nobody_foresaw_ends_a_drain_and_is_not_taken_for_nothing_due(h
 
     with pytest.raises(ZeroDivisionError):
         Runner(OPTIONS).drain(StopRequest())
+
+
+def test_they_are_told_about_also_when_the_database_was_away_at_first(handles, caplog, monkeypatch):
+    stored(handles(the_effect, name="tests.old_name"))
+    registry.remove("tests.old_name")
+    handles(the_effect, name="tests.new_name")
+    ask, failures = store.orphans, [OperationalError("connection refused")]
+
+    def fail_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return ask(*arguments)
+
+    monkeypatch.setattr(store, "orphans", fail_once)
+
+    assert Runner(OPTIONS).drain(StopRequest()) == 0
+
+    assert not failures
+    assert "1 stored messages wait for a handler called 'tests.old_name'" in caplog.text
