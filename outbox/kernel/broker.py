@@ -1,10 +1,14 @@
 """How both halves reach a broker: bounded waits, the same exchange, the same idea of what a broken connection is.
 
+A broker URL may be several, separated by `;`: brokers of one cluster, of which the first that answers is used. That is kombu's
+own failover; here it is seen to that every one of them is asked, and that they are of one kind.
+
 Nothing is connected here.
 """
 
 from __future__ import annotations
 
+import re
 import socket
 import struct
 from typing import Any
@@ -22,8 +26,19 @@ _HEADER_FRAME = 2
 # Class, weight and body size; the flags and the properties come after.
 _HEADER_PREFIX = 12
 _AMQP_SCHEMES = {"amqp", "amqps", "pyamqp"}
+_LOCAL = "local"
+_CONNECT_SECONDS = 5.0
+_ALL_CONNECT_SECONDS = 15.0
+"""For all brokers of a list together, that none of them waits behind others that swallow packets for longer than this."""
+_LAST_ATTEMPT_SECONDS = 20.0
+_BEGINS_A_URL = re.compile(r";(?=[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 # py-amqp's own TCP_USER_TIMEOUT is 1 s, which kills a connection that the broker holds up for a moment.
 _SOCKET_SETTINGS = {"TCP_USER_TIMEOUT": 10_000, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
+
+SEVERAL_HINT = (
+    "Name the brokers of one cluster, all of one kind: amqp://user:password@first//;amqp://user:password@second//. "
+    "A ';' that is part of a password is written %3B."
+)
 
 BROKER_FAILURES: tuple[type[Exception], ...] = (AMQPError, KombuError, OSError, AttributeError)
 """What a lost connection can look like, whatever the kombu transport adds to it (`connection_errors`, `channel_errors`).
@@ -31,8 +46,11 @@ py-amqp raises AttributeError when its connection is lost at the wrong moment; k
 
 
 def scheme_of(url: str) -> str:
-    """`amqp` of `amqp://…`, `sqla` of `sqla+postgresql://…`, in lower case."""
-    return url.partition("://")[0].partition("+")[0].lower()
+    """`amqp` of `amqp://…`, `sqla` of `sqla+postgresql://…`, in lower case; of several, the first's, or "" when they differ."""
+    schemes = [_scheme(one) for one in url.split(";")]
+    if len(schemes) > 1 and (_LOCAL in schemes or len(set(map(_kind, schemes))) > 1):
+        return ""
+    return schemes[0]
 
 
 def speaks_amqp(url: str) -> bool:
@@ -41,16 +59,40 @@ def speaks_amqp(url: str) -> bool:
 
 
 def why_unusable(url: str) -> str | None:
-    """Why kombu cannot speak to `url`, or None when it can try."""
+    """Why kombu cannot speak to `url`, or to one of several, or None when it can try."""
+    urls = url.split(";")
+    schemes = [_scheme(one) for one in urls]
+    if len(urls) > 1 and _LOCAL in schemes:
+        return "local:// is no broker and must stand alone: there is nothing to fail over to"
+    for number, one in enumerate(urls, 1):
+        if reason := _why_unusable(one):
+            return reason if len(urls) == 1 else f"{reason} (number {number} of its {len(urls)} URLs, which ';' separates)"
+    if not scheme_of(url):
+        kinds = " and ".join(f"{scheme}://" for scheme in dict.fromkeys(schemes))
+        return f"its URLs are of different kinds, {kinds}, and a list is for the brokers of one cluster"
+    return None
+
+
+def _why_unusable(url: str) -> str | None:
     if "://" not in url:
         return "it is no URL"
+    if url != url.strip():
+        return "there is a space before or after it"
     try:
-        get_transport_cls(scheme_of(url))
+        get_transport_cls(_scheme(url))
     except KeyError:
-        return f"kombu knows no transport called {scheme_of(url)!r}"
+        return f"kombu knows no transport called {_scheme(url)!r}"
     except ImportError as error:
         return f"its library is not installed: {error}"
     return None
+
+
+def _scheme(url: str) -> str:
+    return url.partition("://")[0].partition("+")[0].lower()
+
+
+def _kind(scheme: str) -> str:
+    return "amqp" if scheme in _AMQP_SCHEMES else scheme
 
 
 def why_no_exchange(name: str) -> str | None:
@@ -63,9 +105,12 @@ def why_no_exchange(name: str) -> str | None:
 
 
 def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
-    """Keyword arguments for `kombu.Connection(url, …)`; `url` may be several, separated by `;`, for failover."""
+    """Keyword arguments for `kombu.Connection(url, …)`."""
+    seconds = min(_CONNECT_SECONDS, _ALL_CONNECT_SECONDS / _count(url))
     if not speaks_amqp(url):
-        return {"connect_timeout": 5, "transport_options": transport_options}
+        # The second is what kombu's Redis transport goes by.
+        options = {"socket_connect_timeout": seconds, **transport_options}
+        return {"connect_timeout": seconds, "transport_options": options}
     settings = {getattr(socket, name): value for name, value in _SOCKET_SETTINGS.items() if hasattr(socket, name)}
     bounded = {
         "confirm_publish": False,
@@ -75,10 +120,19 @@ def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
         "frame_handler": _read_frames_of_anybody,
     }
     return {
-        "connect_timeout": 5,
+        "connect_timeout": seconds,
         "heartbeat": HEARTBEAT_SECONDS,
         "transport_options": {**bounded, **transport_options},
     }
+
+
+def connection_attempts(url: str) -> dict[str, Any]:
+    """Keyword arguments for `kombu.Connection.ensure_connection`: ask every broker once, a single one twice, and no longer."""
+    return {"max_retries": max(_count(url) - 1, 1), "interval_start": 0, "timeout": _LAST_ATTEMPT_SECONDS}
+
+
+def _count(url: str) -> int:
+    return url.count(";") + 1
 
 
 def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
@@ -103,7 +157,12 @@ def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
 
 
 def masked(url: str) -> str:
-    """`url` without its password, for people and logs."""
+    """`url`, or each of several, without its password, for people and logs."""
+    return ";".join(map(_masked, _BEGINS_A_URL.split(url)))
+
+
+def _masked(url: str) -> str:
+    # A ';' that begins no URL may be part of a password.
     scheme, separator, rest = url.partition("://")
     credentials, at, where = rest.rpartition("@")
     user, colon, _ = credentials.partition(":")

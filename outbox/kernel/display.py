@@ -63,9 +63,9 @@ class Shown:
     def as_html(self) -> SafeString:
         if not (self.text or self.note):
             return format_html("{}", NOTHING)
-        note = format_html('<p class="message-note">{}</p>', self.note) if self.note else ""
+        aside = note(self.note) if self.note else ""
         text = format_html('<pre class="message-text" tabindex="0">{}</pre>', self.text) if self.text else ""
-        return format_html('<div class="message-block">{}{}</div>', note, text)
+        return format_html('<div class="message-block">{}{}</div>', aside, text)
 
 
 def as_text(text: str) -> Shown:
@@ -192,6 +192,11 @@ def identifier(text: str) -> SafeString:
     """An id, a key or a topic, to be copied; a line may end after its punctuation."""
     pieces = ((piece,) for piece in _PIECE.findall(visible(text) or NOTHING))
     return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
+
+
+def note(words: str) -> SafeString:
+    """A sentence of ours about what is shown."""
+    return format_html('<p class="message-note">{}</p>', words)
 
 
 def stacked(*lines: SafeString) -> SafeString:

@@ -16,9 +16,9 @@ import json
 import math
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from outbox.kernel.text import NAME_LENGTH, fit, printable
 
@@ -26,8 +26,7 @@ JSON = "application/json"
 STRUCTURED_JSON = "application/cloudevents+json"
 OPAQUE = "application/octet-stream"
 SPECVERSION = "1.0"
-PREFIX = "cloudEvents:"
-_PREFIXES = (PREFIX, "cloudEvents_")
+_PREFIXES = ("cloudEvents:", "cloudEvents_")
 _RESERVED = ("cloudevents", "x-", "ce-")
 # kombu takes it as its own and would try to inflate the body.
 _RESERVED_NAMES = {"compression"}
@@ -46,8 +45,7 @@ def is_reserved(header: str) -> bool:
     return header.lower() in _RESERVED_NAMES or header.lower().startswith(_RESERVED)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Envelope:
+class Envelope(NamedTuple):
     """One message as it travels.
 
     Attributes:
@@ -74,24 +72,24 @@ class Envelope:
     traceparent: str = ""
     content_type: str = JSON
     body: bytes = b""
-    headers: Mapping[str, HeaderValue] = field(default_factory=dict)
+    headers: Mapping[str, HeaderValue] = MappingProxyType({})
 
     def to_headers(self) -> dict[str, Any]:
         """The headers this message travels with: the publisher's, then the attributes, empty ones left out."""
-        attributes = {
-            "specversion": SPECVERSION,
-            "id": self.id,
-            "source": self.source,
-            "type": self.topic,
-            "time": _format_time(self.created_at),
-            "deliverat": _format_time(self.deliver_at),
-            "bizid": self.biz_id,
-            "orderingkey": self.key,
-            "correlationid": self.correlation_id,
-            "causationid": self.causation_id,
-            "traceparent": self.traceparent,
-        }
-        return {**self.headers, **{PREFIX + name: value for name, value in attributes.items() if value}}
+        attributes = (
+            ("cloudEvents:specversion", SPECVERSION),
+            ("cloudEvents:id", self.id),
+            ("cloudEvents:source", self.source),
+            ("cloudEvents:type", self.topic),
+            ("cloudEvents:time", _format_time(self.created_at)),
+            ("cloudEvents:deliverat", _format_time(self.deliver_at)),
+            ("cloudEvents:bizid", self.biz_id),
+            ("cloudEvents:orderingkey", self.key),
+            ("cloudEvents:correlationid", self.correlation_id),
+            ("cloudEvents:causationid", self.causation_id),
+            ("cloudEvents:traceparent", self.traceparent),
+        )
+        return {**self.headers, **{name: value for name, value in attributes if value}}
 
     @property
     def dedup_id(self) -> str:
@@ -190,7 +188,10 @@ def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str]:
 
 
 def _format_time(instant: datetime | None) -> str:
-    return instant.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z") if instant else ""
+    if instant is None:
+        return ""
+    utc = instant if instant.tzinfo is UTC else instant.astimezone(UTC)
+    return utc.isoformat(timespec="microseconds")[: -len("+00:00")] + "Z"
 
 
 def _parse_time(value: object) -> datetime | None:

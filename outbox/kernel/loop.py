@@ -1,8 +1,9 @@
 """The stoppable loop: asked to stop it finishes what is in hand; gone silent it is ended from outside.
 
-`StopRequest` is what every loop of ours waits on instead of sleeping. `running_until_signalled` ties it to SIGTERM and
-SIGINT for the life of a command. `Watchdog` is the guard against lies of the platform: a socket or a lock that never
-answers leaves a process that looks alive and does nothing, and only ending it gives its work to another.
+`StopRequest` is what every loop of ours waits on instead of sleeping; a `Bell` adds "or until there is work".
+`running_until_signalled` ties a stop request to SIGTERM and SIGINT for the life of a command. `Watchdog` is the guard against
+lies of the platform: a socket or a lock that never answers leaves a process that looks alive and does nothing, and only ending
+it gives its work to another.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from types import FrameType
 from outbox.kernel.clock import monotonic
 
 logger = logging.getLogger(__name__)
+
+_PIPE_BYTES = 65_536
 
 EXIT_SILENT = 70
 """Exit status of a process ended by its watchdog (EX_SOFTWARE of sysexits.h)."""
@@ -60,9 +63,45 @@ class StopRequest:
             poll.poll(seconds * 1000)
         return self._asked
 
+    def fileno(self) -> int:
+        """Readable as soon as a stop is wanted, for whoever waits on something else as well."""
+        return self._wake
+
+
+class Bell:
+    """There may be work. One loop waits on it, anybody may ring it, from any thread or signal handler.
+
+    A ring before the wait is not lost, and many rings are one: a byte stays in a pipe until the next wait takes all of them.
+    """
+
+    def __init__(self) -> None:
+        self._wake, self._ring = os.pipe()
+        for end in (self._wake, self._ring):
+            os.set_blocking(end, False)
+
+    def __del__(self) -> None:
+        os.close(self._wake)
+        os.close(self._ring)
+
+    def ring(self) -> None:
+        # A pipe that is full has been rung.
+        with suppress(BlockingIOError):
+            os.write(self._ring, b"!")
+
+    def wait(self, seconds: float, stop: StopRequest) -> bool:
+        """Sleep up to `seconds`, less when a stop is wanted or somebody rings; True when somebody rang."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        poll.register(stop, select.POLLIN)
+        poll.poll(seconds * 1000)
+        try:
+            return bool(os.read(self._wake, _PIPE_BYTES))
+        except BlockingIOError:
+            return False
+
 
 class Watchdog:
-    """Ends the process when nobody called `beat` for `limit`, or when a stop takes longer than `grace`.
+    """Ends the process when a loop has not called `beat` for `limit`, or when a stop takes longer than `grace`.
 
     Nothing is lost by that: whatever was in hand is an open transaction or an unacknowledged delivery.
     """
@@ -71,12 +110,16 @@ class Watchdog:
         self._stop = stop
         self._limit = limit.total_seconds()
         self._grace = grace.total_seconds()
-        self._beaten_at = monotonic()
+        self._beaten_at: dict[threading.Thread, float] = {}
         self._done = threading.Event()
 
     def beat(self) -> None:
-        """The main loop is alive."""
-        self._beaten_at = monotonic()
+        """The loop of this thread is alive. From now on it is watched, until its thread ends."""
+        self._beaten_at[threading.current_thread()] = monotonic()
+
+    def leave(self) -> None:
+        """The loop of this thread has ended."""
+        self._beaten_at.pop(threading.current_thread(), None)
 
     @contextmanager
     def watching(self) -> Iterator[Watchdog]:
@@ -105,8 +148,9 @@ class Watchdog:
                 stopping_since = now
             if stopping_since is not None and now - stopping_since > self._grace:
                 self._end(f"asked to stop {self._grace:.0f} s ago and still not done")
-            if now - self._beaten_at > self._limit:
-                self._end(f"the main loop has been silent for more than {self._limit:.0f} s")
+            for thread, beaten_at in list(self._beaten_at.items()):
+                if thread.is_alive() and now - beaten_at > self._limit:
+                    self._end(f"the loop of {thread.name} has been silent for more than {self._limit:.0f} s")
 
     @staticmethod
     def _end(reason: str) -> None:

@@ -63,6 +63,12 @@ class BoundedPaginator(_Paginator):
         return self._counted > self.LIMIT
 
 
+def counted(rows: QuerySet[Any]) -> str:
+    """How many rows there are, as far as anybody counts them: "10,000+"."""
+    counter = BoundedPaginator(rows.order_by("pk"), 1)
+    return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
+
+
 class MessageChangeList(ChangeList):
     """The list, which leaves the large columns in the database."""
 
@@ -81,14 +87,9 @@ class StateFilter(admin.SimpleListFilter):
         """Every state with its count, which stops where the list's does."""
         rows = model_admin.get_queryset(request)
         return [
-            (state, f"{label} ({self._counted(rows.filter(state=state))})")
+            (state, f"{label} ({counted(rows.filter(state=state))})")
             for state, label in model_admin.opts.get_field("state").choices
         ]
-
-    @staticmethod
-    def _counted(rows: QuerySet[Any]) -> str:
-        counter = BoundedPaginator(rows, 1)
-        return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         known = {state for state, _ in self.lookup_choices}
@@ -123,13 +124,28 @@ class Outcome:
     is_error: bool = False
 
 
-class MessageAdmin(_ModelAdmin):
-    """Messages to be read and acted on, never to be added, changed or deleted.
+class ReadOnlyAdmin(_ModelAdmin):
+    """Rows to be read, never to be added, changed or deleted.
 
-    Set `using` in a subclass to show and act on another database than the default one.
+    Set `using` in a subclass to show another database than the default one.
     """
 
     using: ClassVar[str] = DEFAULT_DB_ALIAS
+    view_on_site = False
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
+class MessageAdmin(ReadOnlyAdmin):
+    """Messages to be read and acted on."""
+
     tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
     allowed_in: ClassVar[Mapping[str, Sequence[str]]]
@@ -149,7 +165,6 @@ class MessageAdmin(_ModelAdmin):
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
     paginator = BoundedPaginator
-    view_on_site = False
 
     def stuck_after(self) -> timedelta:
         raise NotImplementedError
@@ -159,15 +174,6 @@ class MessageAdmin(_ModelAdmin):
         return visible(f"{row.message_id} ({row.topic} {row.biz_id})")
 
     # reading
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        return False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         rows: QuerySet[Any] = super().get_queryset(request).using(self.using).annotate(database_now=DatabaseTime())
@@ -321,7 +327,7 @@ class MessageAdmin(_ModelAdmin):
         outcomes = [self._carry_out_one(request, queryset.db, pk, row, transition, entry) for pk, row in picked.items()]
         self._report(request, done, outcomes)
         if request.POST.get("own_page") and len(picked) == 1:
-            return HttpResponseRedirect(self._own_url(next(iter(picked))))
+            return HttpResponseRedirect(self.own_url(next(iter(picked))))
         return None
 
     def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[int, Any] | None:
@@ -394,5 +400,5 @@ class MessageAdmin(_ModelAdmin):
     def _changelist_url(self) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_changelist")
 
-    def _own_url(self, pk: int) -> str:
+    def own_url(self, pk: int) -> str:
         return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=[pk])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 
 NAME_LENGTH = 255
 """Longest topic, key, biz-id and message id: AMQP's short string, and an index row that stays small."""
@@ -23,6 +24,7 @@ def why_unfit(text: str, *, limit: int = NAME_LENGTH) -> str | None:
     return None
 
 
+@lru_cache(maxsize=256)  # of a handful of topics, asked about at every publish
 def why_no_topic(text: str) -> str | None:
     """Why `text` cannot be a topic, or None when it can: a name that a topic exchange takes literally."""
     if not text:

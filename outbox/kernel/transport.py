@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.loop import StopRequest
@@ -56,8 +56,7 @@ class Verdict:
 CONFIRMED = Verdict(Outcome.CONFIRMED)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parcel:
+class Parcel(NamedTuple):
     """One message on its way: its position names it in the answer."""
 
     position: int

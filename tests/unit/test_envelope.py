@@ -180,16 +180,20 @@ names = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=40)
 header_values = st.one_of(
     st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), names
 )
+instants = st.none() | st.datetimes(min_value=datetime(1, 1, 2), timezones=st.just(UTC))  # noqa: DTZ001
 envelopes = st.builds(
     Envelope,
     id=names.filter(bool),
     topic=names.filter(bool),
     source=names,
-    created_at=st.none() | st.datetimes(min_value=datetime(1, 1, 2), timezones=st.just(UTC)),  # noqa: DTZ001
+    created_at=instants,
+    deliver_at=instants,
     biz_id=names,
     key=names,
     correlation_id=names,
     causation_id=names,
+    traceparent=names,
+    content_type=st.sampled_from(["application/json", "text/plain"]),
     body=st.binary(max_size=50),
     headers=st.dictionaries(names.filter(lambda name: name and not is_reserved(name)), header_values, max_size=4),
 )
