@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import kombu
 from amqp.exceptions import RecoverableConnectionError
 
-from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options
+from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
 from outbox.kernel.transport import BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
 from outbox.transports.confirms import ConfirmTracker
+from outbox.transports.frames import FrameWriter
 
 logger = logging.getLogger(__name__)
 
-_PERSISTENT = 2
 _TICK_SECONDS = 1.0
+_GLANCE_SECONDS = 0.0001
+_WRITE_BYTES = 64 * 1024
 _WINDOW_BYTES = 1_000_000
 # Codes with which a broker answers *what* it was sent (too large, bad properties, bad frame), not whether we may send.
 _BLAMES_A_MESSAGE = {311, 406, 501, 502, 503, 505}
@@ -45,6 +46,7 @@ class AmqpTransport:
         self._connection: kombu.Connection | None = None
         self._amqp: Any = None
         self._channel: Any = None
+        self._frames: FrameWriter
         self._tracker = ConfirmTracker()
         self._blocked: str | None = None
 
@@ -108,7 +110,7 @@ class AmqpTransport:
         events = {"on_blocked": self._on_blocked, "on_unblocked": self._on_unblocked}
         try:
             self._connection = kombu.Connection(self._url, **connection_options(self._url, **events))
-            self._connection.ensure_connection(max_retries=1, interval_start=0)
+            self._connection.ensure_connection(**connection_attempts(self._url))
             # Held on to, because kombu's own `connection` attribute silently connects again once this one is closed.
             self._amqp = self._connection.connection
             self._channel = self._amqp.channel()
@@ -118,6 +120,7 @@ class AmqpTransport:
             # Not only its known failures: what answers on that port need not speak AMQP.
             self._discard()
             raise BrokerUnavailable(describe(error)) from error
+        self._frames = FrameWriter(channel=self._channel.channel_id, exchange=self._exchange, frame_max=self._amqp.frame_max)
         self._channel.events["basic_ack"].add(self._tracker.acked)
         self._channel.events["basic_nack"].add(self._tracker.nacked)
         self._channel.events["basic_return"].add(self._on_return)
@@ -137,39 +140,39 @@ class AmqpTransport:
                 logger.debug("Discarding a broker connection: %s", describe(error))
 
     def _publish(self, parcels: Sequence[Parcel], deadline: float, refused: dict[int, Verdict]) -> str | None:
+        buffer = bytearray()
         unconfirmed_bytes = 0
         for parcel in parcels:
-            left = deadline - monotonic()
-            if left <= 0 or self._blocked:
-                return _OVERDUE
             try:
-                self._channel.basic_publish(
-                    self._message(parcel), self._exchange, parcel.envelope.topic, mandatory=True, timeout=left
-                )
-            except BROKER_FAILURES:
-                raise
-            except Exception as error:  # noqa: BLE001 - what a message may hold is known only by py-amqp's encoder
+                frames = self._frames.publish(parcel)
+            except Exception as error:  # noqa: BLE001 - a row written by somebody else's hand may hold anything
                 refused[parcel.position] = Verdict(Outcome.REFUSED, f"it cannot be encoded: {describe(error)}")
-                return "a message could not be encoded, and part of it may have been written"
+                continue
             self._tracker.sent(parcel.position, parcel.envelope.id)
-            unconfirmed_bytes += len(parcel.envelope.body)
+            buffer += frames
+            if len(buffer) < _WRITE_BYTES:
+                continue
+            unconfirmed_bytes += len(buffer)
+            if overdue := self._write(buffer, deadline):
+                return overdue
+            while self._read(_GLANCE_SECONDS):
+                pass
             if unconfirmed_bytes > _WINDOW_BYTES:
                 # A broker whose acks nobody reads stops writing them, and then stops reading.
                 if overdue := self._await_confirms(deadline):
                     return overdue
                 unconfirmed_bytes = 0
-        return None
+        return self._write(buffer, deadline)
 
-    def _message(self, parcel: Parcel) -> Any:
-        envelope = parcel.envelope
-        return self._channel.prepare_message(
-            envelope.body,
-            priority=parcel.priority,
-            content_type=envelope.content_type,
-            content_encoding="utf-8",
-            headers=envelope.to_headers(),
-            properties={"message_id": envelope.id, "type": envelope.topic, "delivery_mode": _PERSISTENT},
-        )
+    def _write(self, buffer: bytearray, deadline: float) -> str | None:
+        left = deadline - monotonic()
+        if left <= 0 or self._blocked:
+            return _OVERDUE
+        with self._amqp.transport.having_timeout(left):
+            self._amqp.transport.write(buffer)
+        self._amqp.bytes_sent += 1
+        buffer.clear()
+        return None
 
     def _await_confirms(self, deadline: float) -> str | None:
         while self._tracker.waiting:
@@ -179,13 +182,17 @@ class AmqpTransport:
             self._read(min(left, _TICK_SECONDS))
         return None
 
-    def _read(self, seconds: float) -> None:
-        """One frame, or none within `seconds`. Not `drain_events`: it starts its timeout again with every frame."""
+    def _read(self, seconds: float) -> bool:
+        """Read one frame; False when none came within `seconds`. Not `drain_events`: its timeout starts again with each."""
         if not self._amqp.connected:
             raise RecoverableConnectionError("the broker closed the connection")
-        with suppress(TimeoutError):
+        try:
             self._amqp.blocking_read(seconds)
+            came = True
+        except TimeoutError:
+            came = False
         self._amqp.heartbeat_tick()
+        return came
 
     def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
         reason = f"unroutable: no queue is bound to exchange {exchange!r} for topic {routing_key!r}"

@@ -13,7 +13,7 @@ from typing import Any
 import kombu
 from kombu.transport.virtual import Channel as VirtualChannel
 
-from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_options, scheme_of
+from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, scheme_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
 from outbox.kernel.transport import (
@@ -67,7 +67,7 @@ class VirtualTransport:
             return
         connection = kombu.Connection(self._url, **connection_options(self._url))
         try:
-            connection.ensure_connection(max_retries=1, timeout=5)
+            connection.ensure_connection(**connection_attempts(self._url))
             self._channel = connection.channel()
             self._producer = kombu.Producer(self._channel, self._exchange)
             self._exchange(self._channel).declare()

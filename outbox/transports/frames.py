@@ -1,0 +1,106 @@
+"""One message as the bytes that publish it: `basic.publish`, its content header and its body, in frames.
+
+AMQP 0-9-1, sections 2.3.5 (framing) and 4.2 (wire-level format). py-amqp writes every message with a system call of its own
+and packs each header anew, at about five times the price; many messages in one write are also what the broker reads fastest.
+
+Pure bytes: no socket.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from struct import Struct, pack
+from typing import Any
+
+from amqp.serialization import dumps
+
+from outbox.kernel.transport import Parcel
+
+_METHOD, _HEADER, _BODY, _END = 1, 2, 3, b"\xce"
+_FRAME_OVERHEAD = 8
+_BASIC, _PUBLISH = 60, 40
+_MANDATORY = b"\x01"
+_PERSISTENT = b"\x02"
+# content-type, content-encoding, headers, delivery-mode, priority, message-id, type: in this order
+_PROPERTIES = pack(">H", 0x8000 | 0x4000 | 0x2000 | 0x1000 | 0x0800 | 0x0080 | 0x0020)
+_ENCODING = "utf-8"
+_pack_frame_head = Struct(">BHI").pack
+_pack_content = Struct(">HHQ").pack
+_pack_length = Struct(">I").pack
+
+
+class FrameWriter:
+    """Publishes to one exchange on one channel: mandatory and persistent.
+
+    Args:
+        frame_max: largest frame in bytes that the broker agreed to.
+    """
+
+    def __init__(self, *, channel: int, exchange: str, frame_max: int) -> None:
+        self._channel = channel
+        self._largest = frame_max - _FRAME_OVERHEAD
+        self._method = lru_cache(maxsize=1024)(self._encode_method)
+        self._exchange = exchange
+
+    def publish(self, parcel: Parcel) -> bytes:
+        """All frames of `parcel`.
+
+        Raises:
+            ValueError: a name is longer than AMQP's 255 bytes, or the headers do not fit into one frame.
+        """
+        envelope = parcel.envelope
+        body = envelope.body
+        properties = b"".join(
+            (
+                _pack_content(_BASIC, 0, len(body)),
+                _PROPERTIES,
+                _short(envelope.content_type),
+                _short(_ENCODING),
+                _table(envelope.to_headers()),
+                _PERSISTENT,
+                bytes((parcel.priority,)),
+                _text(envelope.id),
+                _short(envelope.topic),
+            )
+        )
+        if len(properties) > self._largest:
+            raise ValueError(f"its headers are {len(properties)} bytes and the broker takes frames of {self._largest}")
+        frames = [self._method(envelope.topic), *self._frame(_HEADER, properties)]
+        for start in range(0, len(body), self._largest):
+            frames += self._frame(_BODY, body[start : start + self._largest])
+        return b"".join(frames)
+
+    def _encode_method(self, topic: str) -> bytes:
+        arguments = b"".join((pack(">HHH", _BASIC, _PUBLISH, 0), _short(self._exchange), _short(topic), _MANDATORY))
+        return b"".join(self._frame(_METHOD, arguments))
+
+    def _frame(self, kind: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
+        return _pack_frame_head(kind, self._channel, len(payload)), payload, _END
+
+
+def _table(headers: dict[str, Any]) -> bytes:
+    fields: list[bytes] = []
+    for name, value in headers.items():
+        if type(value) is str:
+            text = value.encode()
+            fields += _text_field(name), _pack_length(len(text)), text
+        else:
+            fields.append(dumps("F", ({name: value},))[4:])
+    table = b"".join(fields)
+    return _pack_length(len(table)) + table
+
+
+def _text(value: str) -> bytes:
+    encoded = value.encode()
+    if len(encoded) > 255:  # noqa: PLR2004 - one length byte
+        raise ValueError(f"{value!r} is {len(encoded)} bytes and AMQP takes 255")
+    return bytes((len(encoded),)) + encoded
+
+
+_short = lru_cache(maxsize=4096)(_text)
+"""For names that come again and again: of headers, topics, content types."""
+
+
+@lru_cache(maxsize=4096)
+def _text_field(name: str) -> bytes:
+    return _text(name) + b"S"

@@ -1,0 +1,280 @@
+"""Our own encoder says byte for byte what py-amqp would, and refuses what does not fit instead of sending it broken."""
+
+import struct
+import threading
+from types import SimpleNamespace
+
+import amqp
+import pytest
+from amqp.method_framing import frame_writer
+from amqp.serialization import dumps, loads
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.transport import Outcome, Parcel
+from outbox.transports.frames import FrameWriter
+from tests.fakes import amqp_wire as wire
+from tests.fakes.amqp_peer import FakeAmqpPeer
+from tests.relaying import Queue, connected, soon
+
+CHANNEL, EXCHANGE = 7, "outbox"
+FRAME_MAX = 4096
+LARGEST = FRAME_MAX - wire.FRAME_OVERHEAD
+PUBLISH = struct.pack(">HH", *wire.PUBLISH)
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=60)
+values = st.one_of(
+    st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=300),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.sampled_from([0, -1, 2**31 - 1, 2**31, -(2**31) + 1, -(2**31), 2**63 - 1, -(2**63)]),
+    st.floats(allow_nan=False, allow_infinity=False),
+)
+
+
+def a_parcel(body=b"{}", priority=0, **attributes):
+    envelope = Envelope(**{"id": "0198-id", "topic": "shop.order.placed", "source": "/shop", "body": body, **attributes})
+    return Parcel(position=1, envelope=envelope, priority=priority)
+
+
+def encoded(parcel, frame_max=FRAME_MAX):
+    return FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=frame_max).publish(parcel)
+
+
+def by_py_amqp(parcel, frame_max=FRAME_MAX):
+    """What py-amqp writes to its socket for `basic_publish`, mandatory, on the same channel."""
+    envelope, written = parcel.envelope, bytearray()
+    transport = SimpleNamespace(write=lambda data: written.extend(bytes(data)))
+    write = frame_writer(SimpleNamespace(frame_max=frame_max, bytes_sent=0), transport)
+    message = amqp.Message(
+        envelope.body,
+        content_type=envelope.content_type,
+        content_encoding="utf-8",
+        application_headers=envelope.to_headers(),
+        delivery_mode=2,
+        priority=parcel.priority,
+        message_id=envelope.id,
+        type=envelope.topic,
+    )
+    arguments = dumps("Bssbb", (0, EXCHANGE, envelope.topic, True, False))
+    write(wire.METHOD_FRAME, CHANNEL, wire.PUBLISH, arguments, message)
+    return bytes(written)
+
+
+def frames(data):
+    """Kind and payload of every frame."""
+    split, at = [], 0
+    while at < len(data):
+        kind, channel, size = struct.unpack_from(">BHI", data, at)
+        assert (channel, data[at + 7 + size]) == (CHANNEL, 0xCE)
+        split.append((kind, data[at + 7 : at + 7 + size]))
+        at += wire.FRAME_OVERHEAD + size
+    return split
+
+
+class TestIsWhatPyAmqpWrites:
+    @given(headers=st.dictionaries(names, values, max_size=8), body=st.binary(max_size=200), priority=st.integers(0, 9))
+    @example(headers={"x": True, "y": 1, "z": 1.0, "ä": "ü€😀", "": ""}, body=b"", priority=9)
+    @settings(max_examples=300, deadline=None)
+    def test_for_every_header_that_publish_lets_through(self, headers, body, priority):
+        parcel = a_parcel(body, priority, headers=headers)
+
+        assert encoded(parcel, 131_072) == by_py_amqp(parcel, 131_072)
+
+    @given(topic=names, key=names, biz_id=names, name=names)
+    @settings(max_examples=100, deadline=None)
+    def test_for_every_name(self, topic, key, biz_id, name):
+        parcel = a_parcel(topic=topic, key=key, biz_id=biz_id, id=name, correlation_id=name, causation_id=name)
+
+        assert encoded(parcel, 131_072) == by_py_amqp(parcel, 131_072)
+
+    @pytest.mark.parametrize(
+        "length", [0, 1, LARGEST - 1, LARGEST, LARGEST + 1, 2 * LARGEST - 1, 2 * LARGEST, 2 * LARGEST + 1, 5 * LARGEST, 100_000]
+    )
+    def test_for_a_body_of_any_number_of_frames(self, length):
+        parcel = a_parcel(bytes(range(256)) * (length // 256) + b"x" * (length % 256))
+
+        assert encoded(parcel) == by_py_amqp(parcel)
+
+    @given(length=st.integers(0, 3000), frame_max=st.integers(600, 800))
+    @settings(max_examples=100, deadline=None)
+    def test_for_whatever_frame_the_broker_agreed_to(self, length, frame_max):
+        parcel = a_parcel(b"y" * length)
+
+        assert encoded(parcel, frame_max) == by_py_amqp(parcel, frame_max)
+
+
+class TestIsRead:
+    @given(headers=st.dictionaries(names, values, max_size=8))
+    @settings(max_examples=100, deadline=None)
+    def test_by_py_amqp_as_it_was_meant(self, headers):
+        parcel = a_parcel(headers=headers, priority=3)
+        (_, method), (_, header), (_, body) = frames(encoded(parcel, 131_072))
+
+        assert method[:4] == PUBLISH
+        (ticket, exchange, topic, mandatory), _ = loads("Bssb", method, 4)
+        assert (ticket, exchange, topic, mandatory) == (0, EXCHANGE, parcel.envelope.topic, True)
+        read = amqp.Message()
+        read._load_properties(wire.PUBLISH[0], header, 12)
+        assert read.properties.pop("application_headers") == parcel.envelope.to_headers()
+        assert read.properties == {
+            "content_type": "application/json",
+            "content_encoding": "utf-8",
+            "delivery_mode": 2,
+            "priority": 3,
+            "message_id": "0198-id",
+            "type": "shop.order.placed",
+        }
+        assert body == b"{}"
+
+    @given(headers=st.dictionaries(names, values, max_size=8))
+    @settings(max_examples=100, deadline=None)
+    def test_by_somebody_who_shares_no_code_with_it(self, headers):
+        parcel = a_parcel(headers=headers)
+        _, (_, header), _ = frames(encoded(parcel, 131_072))
+
+        assert wire.Reader(header, at=12).properties()["headers"] == parcel.envelope.to_headers()
+
+    def test_with_the_types_it_had(self):
+        headers = {"true": True, "one": 1, "large": 2**40, "float": 1.0, "text": "1"}
+        _, (_, header), _ = frames(encoded(a_parcel(headers=headers)))
+
+        read = wire.Reader(header, at=12).properties()["headers"]
+
+        assert {name: type(read[name]) for name in headers} == {name: type(value) for name, value in headers.items()}
+
+
+class TestFrames:
+    @given(length=st.integers(0, 5 * LARGEST))
+    @settings(max_examples=50, deadline=None)
+    def test_are_never_larger_than_agreed_and_carry_the_whole_body(self, length):
+        body = b"z" * length
+        split = frames(encoded(a_parcel(body)))
+
+        assert [kind for kind, _ in split[:2]] == [wire.METHOD_FRAME, wire.HEADER_FRAME]
+        assert {kind for kind, _ in split[2:]} <= {wire.BODY_FRAME}
+        assert all(0 < len(payload) <= LARGEST for _, payload in split)
+        assert struct.unpack_from(">HHQ", split[1][1]) == (wire.PUBLISH[0], 0, length)
+        assert b"".join(payload for _, payload in split[2:]) == body
+
+    @pytest.mark.parametrize(("length", "count"), [(0, 0), (1, 1), (LARGEST, 1), (LARGEST + 1, 2), (3 * LARGEST, 3)])
+    def test_of_a_body_are_as_many_as_it_takes_and_none_is_empty(self, length, count):
+        assert len(frames(encoded(a_parcel(b"z" * length)))) == 2 + count
+
+
+class TestWhatDoesNotFit:
+    @pytest.mark.parametrize("attribute", ["topic", "id", "content_type"])
+    def test_is_a_name_of_more_than_255_bytes(self, attribute):
+        encoded(a_parcel(**{attribute: "ä" * 127 + "b"}))
+
+        with pytest.raises(ValueError, match="255"):
+            encoded(a_parcel(**{attribute: "ä" * 128}))
+
+    def test_is_the_name_of_a_header_of_more_than_255_bytes(self):
+        encoded(a_parcel(headers={"n" * 255: "text"}))
+
+        with pytest.raises(ValueError, match="255"):
+            encoded(a_parcel(headers={"n" * 256: "text"}))
+
+    def test_is_an_exchange_of_more_than_255_bytes(self):
+        writer = FrameWriter(channel=1, exchange="e" * 256, frame_max=FRAME_MAX)
+
+        with pytest.raises(ValueError, match="255"):
+            writer.publish(a_parcel())
+
+    def test_is_a_header_frame_larger_than_agreed_because_a_broker_would_hang_up(self):
+        empty = len(frames(encoded(a_parcel(headers={"h": ""})))[1][1])
+        largest = a_parcel(headers={"h": "v" * (LARGEST - empty)})
+
+        assert len(frames(encoded(largest))[1][1]) == LARGEST
+        with pytest.raises(ValueError, match=f"{LARGEST + 1} bytes"):
+            encoded(a_parcel(headers={"h": "v" * (LARGEST - empty + 1)}))
+        assert encoded(a_parcel(headers={"h": "v" * LARGEST}), 2 * FRAME_MAX), "another broker may agree to more"
+
+    @pytest.mark.parametrize("value", ["\ud800", 2**63, -(2**63) - 1, object(), 1j])
+    def test_is_what_publish_does_not_let_through(self, value):
+        with pytest.raises(Exception, match=r".") as error:
+            encoded(a_parcel(headers={"h": value}))
+
+        assert isinstance(error.value, (ValueError, struct.error, amqp.FrameSyntaxError))
+
+    def test_leaves_the_writer_as_it_was(self):
+        writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
+        with pytest.raises(ValueError, match="255"):
+            writer.publish(a_parcel(topic="t" * 256))
+
+        assert writer.publish(a_parcel()) == by_py_amqp(a_parcel())
+
+
+def test_what_is_remembered_for_one_message_is_not_taken_for_another():
+    writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
+    parcels = [a_parcel(topic=f"t{n % 3}", id=f"m{n}", headers={f"h{n % 5}": f"v{n}"}, key=f"k{n % 2}") for n in range(60)]
+
+    assert [writer.publish(parcel) for parcel in parcels] == [by_py_amqp(parcel) for parcel in parcels]
+
+
+def test_writers_of_several_lanes_do_not_disturb_each_other():
+    """What names are encoded as is remembered for all of them."""
+    parcels = [a_parcel(topic=f"t{n}", id=f"m{n}", headers={f"h{n}": n}) for n in range(300)]
+    expected = [by_py_amqp(parcel) for parcel in parcels]
+    answers = {}
+
+    def lane(number):
+        writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
+        answers[number] = [writer.publish(parcel) for parcel in parcels]
+
+    threads = [threading.Thread(target=lane, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [answers[number] == expected for number in range(4)] == [True] * 4
+
+
+class TestASmallFrame:
+    """A broker may agree to no more than 4096 bytes, the least that AMQP allows."""
+
+    BODIES = (b"", b"{}", b"a" * (LARGEST - 1), b"b" * LARGEST, b"c" * (LARGEST + 1), b"d" * 8 * LARGEST, b"e" * 1_000_000)
+
+    def parcels(self, bodies=BODIES):
+        return [
+            Parcel(position=n, envelope=a_parcel(body, id=f"m{n}", headers={"ä": "ü" * 500}).envelope)
+            for n, body in enumerate(bodies)
+        ]
+
+    def test_is_kept_to(self):
+        with FakeAmqpPeer(frame_max=FRAME_MAX) as peer, connected(peer.url) as transport:
+            sent = transport.send(self.parcels(), soon())
+
+            assert {verdict.outcome for verdict in sent.verdicts.values()} == {Outcome.CONFIRMED}
+            assert [message.body for message in peer.published] == list(self.BODIES)
+
+    def test_that_is_too_small_for_the_headers_refuses_the_message_and_not_the_others(self):
+        one, too_large, other = self.parcels([b"1", b"2", b"3"])
+        too_large = too_large._replace(envelope=too_large.envelope._replace(headers={"h": "v" * FRAME_MAX}))
+        with FakeAmqpPeer(frame_max=FRAME_MAX) as peer, connected(peer.url) as transport:
+            sent = transport.send([one, too_large, other], soon())
+
+            assert [sent.verdicts[n].outcome for n in range(3)] == [Outcome.CONFIRMED, Outcome.REFUSED, Outcome.CONFIRMED]
+            assert f"takes frames of {LARGEST}" in sent.verdicts[1].reason
+            assert [message.body for message in peer.published] == [b"1", b"3"]
+            assert sent.broken is None
+
+    def test_of_a_real_broker_carries_large_messages(self, rabbitmq_server, rabbitmq_url):
+        before = rabbitmq_server.evaluate("element(2, application:get_env(rabbit, frame_max)).")
+        rabbitmq_server.evaluate(f"application:set_env(rabbit, frame_max, {FRAME_MAX}).")
+        try:
+            with Queue(rabbitmq_url) as queue, connected(rabbitmq_url) as transport:
+                assert transport._amqp.frame_max == FRAME_MAX, "it was asked for, and this test is about nothing else"
+                sent = transport.send(self.parcels(), soon())
+                arrived = queue.take(len(self.BODIES))
+        finally:
+            rabbitmq_server.evaluate(f"application:set_env(rabbit, frame_max, {before}).")
+
+        assert {verdict.outcome for verdict in sent.verdicts.values()} == {Outcome.CONFIRMED}
+        assert [message.body if isinstance(message.body, bytes) else message.body.encode() for message in arrived] == list(
+            self.BODIES
+        )
+        assert {message.headers["ä"] for message in arrived} == {"ü" * 500}
