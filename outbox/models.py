@@ -20,6 +20,7 @@ class State(models.TextChoices):
     SCHEDULED = "scheduled"
     READY = "ready"
     RETRYING = "retrying"
+    WAITING = "waiting"
     PUBLISHED = "published"
     DEAD = "dead"
     EXPIRED = "expired"
@@ -27,7 +28,10 @@ class State(models.TextChoices):
     ROLLED_BACK = "rolled_back"
 
 
-HOLDING_KEY = (State.RETRYING, State.DEAD)
+IN_TROUBLE = (State.RETRYING, State.DEAD)
+"""States in which a message stops its key: the later ones become *waiting*."""
+
+HOLDING_KEY = (*IN_TROUBLE, State.WAITING)
 """States in which a message holds back the later ones of its key."""
 
 SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
@@ -70,9 +74,27 @@ class OutboxMessage(models.Model):
             models.UniqueConstraint(fields=["topic", "biz_id"], name="outbox_unique_biz_id", condition=Q(is_unique=True)),
         )
         indexes = (
-            models.Index("shard", models.F("priority").desc(), "id", name="outbox_ready", condition=Q(state="ready")),
+            # Ready from the start and of no priority: a stream that only grows at its end, so a reader may remember its place.
+            models.Index(
+                fields=["shard", "id"],
+                name="outbox_stream",
+                condition=Q(state="ready", priority=0, available_at=models.F("created_at")),
+            ),
+            # Everything else that is ready: prioritised, once delayed, retried, released.
+            models.Index(
+                "shard",
+                models.F("priority").desc(),
+                "id",
+                name="outbox_aside",
+                condition=Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at"))),
+            ),
             models.Index(fields=["available_at"], name="outbox_due", condition=Q(state__in=["scheduled", "retrying"])),
-            models.Index(fields=["key", "id"], name="outbox_holding", condition=Q(state__in=["retrying", "dead"]) & ~Q(key="")),
+            models.Index(
+                fields=["key", "id"],
+                name="outbox_holding",
+                condition=Q(state__in=["retrying", "dead", "waiting"]) & ~Q(key=""),
+            ),
+            models.Index(fields=["topic", "id"], name="outbox_retrying", condition=Q(state="retrying")),
             models.Index(
                 fields=["settled_at"],
                 name="outbox_settled",
@@ -99,3 +121,25 @@ class RelayLease(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} held by {self.holder}"
+
+
+class RelayHeartbeat(models.Model):
+    """One running relay, as it last said of itself. For people only: nothing that is promised rests on it."""
+
+    id = models.UUIDField(primary_key=True)
+    host = models.CharField(max_length=NAME_LENGTH)
+    pid = models.PositiveIntegerField()
+    version = models.CharField(max_length=32)
+    started_at = models.DateTimeField("started")
+    beat_at = models.DateTimeField("last heartbeat")
+    last_pass_at = models.DateTimeField("last successful pass", null=True)
+    published = models.PositiveBigIntegerField("published since its start", default=0)
+    rate = models.FloatField("messages per second", default=0.0)
+    waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
+
+    class Meta:
+        verbose_name = "relay"
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"

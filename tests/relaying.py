@@ -10,11 +10,12 @@ from datetime import timedelta
 import kombu
 from django.db import connections, transaction
 
-from outbox import publish
+from outbox import publish, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
-from outbox.models import OutboxMessage, State
+from outbox.models import SHARDS, OutboxMessage, State
+from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
 from outbox.transports import open_transport
@@ -95,16 +96,21 @@ def one_pass(transport, *, limit=500, alias="default", **options):
     """One pass of a relay that lives no longer than that."""
     single = Pass(alias, transport, quick(**options))
     try:
-        return single.run(limit)
+        return single.run(store.look(alias).busy, limit)
     finally:
         single.close()
 
 
-def relay_for(url, stop, *, alias="default", **options):
+def in_hand(limit=500, alias="default"):
+    """What a pass would have in hand, inside the open transaction."""
+    return store.claim_ready(alias, store.look(alias).busy, limit).rows
+
+
+def relay_for(url, stop, *, alias="default", shards=range(SHARDS), **options):
     options = quick(BROKER_URL=url, **options)
     transport = open_transport(url, alias=alias, exchange=EXCHANGE)
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
-    return Relay(alias, transport, options, stop=stop, watchdog=watchdog)
+    return Relay(alias, transport, options, stop=stop, watchdog=watchdog, heartbeat=Heartbeat(alias), shards=shards)
 
 
 def drained(url, *, alias="default", **options):

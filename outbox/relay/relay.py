@@ -1,4 +1,4 @@
-"""The relay's loop: reach the broker, make due rows ready, run a pass, rest when there is nothing to do.
+"""The relay's loop: reach the broker, look, run a pass, make due and waiting rows ready, rest when there is nothing to do.
 
 Nothing here may end the loop but a stop request: an absent broker or database is waited for, and an error nobody foresaw is
 logged and met with a pause.
@@ -7,59 +7,103 @@ logged and met with a pause.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 from django.db import DatabaseError, InterfaceError, connections
 
 from outbox import store
 from outbox.conf import OutboxOptions
+from outbox.doorbell import ALERT_SECONDS
+from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.faults import is_collision, is_outage
-from outbox.kernel.loop import StopRequest, Watchdog
+from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
 from outbox.kernel.transport import BrokerUnavailable, Transport
+from outbox.models import SHARDS
+from outbox.relay.floors import Floors
+from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
+from outbox.relay.share import Share
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_REST_SECONDS = 0.01
 _PROMOTED_PER_ROUND = 1000
+_KEYS_RELEASED_PER_ROUND = 200
+_RELEASED_AT_ONCE = 100
+_RELEASE_SECONDS = 0.2
+_RELEASING_SHARE = 20
+"""Looking in vain for keys to release takes at most one part in this many of the time."""
 
 
 class Relay:
-    """Carries the messages of one database over one transport until asked to stop."""
+    """Carries the messages of one database, or of some of its shards, over one transport until asked to stop."""
 
     def __init__(
-        self, alias: str, transport: Transport, options: OutboxOptions, *, stop: StopRequest, watchdog: Watchdog
+        self,
+        alias: str,
+        transport: Transport,
+        options: OutboxOptions,
+        *,
+        stop: StopRequest,
+        watchdog: Watchdog,
+        heartbeat: Heartbeat,
+        shards: Iterable[int] = range(SHARDS),
     ) -> None:
+        self.bell = Bell()
+        self.siblings: Sequence[Relay] = ()
         self._alias = alias
         self._transport = transport
         self._options = options
         self._stop = stop
         self._watchdog = watchdog
+        self._heartbeat = heartbeat
         self._pass = Pass(alias, transport, options)
+        self._shards = tuple(shards)
+        self._floors = Floors(self._shards, partial(store.writers, alias))
+        self._share = Share(len(self._shards))
+        self._release_at = 0.0
+        self._resumed = False
         self._limit = options.BATCH_SIZE
         self._rest_seconds = _SHORTEST_REST_SECONDS
+        self._alert_until = 0.0
         self._broker = Outage("the broker")
         self._database = Outage("the database")
         self._trouble = Pause()
         self._waits_for = ""
+        self._running = False
+        self._due = False
+        self._moved = 0
         self._idle = False
         self.published = 0
 
-    def run(self, *, drain: bool = False) -> None:
-        """Relay until asked to stop or, with `drain`, until nothing is ready or due."""
+    def run(self, *, drain: bool = False) -> bool:
+        """Relay until asked to stop or, with `drain`, until nothing is ready or due. Was there anything to do?"""
+        worked = False
+        self._running = True
         try:
             while not self._stop:
                 self._watchdog.beat()
+                if not self._database.ongoing:
+                    self._heartbeat.beat()
                 report = self._round(drain=drain)
                 if report is None:
                     continue
                 if drain and self._idle:
                     break
+                worked |= not self._idle
                 self._rest(report)
         finally:
             self._finish()
+        return worked
+
+    @property
+    def is_working(self) -> bool:
+        """Does it go round, and reach both the database and the broker?"""
+        return self._running and not self._broker.ongoing and not self._database.ongoing
 
     def _round(self, *, drain: bool) -> PassReport | None:
         """One turn of the loop; None when it met an outage and has already waited.
@@ -69,17 +113,16 @@ class Relay:
         try:
             self._transport.connect()
         except BrokerUnavailable as error:
-            self._broker.wait(error, self._stop)
+            self._wait_for_broker(str(error))
             return None
         try:
             drop_unusable_connections()
-            promoted, report = 0, PassReport()
-            if store.has_work(self._alias):
-                promoted = store.promote_due(self._alias, _PROMOTED_PER_ROUND)
-                report = self._pass.run(self._limit)
+            report = self._work(drain=drain)
         except Exception as error:
             connections[self._alias].close()
             if is_outage(error):
+                self._floors.forget()
+                self._heartbeat.waits_for("the database")
                 self._database.wait(error, self._stop)
             elif is_collision(error):
                 self._stop.wait(_SHORTEST_REST_SECONDS)
@@ -87,17 +130,60 @@ class Relay:
                 if drain:
                     raise
                 logger.exception("A pass failed in a way nobody foresaw; its messages stay ready.")
+                # They are sent again: as few as can be, until a pass succeeds.
+                self._limit = 1
                 self._transport.close()
                 self._stop.wait(self._trouble.next_seconds())
             return None
         self._database.over()
         self._trouble.reset()
         self._note(report)
-        self._idle = not (promoted or report.claimed or report.waits_for)
+        self._idle = not (self._due or self._moved or report.claimed or report.refused or report.waits_for)
         return report
+
+    def _work(self, *, drain: bool) -> PassReport:
+        """Look; run a pass over what is ready; make ready what is due or no longer held."""
+        # A relay beside this one that cannot reach the broker leaves its shards to us.
+        among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
+        sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
+        self._floors.end(sight)
+        report = self._carry(sight.busy) if sight.busy else PassReport()
+        # Rows that are due and not promoted are in the hands of another relay that promotes them.
+        self._due = sight.due
+        self._moved = store.promote_due(self._alias, _PROMOTED_PER_ROUND) if sight.due else 0
+        if monotonic() >= self._release_at or (drain and not report.settled):
+            self._moved += self._release()
+        self._moved += self._recall()
+        return report
+
+    def _carry(self, busy: Sequence[store.Busy]) -> PassReport:
+        report = self._pass.run(self._share.of(busy), self._limit)
+        self._share.note(report.refused)
+        self._floors.saw(report.highest)
+        return report
+
+    def _release(self) -> int:
+        begun_at = monotonic()
+        released = store.release_waiting(self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE)
+        now = monotonic()
+        in_vain = max(_RELEASE_SECONDS, _RELEASING_SHARE * (now - begun_at))
+        self._release_at = now + (_SHORTEST_REST_SECONDS if released else in_vain)
+        return released
+
+    def _recall(self) -> int:
+        if not self._resumed:
+            self._pass.breakers.resume(store.topics_put_off(self._alias))
+            self._resumed = True
+        recalled = 0
+        for topic, limit in self._pass.breakers.to_recall():
+            count = store.recall(self._alias, topic, limit, self._shards)
+            self._pass.breakers.recalled(topic, count)
+            recalled += count
+        return recalled
 
     def _note(self, report: PassReport) -> None:
         self.published += report.published
+        self._heartbeat.published(report.published)
         culprit_found = report.suspicious and report.settled == report.claimed
         if report.suspicious:
             self._limit = 1
@@ -105,26 +191,45 @@ class Relay:
             # After a message that broke the connection, grow again slowly: the one to blame ends up alone in its batch.
             self._limit = min(self._limit * 2, self._options.BATCH_SIZE)
         if report.broken is not None and not culprit_found:
-            self._broker.wait(report.broken, self._stop)
-        else:
-            self._broker.over()
-        if report.waits_for != self._waits_for:
+            self._wait_for_broker(report.broken)
+            return
+        self._broker.over()
+        self._heartbeat.waits_for(report.waits_for and f"the lease held by {report.waits_for}")
+        if not report.waits_for:
+            self._heartbeat.passed()
+        elif report.waits_for != self._waits_for:
+            logger.warning(
+                "SQLite takes one relay at a time and %s is it; this one waits until that one ends.", report.waits_for
+            )
             self._waits_for = report.waits_for
-            if report.waits_for:
-                logger.warning(
-                    "SQLite takes one relay at a time and %s is it; this one waits until that one ends.",
-                    report.waits_for,
-                )
+
+    def _wait_for_broker(self, reason: str) -> None:
+        self._heartbeat.waits_for(f"the broker: {reason}")
+        if not self._database.ongoing:
+            self._heartbeat.beat()
+        self._broker.wait(reason, self._stop)
 
     def _rest(self, report: PassReport) -> None:
-        if report.settled:
-            self._rest_seconds = _SHORTEST_REST_SECONDS
+        if report.settled or self._moved:
+            self._be_alert()
+            if not report.published:
+                self._transport.idle()
             return
         self._transport.idle()
-        self._stop.wait(self._rest_seconds)
-        self._rest_seconds = min(self._rest_seconds * 2, self._options.POLL_INTERVAL.total_seconds())
+        # Where others are at work on everything there is, they will let go in a moment.
+        if self.bell.wait(_SHORTEST_REST_SECONDS / 2 if report.refused else self._rest_seconds, self._stop):
+            self._be_alert()
+        elif monotonic() > self._alert_until:
+            self._rest_seconds = min(self._rest_seconds * 2, self._options.POLL_INTERVAL.total_seconds())
+
+    def _be_alert(self) -> None:
+        """Something came; more may, and the publisher's next ring may be withheld."""
+        self._rest_seconds = _SHORTEST_REST_SECONDS
+        self._alert_until = monotonic() + ALERT_SECONDS
 
     def _finish(self) -> None:
+        self._running = False
+        self._watchdog.leave()
         if self._stop:
             logger.info("Stopping: finishing what is in hand. Signal again to end at once.")
         try:

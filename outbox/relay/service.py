@@ -1,19 +1,31 @@
-"""A relay as a process: signals, watchdog, companions, an orderly end."""
+"""A relay as a process: signals, watchdog, two lanes, the doorbell, companions, an orderly end."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any
 
+from django.db import connections
+
+from outbox import store
 from outbox.conf import outbox_options
 from outbox.kernel.broker import masked
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
-from outbox.kernel.transport import Companion
+from outbox.kernel.transport import Companion, Transport
+from outbox.models import SHARDS
+from outbox.relay.heartbeat import Heartbeat
+from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
 from outbox.transports import open_transport
 
 logger = logging.getLogger(__name__)
+
+_LANES = 2
+"""Relays in one process. While one waits for the broker's confirms the other claims, encodes and settles."""
 
 
 def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -> int:
@@ -25,38 +37,85 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     options = outbox_options()
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
+    heartbeat = Heartbeat(alias)
     transport = open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
-    relay = Relay(alias, transport, options, stop=stop, watchdog=watchdog)
-    logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
-    with running_until_signalled(stop), watchdog.watching():
-        if drain:
-            _drain(relay, transport.companions(), watchdog, stop)
-        else:
-            _run(relay, transport.companions(), watchdog, stop)
-    logger.info("The relay has ended; it published %d messages.", relay.published)
-    return relay.published
-
-
-def _run(relay: Relay, companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
-    threads = [
-        threading.Thread(target=companion.run, args=[stop], name=type(companion).__name__, daemon=True)
-        for companion in companions
+    transports = [transport]
+    if _several_help(alias, transport):
+        transports += [open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE) for _ in range(1, _LANES)]
+    lanes = [
+        # Each has shards of its own, so that they do not get in each other's way; other processes get in both's.
+        Relay(
+            alias,
+            each,
+            options,
+            stop=stop,
+            watchdog=watchdog,
+            heartbeat=heartbeat,
+            shards=range(number, SHARDS, len(transports)),
+        )
+        for number, each in enumerate(transports)
     ]
-    for thread in threads:
-        thread.start()
-    try:
-        relay.run()
-    finally:
-        stop.set()
-        with watchdog.suspended():
-            for thread in threads:
-                thread.join()
+    for lane in lanes:
+        lane.siblings = [other for other in lanes if other is not lane]
+    logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
+    with running_until_signalled(stop), watchdog.watching(), closing(heartbeat):
+        if drain:
+            _drain(lanes, transport.companions(), watchdog, stop)
+        else:
+            with Listener(alias, [lane.bell for lane in lanes], options).listening():
+                _run(lanes, transport.companions(), watchdog, stop)
+    published = sum(lane.published for lane in lanes)
+    logger.info("The relay has ended; it published %d messages.", published)
+    return published
 
 
-def _drain(relay: Relay, companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
-    """Relay and companions in turn: what a handler publishes while it is drained is due, too."""
-    done = 1
-    while done and not stop:
-        relay.run(drain=True)
+def _several_help(alias: str, transport: Transport) -> bool:
+    # In the transaction of a test only one connection sees the messages.
+    shared = store.claims_by_locks(alias) and not connections[alias].in_atomic_block
+    return shared and not transport.capabilities.transactional
+
+
+def _run(lanes: Sequence[Relay], companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
+    beside: list[Callable[[], object]] = [lane.run for lane in lanes[1:]]
+    beside += [partial(companion.run, stop) for companion in companions]
+    with _in_threads(beside, watchdog, stop):
+        try:
+            lanes[0].run()
+        finally:
+            stop.set()
+
+
+def _drain(lanes: Sequence[Relay], companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
+    """Relay and companions in turn: what a handler publishes while it is drained is due, too.
+
+    A lane may make messages ready that are another's, so several of them go on until none has found anything to do.
+    """
+    worked = True
+    while worked and not stop:
+        with _in_threads([partial(lane.run, drain=True) for lane in lanes[1:]], watchdog, stop) as others:
+            found = lanes[0].run(drain=True)
+        worked = bool(others) and (found or any(other.result() for other in others))
         with watchdog.suspended():
-            done = sum(companion.drain(stop) for companion in companions)
+            for companion in companions:
+                worked |= companion.drain(stop) > 0
+
+
+@contextmanager
+def _in_threads(
+    functions: Sequence[Callable[[], object]], watchdog: Watchdog, stop: StopRequest
+) -> Iterator[list[Future[Any]]]:
+    """Run `functions` beside the block, and wait for their ends. The failure of one ends them all."""
+
+    def run(function: Callable[[], object]) -> object:
+        try:
+            return function()
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(max(len(functions), 1), thread_name_prefix="lane") as pool:
+        running = [pool.submit(run, function) for function in functions]
+        yield running
+        with watchdog.suspended():
+            for future in running:
+                future.result()

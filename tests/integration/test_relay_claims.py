@@ -3,18 +3,27 @@
 import re
 import threading
 from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from random import Random
+from statistics import median
 
 import psycopg
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from outbox import Draft, publish, publish_many, store
 from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.kernel.faults import is_outage
-from outbox.models import OutboxMessage, State
-from outbox.relay import passes
-from outbox.store import Failure, Settlement
+from outbox.models import SETTLED, OutboxMessage, State
+from outbox.relay import floors, passes
+from outbox.relay.floors import Floors
+from outbox.store import Failure, RelayedMessage, Settlement, claiming, writing
+from outbox.store.dialect import LOCK_SPACE
+from tests.app.models import Effect
 from tests.fakes.amqp_peer import FakeAmqpPeer
 from tests.relaying import (
     TOPIC,
@@ -22,11 +31,13 @@ from tests.relaying import (
     drained,
     eventually,
     ids,
+    in_hand,
     in_threads,
     one_pass,
     published,
     relaying,
     row_of,
+    set_columns,
     state_of,
     states,
     waiting,
@@ -73,24 +84,24 @@ def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_publ
 
 def test_several_relays_never_have_the_same_row_in_hand():
     a_backlog()
-    guard, in_hand, overlaps, rounds = threading.Lock(), Counter(), [], []
+    guard, held, overlaps, rounds = threading.Lock(), Counter(), [], []
 
     def claim_and_settle():
         while True:
             with transaction.atomic():
-                rows = store.claim_ready("default", 25)
+                rows = in_hand(25)
                 taken = [row.position for row in rows]
                 with guard:
-                    in_hand.update(taken)
-                    overlaps.extend(position for position in taken if in_hand[position] > 1)
+                    held.update(taken)
+                    overlaps.extend(position for position in taken if held[position] > 1)
                     rounds.append(len(taken))
-                    others = sum(in_hand.values()) > len(taken)
+                    others = sum(held.values()) > len(taken)
                 if others:  # hold on to it while the others look for something to take
                     with connection.cursor() as cursor:
                         cursor.execute("SELECT pg_sleep(0.005)")
                 store.settle("default", Settlement(published=taken))
                 with guard:
-                    in_hand.subtract(taken)
+                    held.subtract(taken)
             if not taken and not OutboxMessage.objects.filter(state=State.READY).exists():
                 return
 
@@ -106,7 +117,7 @@ def test_a_shard_in_somebodys_hands_is_passed_over_and_the_others_are_not():
     one, other = published(key="a"), published(key="b")
     assert row_of(one).shard != row_of(other).shard
     with transaction.atomic():
-        assert {row.position for row in store.claim_ready("default", 500)} == {one.position, other.position}
+        assert {row.position for row in in_hand(500)} == {one.position, other.position}
         late = published_elsewhere(key="c")
         seen = claimed_elsewhere()
 
@@ -127,7 +138,7 @@ def claimed_elsewhere():
 
     def claim():
         with transaction.atomic():
-            claimed.update(row.position for row in store.claim_ready("default", 500))
+            claimed.update(row.position for row in in_hand(500))
 
     with in_threads(claim):
         pass
@@ -177,6 +188,21 @@ def test_publishing_while_relays_run_loses_nothing(peer):
     assert set(states()) == {State.PUBLISHED}
 
 
+def test_a_row_that_somebody_has_locked_is_all_that_a_pass_does_not_settle(peer):
+    """Or the whole batch would be sent again with every pass, for as long as somebody's psql is open."""
+    locked, *others = [published(biz_id=str(n)) for n in range(5)]
+    with psycopg.connect(**connection_parameters()) as other:
+        other.execute("UPDATE outbox_outboxmessage SET last_error = 'mine' WHERE id = %s", [locked.position])
+        with connected(peer.url) as transport:
+            report = one_pass(transport)
+            assert [state_of(message) for message in (locked, *others)] == [State.READY] + [State.PUBLISHED] * 4
+            other.rollback()
+            one_pass(transport)
+
+    assert report.settled == 4
+    assert state_of(locked) == State.PUBLISHED
+
+
 class TestARelayThatOverslept:
     def test_settles_nothing_because_the_server_has_ended_its_transaction(self):
         message = published()
@@ -184,14 +210,14 @@ class TestARelayThatOverslept:
 
         def its_shard_is_free():
             with psycopg.connect(**connection_parameters()) as other:
-                locks = other.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [store._LOCK_SPACE, shard])
+                locks = other.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_SPACE, shard])
                 return locks.fetchone()[0]
 
         def oversleep():
             try:
                 with transaction.atomic():
                     store.bound_transaction("default", timedelta(milliseconds=100))
-                    [row] = store.claim_ready("default", 10)
+                    [row] = in_hand(10)
                     assert not its_shard_is_free()
                     eventually(its_shard_is_free)
                     store.settle("default", Settlement(published=[row.position]))
@@ -207,9 +233,10 @@ class TestARelayThatOverslept:
     def test_leaves_no_bounds_on_the_session(self):
         with transaction.atomic():
             store.bound_transaction("default", timedelta(seconds=3))
-            assert shown("statement_timeout") == shown("lock_timeout") == "3s"
+            assert (shown("statement_timeout"), shown("lock_timeout")) == ("3s", "1s")
 
-        assert shown("statement_timeout") == shown("idle_in_transaction_session_timeout") == "0"
+        names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+        assert {shown(name) for name in names} == {"0"}
 
 
 def connection_parameters():
@@ -240,7 +267,7 @@ class TestCancelling:
             answers.append(store.cancel("default", message.position))
 
         with transaction.atomic():
-            assert message.position in {row.position for row in store.claim_ready("default", 10)}
+            assert message.position in {row.position for row in in_hand(10)}
             thread = threading.Thread(target=lambda: (cancel(), connections.close_all()))
             thread.start()
             eventually(somebody_waits_for_an_advisory_lock)
@@ -263,7 +290,7 @@ class TestCancelling:
 
     def test_waits_for_the_pass_and_cancels_what_will_be_retried(self):
         message = published()
-        failure = Failure(position=message.position, error="nack", retry_after=HOUR)
+        failure = Failure(positions=[message.position], error="nack", retry_after=HOUR)
 
         assert self.cancelled_beside_a_pass(message, Settlement(failed=[failure]))
         assert state_of(message) == State.CANCELLED
@@ -309,29 +336,50 @@ class TestTheIndexes:
 
     def test_find_what_is_ready(self, published_before):
         with transaction.atomic():
-            plans = explained(lambda: store.claim_ready("default", 500))
+            looking, reading = explained(lambda: in_hand(500))
 
-        assert len(plans) == 2
-        for plan in plans:
-            assert "outbox_ready" in plan
+        for plan in (looking, reading):
+            assert "outbox_stream" in plan
+            assert "outbox_aside" in plan
             assert "Seq Scan on outbox_outboxmessage" not in plan
-        assert "Sort Key: m.priority" not in plans[1], "the index gives the order"
+            assert "Sort Key: m." not in plan, "the index gives the order"
+        assert "outbox_due" in looking
+        assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
+        assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
 
     def test_find_what_holds_a_key(self, published_before):
         held = OutboxMessage.objects.filter(state=State.PUBLISHED).exclude(key="").order_by("pk")
         OutboxMessage.objects.filter(pk__in=held.values_list("pk", flat=True)[:200]).update(state=State.DEAD)
         analyse()
         with transaction.atomic():
-            plans = explained(lambda: store.claim_ready("default", 500))
+            _, reading = explained(lambda: in_hand(500))
 
-        assert "outbox_holding" in plans[1]
-        assert "Seq Scan on outbox_outboxmessage" not in plans[1]
+        assert "outbox_holding" in reading
+        assert "Seq Scan on outbox_outboxmessage" not in reading
 
     def test_find_what_is_due(self, published_before):
         [plan] = explained(lambda: store.promote_due("default", 1_000))
 
         assert "outbox_due" in plan
         assert "Seq Scan on outbox_outboxmessage" not in plan
+
+    def test_are_asked_once_when_the_statistics_know_of_nothing_due(self, published_before):
+        """PostgreSQL would execute a subquery with a LIMIT again for every row of a join it believes to have one row."""
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(5_000)])
+        fresh = OutboxMessage.objects.filter(state=State.READY)
+        fresh.filter(pk__in=fresh.values_list("pk")[:2_500]).update(state=State.RETRYING, available_at=DatabaseTime(-HOUR))
+        fresh.update(state=State.WAITING)
+
+        plans = explained(lambda: store.promote_due("default", 1_000))
+        plans += explained(lambda: store.recall("default", TOPIC, 1_000, range(64)))
+        OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED)
+        plans += explained(lambda: store.release_waiting("default", keys=1, each=100))[1:]
+
+        assert len(plans) == 3
+        for plan in plans:
+            assert "InitPlan" in plan, plan
+            assert "Join" not in plan, plan
 
     def test_find_what_is_due_without_reading_what_is_not(self, published_before):
         """A relay asks many times a second; a million messages scheduled for tomorrow must not be read each time."""
@@ -355,6 +403,175 @@ class TestTheIndexes:
         [plan] = explained(lambda: store.settle("default", Settlement(published=positions)))
 
         assert "Seq Scan on outbox_outboxmessage" not in plan
+
+    def test_of_a_table_that_was_empty_when_it_was_analysed_are_used_when_it_is_full(self):
+        analyse()
+        filled("published", 20_000)
+        filled("ready", 20_000)
+        filled("ready", 20_000, key="'key-' || n % 500")
+        filled("scheduled", 20_000, due="now() + interval '1 day'")
+
+        pages_by_statement(by_index=True)
+
+    def test_serve_a_table_of_millions(self):
+        """A pass costs what it carries, whatever lies around."""
+        filled("ready", 2_000, key="'key-' || n % 500")
+        filled("ready", 200, due="now() + interval '1 ms'")
+        filled("scheduled", 200, due="now() - interval '1 s'")
+        analyse()
+        small = pages_by_statement()
+
+        OutboxMessage.objects.all().delete()
+        filled("published", A_MILLION)
+        filled("scheduled", A_MILLION, due="now() + interval '1 day'")
+        filled("ready", A_MILLION, key="CASE WHEN n % 2 = 0 THEN 'key-' || n % 5000 ELSE '' END")
+        filled("dead", 20, key="'key-' || n")
+        filled("waiting", 200, key="'key-' || n % 20 + 1")
+        filled("ready", 200, due="now() + interval '1 ms'")
+        filled("scheduled", 200, due="now() - interval '1 s'")
+        analyse()
+        large = pages_by_statement(by_index=True)
+
+        assert large.keys() == small.keys()
+        # An index of a million rows is some pages deeper; a part of the table is thousands of pages.
+        assert {name: count for name, count in large.items() if count > 3 * small[name] + 600} == {}, (small, large)
+
+
+A_MILLION = 1_000_000
+
+
+def filled(state, count, *, key="''", due="now()"):
+    """So many rows, by one statement of the server's."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT COALESCE(max(id), 0) FROM outbox_outboxmessage")
+        [already] = cursor.fetchone()
+        cursor.execute(
+            "INSERT INTO outbox_outboxmessage (message_id, topic, biz_id, is_unique, key, shard, priority, state, body, "
+            "headers, correlation_id, causation_id, traceparent, attempts, last_error, created_at, available_at, settled_at) "
+            f"SELECT lpad(to_hex({already} + n), 32, '0')::uuid, '{TOPIC}', n::text, false, {key}, n % 64, 0, '{state}', "
+            f"'{{}}', '{{}}', '', '', '', 0, '', now(), {due}, {'now()' if state in SETTLED else 'NULL'} "
+            f"FROM generate_series(1, {count}) n"
+        )
+
+
+def pages_by_statement(*, by_index=False):
+    """How many pages each statement of the relay reads; with `by_index`, it must find its rows by an index, in order."""
+    with transaction.atomic():
+        busy = store.look("default").busy
+        rows = store.claim_ready("default", busy, 500).rows
+    assert len(rows) == 500
+    positions = [row.position for row in rows]
+    above = dict.fromkeys(range(64), max(positions))
+    failure = Failure(positions=positions[400:450], error="nack", retry_after=HOUR)
+    settlement = Settlement(published=positions[:300], expired=positions[300:400], waiting=positions[450:], failed=[failure])
+    statements = {
+        "look": lambda: store.look("default"),
+        "look above floors": lambda: store.look("default", above),
+        "read": lambda: store.claim_ready("default", busy, 500),
+        "settle": lambda: store.settle("default", settlement),
+        "promote": lambda: store.promote_due("default", 1000),
+        "release": lambda: store.release_waiting("default", keys=200, each=500),
+    }
+    pages = {}
+    for name, action in statements.items():
+        with transaction.atomic():
+            plans = measured(action)
+            transaction.set_rollback(True)
+        assert plans, name
+        pages[name] = sum(map(pages_of, plans))
+        if by_index:
+            for node in (node for plan in plans for node in nodes(plan)):
+                assert node["Node Type"] != "Seq Scan" or not of_the_table(node), name
+                assert node["Node Type"] != "Sort" or not any(map(of_the_table, nodes(node))), name
+    assert pages["look"] < 3_000, pages
+    return pages
+
+
+def of_the_table(node):
+    return node.get("Relation Name") == "outbox_outboxmessage"
+
+
+def measured(action):
+    """What the server did for every statement of `action` that touches the outbox."""
+    plans = []
+
+    def explain(execute, sql, params, many, context):
+        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE")):
+            with psycopg_cursor(context["connection"]) as cursor:
+                cursor.execute("SAVEPOINT measuring")
+                cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sql}", params)
+                plans.append(cursor.fetchone()[0][0]["Plan"])
+                cursor.execute("ROLLBACK TO measuring")
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(explain):
+        action()
+    return plans
+
+
+def nodes(plan):
+    yield plan
+    for inner in plan.get("Plans", ()):
+        yield from nodes(inner)
+
+
+def pages_of(plan):
+    return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+
+
+class TestUnderAPinnedHorizon:
+    """While anybody's old transaction is open, no vacuum removes the versions that were ready once."""
+
+    @pytest.fixture
+    def pinned(self):
+        with psycopg.connect(**connection_parameters()) as reader:
+            reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            reader.execute("SELECT count(*) FROM outbox_outboxmessage")
+            yield reader
+
+    def pages_by_pass(self, passes, *, with_floors):
+        """What looking and reading cost in each of so many passes, each of which publishes what it has in hand."""
+        clock = [0.0]
+        floors = Floors(range(64), partial(store.writers, "default"), lambda: clock[0])
+        floors.end(store.look("default", from_the_start=floors.begin()))
+        costs = []
+        for _ in range(passes):
+            clock[0] += 0.6
+            floors._look_from_the_start_at = clock[0] + 1  # those are rare, and measured on their own
+            with transaction.atomic():
+                rows = []
+
+                def look_and_claim(rows=rows):
+                    sight = store.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
+                    floors.end(sight)
+                    rows += store.claim_ready("default", sight.busy, 500).rows
+
+                costs.append(sum(map(pages_of, measured(look_and_claim))))
+                store.settle("default", Settlement(published=[row.position for row in rows]))
+            floors.saw(max(row.position for row in rows))
+        return costs
+
+    def test_a_pass_costs_no_more_after_many_than_after_few(self, pinned):
+        filled("ready", 20_500)
+        costs = self.pages_by_pass(40, with_floors=True)
+
+        assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
+
+    def test_without_floors_it_would(self, pinned):
+        filled("ready", 20_500)
+        costs = self.pages_by_pass(40, with_floors=False)
+
+        assert median(costs[-10:]) > 2 * median(costs[5:15]), costs
+
+
+def test_the_table_is_vacuumed_by_the_number_of_its_dead_rows():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT reloptions FROM pg_class WHERE relname = 'outbox_outboxmessage'")
+        options = dict(option.split("=") for option in cursor.fetchone()[0])
+
+    assert float(options["autovacuum_vacuum_scale_factor"]) == 0
+    assert 0 < int(options["autovacuum_vacuum_threshold"]) <= 10_000
+    assert float(options["autovacuum_vacuum_cost_delay"]) == 0
 
 
 def analyse():
@@ -396,7 +613,42 @@ class TestBehindDeadHeads:
         drained(peer.url)
 
         assert ids(peer.published) == ids([free])
-        assert Counter(states()) == {State.DEAD: 400, State.READY: 400, State.PUBLISHED: 1}
+        assert Counter(states()) == {State.DEAD: 400, State.WAITING: 400, State.PUBLISHED: 1}
+
+
+@st.composite
+def what_a_shard_has(draw):
+    """Ready messages of one shard: which lie aside, in what order they are read, and how many of either index at most."""
+    rows = [
+        a_ready_row(
+            position,
+            key=(key := draw(st.sampled_from(["", "", "a", "b", "c"]))),
+            aside=(aside := draw(st.booleans())),
+            priority=draw(st.integers(0, 2)) if aside and not key else 0,
+        )
+        for position in range(1, draw(st.integers(1, 25)))
+    ]
+    return rows, draw(st.integers(1, 10))
+
+
+def a_ready_row(position, **values):
+    return RelayedMessage(**{**dict.fromkeys(RelayedMessage._fields, ""), "position": position, "shard": 0, **values})
+
+
+@given(what_a_shard_has())
+@settings(max_examples=500, deadline=None)
+def test_however_much_is_read_of_either_index_nothing_overtakes_within_its_key(given_rows):
+    rows, each = given_rows
+    aside = sorted((row for row in rows if row.aside), key=lambda row: (-row.priority, row.position))
+    stream = [row for row in rows if not row.aside]
+
+    kept = claiming._without_overtakers([*aside[:each], *stream[:each]], each)
+
+    in_hand = {row.position for row in kept}
+    for row in kept:
+        earlier = {other.position for other in rows if row.key and other.key == row.key and other.position < row.position}
+        assert earlier <= in_hand
+    assert kept or not rows, "and something is carried"
 
 
 def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):
@@ -416,3 +668,200 @@ def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeyp
 
     assert peer.published == []
     assert states() == [State.READY]
+
+
+class TestFloors:
+    """Looks from the start, which would find everything in time, are put off here: nothing may need them."""
+
+    @pytest.fixture
+    def never_from_the_start(self, monkeypatch):
+        monkeypatch.setattr(floors, "_LOOK_FROM_THE_START_SECONDS", 10_000.0)
+
+    def passed(self, relays, message):
+        """The floors of all relays are above this message."""
+        return all(relay._floors.now.get(row_of(message).shard, 0) >= message.position for relay in relays)
+
+    def passed_by_publishing(self, relays, message):
+        """Publish until they are."""
+
+        def condition():
+            published()
+            return self.passed(relays, message)
+
+        eventually(condition)
+
+    @contextmanager
+    def slow_transaction(self, messages, **options):
+        """Its message has got its position; it commits at the end of the block."""
+        written, commit = threading.Event(), threading.Event()
+
+        def write():
+            with transaction.atomic():
+                messages.append(publish(TOPIC, {}, **options))
+                written.set()
+                assert commit.wait(60)
+
+        with in_threads(write):
+            try:
+                assert written.wait(30)
+                yield
+            finally:
+                commit.set()
+
+    def test_leave_room_for_a_transaction_that_commits_after_thousands_of_later_ones(self, peer, never_from_the_start):
+        messages = []
+        with relaying(peer.url) as relays:
+            with self.slow_transaction(messages):
+                a_backlog(3000)
+                eventually(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 3000)
+                later = published()
+                eventually(lambda: state_of(later) == State.PUBLISHED)
+            [late] = messages
+            eventually(lambda: state_of(late) == State.PUBLISHED)
+            self.passed_by_publishing(relays, late)
+
+    def test_keep_the_order_of_a_key_whose_first_message_was_long_in_coming(self, peer, never_from_the_start):
+        messages = []
+        with relaying(peer.url):
+            with self.slow_transaction(messages, key="k", strict_order=True):
+                a_backlog(1000)
+                eventually(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 1000)
+            messages.append(published(key="k", strict_order=True))
+            eventually(lambda: not waiting())
+
+        sent = ids(peer.published)
+        assert sent.index(str(messages[0].id)) < sent.index(str(messages[1].id))
+
+    @pytest.mark.parametrize("of", ["retry", "requeue", "release", "promotion"])
+    def test_hide_nothing_that_becomes_ready_again(self, peer, never_from_the_start, of):
+        message = published(key="k" if of == "release" else "", delay=HOUR if of == "promotion" else None)
+        state = {"retry": State.RETRYING, "requeue": State.DEAD, "release": State.WAITING, "promotion": State.SCHEDULED}[of]
+        set_columns(message, state=State.CANCELLED if of == "release" else state, available_at=DatabaseTime(HOUR))
+        with relaying(peer.url) as relays:
+            self.passed_by_publishing(relays, message)
+            if of == "requeue":
+                assert store.requeue("default", message.position)
+            else:
+                set_columns(message, state=state, available_at=DatabaseTime())
+            eventually(lambda: state_of(message) == State.PUBLISHED)
+
+    def test_see_at_once_again_what_has_an_unknown_outcome(self, peer, never_from_the_start):
+        with relaying(peer.url, BATCH_DEADLINE=timedelta(milliseconds=200)) as relays:
+            first = published()
+            self.passed_by_publishing(relays, first)
+            peer.hold()
+            unknown = published()
+            eventually(lambda: str(unknown.id) in ids(list(peer.published)))
+            peer.ack_all_automatically = True
+            eventually(lambda: state_of(unknown) == State.PUBLISHED)
+
+        assert ids(peer.published).count(str(unknown.id)) > 1
+
+    def test_do_not_hide_for_ever_what_somebody_made_ready_by_hand(self, peer):
+        """Not by our functions, and so below a floor: found by a look from the start."""
+        message = published()
+        with relaying(peer.url) as relays:
+            self.passed_by_publishing(relays, message)
+            set_columns(message, state=State.READY, settled_at=None)
+            eventually(lambda: state_of(message) == State.PUBLISHED)
+
+        assert ids(peer.published).count(str(message.id)) == 2
+
+    def test_of_several_relays_skip_nothing_and_keep_the_order_of_keys(self, peer, never_from_the_start):
+        """Writers whose transactions take different times, on keys of their own."""
+
+        def write(writer):
+            dice = Random(writer)
+            for n in range(60):
+                with transaction.atomic():
+                    publish(TOPIC, {}, biz_id=f"{writer}-{n}", key=f"writer-{writer}")
+                    if dice.random() < 0.3:
+                        with connection.cursor() as cursor:
+                            cursor.execute("SELECT pg_sleep(%s)", [dice.random() * 0.1])
+
+        with relaying(peer.url, relays=3, BATCH_SIZE=20) as relays:
+            with in_threads(*(partial(write, writer) for writer in range(6))):
+                pass
+            eventually(lambda: not waiting())
+            assert any(relay._floors.now for relay in relays)
+
+        sent = [message.headers["cloudEvents:bizid"] for message in peer.published]
+        assert len(sent) == len(set(sent)) == 360
+        for writer in range(6):
+            assert [name for name in sent if name.startswith(f"{writer}-")] == [f"{writer}-{n}" for n in range(60)]
+
+
+class TestWhoWrites:
+    """Floors wait for them, so none may be missed from the moment it has a position to the moment others see its rows."""
+
+    def seen_while(self, write):
+        """How many others write, while `write` has done its work in an open transaction of its own."""
+        done, end, answers = threading.Event(), threading.Event(), []
+
+        def open_transaction():
+            with transaction.atomic():
+                write()
+                done.set()
+                assert end.wait(60)
+
+        with in_threads(open_transaction):
+            try:
+                assert done.wait(30)
+                answers.append(len(store.writers("default")))
+            finally:
+                end.set()
+        return answers[0]
+
+    def test_is_whoever_has_published_and_not_committed(self):
+        assert self.seen_while(lambda: publish(TOPIC, {})) == 1
+        assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 3)) == 1
+        assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 30)) == 1
+        assert store.writers("default") == frozenset()
+
+    def test_is_whoever_has_drawn_positions_for_a_copy_that_has_not_begun(self, monkeypatch):
+        drawn, go_on = threading.Event(), threading.Event()
+
+        def interrupted(positions):
+            drawn.set()
+            assert go_on.wait(60)
+            return sorted(positions)
+
+        monkeypatch.setattr(writing, "sorted", interrupted, raising=False)
+        with in_threads(partial(a_backlog, 20)):
+            try:
+                assert drawn.wait(30)
+                assert len(store.writers("default")) == 1
+            finally:
+                go_on.set()
+
+    def test_is_not_who_reads_or_writes_elsewhere(self):
+        assert self.seen_while(OutboxMessage.objects.count) == 0
+        assert self.seen_while(lambda: Effect.objects.create(name="elsewhere")) == 0
+
+    def test_is_not_the_one_who_asks(self):
+        with transaction.atomic():
+            publish(TOPIC, {})
+            assert store.writers("default") == frozenset()
+
+
+class TestTheShare:
+    def test_of_a_newcomer_is_more_than_nothing_while_another_has_everything(self, peer):
+        enough = threading.Event()
+
+        def produce():
+            while not enough.is_set():
+                a_backlog(500)
+                eventually(lambda: enough.is_set() or OutboxMessage.objects.filter(state=State.READY).count() < 1000)
+
+        with relaying(peer.url, BATCH_SIZE=100) as [old], in_threads(produce):
+            try:
+                eventually(lambda: old.published > 200)
+                with relaying(peer.url, BATCH_SIZE=100) as [new]:
+                    eventually(lambda: new.published > 500)
+                    before = old.published
+                    eventually(lambda: old.published > before)
+            finally:
+                enough.set()
+        drained(peer.url)
+
+        assert len(ids(peer.published)) == len(set(ids(peer.published))), "and neither had what the other had in hand"

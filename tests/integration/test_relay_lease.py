@@ -51,46 +51,50 @@ def positions(rows):
     return [row.position for row in rows]
 
 
+def take(lease):
+    return lease.claim(store.look("default").busy, 10)
+
+
 class TestTheLease:
     def test_is_had_by_one_relay_at_a_time(self, ours, theirs):
         message = published()
 
-        assert positions(ours.claim(10)) == [message.position]
-        assert theirs.claim(10) is None
+        assert positions(take(ours)) == [message.position]
+        assert take(theirs) is None
         assert theirs.holder() == ours.holder() != "nobody"
 
     def test_is_renewed_by_every_claim(self, ours, theirs):
-        ours.claim(10)
+        take(ours)
         expire_the_lease()
 
-        assert ours.claim(10) == []
-        assert theirs.claim(10) is None
+        assert list(take(ours)) == []
+        assert take(theirs) is None
 
     def test_goes_to_the_next_when_it_is_released(self, ours, theirs):
-        ours.claim(10)
+        take(ours)
         ours.release()
 
         assert theirs.holder() == "nobody"
-        assert theirs.claim(10) == []
+        assert list(take(theirs)) == []
 
     def test_goes_to_the_next_when_it_has_expired(self, ours, theirs):
         message = published()
-        ours.claim(10)
+        take(ours)
         expire_the_lease()
 
-        assert positions(theirs.claim(10)) == [message.position]
+        assert positions(take(theirs)) == [message.position]
 
     def test_of_somebody_else_cannot_be_released(self, ours, theirs):
-        ours.claim(10)
+        take(ours)
         theirs.release()
 
-        assert theirs.claim(10) is None
+        assert take(theirs) is None
 
     def test_that_was_taken_over_settles_nothing(self, ours, theirs):
         message = published()
-        ours.claim(10)
+        take(ours)
         expire_the_lease()
-        theirs.claim(10)
+        take(theirs)
 
         with pytest.raises(LeaseLost):
             ours.settle(Settlement(published=[message.position]))
@@ -101,7 +105,7 @@ class TestTheLease:
 
     def test_that_expired_settles_nothing_even_if_nobody_wanted_it(self, ours):
         message = published()
-        ours.claim(10)
+        take(ours)
         expire_the_lease()
 
         with pytest.raises(LeaseLost):
@@ -120,7 +124,7 @@ class TestTheLease:
         answers = []
 
         def ask():
-            answers.append(Lease("default", SPAN).claim(10))
+            answers.append(take(Lease("default", SPAN)))
 
         with in_threads(*[ask] * 4):
             pass
@@ -131,20 +135,20 @@ class TestTheLease:
 class TestCancellingARowInHand:
     def test_is_too_late(self, sqlite_only, ours):
         message = published()
-        ours.claim(10)
+        take(ours)
 
         assert not store.cancel("default", message.position)
         assert state_of(message) == State.READY
 
     def test_succeeds_for_a_row_that_is_not_in_hand(self, sqlite_only, ours):
-        ours.claim(10)
+        take(ours)
         message = published()
 
         assert store.cancel("default", message.position)
 
     def test_succeeds_when_the_lease_has_expired_and_the_sleeper_settles_nothing(self, sqlite_only, ours):
         message = published()
-        ours.claim(10)
+        take(ours)
         expire_the_lease()
 
         assert store.cancel("default", message.position)
@@ -154,7 +158,7 @@ class TestCancellingARowInHand:
 
     def test_succeeds_when_it_was_settled_for_a_retry(self, sqlite_only, ours):
         message = published()
-        ours.claim(10)
+        take(ours)
         ours.settle(Settlement())
 
         assert store.cancel("default", message.position)
@@ -163,7 +167,7 @@ class TestCancellingARowInHand:
 class TestARelay:
     def test_waits_for_the_one_that_works_and_says_whom_it_waits_for(self, sqlite_only, peer, theirs, caplog):
         published()
-        theirs.claim(10)
+        take(theirs)
 
         with relaying(peer.url):
             eventually(lambda: "SQLite takes one relay at a time" in caplog.text)
@@ -191,7 +195,7 @@ class TestARelay:
 
         peer.script = sleep_over_it
         with connected(peer.url) as transport:
-            report = Pass("default", transport, quick()).run(10)
+            report = Pass("default", transport, quick()).run(store.look("default").busy, 10)
 
         assert (report.claimed, report.settled, report.published) == (1, 0, 0)
         assert state_of(message) == State.READY

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from django.db import connection
 
+from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, State
 from tests.fakes.amqp_peer import FakeAmqpPeer
 from tests.relaying import (
@@ -14,7 +15,9 @@ from tests.relaying import (
     drained,
     eventually,
     ids,
+    in_threads,
     published,
+    relay_for,
     relaying,
     row_of,
     set_columns,
@@ -256,7 +259,7 @@ class TestOneMessageTheBrokerChokesOn:
             eventually(lambda: state_of(poison) == State.DEAD)
             eventually(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
 
-        assert state_of(held) == State.READY
+            eventually(lambda: state_of(held) == State.WAITING)
 
     def test_does_not_hold_up_what_comes_later(self, choking):
         published(payload="poison")
@@ -361,3 +364,20 @@ class TestDraining:
 
         assert ids(peer.published) == [str(there.id)]
         assert (state_of(here), state_of(there, "other")) == (State.READY, State.PUBLISHED)
+
+
+def test_the_shards_of_a_lane_that_reaches_no_broker_are_looked_after_by_the_other(rabbitmq_url):
+    messages = [published(key=f"k{n}") for n in range(40)]
+    assert {row.shard % 2 for row in OutboxMessage.objects.all()} == {0, 1}
+    stop = StopRequest()
+    lanes = [
+        relay_for(f"amqp://127.0.0.1:{free_port()}//", stop, shards=range(0, 64, 2)),
+        relay_for(rabbitmq_url, stop, shards=range(1, 64, 2)),
+    ]
+    lanes[0].siblings, lanes[1].siblings = lanes[1:], lanes[:1]
+
+    with Queue(rabbitmq_url) as queue, in_threads(*(lane.run for lane in lanes), stop=stop):
+        assert set(ids(queue.take(len(messages)))) == set(ids(messages))
+        eventually(lambda: set(states()) == {State.PUBLISHED})
+
+    assert [lane.published for lane in lanes] == [0, 40]

@@ -338,13 +338,15 @@ class TestOrder:
 
         assert [state_of(message) for message in held] == [State.RETRYING, State.READY, State.READY]
         assert {state_of(message) for message in others} == {State.PUBLISHED}
-        assert one_pass(transport).claimed == 0, "and the next pass does not take them either"
+        assert one_pass(transport).published == 0, "and the next pass does not send them either"
+        assert [state_of(message) for message in held] == [State.RETRYING, State.WAITING, State.WAITING]
+        assert one_pass(transport).claimed == 0, "nor does any later one even read them"
 
     def test_goes_on_in_order_when_the_head_succeeds(self, peer, transport):
         some("k1", "k2", key="k")
         answering(peer, k1="nack")
         one_pass(transport)
-        OutboxMessage.objects.update(available_at=DatabaseTime())
+        OutboxMessage.objects.filter(state=State.RETRYING).update(available_at=DatabaseTime())
         store.promote_due("default", 10)
         answering(peer)
 
@@ -355,9 +357,12 @@ class TestOrder:
     def test_a_dead_head_holds_its_key_until_somebody_decides(self, peer, transport):
         head, second = some("k1", "k2", key="k")
         set_columns(head, state=State.DEAD)
-        assert one_pass(transport).claimed == 0
+        one_pass(transport)
+        assert state_of(second) == State.WAITING
+        assert store.release_waiting("default", keys=10, each=10) == 0
 
         assert store.cancel("default", head.position)
+        assert store.release_waiting("default", keys=10, each=10) == 1
         one_pass(transport)
 
         assert state_of(second) == State.PUBLISHED
@@ -411,7 +416,7 @@ def test_a_pass_carries_the_messages_of_its_own_database_only(peer):
     mine = published()
     with connected(peer.url) as transport:
         single = Pass("default", transport, quick())
-        single.run(10)
+        single.run(store.look("default").busy, 10)
         single.close()
 
     assert ids(peer.published) == [str(mine.id)]

@@ -1,7 +1,6 @@
 """What may be under way together, and what may not."""
 
 import uuid
-from datetime import UTC, datetime
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,20 +12,23 @@ from outbox.store import RelayedMessage
 def a_message(position, key=""):
     return RelayedMessage(
         position=position,
-        message_id=uuid.uuid4(),
+        shard=0,
+        id=str(uuid.uuid4()),
         topic="t",
         biz_id="b",
         key=key,
         priority=0,
         body=b"{}",
-        headers={},
+        headers_json="{}",
         correlation_id="",
         causation_id="",
         traceparent="",
         attempts=0,
-        created_at=datetime(2026, 3, 1, tzinfo=UTC),
-        deliver_at=None,
+        created="2026-03-01 00:00:00+00",
+        deliver=None,
         expired=False,
+        held=False,
+        aside=False,
     )
 
 

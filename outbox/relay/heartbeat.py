@@ -1,0 +1,170 @@
+"""What a relay process says of itself while it runs, so that people see which relays live and what each of them waits for.
+
+The loop that carries messages also writes the heartbeat, so a beat proves that the loop goes round: a thread of its own would
+go on telling that all is well. It costs one statement every two seconds. Writing it may fail without anybody noticing but the
+reader of the page, because nothing that is promised rests on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import uuid
+from collections import deque
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+from django.db import Error, connections
+
+from outbox import store
+from outbox.kernel.clock import monotonic
+from outbox.kernel.faults import is_outage
+from outbox.kernel.text import NAME_LENGTH
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 2.0
+_UNCHANGED_SECONDS = 5.0
+"""Between two beats that say the same, where each of them takes the lock of the only writer."""
+_AFTER_FAILURE_SECONDS = 10.0
+_RATE_SECONDS = 10.0
+"""What the rate is an average of; an idle relay's falls to 0 within it."""
+_FORGET_SECONDS = 3600.0
+_FORGOTTEN_AFTER = timedelta(days=1)
+_VERSION_LENGTH = 32
+
+
+class Heartbeat:
+    """The heartbeat of one relay process, shared by its loops; each of them runs in a thread of its own.
+
+    Counting is cheap and may happen anywhere. `beat` and `close` need a connection, and must stand outside transactions.
+    """
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._id = uuid.uuid4()
+        self._host = _line(socket.gethostname(), NAME_LENGTH)
+        self._pid = os.getpid()
+        self._version = _installed_version()
+        self._counting = threading.Lock()
+        self._published = 0
+        self._passed_at: float | None = None
+        self._waits: dict[threading.Thread, str] = {}
+        self._started_at = monotonic()
+        self._samples: deque[tuple[float, int]] = deque([(self._started_at, 0)])
+        self._writing = threading.Lock()
+        self._due_at = self._started_at
+        self._written_at = float("-inf")
+        self._written: tuple[int, float, str] | None = None
+        self._forget_at = self._started_at
+        self._failing = False
+        self._ended = False
+
+    def published(self, count: int) -> None:
+        """So many more messages are confirmed and settled."""
+        with self._counting:
+            self._published += count
+
+    def passed(self) -> None:
+        """This loop looked and, if there was anything to do, did it."""
+        with self._counting:
+            self._passed_at = monotonic()
+
+    def waits_for(self, what: str) -> None:
+        """This thread's loop cannot work until `what` is there; "" when it works.
+
+        The process counts as waiting when all of its loops do.
+        """
+        with self._counting:
+            self._waits[threading.current_thread()] = what
+
+    def beat(self) -> None:
+        """Write the row if it is time to. Never raises, and mostly does nothing but look at the clock.
+
+        To be called in every round, except while the database is known to be away: then it would only wait for it.
+        """
+        if monotonic() < self._due_at or not self._writing.acquire(blocking=False):
+            return
+        try:
+            now = monotonic()
+            if now >= self._due_at and not self._ended:
+                self._due_at = now + HEARTBEAT_SECONDS
+                self._beat(now)
+        finally:
+            self._writing.release()
+
+    def close(self) -> None:
+        """This process ends in an orderly way: remove the row. To be called when no loop beats any more."""
+        with self._writing:
+            self._ended = True
+            if self._written is None or self._failing:
+                return  # It would only wait for a database that is away; the row is forgotten in time.
+            try:
+                store.retire(self._alias, self._id)
+            except Error as error:
+                logger.debug("The heartbeat was not removed: %s", error)
+            if not connections[self._alias].in_atomic_block:  # as it is in a test
+                connections[self._alias].close()
+
+    def _beat(self, now: float) -> None:
+        told = self._told(now)
+        said = (told.published, told.rate, told.waits_for)
+        if said == self._written and now < self._written_at + _UNCHANGED_SECONDS and not store.claims_by_locks(self._alias):
+            return
+        try:
+            store.beat(self._alias, told)
+            if now >= self._forget_at:
+                self._forget_at = now + _FORGET_SECONDS
+                store.forget_silent(self._alias, _FORGOTTEN_AFTER)
+        except Error as error:
+            self._failed(error)
+        else:
+            self._written, self._written_at, self._failing = said, now, False
+
+    def _told(self, now: float) -> store.Beat:
+        with self._counting:
+            published, passed_at = self._published, self._passed_at
+            self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
+            waits = list(self._waits.values())
+        return store.Beat(
+            id=self._id,
+            host=self._host,
+            pid=self._pid,
+            version=self._version,
+            running_for=timedelta(seconds=now - self._started_at),
+            since_pass=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
+            published=published,
+            rate=self._rate(now, published),
+            waits_for=_line(waits[0], NAME_LENGTH) if waits and all(waits) else "",
+        )
+
+    def _rate(self, now: float, published: int) -> float:
+        self._samples.append((now, published))
+        while self._samples[1][0] <= now - _RATE_SECONDS:
+            self._samples.popleft()
+        since, before = self._samples[0]
+        return round((published - before) / max(now - since, 1.0), 1)
+
+    def _failed(self, error: Error) -> None:
+        connection = connections[self._alias]
+        if is_outage(error) and not connection.in_atomic_block:
+            connection.close()
+        self._due_at = monotonic() + _AFTER_FAILURE_SECONDS
+        if not self._failing:
+            logger.info("The heartbeat was not written (%s). The relay goes on; it may be shown as silent.", error)
+        self._failing = True
+
+
+def _installed_version() -> str:
+    try:
+        return _line(version("django-exactly-once"), _VERSION_LENGTH)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _line(text: str, limit: int) -> str:
+    """One line that a column takes and that moves nothing on a terminal; the broker's words are not ours."""
+    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"

@@ -1,0 +1,78 @@
+"""All SQL of the outbox. Every function is named for its transition and carries its guard.
+
+Two databases are spoken to, PostgreSQL and SQLite, and they differ in one thing that matters: who may relay.
+
+- On PostgreSQL relays are equals. A pass takes transaction-scoped advisory locks on some *shards*; the server frees them the
+  moment the transaction or the connection ends, so a killed relay holds nothing and a relay that overslept finds its
+  transaction gone. Nothing here outlives a transaction, so a transaction-pooling proxy may stand in between.
+- SQLite has one writer. There one relay holds a *lease* with a token, and works in short transactions so that the write lock
+  is never held while a broker is waited for.
+"""
+
+from outbox.store.claiming import (
+    Busy,
+    Claim,
+    RelayedMessage,
+    Sight,
+    bound_transaction,
+    claim_ready,
+    claims_by_locks,
+    look,
+    writers,
+)
+from outbox.store.heartbeats import SILENT_AFTER, Beat, beat, forget_silent, relays, retire
+from outbox.store.lease import Lease, LeaseLost
+from outbox.store.operating import (
+    CANCELLABLE,
+    REQUEUEABLE,
+    cancel,
+    oldest_waiting,
+    purge_settled,
+    purgeable,
+    requeue,
+    states,
+)
+from outbox.store.settling import PUT_OFF, Failure, Settlement, promote_due, recall, release_waiting, settle, topics_put_off
+from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_many, shard_of
+
+__all__ = [
+    "CANCELLABLE",
+    "PUT_OFF",
+    "REQUEUEABLE",
+    "SILENT_AFTER",
+    "Beat",
+    "Busy",
+    "Claim",
+    "Failure",
+    "Lease",
+    "LeaseLost",
+    "NewRow",
+    "RelayedMessage",
+    "Settlement",
+    "Sight",
+    "beat",
+    "bound_transaction",
+    "cancel",
+    "claim_ready",
+    "claims_by_locks",
+    "find_unique",
+    "forget_silent",
+    "hold_order",
+    "insert",
+    "insert_many",
+    "look",
+    "oldest_waiting",
+    "promote_due",
+    "purge_settled",
+    "purgeable",
+    "recall",
+    "relays",
+    "release_waiting",
+    "requeue",
+    "retire",
+    "settle",
+    "shard_of",
+    "states",
+    "topics_put_off",
+    "writers",
+]

@@ -1,0 +1,302 @@
+"""What a pass of the relay reads: which shards have work, and the ready messages of those it could lock.
+
+Ready messages lie in two partial indexes. The *stream* has those that were ready when they were written and have no priority;
+it grows at its end only, so a reader may begin where it left off (its *floor*) instead of wading through the dead versions of
+everything already published. Everything else (prioritised, once delayed, retried, released) lies *aside* and is always read
+from its beginning.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from django.db import connections
+
+from outbox.models import HOLDING_KEY, SHARDS
+from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql, now
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+_STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
+_ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
+_HELD = (
+    "m.key <> '' AND EXISTS (SELECT 1 FROM {table} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
+    "AND e.state IN ({states}))"
+).format(table=TABLE, states=", ".join(f"'{state}'" for state in HOLDING_KEY))
+
+
+class RelayedMessage(NamedTuple):
+    """A ready row in the hands of one relay.
+
+    As the database gave it: what a relay only passes on is parsed when somebody asks.
+
+    Attributes:
+        position: the row's id.
+        attempts: failed or successful tries before this one.
+        expired: it may not be sent any more.
+        held: an earlier message of its key failed or waits; it may not be sent yet.
+        aside: it is not in the stream.
+    """
+
+    position: int
+    shard: int
+    id: str
+    topic: str
+    biz_id: str
+    key: str
+    priority: int
+    body: bytes
+    headers_json: str
+    correlation_id: str
+    causation_id: str
+    traceparent: str
+    attempts: int
+    created: str
+    deliver: str | None
+    expired: bool
+    held: bool
+    aside: bool
+
+    @property
+    def message_id(self) -> uuid.UUID:
+        return uuid.UUID(self.id)
+
+    @property
+    def headers(self) -> Mapping[str, Any]:
+        return json.loads(self.headers_json) if self.headers_json != "{}" else {}
+
+    @property
+    def created_at(self) -> datetime:
+        return _instant(self.created)
+
+    @property
+    def deliver_at(self) -> datetime | None:
+        return _instant(self.deliver) if self.deliver else None
+
+
+_NO_POSITION = 2**63
+_LONGEST_WAIT_FOR_A_LOCK = 1000
+"""In milliseconds. Only somebody who changes rows by hand makes a pass wait."""
+_COLUMNS = (
+    "m.id, m.shard, {message_id}, m.topic, m.biz_id, m.key, m.priority, m.body, {headers}, m.correlation_id, m.causation_id, "
+    "m.traceparent, m.attempts, {created_at}, {deliver_at}, COALESCE(m.expires_at <= {now}, {false}), {held}"
+)
+
+
+class Busy(NamedTuple):
+    """A shard that has ready messages, and the position above which its stream is to be read."""
+
+    shard: int
+    above: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a look at the table found.
+
+    Attributes:
+        busy: the shards that have ready messages.
+        first: by shard, the first position of what was found in its stream.
+        due: are there delayed or retried messages whose time has come?
+    """
+
+    busy: Sequence[Busy]
+    first: Mapping[int, int]
+    due: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Messages in hand.
+
+    Attributes:
+        rows: in the order to send them in.
+        refused: shards that somebody else was working on.
+    """
+
+    rows: Sequence[RelayedMessage] = ()
+    refused: Sequence[int] = ()
+
+
+def claims_by_locks(alias: str) -> bool:
+    """Do several relays share this database (PostgreSQL), or does one hold a lease on it (SQLite)?"""
+    return is_postgresql(connections[alias])
+
+
+def look(
+    alias: str, floors: Mapping[int, int] | None = None, among: Iterable[int] = range(SHARDS), *, from_the_start: bool = False
+) -> Sight:
+    """Which shards `among` these have something ready above their `floors`, or anything at all? Is anything due?
+
+    Read only and without locks: an idle relay must not take SQLite's write lock, nor open transactions.
+    """
+    connection = connections[alias]
+    floors = floors or {}
+    shards = ", ".join(f"({shard}, {0 if from_the_start else floors.get(shard, 0)})" for shard in among)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
+            f"WITH shards(shard, floor) AS (VALUES {shards}) SELECT shard, "
+            f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor "
+            "ORDER BY m.id LIMIT 1), "
+            f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
+            f"(SELECT m.id FROM {TABLE} m WHERE m.state IN ('scheduled', 'retrying') AND m.available_at <= {now(connection)} "
+            "ORDER BY m.available_at LIMIT 1) FROM shards",
+            [],
+        )
+        found = cursor.fetchall()
+    first = {shard: position for shard, position, _, _ in found if position is not None}
+    busy = [
+        Busy(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
+        for shard, _, aside, _ in found
+        if shard in first or aside is not None
+    ]
+    return Sight(busy=busy, first=first, due=found[0][3] is not None)
+
+
+def writers(alias: str) -> frozenset[str]:
+    """The other transactions that have drawn a position and have not ended, by virtual id.
+
+    PostgreSQL's nextval() locks the sequence before it draws, and the lock is given up when what the transaction wrote has
+    become visible.
+    """
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        return frozenset()
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE locktype = 'relation' "
+            # A sequence that is not the column's own cannot be found; then everybody who writes anything is waited for.
+            "AND COALESCE(relation = pg_get_serial_sequence(%s, 'id')::regclass, true) "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+            "AND mode = 'RowExclusiveLock' AND granted AND pid IS DISTINCT FROM pg_backend_pid()",
+            [TABLE],
+        )
+        return frozenset(virtual_id for (virtual_id,) in cursor.fetchall())
+
+
+def bound_transaction(alias: str, longest: timedelta) -> None:
+    """Let the server end the open transaction when its owner sleeps or hangs: a zombie relay must not settle anything.
+
+    Its first statement, which also sees to the isolation level: with REPEATABLE READ the claim's two statements would share
+    a snapshot, whatever the project's default is.
+    """
+    # Inside the transaction of a test it would outlive the pass.
+    if not is_postgresql(connections[alias]) or len(connections[alias].atomic_blocks) > 1:
+        return
+    span = int(longest.total_seconds() * 1000)
+    for_a_lock = min(span, _LONGEST_WAIT_FOR_A_LOCK)
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
+            f"SET LOCAL idle_in_transaction_session_timeout = {span}; "
+            f"SET LOCAL statement_timeout = {span}; SET LOCAL lock_timeout = {for_a_lock}"
+        )
+
+
+def claim_ready(alias: str, busy: Sequence[Busy], limit: int) -> Claim:
+    """Take those of the `busy` shards that are free, for the rest of the open transaction, and read their ready messages.
+
+    Two statements on purpose: a snapshot taken before the locks could still show rows that the shards' previous holder has
+    published meanwhile. The order is the order to send in: by priority, then by position.
+    """
+    connection = connections[alias]
+    locked = _lock(connection, busy)
+    refused = [one.shard for one in busy if one not in locked]
+    if not locked:
+        return Claim(refused=refused)
+    each = -(-limit // len(locked))
+    rows = _read(connection, locked, each)
+    counted = Counter(row.shard for row in rows)
+    if 2 * len(rows) < limit and (cut := [one for one in locked if counted[one.shard] >= each]):
+        # A few shards have the backlog, as with one hot key: theirs is the room that the others left.
+        rest = [row for row in rows if counted[row.shard] < each]
+        rows = rest + _read(connection, cut, (limit - len(rest)) // len(cut))
+    rows.sort(key=lambda row: (-row.priority, row.position))
+    return Claim(rows=rows[:limit], refused=refused)
+
+
+def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
+    if not is_postgresql(connection):
+        # The writer's lock of the open transaction, or the lease, already covers every shard.
+        return list(busy)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT shard FROM unnest(%s::int[]) AS s(shard) WHERE pg_try_advisory_xact_lock({LOCK_SPACE}, shard)",
+            [[one.shard for one in busy]],
+        )
+        locked = {shard for (shard,) in cursor.fetchall()}
+    return [one for one in busy if one.shard in locked]
+
+
+def _read(connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int) -> list[RelayedMessage]:
+    """Up to `each` messages of either index of every shard.
+
+    In one statement, so that a message that changes from one index to the other meanwhile is seen in one of them.
+    """
+    found: list[Any] = []
+    select = f"SELECT {_columns(connection)}, {{true_or_false}} FROM {TABLE} m WHERE m.shard = {{shard}}"
+    aside = f"{select} AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT %s"
+    stream = f"{select} AND {_STREAM} AND m.id > {{above}} ORDER BY m.id LIMIT %s"
+    with connection.cursor() as cursor:
+        if is_postgresql(connection):
+            both = (
+                f"({aside.format(shard='s.shard', true_or_false='true')}) UNION ALL "
+                f"({stream.format(shard='s.shard', above='s.above', true_or_false='false')})"
+            )
+            cursor.execute(
+                f"SELECT m.* FROM unnest(%s::int[], %s::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({both}) m",
+                [*map(list, zip(*shards, strict=True)), each, each],
+            )
+            found = cursor.fetchall()
+        else:
+            # The open transaction is the only one that writes, so here several statements see the same.
+            for one in shards:
+                cursor.execute(aside.format(shard=one.shard, true_or_false="1"), [each])
+                found += map(_from_sqlite, cursor.fetchall())
+                cursor.execute(stream.format(shard=one.shard, above=one.above, true_or_false="0"), [each])
+                found += map(_from_sqlite, cursor.fetchall())
+    return _without_overtakers(list(map(RelayedMessage._make, found)), each)
+
+
+def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMessage]:
+    """Leave out messages whose key may have an earlier one in the part of the other index that was not read."""
+    if not any(row.aside for row in rows):
+        return rows
+    last_read = {(row.shard, row.aside): row for row in rows}
+    cut_at: dict[int, int] = {}
+    for part, count in Counter((row.shard, row.aside) for row in rows).items():
+        if count >= each:
+            last = last_read[part]
+            # What is prioritised has no key, and is read before everything that has one.
+            position = 0 if last.priority else last.position
+            cut_at[last.shard] = min(cut_at.get(last.shard, position), position)
+    return [row for row in rows if not row.key or row.position <= cut_at.get(row.shard, row.position)]
+
+
+def _columns(connection: BaseDatabaseWrapper) -> str:
+    postgresql = is_postgresql(connection)
+    cast = "m.{}::text" if postgresql else "m.{}"
+    texts = {name: cast.format(name) for name in ("message_id", "headers", "created_at", "deliver_at")}
+    return _COLUMNS.format(now=now(connection), false="false" if postgresql else "0", held=_HELD, **texts)
+
+
+def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
+    values = dict(zip(RelayedMessage._fields, row, strict=True))
+    # SQLite gives text, or a naive datetime where a column's declared type tells its driver to parse it.
+    created, deliver = (value and str(value) for value in (values["created"], values["deliver"]))
+    values.update(id=str(uuid.UUID(values["id"])), body=bytes(values["body"]), created=created, deliver=deliver)
+    values.update({name: bool(values[name]) for name in ("expired", "held", "aside")})
+    return list(values.values())
+
+
+def _instant(text: str) -> datetime:
+    instant = datetime.fromisoformat(text)
+    return instant if instant.tzinfo else instant.replace(tzinfo=UTC)

@@ -1,0 +1,74 @@
+"""SQLite's way of having one relay: a lease with a token."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from django.db import transaction
+from django.db.models import Q
+
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.identity import process_name
+from outbox.kernel.text import NAME_LENGTH
+from outbox.models import RelayLease
+from outbox.store.claiming import Busy, RelayedMessage, claim_ready
+from outbox.store.settling import Settlement, settle
+
+
+class LeaseLost(Exception):
+    """Another relay took over while this one was away; what it has in hand is not its own any more."""
+
+
+class Lease:
+    """The right to relay on a database with one writer, until an instant; renewed by every claim.
+
+    The token fences: a relay that overslept its lease settles nothing, because settling asks for the token first.
+    """
+
+    NAME = "relay"
+
+    def __init__(self, alias: str, span: timedelta) -> None:
+        self._alias = alias
+        self._span = span
+        self._token = uuid.uuid4()
+
+    def claim(self, busy: Sequence[Busy], limit: int) -> Sequence[RelayedMessage] | None:
+        """Renew or take the lease and read ready rows of the `busy` shards; None while another relay holds it."""
+        with transaction.atomic(using=self._alias, durable=True):
+            if not self._take():
+                return None
+            rows = claim_ready(self._alias, busy, limit).rows
+            self._rows().update(in_hand=[row.position for row in rows if not row.held])
+            return rows
+
+    def settle(self, settlement: Settlement) -> int:
+        """`settle`, if the lease is still ours.
+
+        Raises:
+            LeaseLost: it is not; nothing was written.
+        """
+        with transaction.atomic(using=self._alias, durable=True):
+            if not self._rows().filter(token=self._token, expires_at__gt=DatabaseTime()).update(in_hand=[]):
+                raise LeaseLost
+            return settle(self._alias, settlement)
+
+    def release(self) -> None:
+        """Let the next relay begin at once."""
+        self._rows().filter(token=self._token).delete()
+
+    def holder(self) -> str:
+        return self._rows().values_list("holder", flat=True).first() or "nobody"
+
+    def _take(self) -> bool:
+        mine = {"token": self._token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(self._span)}
+        free = Q(token=self._token) | Q(expires_at__lte=DatabaseTime())
+        if self._rows().filter(free).update(**mine):
+            return True
+        _, created = RelayLease.objects.using(self._alias).get_or_create(name=self.NAME, defaults=mine)
+        return created
+
+    def _rows(self) -> Any:
+        return RelayLease.objects.using(self._alias).filter(name=self.NAME)

@@ -1,0 +1,178 @@
+"""What became of messages: the relay's transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections
+from django.db.models import F
+
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.text import ERROR_LENGTH, printable
+from outbox.models import HOLDING_KEY, OutboxMessage, State
+from outbox.store.dialect import TABLE, any_of, is_postgresql, now
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+_HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Messages that failed together, with the same words after as many attempts.
+
+    Attributes:
+        retry_after: rest until the next attempt; None when it was the last.
+        tried: False when they were only put off, which is not an attempt.
+    """
+
+    positions: Sequence[int]
+    error: str
+    retry_after: timedelta | None
+    tried: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settlement:
+    """What became of a batch: positions by outcome. A row named nowhere stays ready and is sent again."""
+
+    published: Sequence[int] = ()
+    expired: Sequence[int] = ()
+    waiting: Sequence[int] = ()
+    failed: Sequence[Failure] = ()
+
+    @property
+    def positions(self) -> list[int]:
+        failed = [position for failure in self.failed for position in failure.positions]
+        return [*self.published, *self.expired, *self.waiting, *failed]
+
+
+def settle(alias: str, settlement: Settlement, *, pass_over_locked: bool = False) -> int:
+    """ready → published | expired | waiting | retrying | dead, inside the claim; how many rows changed.
+
+    Nobody but operators and psql locks these rows; with `pass_over_locked` theirs are left as they are.
+    """
+    connection = connections[alias]
+    if pass_over_locked:
+        settlement = _without_locked(alias, settlement)
+    changed = 0
+    for positions, written in (
+        (settlement.published, "state = 'published', attempts = attempts + 1, last_error = '', settled_at = {now}"),
+        (settlement.expired, "state = 'expired', settled_at = {now}"),
+        (settlement.waiting, "state = 'waiting'"),
+    ):
+        if positions:
+            condition, parameter = any_of(connection, positions)
+            with connection.cursor() as cursor:
+                cursor.execute(
+                    f"UPDATE {TABLE} SET {written.format(now=now(connection))} WHERE id {condition} AND state = 'ready'",
+                    [parameter],
+                )
+                changed += cursor.rowcount
+    ready = OutboxMessage.objects.using(alias).filter(state=State.READY)
+    for failure in settlement.failed:
+        failed = ready.filter(pk__in=failure.positions)
+        written_error = {
+            "attempts": F("attempts") + int(failure.tried),
+            "last_error": printable(failure.error, ERROR_LENGTH),
+        }
+        if failure.retry_after is None:
+            changed += failed.update(state=State.DEAD, settled_at=DatabaseTime(), **written_error)
+        else:
+            changed += failed.update(state=State.RETRYING, available_at=DatabaseTime(failure.retry_after), **written_error)
+    return changed
+
+
+def _without_locked(alias: str, settlement: Settlement) -> Settlement:
+    settled = OutboxMessage.objects.using(alias).filter(pk__in=settlement.positions)
+    free = set(settled.select_for_update(skip_locked=True).values_list("pk", flat=True))
+
+    def kept(positions: Sequence[int]) -> list[int]:
+        return [position for position in positions if position in free]
+
+    return Settlement(
+        published=kept(settlement.published),
+        expired=kept(settlement.expired),
+        waiting=kept(settlement.waiting),
+        failed=[replace(failure, positions=kept(failure.positions)) for failure in settlement.failed],
+    )
+
+
+PUT_OFF = "not tried: the broker refuses messages of this topic at the moment"
+"""The error of a message that was put off because of its topic."""
+
+
+def topics_put_off(alias: str) -> list[str]:
+    """Topics of which some relay has put messages off."""
+    put_off = OutboxMessage.objects.using(alias).filter(state=State.RETRYING, last_error=PUT_OFF)
+    return list(put_off.values_list("topic", flat=True).distinct())
+
+
+def recall(alias: str, topic: str, limit: int, among: Iterable[int]) -> int:
+    """retrying → ready for up to `limit` messages of `topic` that were put off, in the shards `among`; how many."""
+    connection = connections[alias]
+    mine, shards = any_of(connection, list(among))
+    return _make_ready(
+        connection,
+        f"SELECT id FROM {TABLE} WHERE state = 'retrying' AND topic = %s AND last_error = %s AND shard {mine} ORDER BY id "
+        f"LIMIT %s {_locking(connection)}",
+        [topic, PUT_OFF, shards, limit],
+    )
+
+
+def promote_due(alias: str, limit: int) -> int:
+    """scheduled | retrying → ready for rows whose time has come; how many."""
+    connection = connections[alias]
+    due = f"state IN ('scheduled', 'retrying') AND available_at <= {now(connection)} ORDER BY available_at LIMIT %s"
+    found = f"SELECT id FROM {TABLE} WHERE {due} {_locking(connection)}"
+    return _make_ready(connection, found, [limit], "state = 'ready'")
+
+
+def release_waiting(alias: str, *, keys: int, each: int) -> int:
+    """waiting → ready for up to `keys` keys whose head is out of trouble, the first `each` messages of every one; how many.
+
+    The keys are found one by one along the index, however many messages wait behind each.
+    """
+    connection = connections[alias]
+    holding = f"FROM {TABLE} h WHERE h.state IN ({_HOLDING}) AND h.key <> ''"
+    with connection.cursor() as cursor:
+        cursor.execute(
+            # The first of each key that is failed or waits, one key after the other along the index.
+            "WITH RECURSIVE heads(key, state) AS ("
+            f"SELECT * FROM (SELECT h.key, h.state {holding} ORDER BY h.key, h.id LIMIT 1) head "
+            f"UNION ALL SELECT next.key, next.state FROM heads JOIN {TABLE} next ON next.id = "
+            f"(SELECT h.id {holding} AND h.key > heads.key ORDER BY h.key, h.id LIMIT 1)) "
+            "SELECT key FROM heads WHERE state = 'waiting' LIMIT %s",
+            [keys],
+        )
+        free = [key for (key,) in cursor.fetchall()]
+    first_of = f"SELECT id FROM {TABLE} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
+    if not is_postgresql(connection):
+        return sum(_make_ready(connection, first_of.format(key="%s"), [key, each]) for key in free)
+    first = f"{first_of.format(key='free.key')} {_locking(connection)}"
+    return _make_ready(
+        connection, f"SELECT w.id FROM unnest(%s::text[]) AS free(key) CROSS JOIN LATERAL ({first}) w", [free, each]
+    )
+
+
+def _make_ready(connection: BaseDatabaseWrapper, found: str, parameters: Sequence[Any], written: str = "") -> int:
+    """Those that the query `found` finds, and locks, become ready; how many.
+
+    They are locked where they are found, so that no condition is needed at the update, and found once: PostgreSQL may execute a
+    subquery with a LIMIT anew for every row of the other side of a join, each time locking and finding others, when its
+    statistics are of another time. An array it computes once.
+    """
+    among = f"= ANY(ARRAY({found}))" if is_postgresql(connection) else f"IN ({found})"
+    written = written or f"state = 'ready', available_at = {now(connection)}"
+    with connection.cursor() as cursor:
+        cursor.execute(f"UPDATE {TABLE} SET {written} WHERE id {among}", parameters)
+        count: int = cursor.rowcount
+    return count
+
+
+def _locking(connection: BaseDatabaseWrapper) -> str:
+    return "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
