@@ -1,4 +1,4 @@
-"""The outbox in Django's admin: what waits, what failed and why, and what an operator may do about it."""
+"""The outbox in Django's admin: what waits, what failed and why, what an operator may do about it, and which relays run."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from outbox import store
 from outbox.conf import outbox_options
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import (
+    NOTHING,
     Tone,
     age,
     as_payload,
+    badge,
     identifier,
     moment,
+    note,
+    span,
     stacked,
+    visible,
 )
 from outbox.kernel.envelope import JSON
-from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter
-from outbox.models import OutboxMessage, State
+from outbox.kernel.message_admin import MessageAdmin, ReadOnlyAdmin, StateFilter, StuckFilter, counted
+from outbox.models import IN_TROUBLE, OutboxMessage, RelayHeartbeat, State
+
+_OPEN = (State.SCHEDULED, State.READY, State.WAITING)
+"""States in which a message may be overdue without having failed."""
 
 
 class OutboxStuckFilter(StuckFilter):
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        overdue = Q(state__in=[State.READY, State.SCHEDULED], available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
+        overdue = Q(state__in=_OPEN, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
         match self.value():
             case "any":
                 return queryset.filter(Q(state__in=[State.DEAD, State.RETRYING]) | overdue)
@@ -46,6 +55,7 @@ class OutboxMessageAdmin(MessageAdmin):
         State.SCHEDULED: Tone.LATER,
         State.READY: Tone.OPEN,
         State.RETRYING: Tone.FAILING,
+        State.WAITING: Tone.LATER,
         State.PUBLISHED: Tone.DONE,
         State.DEAD: Tone.STOPPED,
         State.EXPIRED: Tone.OVER,
@@ -62,7 +72,7 @@ class OutboxMessageAdmin(MessageAdmin):
     list_filter = (OutboxStuckFilter, StateFilter)
     actions = ("requeue", "cancel")
     readonly_fields: ClassVar[Any] = (
-        "state_badge",
+        "state_explained",
         "topic_name",
         "biz_id_name",
         "message_id_name",
@@ -84,7 +94,7 @@ class OutboxMessageAdmin(MessageAdmin):
         "traceparent_name",
     )
     fieldsets = (
-        (None, {"fields": ("state_badge", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
+        (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
         ("Failure", {"fields": ("attempts", "error_text")}),
         ("Content", {"fields": ("payload", "headers_text")}),
         ("Times", {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
@@ -104,6 +114,33 @@ class OutboxMessageAdmin(MessageAdmin):
         except ValueError:
             return super().called(term)
 
+    @admin.display(description="state")
+    def state_explained(self, row: Any) -> SafeString:
+        """The badge, and what a key has to do with it."""
+        if row.state == State.WAITING:
+            return format_html("{}{}", self.badge_of(row), self._behind(row))
+        if row.state in IN_TROUBLE and row.key:
+            held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
+            words = f"It holds back the later messages of its ordering key. Waiting behind it: {counted(held)}."
+            return format_html("{}{}", self.badge_of(row), note(words))
+        return self.badge_of(row)
+
+    def _behind(self, row: Any) -> SafeString:
+        head = self._of_its_key(row).filter(pk__lt=row.pk, state__in=IN_TROUBLE).order_by("pk").first()
+        if head is None:
+            return note("Nothing holds it back any more: the next relay to look makes it ready.")
+        words = format_html(
+            'It waits behind an earlier message of its ordering key, which failed: <a href="{}">{}</a> ({}). '
+            "It goes on by itself when that one is published or cancelled.",
+            self.own_url(head.pk),
+            identifier(f"{head.topic} {head.biz_id}"),
+            head.get_state_display().lower(),
+        )
+        return note(words)
+
+    def _of_its_key(self, row: Any) -> QuerySet[Any]:
+        return OutboxMessage.objects.using(self.using).exclude(key="").filter(key=row.key).defer(*self.large_columns)
+
     @admin.display(description="topic, biz-id")
     def summary(self, row: Any) -> SafeString:
         return stacked(identifier(row.topic), identifier(row.biz_id))
@@ -111,7 +148,7 @@ class OutboxMessageAdmin(MessageAdmin):
     @admin.display(description="age", ordering="id")
     def age(self, row: Any) -> SafeString:
         created = age(row.created_at, row.database_now)
-        if row.state not in {State.SCHEDULED, State.READY, State.RETRYING}:
+        if row.state not in {*_OPEN, State.RETRYING}:
             return created
         return stacked(created, age(row.available_at, row.database_now, "due "))
 
@@ -153,3 +190,66 @@ class OutboxMessageAdmin(MessageAdmin):
             "outstanding may be in the broker already.",
             button="Cancel the messages",
         )
+
+
+@admin.register(RelayHeartbeat)
+class RelayAdmin(ReadOnlyAdmin):
+    """Which relays run, what each does, and what it waits for."""
+
+    change_list_template = "outbox/admin/relays.html"
+    list_display = ("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now")
+    fields: ClassVar[Any] = list_display
+    readonly_fields: ClassVar[Any] = list_display
+    sortable_by = ()
+    actions = None
+    show_full_result_count = False
+
+    class Media:
+        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return store.relays(self.using)
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        context = {"title": "Relays", "silent_after": span(store.SILENT_AFTER), "none_runs": self._none_runs()}
+        return super().changelist_view(request, {**context, **(extra_context or {})})
+
+    def _none_runs(self) -> str:
+        """That no relay runs, and what follows; "" when one does."""
+        if store.relays(self.using).filter(silent=False).exists():
+            return ""
+        ready = OutboxMessage.objects.using(self.using).filter(state=State.READY)
+        return f"No relay is running. Messages that are ready: {counted(ready)}."
+
+    @admin.display(description="process, version")
+    def process(self, row: Any) -> SafeString:
+        return stacked(identifier(f"{row.host}:{row.pid}"), identifier(row.version))
+
+    @admin.display(description="state")
+    def state(self, row: Any) -> SafeString:
+        if row.silent:
+            return stacked(badge("Silent", Tone.STOPPED), format_html("for {}", span(row.database_now - row.beat_at)))
+        if row.waits_for:
+            return stacked(badge("Waiting", Tone.FAILING), format_html("for {}", visible(row.waits_for)))
+        return badge("Starting", Tone.LATER) if row.last_pass_at is None else badge("Working", Tone.DONE)
+
+    @admin.display(description="started")
+    def started(self, row: Any) -> SafeString:
+        return age(row.started_at, row.database_now)
+
+    @admin.display(description="last heartbeat")
+    def heartbeat(self, row: Any) -> SafeString:
+        return age(row.beat_at, row.database_now)
+
+    @admin.display(description="last successful pass")
+    def last_pass(self, row: Any) -> SafeString:
+        return age(row.last_pass_at, row.database_now)
+
+    @admin.display(description="published")
+    def published_count(self, row: Any) -> str:
+        return f"{row.published:,}"
+
+    @admin.display(description="per second")
+    def rate_now(self, row: Any) -> str:
+        # What a silent relay does now is not known.
+        return NOTHING if row.silent else f"{row.rate:,.1f}"

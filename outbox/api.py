@@ -20,13 +20,13 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 
-from outbox import store
+from outbox import doorbell, store
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import current_cause
 from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, is_reserved
-from outbox.kernel.identity import new_message_id
+from outbox.kernel.identity import new_message_id, new_message_ids
 from outbox.kernel.text import why_no_topic, why_unfit
 
 MAX_PRIORITY = 9
@@ -35,6 +35,8 @@ TRACEPARENT = "traceparent"
 HEADERS_LIMIT_BYTES = 16 * 1024
 _SHOWN = 80
 _INT64 = range(-(2**63), 2**63)
+# NaN and Infinity are Python's own extension; no other JSON reader takes them.
+_PAYLOADS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,7 @@ class Draft:
     deliver_at: datetime | None = None
     expires_in: timedelta | None = None
     unique: bool = False
+    strict_order: bool = False
 
 
 def publish(
@@ -85,6 +88,7 @@ def publish(
     deliver_at: datetime | None = None,
     expires_in: timedelta | None = None,
     unique: bool = False,
+    strict_order: bool = False,
     using: str = DEFAULT_DB_ALIAS,
 ) -> PublishedMessage:
     """Write a message in the transaction that is open on `using`; the relay carries it once that has committed.
@@ -93,7 +97,7 @@ def publish(
         topic: what the message is about; routes it. At most 255 bytes.
         payload: anything `DjangoJSONEncoder` turns into JSON.
         biz_id: the business's own name of the fact ("order-17"); consumers deduplicate on it. Default: the message id.
-        key: messages with the same key keep their order; "" promises none.
+        key: messages with the same key keep their order, that of their rows; "" promises none.
         headers: text, whole numbers, floats and booleans that travel beside the payload.
         priority: 0 (default) to 9, higher first; not together with a key, whose order it would break.
         delay: deliver no earlier than this long from now, by the database's clock.
@@ -101,6 +105,8 @@ def publish(
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
         unique: at most one row per (topic, biz_id), as long as the first is kept (`OUTBOX["RETENTION"]` after it was
             published): a second call writes nothing and returns the first row.
+        strict_order: the order of the key is the order of the commits: another transaction that publishes this key with
+            strict_order waits here until this one has ended.
         using: the database alias of the business change.
 
     Raises:
@@ -118,9 +124,15 @@ def publish(
         deliver_at=deliver_at,
         expires_in=expires_in,
         unique=unique,
+        strict_order=strict_order,
     )
     _require_transaction(using)
-    return _insert_one(using, _row(draft))
+    row = _row(draft, new_message_id())
+    if strict_order:
+        store.hold_order(using, [key])
+    written = _insert_one(using, row)
+    _ring(using, [row])
+    return written
 
 
 def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> list[PublishedMessage]:
@@ -131,8 +143,10 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
     Raises:
         PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
     """
-    rows = [_row(draft) for draft in drafts]
+    drafts = list(drafts)
+    rows = list(map(_row, drafts, new_message_ids(len(drafts))))
     _require_transaction(using)
+    store.hold_order(using, {draft.key for draft in drafts if draft.strict_order})
     published: list[PublishedMessage] = []
     # In runs, so that positions, and with them the order of a key, follow the order of the drafts.
     for unique, run in groupby(rows, key=lambda row: row.is_unique):
@@ -141,6 +155,7 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
         else:
             plain = list(run)
             published += map(_published, plain, store.insert_many(using, plain))
+    _ring(using, rows)
     return published
 
 
@@ -157,9 +172,15 @@ async def apublish_many(drafts: Iterable[Draft], **options: Any) -> list[Publish
 def _require_transaction(alias: str) -> None:
     # Under django.test.TestCase everything is inside a transaction of the test; only one that the code under test opened
     # counts, so that a missing atomic() fails in the tests and not in production.
-    blocks = connections[alias].atomic_blocks
-    if not any(not getattr(block, "_from_testcase", False) for block in blocks):
-        raise PublishedOutsideTransaction(alias)
+    for block in connections[alias].atomic_blocks:
+        if not getattr(block, "_from_testcase", False):
+            return
+    raise PublishedOutsideTransaction(alias)
+
+
+def _ring(alias: str, rows: Iterable[store.NewRow]) -> None:
+    if any(not row.delay and row.deliver_at is None for row in rows):
+        doorbell.ring_after_commit(alias)
 
 
 def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:
@@ -175,21 +196,24 @@ def _published(row: store.NewRow, position: int) -> PublishedMessage:
     return PublishedMessage(id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True)
 
 
-def _row(draft: Draft) -> store.NewRow:
-    message_id = new_message_id()
-    cause = current_cause()
-    headers = _headers(draft.headers or {})
+def _row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
+    name, cause = str(message_id), current_cause()
+    headers = "{}"
+    traceparent: object = cause.traceparent
+    if draft.headers:
+        headers = _headers(draft.headers)
+        traceparent = draft.headers.get(TRACEPARENT, traceparent)
     return store.NewRow(
         message_id=message_id,
         topic=_name("topic", draft.topic),
-        biz_id=str(message_id) if draft.biz_id is None else _name("biz_id", draft.biz_id),
-        key=_name("key", draft.key, may_be_empty=True),
+        biz_id=name if draft.biz_id is None else _name("biz_id", draft.biz_id),
+        key=_key(draft),
         priority=_priority(draft),
         body=_body(draft),
         headers=headers,
-        correlation_id=cause.correlation_id or str(message_id),
+        correlation_id=cause.correlation_id or name,
         causation_id=cause.message_id,
-        traceparent=_name(TRACEPARENT, (draft.headers or {}).get(TRACEPARENT, cause.traceparent), may_be_empty=True),
+        traceparent=_name(TRACEPARENT, traceparent, may_be_empty=True),
         is_unique=_flag("unique", draft.unique),
         delay=_span("delay", draft.delay),
         deliver_at=_instant(draft),
@@ -219,6 +243,16 @@ _REMEDY = {
 }
 
 
+def _key(draft: Draft) -> str:
+    key = _name("key", draft.key, may_be_empty=True)
+    if _flag("strict_order", draft.strict_order) and not key:
+        raise InvalidMessage(
+            "strict_order is True and there is no key: without one no order is promised. Give the key whose order it is, or "
+            "one and the same key to all messages that must keep one order."
+        )
+    return key
+
+
 def _priority(draft: Draft) -> int:
     priority = draft.priority
     if type(priority) is not int or not 0 <= priority <= MAX_PRIORITY:
@@ -233,9 +267,7 @@ def _priority(draft: Draft) -> int:
 
 def _body(draft: Draft) -> bytes:
     try:
-        # NaN and Infinity are Python's own extension; no other JSON reader takes them.
-        text = json.dumps(draft.payload, cls=DjangoJSONEncoder, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        body = text.encode()
+        body = _PAYLOADS.encode(draft.payload).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidMessage(
             f"The payload for topic {draft.topic!r} is not JSON: {error}. Pass dicts, lists, text, finite numbers, "

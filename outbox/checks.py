@@ -13,11 +13,13 @@ from django.db import connections
 
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.kernel import options
-from outbox.kernel.broker import masked, scheme_of, speaks_amqp
+from outbox.kernel.broker import SEVERAL_HINT, masked, scheme_of, speaks_amqp, why_unusable
 from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
 from outbox.models import OutboxMessage
 from outbox.transports import transport_class
 from outbox.transports.virtual import capabilities_of
+
+_BROKER_HINT = "local:// needs 'inbox' in INSTALLED_APPS; other brokers have a URL like amqp://user:password@host//."
 
 
 @register()
@@ -47,13 +49,11 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
                 id="outbox.W003",
             )
         ]
-    try:
-        transport_class(url)
-    except ImportError as error:
+    if reason := _why_no_transport(url):
         return [
             Error(
-                f"OUTBOX['BROKER_URL'] is {masked(url)!r} and its transport cannot be loaded: {error}.",
-                hint="local:// needs 'inbox' in INSTALLED_APPS; other brokers have a URL like amqp://user:password@host//.",
+                f"OUTBOX['BROKER_URL'] is {masked(url)!r} and its transport cannot be loaded: {reason}.",
+                hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
                 id="outbox.E002",
             )
         ]
@@ -75,6 +75,14 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
             id="outbox.W001",
         )
     ]
+
+
+def _why_no_transport(url: str) -> str | None:
+    try:
+        transport_class(url)
+    except ImportError as error:
+        return str(error)
+    return None if scheme_of(url) == "local" else why_unusable(url)
 
 
 @register(Tags.database)

@@ -8,12 +8,14 @@ from functools import cached_property
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
+from django.db import connections
 
 from outbox.kernel import options
 from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
+_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DOORBELL", "LISTEN_ALIAS"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +30,13 @@ class OutboxOptions:
         BATCH_SIZE: most messages in one pass of the relay.
         BATCH_DEADLINE: longest time one pass may wait for the broker.
         POLL_INTERVAL: longest rest of an idle relay; a busy one does not rest.
+        DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; off, they only poll.
+        LISTEN_ALIAS: the database alias a relay LISTENs by, where a transaction pooler hides the outbox's own; "" is that one.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable one never is.
         RETRY_BASE, RETRY_CAP: rest after the first failed attempt, doubled each time, up to the cap.
         RETENTION: how long published, cancelled and expired rows stay before `outbox_purge` removes them.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
-        WATCHDOG: a relay whose main loop is silent this long is ended.
+        WATCHDOG: a relay one of whose loops is silent this long is ended.
         SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
     """
 
@@ -43,6 +47,8 @@ class OutboxOptions:
     BATCH_SIZE: int = 500
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
+    DOORBELL: bool = True
+    LISTEN_ALIAS: str = ""
     MAX_ATTEMPTS: int = 16
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_CAP: timedelta = timedelta(hours=2)
@@ -52,8 +58,7 @@ class OutboxOptions:
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
 
     def __post_init__(self) -> None:
-        positive = [name for name in options.names(type(self)) if name not in {"BROKER_URL", "EXCHANGE", "SOURCE"}]
-        options.require_positive(self, *positive)
+        options.require_positive(self, *(name for name in options.names(type(self)) if name not in _NO_AMOUNTS))
         if max(self.BATCH_DEADLINE, self.POLL_INTERVAL) >= self.WATCHDOG:
             raise ValueError(
                 f"WATCHDOG ({self.WATCHDOG}) must be longer than BATCH_DEADLINE ({self.BATCH_DEADLINE}) and POLL_INTERVAL "
@@ -61,6 +66,8 @@ class OutboxOptions:
             )
         if reason := why_no_exchange(self.EXCHANGE):
             raise ValueError(f"EXCHANGE is {self.EXCHANGE!r}: {reason}.")
+        if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
+            raise ValueError(f"LISTEN_ALIAS is {self.LISTEN_ALIAS!r}, and DATABASES has: {', '.join(connections)}.")
 
     @cached_property
     def retry(self) -> RetryPolicy:

@@ -17,17 +17,21 @@ from django.test import Client
 from django.urls import reverse
 
 from outbox import store
-from outbox.admin import OutboxMessageAdmin
+from outbox.admin import OutboxMessageAdmin, RelayAdmin
 from outbox.conf import outbox_options
 from outbox.kernel import display, message_admin
 from outbox.kernel.clock import utcnow
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage, RelayHeartbeat, State
+from outbox.store import SILENT_AFTER
+from tests.heartbeats import a_relay
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 
 LIST = "admin:outbox_outboxmessage_changelist"
 DETAIL = "admin:outbox_outboxmessage_change"
 VIEW, REQUEUE, CANCEL = "view_outboxmessage", "requeue_outboxmessage", "cancel_outboxmessage"
+RELAYS, RELAY = "admin:outbox_relayheartbeat_changelist", "admin:outbox_relayheartbeat_change"
+VIEW_RELAYS = "view_relayheartbeat"
 LONG_AGO = timedelta(days=1)
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b&gt;"
 
@@ -201,14 +205,15 @@ class TestFilters:
         dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, due_ago=-LONG_AGO)
         overdue = a_message(State.READY, due_ago=outbox_options().STUCK_AFTER + timedelta(minutes=1))
         forgotten = a_message(State.SCHEDULED, due_ago=LONG_AGO)
+        behind = a_message(State.WAITING, due_ago=LONG_AGO)
         a_message(State.READY, ago=LONG_AGO, due_ago=outbox_options().STUCK_AFTER - timedelta(minutes=1))
         a_message(State.SCHEDULED, ago=LONG_AGO, due_ago=-LONG_AGO)
         for state in (State.PUBLISHED, State.CANCELLED, State.EXPIRED):
             a_message(state, ago=LONG_AGO)
         client = somebody(VIEW)
 
-        assert shown(client, stuck="any") == {dead.pk, retrying.pk, overdue.pk, forgotten.pk}
-        assert shown(client, stuck="overdue") == {overdue.pk, forgotten.pk}
+        assert shown(client, stuck="any") == {dead.pk, retrying.pk, overdue.pk, forgotten.pk, behind.pk}
+        assert shown(client, stuck="overdue") == {overdue.pk, forgotten.pk, behind.pk}
 
     def test_stuck_follows_the_setting(self, settings):
         settings.OUTBOX = {"STUCK_AFTER": timedelta(hours=1)}
@@ -220,11 +225,12 @@ class TestFilters:
         assert "Overdue by 60 min" in Page(client.get(reverse(LIST))).text
 
     def test_state(self):
-        dead, ready = a_message(State.DEAD), a_message(State.READY)
+        dead, ready, waiting = (a_message(state) for state in (State.DEAD, State.READY, State.WAITING))
         client = somebody(VIEW)
 
         assert shown(client, state="dead") == {dead.pk}
-        assert shown(client, state="no such state\x00") == {dead.pk, ready.pk}
+        assert shown(client, state="waiting") == {waiting.pk}
+        assert shown(client, state="no such state\x00") == {dead.pk, ready.pk, waiting.pk}
 
     @pytest.mark.parametrize("lookup", ["topic", "body__contains", "last_error__regex"])
     def test_no_column_can_be_looked_up_through_the_address(self, lookup):
@@ -301,6 +307,68 @@ class TestTheDetailPage:
 
         assert response.url == reverse(DETAIL, args=[row.pk])
         assert state_of(row) == State.READY
+
+
+class TestAKeyThatStandsStill:
+    """A message that failed holds back the later ones of its key, and both say so."""
+
+    def page(self, row):
+        return Page(somebody(VIEW, CANCEL).get(reverse(DETAIL, args=[row.pk])))
+
+    @pytest.mark.parametrize("failed", [State.DEAD, State.RETRYING])
+    def test_leads_from_a_waiting_message_to_the_one_that_failed_first(self, failed):
+        a_message(State.DEAD, key="b")
+        a_message(State.PUBLISHED, key="a")
+        head = a_message(failed, key="a", biz_id="the-head")
+        _, row, _ = (a_message(state, key="a") for state in (State.DEAD, State.WAITING, State.DEAD))
+
+        page = self.page(row)
+
+        assert "It waits behind an earlier message of its ordering key, which failed: shop.order.placed the-head" in page.text
+        assert page.all("a", href=reverse(DETAIL, args=[head.pk]))
+
+    def test_says_so_when_nothing_holds_a_waiting_message_any_more(self):
+        a_message(State.PUBLISHED, key="a")
+        row = a_message(State.WAITING, key="a")
+        a_message(State.DEAD, key="a")
+
+        assert "Nothing holds it back any more" in self.page(row).text
+
+    def test_says_how_many_wait_behind_a_message_that_failed(self):
+        a_message(State.WAITING, key="a")
+        head = a_message(State.DEAD, key="a")
+        for key in ("a", "a", "b"):
+            a_message(State.WAITING, key=key)
+
+        assert "Waiting behind it: 2." in self.page(head).text
+
+    @pytest.mark.parametrize(("state", "key"), [(State.DEAD, ""), (State.READY, "a"), (State.PUBLISHED, "a")])
+    def test_is_no_matter_of_a_message_that_holds_nothing(self, state, key):
+        row = a_message(state, key=key)
+        a_message(State.WAITING, key=key)
+
+        assert "ordering key." not in self.page(row).text
+
+    def test_reads_one_row_for_what_it_says_and_leaves_the_body_in_the_database(self, django_assert_max_num_queries):
+        a_message(State.DEAD, key="a")
+        row = a_message(State.WAITING, key="a")
+        client = somebody(VIEW)
+
+        with django_assert_max_num_queries(10) as queries:
+            client.get(reverse(DETAIL, args=[row.pk]))
+
+        (statement,) = [query["sql"] for query in queries if '"state" IN' in query["sql"]]
+        assert "LIMIT 1" in statement
+        assert not re.search(r'"(body|headers)"', statement)
+
+    def test_lets_a_waiting_message_be_cancelled(self):
+        a_message(State.DEAD, key="a")
+        row = a_message(State.WAITING, key="a")
+        assert {found["value"] for found in self.page(row).all("input", name="action")} == {"cancel"}
+
+        act(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes")
+
+        assert state_of(row) == State.CANCELLED
 
 
 class TestWhatAMessageSays:
@@ -581,3 +649,101 @@ class TestTheStates:
         assert "Dead (2)" in page.text
         assert "Ready (1)" in page.text
         assert "Published (0)" in page.text
+
+
+class TestTheRelays:
+    def page(self):
+        return Page(somebody(VIEW_RELAYS).get(reverse(RELAYS)))
+
+    def test_are_shown_with_who_they_are_and_what_they_do(self):
+        a_relay()
+
+        text = self.page().text
+
+        for expected in ("relay-1:4711", "1.2.3", "Working", "5 h ago", "4 min ago", "1,234,567", "812.5"):
+            assert expected in text
+        assert "No relay is running" not in text
+
+    def test_say_what_they_wait_for(self):
+        a_relay(waits_for="the broker: connection refused")
+
+        text = self.page().text
+
+        assert "Waiting" in text
+        assert "for the broker: connection refused" in text
+        assert "Working" not in text
+
+    def test_are_starting_until_the_first_pass_and_show_no_time_that_is_not_known(self):
+        a_relay(since_pass=None, published=0, rate=0.0, running_for=timedelta(seconds=1))
+
+        text = self.page().text
+
+        assert "Starting" in text
+        assert "Working" not in text
+
+    def test_are_called_silent_in_words_and_their_rate_is_not_known(self):
+        a_relay(silent_for=timedelta(minutes=3), waits_for="the broker", rate=812.5)
+
+        text = self.page().text
+
+        assert "Silent" in text
+        assert "for 3 min" in text
+        assert not {"Working", "Waiting", "812.5"} & set(text.split())
+
+    def test_come_with_the_silent_ones_last(self):
+        a_relay(host="gone", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
+        a_relay(host="here", running_for=timedelta(minutes=2))
+
+        text = self.page().text
+
+        assert text.index("here") < text.index("gone")
+
+    def test_are_missed_when_none_runs(self):
+        a_message(State.READY)
+        assert "No relay is running. Messages that are ready: 1." in self.page().text
+
+        a_relay(silent_for=2 * SILENT_AFTER)
+        assert "No relay is running. Messages that are ready: 1." in self.page().text
+
+    def test_can_only_be_looked_at(self):
+        relay = a_relay()
+        client = somebody(VIEW_RELAYS)
+
+        assert "Working" in Page(client.get(reverse(RELAY, args=[relay.id]))).text
+        assert not self.page().all("input", name="_selected_action")
+        assert client.post(reverse(RELAY, args=[relay.id]), {"host": "changed"}).status_code == 403
+        assert client.get(reverse("admin:outbox_relayheartbeat_add")).status_code == 403
+        assert client.post(reverse("admin:outbox_relayheartbeat_delete", args=[relay.id]), {"post": "yes"}).status_code == 403
+        assert RelayHeartbeat.objects.get().host == "relay-1"
+
+    def test_are_closed_to_staff_without_the_permission(self):
+        assert somebody(VIEW).get(reverse(RELAYS)).status_code == 403
+
+    def test_cost_the_same_few_queries_however_many_they_are(self, django_assert_num_queries):
+        for pid in range(50):
+            a_relay(pid=pid)
+        client = somebody(VIEW_RELAYS)
+        client.get(reverse(RELAYS))
+
+        with django_assert_num_queries(7):  # session, user, permissions (2), does one run, count, rows
+            client.get(reverse(RELAYS))
+
+    def test_make_no_element_of_what_the_broker_said(self):
+        harmless, nasty = [], []
+        for text, shape in (("harmless", harmless), (NASTY, nasty)):
+            relay = a_relay(host=text, waits_for=text)
+            page = self.page()
+            assert text in page.text
+            shape += [element for element in page.shape if element != ("wbr",)]
+            store.retire("default", relay.id)
+
+        assert nasty == harmless
+
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_of_another_database_are_shown_by_an_admin_that_is_told_of_it(self, rf):
+        class OtherAdmin(RelayAdmin):
+            using = "other"
+
+        a_relay()
+
+        assert list(OtherAdmin(RelayHeartbeat, admin.site).get_queryset(rf.get("/"))) == []

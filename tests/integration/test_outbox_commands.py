@@ -15,9 +15,12 @@ from django.core.management import CommandError, call_command
 from outbox import store
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.loop import StopRequest
-from outbox.models import OutboxMessage, RelayLease, State
+from outbox.management.commands import outbox_status
+from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease, State
 from outbox.relay.service import serve
+from outbox.store import SILENT_AFTER
 from tests.fakes.amqp_peer import FakeAmqpPeer
+from tests.heartbeats import a_relay
 from tests.relaying import eventually, ids, published, row_of, set_columns, state_of, states
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -46,13 +49,14 @@ class TestStatus:
         lines = [line.split() for line in run("outbox_status").splitlines()]
 
         assert lines[0] == ["outbox", "default"]
-        assert dict(lines[1:-1]) == {
+        last = 1 + len(State)
+        assert dict(lines[1:last]) == {
             **{state.value: "0" for state in State},
             "dead": "2",
             "published": "1",
             "ready": "1",
         }
-        assert lines[-1][:2] == ["oldest", "waiting"]
+        assert lines[last][:2] == ["oldest", "waiting"]
 
     def test_tells_machines_in_json(self):
         message = published()
@@ -82,6 +86,95 @@ class TestStatus:
 
         assert json.loads(run("outbox_status", "--json", "--database", "other"))["states"]["ready"] == 1
         assert json.loads(run("outbox_status", "--json"))["states"]["ready"] == 0
+
+
+class TestStatusOfTheRelays:
+    def test_shows_who_they_are_and_what_they_do(self):
+        a_relay(waits_for="the broker: connection refused", host="second", running_for=timedelta(minutes=1))
+        a_relay()
+        a_relay(since_pass=None, host="third", running_for=timedelta(seconds=0))
+
+        head, starting, waiting, working = run("outbox_status").splitlines()[-4:]
+
+        assert head.split() == [
+            *("relay", "version", "started", "heartbeat", "last", "pass", "published", "per", "second", "state")
+        ]
+        assert waiting.startswith("second:4711")
+        assert waiting.endswith("  waits for the broker: connection refused")
+        assert working.split()[:2] == ["relay-1:4711", "1.2.3"]
+        assert working.split()[2].startswith("5:00:0")
+        assert working.split()[-3:] == ["1,234,567", "812.5", "working"]
+        assert starting.split()[-4:] == ["-", "1,234,567", "812.5", "starting"]
+
+    def test_calls_a_killed_one_silent_and_does_not_guess_its_rate(self):
+        a_relay(silent_for=2 * SILENT_AFTER)
+
+        line = run("outbox_status").splitlines()[-3]
+
+        assert line.split()[-2:] == ["-", "silent"]
+
+    @pytest.mark.parametrize("silent", [False, True])
+    @pytest.mark.parametrize(
+        ("ready", "expected"),
+        [
+            (0, "No relay is running."),
+            (1, "No relay is running: 1 message is ready."),
+            (2, "No relay is running: 2 messages are ready."),
+        ],
+    )
+    def test_says_plainly_that_none_runs(self, silent, ready, expected):
+        if silent:
+            a_relay(silent_for=2 * SILENT_AFTER)
+        for _ in range(ready):
+            published()
+
+        assert run("outbox_status").splitlines()[-1] == expected
+
+    def test_says_nothing_of_the_kind_while_one_runs(self):
+        a_relay(silent_for=2 * SILENT_AFTER)
+        a_relay()
+        published()
+
+        assert "No relay is running" not in run("outbox_status")
+
+    def test_tells_machines_all_of_it(self):
+        relay, silent = a_relay(waits_for="the broker"), a_relay(silent_for=2 * SILENT_AFTER, since_pass=None)
+
+        told = json.loads(run("outbox_status", "--json"))["relays"]
+
+        assert [one["id"] for one in told] == [str(relay.id), str(silent.id)]
+        first, second = told
+        instants = ("started", "beat", "last_pass")
+        assert set(first) == {"id", "host", "pid", "version", *instants, "published", "rate", "waits_for", "silent"}
+        assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["started"]) == timedelta(hours=5)
+        assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["last_pass"]) == timedelta(minutes=4)
+        assert (first["host"], first["pid"], first["version"]) == ("relay-1", 4711, "1.2.3")
+        assert (first["published"], first["rate"], first["waits_for"]) == (1_234_567, 812.5, "the broker")
+        assert (first["silent"], second["silent"]) == (False, True)
+        assert (second["last_pass"], second["rate"]) == (None, None)
+
+    def test_asks_for_the_migration_that_brings_their_table(self, monkeypatch):
+        def no_table(alias, model):
+            if model is RelayHeartbeat:
+                raise CommandError("Run `python manage.py migrate`.")
+
+        monkeypatch.setattr(outbox_status, "require_table", no_table)
+
+        with pytest.raises(CommandError, match="migrate"):
+            run("outbox_status")
+
+    def test_is_drawn_again_and_again_until_asked_to_stop(self, monkeypatch):
+        drawn = []
+
+        def once(draw, out, every_seconds, stop):
+            drawn.append((draw(), every_seconds))
+
+        monkeypatch.setattr(outbox_status, "watch", once)
+        a_relay()
+
+        run("outbox_status", "--watch")
+
+        assert [(text.splitlines()[-1].split()[-1], seconds) for text, seconds in drawn] == [("working", 2.0)]
 
 
 class TestRequeue:

@@ -117,6 +117,9 @@ BAD = {
     "traceparent too long": ({"headers": {"traceparent": "00-" + "a" * 300}}, ["traceparent"]),
     "unique None": ({"unique": None}, ["unique is None"]),
     "unique text": ({"unique": "maybe"}, ["unique is 'maybe'"]),
+    "strict_order None": ({"strict_order": None, "key": "k"}, ["strict_order is None"]),
+    "strict_order text": ({"strict_order": "yes", "key": "k"}, ["strict_order is 'yes'"]),
+    "strict_order without a key": ({"strict_order": True}, ["strict_order is True", "Give the key", "one and the same key"]),
 }
 
 

@@ -11,7 +11,7 @@ from django.utils.timezone import get_fixed_timezone
 from outbox import Draft, publish, publish_many, store
 from outbox.kernel.clock import DatabaseTime, utcnow
 from outbox.models import OutboxMessage, State
-from tests.relaying import TOPIC, eventually, published, row_of, set_columns, state_of
+from tests.relaying import TOPIC, eventually, in_hand, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
@@ -118,7 +118,7 @@ class TestExpiry:
 
         def claimed():
             with transaction.atomic():
-                [row] = store.claim_ready("default", 10)
+                [row] = in_hand(10)
                 return row
 
         if not claimed().expired:  # the machine may have been too slow to see it alive
@@ -131,7 +131,7 @@ class TestExpiry:
         set_columns(message, created_at=DatabaseTime(timedelta(days=-3000)), available_at=DatabaseTime(-HOUR))
 
         with transaction.atomic():
-            assert [row.expired for row in store.claim_ready("default", 10)] == [False]
+            assert [row.expired for row in in_hand(10)] == [False]
 
 
 def test_many_are_timed_like_one():

@@ -142,18 +142,22 @@ class TestOwnership:
         with subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         ) as owner:
-            server = int(owner.stdout.readline())
-            assert watcher.is_alive(server)
-
-            os.kill(owner.pid, signal.SIGKILL)
+            try:
+                server = int(owner.stdout.readline())
+                assert watcher.is_alive(server)
+            finally:
+                os.kill(owner.pid, signal.SIGKILL)
 
             wait_until(lambda: not watcher.is_alive(server))
 
     def test_the_module_tells_a_shell_where_the_servers_are(self):
         with subprocess.Popen([sys.executable, "-m", "tests.servers"], stdout=subprocess.PIPE, text=True) as servers:
-            lines = [servers.stdout.readline() for _ in range(3)]
-            servers.terminate()
-            assert servers.wait() == 0
+            try:
+                lines = [servers.stdout.readline() for _ in range(3)]
+                servers.terminate()
+                assert servers.wait(A_WHILE) == 0
+            finally:
+                servers.kill()
 
         assert [line.split("=")[0] for line in lines] == [
             "export DATABASE_URL",

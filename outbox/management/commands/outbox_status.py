@@ -1,18 +1,20 @@
 import json
+from datetime import datetime
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
+from outbox.kernel.clock import utcnow
 from outbox.kernel.console import age, table, watch
 from outbox.kernel.databases import require_table
 from outbox.kernel.loop import StopRequest, running_until_signalled
-from outbox.models import OutboxMessage
+from outbox.models import OutboxMessage, RelayHeartbeat, State
 
 
 class Command(BaseCommand):
-    help = "Show how many messages are in each state and how old the oldest waiting one is."
+    help = "Show how many messages are in each state, how old the oldest waiting one is, and which relays run."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
@@ -20,20 +22,89 @@ class Command(BaseCommand):
         parser.add_argument("--watch", action="store_true", help="redraw every two seconds until Ctrl-C")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], OutboxMessage)
         alias = options["database"]
+        for model in (OutboxMessage, RelayHeartbeat):
+            require_table(alias, model)
         if options["json"]:
-            oldest = store.oldest_waiting(alias)
-            self.stdout.write(
-                json.dumps({"states": store.states(alias), "oldest_waiting": oldest.isoformat() if oldest else None})
-            )
+            told = {
+                "states": store.states(alias),
+                "oldest_waiting": _iso(store.oldest_waiting(alias)),
+                "relays": [_as_json(relay) for relay in store.relays(alias)],
+            }
+            self.stdout.write(json.dumps(told))
         elif options["watch"]:
             with running_until_signalled(StopRequest()) as stop:
-                watch(lambda: self._draw(alias), self.stdout.write, 2.0, stop)
+                watch(lambda: _draw(alias), self.stdout.write, 2.0, stop)
         else:
-            self.stdout.write(self._draw(alias))
+            self.stdout.write(_draw(alias))
 
-    @staticmethod
-    def _draw(alias: str) -> str:
-        counts = [(state, f"{count:,}") for state, count in store.states(alias).items()]
-        return table([("outbox", alias), *counts, ("oldest waiting", age(store.oldest_waiting(alias)))])
+
+def _draw(alias: str) -> str:
+    states = store.states(alias)
+    relays = list(store.relays(alias))
+    counts = [(state, f"{count:,}") for state, count in states.items()]
+    drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(store.oldest_waiting(alias)))])]
+    if relays:
+        drawn.append(_relays(relays))
+    if all(relay.silent for relay in relays):
+        drawn.append(_none_runs(states[State.READY]))
+    return "\n\n".join(drawn)
+
+
+def _relays(relays: list[Any]) -> str:
+    head = ("relay", "version", "started", "heartbeat", "last pass", "published", "per second")
+    lines = [head, *(_cells(relay) for relay in relays)]
+    # What a relay waits for is a sentence, which no column has room for.
+    said = ["state", *(_state(relay) for relay in relays)]
+    return "\n".join(f"{line}  {state}" for line, state in zip(table(lines).splitlines(), said, strict=True))
+
+
+def _cells(relay: Any) -> tuple[str, ...]:
+    instants = (relay.started_at, relay.beat_at, relay.last_pass_at)
+    return (
+        f"{relay.host}:{relay.pid}",
+        relay.version,
+        *(_age(instant, relay.database_now) for instant in instants),
+        f"{relay.published:,}",
+        # What a silent relay does now is not known.
+        "-" if relay.silent else f"{relay.rate:,.1f}",
+    )
+
+
+def _state(relay: Any) -> str:
+    if relay.silent:
+        return "silent"
+    if relay.waits_for:
+        return f"waits for {relay.waits_for}"
+    return "starting" if relay.last_pass_at is None else "working"
+
+
+def _none_runs(ready: int) -> str:
+    if not ready:
+        return "No relay is running."
+    return f"No relay is running: {ready:,} {'message is' if ready == 1 else 'messages are'} ready."
+
+
+def _age(instant: datetime | None, database_now: datetime) -> str:
+    """By the database's clock alone, because this host's may differ."""
+    return age(instant and utcnow() - (database_now - instant))
+
+
+def _as_json(relay: Any) -> dict[str, Any]:
+    return {
+        "id": str(relay.id),
+        "host": relay.host,
+        "pid": relay.pid,
+        "version": relay.version,
+        "started": _iso(relay.started_at),
+        "beat": _iso(relay.beat_at),
+        "last_pass": _iso(relay.last_pass_at),
+        "published": relay.published,
+        "rate": None if relay.silent else relay.rate,
+        "waits_for": relay.waits_for,
+        "silent": relay.silent,
+    }
+
+
+def _iso(instant: datetime | None) -> str | None:
+    return instant.isoformat() if instant else None
