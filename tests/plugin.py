@@ -23,6 +23,7 @@ Engine = Literal["postgres", "sqlite"]
 FETCHED_FOR = {
     "postgres_server": binaries.postgres,
     "_mortal_postgres": binaries.postgres,
+    "pgbouncer": binaries.pgbouncer,
     "rabbitmq_server": binaries.rabbitmq,
     "redis_server": binaries.redis,
 }

@@ -50,6 +50,11 @@ def ignores_returned_messages() -> None:
     patch("outbox.transports.confirms.ConfirmTracker.returned", lambda original: lambda *args: None)
 
 
+def sends_later_messages_of_a_key_first() -> None:
+    """All of them are sent, in waves, and the last wave is the first."""
+    patch("outbox.relay.passes.waves", lambda original: lambda batch: original(batch)[::-1])
+
+
 def runs_duplicates() -> None:
     """Whether the inbox row was there already is not asked."""
     there_already = object()
@@ -93,6 +98,7 @@ BUGS: dict[str, Callable[[], None]] = {
         has_no_sentinel,
         settles_before_the_confirm,
         ignores_returned_messages,
+        sends_later_messages_of_a_key_first,
         runs_duplicates,
         writes_the_effect_outside_the_transaction,
     )

@@ -1,9 +1,10 @@
 """A process that ends itself at a named point, without a line of it in the product.
 
-FAILPOINT is "<kill|stop|sleep> <before|after> <function> [<n-th call>]", the function by its dotted name, wherever it lives:
-ours, kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it runs any more: no `finally`, no
-rollback, no goodbye to the broker. Or SIGSTOP, and then it stands still until it is woken. Or only the calling thread
-sleeps, for ever.
+FAILPOINT is "<kill|stop|sleep> <before|after> <function> [<n-th call>] [once <function>] [in <thread>]", each function by its
+dotted name, wherever it lives: ours, kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it
+runs any more: no `finally`, no rollback, no goodbye to the broker. Or SIGSTOP, and then it stands still until it is woken. Or
+only the calling thread sleeps, for ever. Loops run in several threads: with `once` only the calls of a thread that has begun
+the other function count, with `in` only those of the thread of that name.
 
 DELIVERIES is a file to which a consumer appends the message id of every delivery before anything of ours has seen it, and
 RUNS one for every call of the handler; so a test knows what arrived, whatever the database says.
@@ -31,8 +32,11 @@ ACTIONS = {
 
 def install_from_environment() -> None:
     if order := os.environ.get("FAILPOINT"):
-        action, when, name, nth = (*order.split(), "1")[:4]
-        patch(name, _failing(ACTIONS[action], when, int(nth)))
+        action, when, name, *rest = order.split()
+        nth = int(rest.pop(0)) if len(rest) % 2 else 1
+        only = dict(zip(rest[::2], rest[1::2], strict=True))
+        assert only.keys() <= {"once", "in"}, order
+        patch(name, _failing(ACTIONS[action], when, nth, _counted(**only)))
     if place := os.environ.get("DELIVERIES"):
         patch("kombu.messaging.Consumer._receive_callback", _noting_deliveries(Path(place)))
 
@@ -58,16 +62,37 @@ def append(place: Path, line: str) -> None:
         os.close(descriptor)
 
 
-def _failing(act: Callable[[], object], when: str, nth: int) -> Any:
+def _counted(once: str = "", **thread: str) -> Callable[[], bool]:
+    """Does a call of the current thread count?"""
+    begun = threading.local()
+
+    def beginning(function: Any) -> Any:
+        @functools.wraps(function)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            begun.here = True
+            return function(*args, **kwargs)
+
+        return begin
+
+    if once:
+        patch(once, beginning)
+
+    def counted() -> bool:
+        return thread.get("in") in (None, threading.current_thread().name) and (not once or hasattr(begun, "here"))
+
+    return counted
+
+
+def _failing(act: Callable[[], object], when: str, nth: int, counted: Callable[[], bool]) -> Any:
     calls = count(1)
 
     def decorate(function: Any) -> Any:
         @functools.wraps(function)
         def failing(*args: Any, **kwargs: Any) -> Any:
-            if when == "before" and next(calls) == nth:
+            if when == "before" and counted() and next(calls) == nth:
                 act()
             result = function(*args, **kwargs)
-            if when == "after" and next(calls) == nth:
+            if when == "after" and counted() and next(calls) == nth:
                 act()
             return result
 

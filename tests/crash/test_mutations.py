@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 OPERATIONS = 10
 FINISH = "inbox.store.finish"
+SEND = "outbox.transports.amqp.AmqpTransport.send"
 SETTLE = "outbox.store.settle"
 EFFECT = "tests.app.models.Effect.save"
 
@@ -68,7 +69,7 @@ def no_queue_is_there_yet(world, bug):
 def a_relay_is_killed_between_confirm_and_settlement(world, bug):
     world.listening(bug=bug)
     world.operate(OPERATIONS)
-    world.dies_at(f"before {SETTLE}", world.relay)
+    world.dies_at(f"before {SETTLE} once {SEND}", world.relay)
 
 
 def a_consumer_is_killed_before_its_commit(world, bug):

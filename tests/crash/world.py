@@ -32,7 +32,7 @@ from tests.crash.oracle import CHAINS, Verdict, messages_due, verdict
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 40.0
-OPEN = ("ready", "scheduled", "retrying", "prepared")
+OPEN = ("ready", "scheduled", "retrying", "waiting", "prepared")
 RELAY, CONSUMER = "outbox_relay", "inbox_consume"
 
 
@@ -157,12 +157,15 @@ class World:
         failpoint: str = "",
         bug: str = "",
         broker_url: str = "",
+        database_url: str = "",
         outbox: dict[str, Any] | None = None,
         inbox: dict[str, Any] | None = None,
     ) -> Worker:
         environment = {
             **self.environment,
             "BROKER_URL": broker_url or self.broker_url,
+            "DATABASE_URL": database_url or self.environment["DATABASE_URL"],
+            "PGAPPNAME": command,
             "OUTBOX": json.dumps(outbox or {}),
             "INBOX": json.dumps(inbox or {}),
             "PYTHONFAULTHANDLER": "1",
@@ -184,6 +187,13 @@ class World:
         """Commit `number` business changes, each with its message."""
         for _ in range(number):
             commit_operation(f"{prefix or f'{how}-'}{next_number()}", how=how, **options)
+
+    def operate_together(self, number: int, *, padding: int = 0) -> None:
+        """Commit `number` operations that one relay has in hand together: one transaction, no keys, one shard."""
+        with transaction.atomic():
+            for _ in range(number):
+                _write(f"together-{next_number()}", "", padding)
+            OutboxMessage.objects.filter(state="ready").update(shard=1)
 
     @contextmanager
     def load(self, producers: int = 2, rest_seconds: float = 0.03) -> Iterator[Counter[str]]:
@@ -340,9 +350,9 @@ def commit_without_savepoint(name: str) -> None:
         _write(name, "")
 
 
-def _write(name: str, how: str, **options: Any) -> None:
+def _write(name: str, how: str, padding: int = 0, **options: Any) -> None:
     Unique.objects.create(name=name)
-    publish("crash.done", {"operation": name, "how": how}, **options)
+    publish("crash.done", {"operation": name, "how": how, "padding": padding * "-"}, **options)
 
 
 def _produce(enough: threading.Event, tally: Counter[str], choice: random.Random, rest_seconds: float) -> None:

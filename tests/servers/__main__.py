@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 from contextlib import ExitStack
 
+from outbox.kernel.loop import StopRequest, running_until_signalled
 from tests.servers import PostgresServer, RabbitServer, RedisServer
 
 VARIABLES = {"DATABASE_URL": PostgresServer, "BROKER_URL": RabbitServer, "REDIS_URL": RedisServer}
+FOREVER_SECONDS = 3600.0
 
 
 def main() -> None:
-    asked_to_end = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: asked_to_end.set())
-    with ExitStack() as stack:
+    with running_until_signalled(StopRequest()) as stop, ExitStack() as stack:
         for variable, server in VARIABLES.items():
             running = stack.enter_context(server())
             print(f"export {variable}={running.url}", flush=True)
         print("# running until Ctrl-C", file=sys.stderr, flush=True)
-        asked_to_end.wait()
+        while not stop.wait(FOREVER_SECONDS):
+            pass
 
 
 if __name__ == "__main__":

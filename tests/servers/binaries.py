@@ -103,6 +103,17 @@ def rabbitmq() -> RabbitTools:
     )
 
 
+def pgbouncer() -> Path:
+    return _first(
+        "PgBouncer",
+        [
+            ("on this machine", lambda: _executable("pgbouncer")),
+            ("from the system's packages", lambda: _with_apt("pgbouncer", lambda: _executable("pgbouncer"))),
+        ],
+        remedy="apt-get install pgbouncer, dnf install pgbouncer, or brew install pgbouncer",
+    )
+
+
 def _first(wanted: str, sources: list[tuple[str, Callable[[], Found | None]]], remedy: str) -> Found:
     tried = []
     for where, look in sources:

@@ -27,7 +27,7 @@ class PostgresServer(PrivateServer):
     def __init__(self, **settings: str) -> None:
         """`settings` are lines of postgresql.conf, over ours."""
         super().__init__()
-        self.account = _account()
+        self.account = account()
         self._settings = {
             "listen_addresses": LOOPBACK,
             "port": str(self.port),
@@ -87,8 +87,8 @@ class PostgresServer(PrivateServer):
         return tools.moved_to(self.directory / "postgresql")
 
 
-def _account() -> Account:
-    """PostgreSQL refuses to run as root."""
+def account() -> Account:
+    """PostgreSQL refuses to run as root, and so does what comes with it."""
     if os.geteuid() != 0:
         return OURSELVES
     known = {entry.pw_name for entry in pwd.getpwall()}

@@ -1,0 +1,435 @@
+"""Bad days of the relay: nothing is lost, the order of keys is kept, and no outage counts as an attempt.
+
+A takeover never waits for a span: where that is shown, the deadlines are longer than the test's patience. How long it took is
+told by the log and the report, and asserted by nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import Counter
+
+import pytest
+from django.db import connection
+
+from outbox.kernel.loop import EXIT_SILENT
+from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
+from outbox.store.dialect import LOCK_SPACE
+from tests.crash import witness as load
+from tests.crash.world import RELAY
+from tests.servers import FaultProxy
+
+logger = logging.getLogger(__name__)
+
+NEVER = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
+"""No deadline helps within the patience of a test."""
+SOON = {"BATCH_DEADLINE": 1, "WATCHDOG": 300}
+MANY = 120
+PADDING = 3_000
+
+SEND = "outbox.transports.amqp.AmqpTransport.send"
+WRITE = "outbox.transports.amqp.AmqpTransport._write"
+AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
+SETTLE = "outbox.store.settle"
+
+STEPS = {
+    "looked": ("after outbox.store.look", False),
+    "locked": ("before outbox.store.claiming._read", True),
+    "read": ("after outbox.store.claim_ready", True),
+    "sending": (f"after {WRITE}", True),
+    "sent, not confirmed": (f"before {AWAIT}", True),
+    "confirmed, not settled": (f"before {SETTLE} 1 once {SEND}", True),
+    "settled, not committed": (f"after {SETTLE} 1 once {SEND}", True),
+    "committed": (f"after outbox.relay.passes.Pass.run 1 once {SEND}", False),
+}
+LANES = ["MainThread", "lane_0"]
+
+
+@pytest.fixture
+def witness(world):
+    return load.Witness(world.broker_url)
+
+
+def locked_shards():
+    """The shards that somebody has in hand now."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid = %s "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())",
+            [LOCK_SPACE % 2**32],
+        )
+        return {shard for (shard,) in cursor.fetchall()}
+
+
+def everything_is_published():
+    return not load.open_messages().exists()
+
+
+def at_work(world, **how):
+    """A relay that has published something."""
+    relay = world.relay(**how)
+    load.write(1)
+    world.wait_until(everything_is_published, "the relay is at work")
+    return relay
+
+
+def freeze_while_idle(world, relay):
+    def frozen():
+        relay.stop()
+        world.wait_until(lambda: relay.is_stopped, "it stands still")
+        if not locked_shards():
+            return True
+        relay.wake()
+        return False
+
+    world.wait_until(frozen, "the relay stands still with nothing in hand")
+
+
+def seconds_until(world, condition, what):
+    begun_at = time.monotonic()
+    while not condition():
+        if time.monotonic() - begun_at > 5:
+            world.wait_until(condition, what)
+        time.sleep(0.01)
+    return round(time.monotonic() - begun_at, 3)
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_relay_is_killed_at_every_step_and_another_takes_over_at_once(world, witness, record_property, lane):
+    """Each victim stands still with a batch in hand; what it holds waits, all else goes on; then it is killed."""
+    survivor = at_work(world, outbox=NEVER)
+    took = {}
+    for step, (point, holds) in STEPS.items():
+        nth = "" if " once " in point else " 1"
+        freeze_while_idle(world, survivor)
+        load.write(MANY, padding=PADDING)
+        victim = world.relay(failpoint=f"stop {point}{nth} in {lane}", outbox=NEVER)
+        world.wait_until(lambda victim=victim: victim.is_stopped, f"the victim stands still: {step}")
+        held = locked_shards()
+        assert bool(held) >= holds, step
+        survivor.wake()
+        load.write(MANY)
+        free = load.open_messages().exclude(shard__in=held)
+        world.wait_until(lambda free=free: not free.exists(), "the survivor carries all that is free")
+        assert not held or load.open_messages().exists(), "what the victim holds is left to it"
+        victim.kill()
+        took[step] = seconds_until(world, everything_is_published, "the survivor took over")
+    world.end(survivor)
+
+    twice = witness.assert_nothing_went_wrong()
+
+    logger.info("takeover seconds, %s: %s; %d duplicates", lane, took, twice)
+    record_property("takeover seconds", took)
+    assert twice > 0, "no kill came after the broker had the messages"
+
+
+def test_a_relay_sleeps_longer_than_its_deadline(world, witness):
+    """The database ends its transaction, another relay carries what it had in hand, and awake it settles nothing of that."""
+    sleeper = world.relay(failpoint=f"stop before {SETTLE} 1 once {SEND}", outbox=SOON)
+    load.write(MANY)
+    world.wait_until(lambda: sleeper.is_stopped, "the sleeper has a batch in hand")
+    held = locked_shards()
+    assert held
+    other = world.relay(outbox=SOON)
+    load.write(MANY)
+    world.wait_until(everything_is_published, "the other relay carried everything")
+    settled = dict(OutboxMessage.objects.values_list("id", "settled_at"))
+
+    sleeper.wake()
+    world.wait_until(lambda: sleeper.has_said("The database is away"), "the sleeper learned that its transaction is gone")
+    world.end(other)
+    load.write(MANY)
+    world.wait_until(everything_is_published, "the sleeper does its part again")
+    world.end(sleeper)
+
+    assert settled.items() <= dict(OutboxMessage.objects.values_list("id", "settled_at")).items()
+    assert witness.assert_nothing_went_wrong() > 0
+
+
+def test_the_database_ends_the_relays_sessions_again_and_again(world, witness):
+    """pg_terminate_backend for every connection of two relays, five times a second, under load."""
+    relays = [at_work(world), at_work(world)]
+    ended = Counter()
+
+    def end_sessions():
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "SELECT pg_terminate_backend(pid), state LIKE 'idle in%%' FROM pg_stat_activity WHERE application_name = %s",
+                [RELAY],
+            )
+            ended.update("in a transaction" if within else "outside" for _, within in cursor.fetchall())
+        time.sleep(0.2)
+        return ended.total() >= 25 and ended["in a transaction"] > 0
+
+    with load.writing(world.seed):
+        world.wait_until(end_sessions, "many sessions were ended")
+    world.wait_until(everything_is_published, "everything got through in spite of it")
+    assert all(relay.is_alive for relay in relays), world.tails()
+    world.end(*relays)
+
+    logger.info("sessions ended: %s", dict(ended))
+    witness.assert_nothing_went_wrong()
+
+
+def test_the_database_restarts_in_the_middle_of_a_batch(mortal_world, mortal_postgres):
+    world = mortal_world
+    witness = load.Witness(world.broker_url)
+    relays = [world.relay(failpoint=f"stop before {SETTLE} 1 once {SEND}", outbox=NEVER)]
+    load.write(MANY)
+    world.wait_until(lambda: relays[0].is_stopped, "a relay has a batch in hand")
+    relays.append(world.relay(outbox=NEVER))
+    mortal_postgres.kill()
+    connection.close()
+    mortal_postgres.start()
+    relays[0].wake()
+    world.wait_until(everything_is_published, "everything was sent again")
+    load.write(MANY)
+    world.wait_until(everything_is_published, "the relays are at work")
+    assert relays[0].has_said("The database is away"), relays[0].tail()
+    world.end(*relays)
+
+    assert witness.assert_nothing_went_wrong() > 0
+
+
+def test_the_broker_restarts_in_the_middle_of_a_batch(world, witness):
+    """With a batch sent and not confirmed; a second relay finds the broker gone as well."""
+    relays = [at_work(world, outbox=NEVER)]
+    freeze_while_idle(world, relays[0])
+    relays.append(world.relay(failpoint=f"stop before {AWAIT}", outbox=NEVER))
+    load.write(MANY)
+    world.wait_until(lambda: relays[1].is_stopped, "a relay has a batch in hand")
+    world.rabbit.stop()
+    for relay in relays:
+        relay.wake()
+    load.write(MANY)
+    world.wait_until(lambda: all(relay.has_said("The broker is away") for relay in relays), "both noticed")
+    assert not OutboxMessage.objects.filter(state="ready").exclude(attempts=0, last_error="").exists()
+    world.rabbit.start()
+    world.wait_until(everything_is_published, "everything was sent again")
+    assert all(relay.is_alive for relay in relays), world.tails()
+    world.end(*relays)
+
+    witness.assert_nothing_went_wrong()
+
+
+def test_the_broker_runs_out_of_memory(world, witness):
+    """It blocks publishers. Nobody tries anything, so no attempt is counted; when the alarm ends everything goes out."""
+    relays = [at_work(world, outbox=SOON), at_work(world, outbox=SOON)]
+    world.rabbit.ctl("set_vm_memory_high_watermark", "0")
+    try:
+        load.write(MANY)
+        world.wait_until(lambda: all(relay.has_said("it blocks publishers") for relay in relays) or load.write(20), "both know")
+        waiting = load.open_messages()
+        assert waiting.count() >= MANY
+        assert not waiting.exclude(state="ready", attempts=0, last_error="").exists(), "an alarm was counted as an attempt"
+    finally:
+        world.rabbit.ctl("set_vm_memory_high_watermark", "0.4")
+    world.wait_until(everything_is_published, "everything went out")
+    assert all(relay.is_alive for relay in relays), world.tails()
+    world.end(*relays)
+
+    witness.assert_nothing_went_wrong()
+
+
+@pytest.mark.parametrize("fault", ["cut", "half-open", "deaf"])
+def test_the_cable_to_the_broker(world, witness, fault):
+    """Cut; accepted and never answered; or everything arrives and no answer comes back. A second relay has its own cable."""
+    with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
+        other = at_work(world, outbox=SOON)
+        victim = world.relay(broker_url=proxy.through(world.broker_url), outbox=SOON)
+        world.wait_until(lambda: proxy.connections >= 2, "both lanes are connected")
+        with load.writing(world.seed):
+            before = load.published()
+            match fault:
+                case "cut":
+                    for _ in range(5):
+                        proxy.cut_after(5_000)
+                        world.wait_until(lambda: not proxy._cut_after, "it was cut in the middle of something")
+                case "half-open":
+                    proxy.freeze()
+                    proxy.cut()
+                case "deaf":
+                    proxy.drop_server_to_client(True)
+            world.wait_until(lambda: victim.has_said("The broker is away"), "the victim noticed")
+            world.wait_until(lambda: load.published() > before + MANY, "the other relay goes on")
+            proxy.drop_server_to_client(False)
+            proxy.thaw()
+            proxy.cut()
+        world.wait_until(everything_is_published, "everything got through in spite of it")
+        world.end(other)
+        load.write(MANY)
+        world.wait_until(everything_is_published, "the victim is at work again")
+        world.end(victim)
+
+    witness.assert_nothing_went_wrong()
+
+
+@pytest.mark.parametrize("fault", ["cut", "half-open", "deaf"])
+def test_the_cable_to_the_database(world, witness, fault):
+    """A relay whose database never answers cannot be told apart from a slow one: its watchdog ends it, the others go on."""
+    outbox = {"BATCH_DEADLINE": 1, "WATCHDOG": 4}
+    with FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy:
+        other = at_work(world, outbox=SOON)
+        victim = world.relay(database_url=proxy.through(world.environment["DATABASE_URL"]), outbox=outbox)
+        world.wait_until(lambda: proxy.connections >= 2, "both lanes are connected")
+        with load.writing(world.seed):
+            before = load.published()
+            match fault:
+                case "cut":
+                    for _ in range(5):
+                        proxy.cut_after(20_000, "to_client")
+                        world.wait_until(lambda: not proxy._cut_after, "it was cut in the middle of something")
+                    world.wait_until(lambda: victim.has_said("The database is away"), "the victim noticed")
+                case "half-open":
+                    proxy.freeze()
+                case "deaf":
+                    proxy.drop_server_to_client(True)
+            if fault != "cut":
+                assert victim.ends() == EXIT_SILENT, victim.tail()
+            world.wait_until(lambda: load.published() > before + MANY, "the other relay goes on")
+            proxy.drop_server_to_client(False)
+            proxy.thaw()
+            proxy.cut()
+        world.wait_until(everything_is_published, "everything got through in spite of it")
+        world.end(*(relay for relay in (other, victim) if relay.is_alive))
+
+    witness.assert_nothing_went_wrong()
+
+
+def published_by(relays):
+    """By process id, as their heartbeats tell."""
+    pids = [relay.process.pid for relay in relays]
+    return dict(RelayHeartbeat.objects.filter(pid__in=pids).values_list("pid", "published"))
+
+
+class Backlog:
+    """Writes whenever little is left, for the length of the block: relays never rest."""
+
+    def __init__(self, least=3_000):
+        self._least = least
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._enough.set()
+        self._thread.join()
+
+    def _run(self):
+        while not self._enough.wait(0.02):
+            if OutboxMessage.objects.filter(state="ready").count() < self._least:
+                load.write(self._least)
+        connection.close()
+
+
+def test_relays_join_and_leave_every_second_and_share_fairly_afterwards(world, witness, record_property):
+    """Alternately asked to end and killed, for a quarter of a minute; then three stay, and none of them goes short."""
+    relays = [world.relay(), world.relay()]
+    ends = Counter()
+    with load.writing(world.seed):
+        deadline = time.monotonic() + 15
+        while time.monotonic() < deadline:
+            victim = relays.pop(0)
+            world.wait_until(lambda victim=victim: victim.is_ready, "it is at work")
+            relays.append(world.relay())
+            time.sleep(1)  # what is tested is a rhythm
+            if len(ends) and ends[signal.SIGTERM] > ends[signal.SIGKILL]:
+                victim.kill()
+                ends[signal.SIGKILL] += 1
+            else:
+                victim.ask_to_end()
+                assert victim.ends() == 0, victim.tail()
+                ends[signal.SIGTERM] += 1
+    assert min(ends.values()) >= 3, ends
+    relays.append(world.relay())
+    with Backlog():
+        world.wait_until(lambda: len(published_by(relays)) == 3, "three relays tell what they do")
+        before = published_by(relays)
+
+        def parts():
+            return {pid: number - before[pid] for pid, number in published_by(relays).items()}
+
+        world.wait_until(lambda: sum(parts().values()) > 10_000, "they have done something together")
+        done = parts()
+    world.wait_until(everything_is_published, "everything got through", 80)
+    world.end(*relays)
+
+    logger.info("ends %s; parts %s", dict(ends), done)
+    record_property("parts", done)
+    assert min(done.values()) > 0.1 * sum(done.values()), done
+    witness.assert_nothing_went_wrong()
+
+
+def test_a_newcomer_gets_its_part_of_a_full_backlog(world, witness, record_property):
+    """The first has never a reason to rest, and still lets go of shards."""
+    with Backlog():
+        first = world.relay()
+        world.wait_until(lambda: published_by([first]).get(first.process.pid, 0) > 0, "the first is at work")
+        before = published_by([first])[first.process.pid]
+        newcomer = world.relay()
+        world.wait_until(lambda: published_by([newcomer]).get(newcomer.process.pid, 0) > 500, "the newcomer is at work")
+        world.wait_until(lambda: published_by([first])[first.process.pid] > before + 500, "and the first still is")
+    world.wait_until(everything_is_published, "everything got through", 80)
+    record_property("parts", published_by([first, newcomer]))
+    world.end(first, newcomer)
+
+    witness.assert_nothing_went_wrong()
+
+
+@pytest.mark.parametrize(
+    ("bug", "complaint"), [("settles_before_the_confirm", "lost"), ("sends_later_messages_of_a_key_first", "came after")]
+)
+def test_the_witness_notices(world, witness, bug, complaint):
+    """Proof that it would tell: a relay with a seeded bug, and one bad moment."""
+    with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
+        relay = at_work(world, bug=bug, broker_url=proxy.through(world.broker_url))
+        if complaint == "lost":
+            proxy.freeze()
+        load.write(MANY)
+        world.wait_until(lambda: load.published() > MANY // 4, "the relay believes that all is well")
+        relay.kill()
+        proxy.cut()
+    world.end(at_work(world))
+
+    with pytest.raises(AssertionError, match=complaint):
+        witness.assert_nothing_went_wrong()
+
+
+@pytest.fixture
+def sqlite_only(engine):
+    if engine != "sqlite":
+        pytest.skip("relays on PostgreSQL are equals and need no lease")
+
+
+class TestOnSqlite:
+    """One relay works, by a lease; a second one says whom it waits for."""
+
+    @pytest.mark.every_database
+    @pytest.mark.parametrize("how", ["asked to end", "killed"])
+    def test_the_second_takes_over(self, sqlite_only, world, witness, record_property, how):
+        # Asked to end it gives the lease back, so nobody waits for it to run out; killed, somebody must.
+        outbox = NEVER if how == "asked to end" else SOON
+        first = at_work(world, outbox=outbox)
+        second = world.relay(outbox=outbox)
+        load.write(MANY)
+        world.wait_until(lambda: second.has_said("SQLite takes one relay at a time") or load.write(5), "the second waits")
+        holder = RelayLease.objects.values_list("holder", flat=True).get()
+        assert second.has_said(holder), "it says whom it waits for"
+
+        if how == "killed":
+            first.kill()
+        else:
+            world.end(first)
+        load.write(MANY)
+        took = seconds_until(world, everything_is_published, "the second took over")
+        world.end(second)
+
+        logger.info("takeover on SQLite, %s: %s s", how, took)
+        record_property("takeover seconds", took)
+        witness.assert_nothing_went_wrong()
