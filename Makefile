@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check docs clean
+.PHONY: help venv demo test check bench docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,11 +31,14 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
 
+bench: $(VENV)/.dev ## measure beside raw limits and peers; BENCH="relay --quick" for a part
+	$(BIN)/python -m benchmarks $(BENCH)
+
 docs: $(VENV)/.dev ## serve the documentation, rebuilt as it is written
 	$(BIN)/mkdocs serve
 
 clean: ## remove everything that was made
-	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/.results benchmarks/.peers
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.made: pyproject.toml

@@ -1,0 +1,1 @@
+"""Benchmarks: every figure a ratio of two sides that were measured in the same run. See README.md beside this file."""

@@ -1,0 +1,30 @@
+"""Publish so many messages as it is told, in one transaction each time, numbered on from 0.
+
+It reads lines of JSON, `{"messages": 500}`, until its standard input ends.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import django
+from django.db import transaction
+
+from benchmarks.lab.workload import TOPIC, biz_id, many_customers, payload
+
+
+def main() -> None:
+    from outbox import Draft, publish_many  # noqa: PLC0415 - needs Django
+
+    published = 0
+    for line in sys.stdin:
+        numbers = range(published, published + json.loads(line)["messages"])
+        with transaction.atomic():
+            publish_many(Draft(TOPIC, payload(n), biz_id=biz_id(n), key=many_customers(n)) for n in numbers)
+        published = numbers.stop
+
+
+if __name__ == "__main__":
+    django.setup()
+    main()

@@ -1,0 +1,114 @@
+"""Does the relay keep its pace while a forgotten transaction keeps every dead row of the whole run from being vacuumed?
+
+A REPEATABLE READ transaction is open from before the first message to after the last. A producer keeps a few thousand messages
+waiting, so that the relay works near its capacity under the same load throughout, and a consumer takes what arrives.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+
+from benchmarks.lab.actors import acting
+from benchmarks.lab.arrivals import Arrivals, consume, fresh_queue
+from benchmarks.lab.database import OUTBOX
+from benchmarks.lab.plan import Plan, say
+from benchmarks.lab.processes import Process, until
+from benchmarks.lab.project import Project
+from benchmarks.lab.record import Record
+from benchmarks.lab.relays import relaying
+from benchmarks.lab.servers import Lab
+from benchmarks.lab.verdicts import verdict
+
+FIRST, LAST = "first minute", "last minute"
+PER_TRANSACTION = 500
+UNDER_WAY = 6_000
+"""Messages between the producer and the consumer, most of them waiting for the relay."""
+WARM_UP_SECONDS = 5.0
+PAUSE_SECONDS = 0.005
+CATCH_UP_SECONDS = 60.0
+
+Sample = tuple[float, int]
+"""Seconds since the start, messages arrived."""
+
+
+def measure(lab: Lab, plan: Plan, record: Record) -> None:
+    seconds = plan.choose(full=60 * plan.minutes, quick=12.0)
+    window = min(60.0, seconds / 4)
+    project = lab.new_project()
+    project.database.empty()
+    fresh_queue(project)
+    say(f"{record.name}: {seconds:.0f} s under a pinned horizon")
+    arrivals = Arrivals()
+    with (
+        _pinned(project),
+        relaying(project) as relays,
+        acting(project, "feeder") as feeder,
+        _consuming(project, arrivals) as reader,
+    ):
+        samples, ordered = _keep_busy(arrivals, feeder, [*relays, feeder], WARM_UP_SECONDS + seconds)
+        until(lambda: arrivals.taken >= ordered or not reader.is_alive(), *relays, feeder, seconds=CATCH_UP_SECONDS)
+        record.add("dead rows at the end", float(_dead(project)), "rows")
+    record.add(FIRST, _rate_between(samples, WARM_UP_SECONDS, WARM_UP_SECONDS + window), "msg/s")
+    record.add(LAST, _rate_between(samples, samples[-1][0] - window, samples[-1][0]), "msg/s")
+    record.compare(LAST, FIRST, reach=">= 0.90")
+    record.details["arrived_by_second"] = samples
+    rate = _rate_between(samples, WARM_UP_SECONDS, samples[-1][0])
+    record.judge(verdict(project, "outbox_relay", ordered, arrivals=arrivals, producer_rate=rate, capacity=rate))
+    record.note(f"{seconds:.0f} s after {WARM_UP_SECONDS:.0f} s of warming up; a minute is {window:.0f} s here.")
+    record.note("The producer keeps step with the relay. Everything shares the machine: compare the minutes, not the rates.")
+
+
+@contextmanager
+def _pinned(project: Project) -> Iterator[None]:
+    with psycopg.connect(project.database.url) as connection:
+        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        connection.execute("SELECT 1")
+        yield
+
+
+@contextmanager
+def _consuming(project: Project, arrivals: Arrivals) -> Iterator[threading.Thread]:
+    done = threading.Event()
+    reader = threading.Thread(
+        target=consume, args=[project.broker_url, arrivals.take], kwargs={"until": done.is_set}, name="consumer", daemon=True
+    )
+    reader.start()
+    try:
+        yield reader
+    finally:
+        done.set()
+        reader.join()
+
+
+def _keep_busy(arrivals: Arrivals, feeder: Process, processes: list[Process], seconds: float) -> tuple[list[Sample], int]:
+    """Samples by second, and how many messages the feeder was told to publish."""
+    samples: list[Sample] = [(0.0, arrivals.taken)]
+    ordered = 0
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < seconds:
+        while ordered - arrivals.taken < UNDER_WAY:
+            feeder.order(messages=PER_TRANSACTION)
+            ordered += PER_TRANSACTION
+        if passed - samples[-1][0] >= 1.0:
+            samples.append((passed, arrivals.taken))
+            for process in processes:
+                process.must_run()
+        time.sleep(PAUSE_SECONDS)
+    samples.append((passed, arrivals.taken))
+    return samples, ordered
+
+
+def _rate_between(samples: list[Sample], start: float, end: float) -> float:
+    within = [sample for sample in samples if start <= sample[0] <= end]
+    (first_at, first), (last_at, last) = within[0], within[-1]
+    return (last - first) / (last_at - first_at)
+
+
+def _dead(project: Project) -> int:
+    query = "SELECT n_dead_tup FROM pg_stat_user_tables WHERE relid = %s::regclass"
+    return int(project.database.value(query, OUTBOX.as_string(None)))

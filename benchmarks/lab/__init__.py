@@ -1,0 +1,1 @@
+"""What every benchmark stands on: servers, databases, processes, verification, figures."""

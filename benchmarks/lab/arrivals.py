@@ -1,0 +1,154 @@
+"""The queue that the messages end up in, and the proof of what arrived there.
+
+Counting is not enough: for every committed message it is checked that exactly its message id arrived under its number, once,
+and after the earlier messages of its key. The queue is read after the timed part of a run, never during it, unless the
+benchmark is about arriving.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import unquote, urlsplit
+from uuid import UUID
+
+import amqp
+
+from benchmarks.lab.project import Project
+from benchmarks.lab.workload import EXCHANGE, QUEUE, TOPIC, number_of
+
+PREFETCH = 2000
+ACK_EVERY = 500
+PATIENCE_SECONDS = 60.0
+TICK_SECONDS = 0.5
+ID_BYTES = 16
+NOTHING = bytes(ID_BYTES)
+GROWTH_BYTES = 1 << 20
+
+
+@contextmanager
+def connected(url: str):
+    """A py-amqp connection; its channel is `connection.channel()`."""
+    parts = urlsplit(url)
+    connection = amqp.Connection(
+        f"{parts.hostname}:{parts.port}",
+        userid=parts.username,
+        password=parts.password,
+        virtual_host=unquote(parts.path[1:]) or "/",
+        heartbeat=0,
+    )
+    connection.connect()
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def fresh_queue(project: Project) -> None:
+    """An empty quorum queue bound to the outbox's exchange; what was in the old one is gone."""
+    with connected(project.broker_url) as connection:
+        channel = connection.channel()
+        channel.exchange_declare(EXCHANGE, "topic", durable=True, auto_delete=False)
+        channel.queue_delete(QUEUE)
+        channel.queue_declare(QUEUE, durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"})
+        channel.queue_bind(QUEUE, EXCHANGE, TOPIC)
+
+
+def queued(project: Project) -> int:
+    """Messages that are in the queue now, by its leader's own count."""
+    return project.rabbit.queue_lengths(project.broker_url)[QUEUE]
+
+
+def consume(url: str, on_message: Callable[[amqp.Message], object], *, until: Callable[[], bool], queue: str = QUEUE) -> None:
+    """Take messages off a queue, oldest first, until `until` holds; acked many at a time."""
+    with connected(url) as connection:
+        channel = connection.channel()
+        channel.basic_qos(0, PREFETCH, False)
+        unacked: list[int] = []
+
+        def ack() -> None:
+            if unacked:
+                channel.basic_ack(unacked[-1], multiple=True)
+                unacked.clear()
+
+        def take(message: amqp.Message) -> None:
+            on_message(message)
+            unacked.append(message.delivery_tag)
+            if len(unacked) == ACK_EVERY:
+                ack()
+
+        channel.basic_consume(queue, callback=take)
+        silent_since = time.monotonic()
+        while not until():
+            try:
+                connection.drain_events(timeout=TICK_SECONDS)
+                silent_since = time.monotonic()
+            except TimeoutError:
+                if time.monotonic() - silent_since > PATIENCE_SECONDS:
+                    raise
+        ack()
+
+
+class Arrivals:
+    """What has arrived, in 16 bytes a message, to be judged against what was committed."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._duplicates = 0
+        self._out_of_order = 0
+        self._ids = bytearray()
+        self._latest_of_key: dict[str, int] = {}
+
+    def take(self, message: amqp.Message) -> None:
+        """A message as the outbox sends it."""
+        headers = message.properties["application_headers"]
+        self.note(
+            number=number_of(headers["cloudEvents:bizid"]),
+            message_id=UUID(message.properties["message_id"]),
+            key=headers.get("cloudEvents:orderingkey", ""),
+        )
+
+    def note(self, number: int, message_id: UUID, key: str = "") -> None:
+        self.taken += 1
+        end = ID_BYTES * (number + 1)
+        if len(self._ids) < end:
+            self._ids.extend(bytes(max(end - len(self._ids), GROWTH_BYTES)))
+        if self._id_of(number) != NOTHING:
+            self._duplicates += 1
+            return
+        self._ids[end - ID_BYTES : end] = message_id.bytes
+        if key:
+            if number < self._latest_of_key.get(key, -1):
+                self._out_of_order += 1
+            self._latest_of_key[key] = number
+
+    def faults(self, committed: Iterable[tuple[UUID, int]]) -> str:
+        """What is wrong with them, given the message id and number of everything that was committed; "" when nothing is."""
+        lost = wrong = found = 0
+        for message_id, number in committed:
+            arrived = self._id_of(number)
+            if arrived == NOTHING:
+                lost += 1
+                continue
+            found += 1
+            wrong += arrived != message_id.bytes
+        faults = {
+            "lost": lost,
+            "with a wrong id": wrong,
+            "twice": self._duplicates,
+            "never committed": self.taken - self._duplicates - found,
+            "before an earlier one of their key": self._out_of_order,
+        }
+        return ", ".join(f"{count:,} {what}" for what, count in faults.items() if count)
+
+    def _id_of(self, number: int) -> bytes:
+        return bytes(self._ids[ID_BYTES * number : ID_BYTES * (number + 1)]) or NOTHING
+
+
+def collect(project: Project, arrivals: Arrivals, read: Callable[[Arrivals, Any], object] = Arrivals.take) -> Arrivals:
+    """Take everything that is in the queue now. `read` notes one message, by default one of the outbox's."""
+    expected = arrivals.taken + queued(project)
+    consume(project.broker_url, lambda message: read(arrivals, message), until=lambda: arrivals.taken >= expected)
+    return arrivals

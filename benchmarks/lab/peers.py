@@ -1,0 +1,132 @@
+"""Peers in virtual environments of their own, made when first needed and again when what they hold has changed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import amqp
+
+from benchmarks.lab.arrivals import Arrivals
+from benchmarks.lab.plan import say
+from benchmarks.lab.processes import running
+from benchmarks.lab.project import ROOT, Project
+
+PLACE = ROOT / "benchmarks" / ".peers"
+LONGEST_SECONDS = 900.0
+LOG_TAIL = 2000
+
+
+class PeerUnavailable(Exception):
+    """A peer cannot be installed here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One other implementation.
+
+    Attributes:
+        name: its package, which is also the name of its side.
+        requirements: what is installed for it, pinned.
+        driver: the module in `benchmarks.peers`.
+        options: of its `drain`, the fastest last known first. All are tried; the fastest is measured.
+        unit: of its rate.
+        read: notes what it sent to the broker; None when it uses none.
+    """
+
+    name: str
+    requirements: Sequence[str]
+    driver: str
+    options: Sequence[Mapping[str, Any]]
+    unit: str = "msg/s"
+    read: Callable[[Arrivals, amqp.Message], None] | None = None
+
+    def install(self) -> None:
+        """
+        Raises:
+            PeerUnavailable: pip could not.
+        """
+        wanted = "\n".join(self.requirements)
+        marker = self._directory / "installed.txt"
+        if marker.exists() and marker.read_text() == wanted:
+            return
+        say(f"installing {self.name}")
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", str(self._directory)],
+            [str(self._python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *self.requirements],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise PeerUnavailable(f"{self.name} cannot be installed: {(done.stderr or done.stdout)[-LOG_TAIL:].strip()}")
+        marker.write_text(wanted)
+
+    def versions(self) -> dict[str, str]:
+        command = [str(self._python), "-m", "pip", "list", "--format", "json", "--disable-pip-version-check"]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return {entry["name"]: entry["version"] for entry in json.loads(listing)}
+
+    def drain(self, project: Project, count: int, options: Mapping[str, Any], **environ: str) -> dict[str, Any]:
+        """Run the driver to its end; its answer."""
+        command = [str(self._python), "-m", f"benchmarks.peers.{self.driver}", str(count), json.dumps(options)]
+        with running(command, replace(project, extra=environ)) as process:
+            process.wait(LONGEST_SECONDS)
+            answer: dict[str, Any] = process.answer()
+        return answer
+
+    @property
+    def _directory(self) -> Path:
+        return PLACE / self.name
+
+    @property
+    def _python(self) -> Path:
+        return self._directory / "bin" / "python"
+
+
+def _read_task(arrivals: Arrivals, message: amqp.Message) -> None:
+    arguments, _, _ = json.loads(message.body)
+    arrivals.note(number=arguments[0]["order"], message_id=UUID(message.properties["correlation_id"]))
+
+
+def _read_stomp(arrivals: Arrivals, message: amqp.Message) -> None:
+    message_id = UUID(message.properties["application_headers"]["dop-msg-id"])
+    arrivals.note(number=json.loads(message.body)["order"], message_id=message_id)
+
+
+SAME_DJANGO = (f"Django=={version('Django')}", f"psycopg[binary]=={version('psycopg')}")
+"""As ours, so that they are not what is compared."""
+
+CELERY_OUTBOX = Peer(
+    name="django-celery-outbox",
+    requirements=("django-celery-outbox==0.4.3", f"kombu=={version('kombu')}", *SAME_DJANGO),
+    driver="celery_outbox",
+    options=[
+        {"publish_concurrency": 16, "batch_size": 500},
+        {"publish_concurrency": 8, "batch_size": 500},
+        {"publish_concurrency": 8, "batch_size": 100},
+        {"publish_concurrency": 32, "batch_size": 500},
+        {"publish_concurrency": 16, "batch_size": 1000},
+        {"publish_concurrency": 32, "batch_size": 1000},
+    ],
+    read=_read_task,
+)
+OUTBOX_PATTERN = Peer(
+    name="django-outbox-pattern",
+    requirements=("django-outbox-pattern==3.2.1", *SAME_DJANGO),
+    driver="outbox_pattern",
+    options=[{}],
+    read=_read_stomp,
+)
+PROCRASTINATE = Peer(
+    name="procrastinate",
+    requirements=("procrastinate==3.10.0", f"psycopg[binary,pool]=={version('psycopg')}"),
+    driver="procrastinate_worker",
+    options=[{"concurrency": 16}, {"concurrency": 4}, {"concurrency": 50}],
+    unit="jobs/s",
+)

@@ -1,0 +1,31 @@
+"""How much is measured: in full, or just enough to see that everything works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many interleaved runs, whether they are small ones, and for how many minutes an endurance run goes on."""
+
+    runs: int
+    quick: bool
+    minutes: float
+
+    def choose(self, full: T, quick: T) -> T:
+        return quick if self.quick else full
+
+    def each_run(self, benchmark: str) -> Iterator[int]:
+        """1, 2, 3…, telling whoever waits."""
+        for run in range(1, self.runs + 1):
+            say(f"{benchmark}: run {run} of {self.runs}")
+            yield run
+
+
+def say(text: str) -> None:
+    print(f"  … {text}", flush=True)

@@ -1,0 +1,177 @@
+"""Processes of a benchmark: started, talked to, watched and always ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.lab.project import ROOT, Project
+from tests.servers import watcher
+
+STOP_SECONDS = 60.0
+LOG_TAIL = 2000
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+class ProcessFailed(Exception):
+    """A process of a benchmark did not do what it was started for; the message ends with what it said."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What the kernel says of a process that has ended.
+
+    Attributes:
+        cpu_seconds: user and system time, from the first instruction to the last.
+        most_memory: largest resident set, bytes.
+    """
+
+    cpu_seconds: float
+    most_memory: int
+
+
+class Process:
+    """A process that answers in lines of JSON, if at all, and logs to its standard error."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
+        self._name = " ".join(command[1:])
+        self._answers_read = 0
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - both live as long as the process
+        self._answers = tempfile.TemporaryFile()  # noqa: SIM115
+        self._popen = subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=self._answers, stderr=self._log
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes now; 0 when it has ended."""
+        with suppress(OSError, IndexError):
+            return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * resource.getpagesize()
+        return 0
+
+    def order(self, **words: Any) -> None:
+        """Tell it what to do next, as a line of JSON."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.write(json.dumps(words).encode() + b"\n")
+        self._popen.stdin.flush()
+
+    def answer(self, seconds: float = STOP_SECONDS) -> Any:
+        """The next line it answers, decoded; waited for."""
+        deadline = time.monotonic() + seconds
+        while (answers := _content(self._answers)).count(b"\n") <= self._answers_read:
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{self._name} has not answered for {seconds:.0f} s:\n{self.said()}")
+            if self._popen.poll() is not None and _content(self._answers) == answers:
+                raise ProcessFailed(f"{self._name} ended with {self._popen.returncode} and no answer:\n{self.said()}")
+            time.sleep(0.002)
+        line = answers.splitlines()[self._answers_read]
+        self._answers_read += 1
+        return json.loads(line)
+
+    def said(self) -> str:
+        return _content(self._log).decode(errors="replace")[-LOG_TAIL:]
+
+    def must_run(self) -> None:
+        if self._popen.poll() is not None:
+            raise ProcessFailed(f"{self._name} ended with {self._popen.returncode}:\n{self.said()}")
+
+    def wait(self, seconds: float) -> Ended:
+        """Wait for its own end, which has to be a good one."""
+        deadline = time.monotonic() + seconds
+        while True:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                break
+            if time.monotonic() > deadline:
+                raise ProcessFailed(f"{self._name} did not end within {seconds:.0f} s:\n{self.said()}")
+            time.sleep(0.005)
+        self._popen.returncode = os.waitstatus_to_exitcode(status)
+        if self._popen.returncode:
+            raise ProcessFailed(f"{self._name} ended with {self._popen.returncode}:\n{self.said()}")
+        return Ended(cpu_seconds=usage.ru_utime + usage.ru_stime, most_memory=usage.ru_maxrss * 1024)
+
+    def stop(self) -> Ended:
+        self._popen.terminate()
+        return self.wait(STOP_SECONDS)
+
+    def close(self) -> None:
+        """Gone, whatever it was doing."""
+        if self._popen.returncode is None:
+            self._popen.kill()
+            self._popen.wait()
+        for file in (self._popen.stdin, self._answers, self._log):
+            if file is not None:
+                with suppress(BrokenPipeError):
+                    file.close()
+
+
+def _content(file: IO[bytes]) -> bytes:
+    """All that was written, without moving the offset at which the other process writes on."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0)
+
+
+@contextmanager
+def running(command: Sequence[str], project: Project, **outbox: Any) -> Iterator[Process]:
+    process = Process(command, project.environ(**outbox))
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def until(condition: Callable[[], bool], *processes: Process, seconds: float, every: float = 0.05) -> None:
+    """Wait for a condition while the processes live."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for process in processes:
+            process.must_run()
+        if time.monotonic() > deadline:
+            said = "\n".join(process.said() for process in processes)
+            raise ProcessFailed(f"waited {seconds:.0f} s in vain; the processes said:\n{said}")
+        time.sleep(every)
+
+
+@contextmanager
+def memory_of(process: Process, every: float = 0.25) -> Iterator[list[tuple[float, int]]]:
+    """Samples of (seconds since the start, resident bytes), taken while the block runs."""
+    samples: list[tuple[float, int]] = []
+    done = threading.Event()
+    began = time.monotonic()
+
+    def sample() -> None:
+        while not done.wait(every):
+            if memory := process.memory:
+                samples.append((time.monotonic() - began, memory))
+
+    sampler = threading.Thread(target=sample, name="memory", daemon=True)
+    sampler.start()
+    try:
+        yield samples
+    finally:
+        done.set()
+        sampler.join()
+
+
+def cpu_seconds_of_tree(pid: int) -> float:
+    """User and system time of a server: of its processes, and of those of them that have ended."""
+    ticks = 0
+    for member in (pid, *watcher.descendants(pid)):
+        with suppress(OSError):
+            fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
+            own_and_children = slice(11, 15) if member == pid else slice(11, 13)
+            ticks += sum(map(int, fields[own_and_children]))
+    return ticks / TICKS_PER_SECOND

@@ -1,0 +1,71 @@
+"""Relays and consumers as they run in production: the management commands, in processes of their own."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from benchmarks.lab.arrivals import fresh_queue
+from benchmarks.lab.database import rate
+from benchmarks.lab.processes import Ended, Process, running, until
+from benchmarks.lab.project import Project
+from benchmarks.lab.record import Record
+from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.workload import Keys
+
+CONSUMER = [sys.executable, "manage.py", "inbox_consume"]
+RELAY = [sys.executable, "manage.py", "outbox_relay"]
+CONNECT_SECONDS = 60.0
+SETTLE_DOWN_SECONDS = 0.5
+LONGEST_DRAIN_SECONDS = 900.0
+
+
+def relaying(project: Project, relays: int = 1, **outbox: Any) -> AbstractContextManager[list[Process]]:
+    """So many relays, connected and idle, until the block ends."""
+    return _workers(RELAY, project, relays, **outbox)
+
+
+def consuming(project: Project) -> AbstractContextManager[list[Process]]:
+    """A process that runs the handlers of `benchmarks.shop`."""
+    return _workers(CONSUMER, project, 1)
+
+
+def drain(project: Project, **outbox: Any) -> Ended:
+    """One relay carries everything that is ready and ends."""
+    with running([*RELAY, "--drain"], project, **outbox) as relay:
+        return relay.wait(LONGEST_DRAIN_SECONDS)
+
+
+def drain_preloaded(project: Project, record: Record, side: str, count: int, keys: Keys, *, first: int | None = None) -> float:
+    """Fill an empty outbox, and drain it into an empty queue by one relay; messages per second, with `first` over so many.
+
+    The verdict goes on record.
+    """
+    project.database.empty()
+    producer_rate = project.database.preload(count, keys)
+    fresh_queue(project)
+    drain(project)
+    capacity = rate(project.database.settled(), first=first)
+    record.judge(verdict(project, side, count, producer_rate=producer_rate, capacity=capacity))
+    return capacity
+
+
+@contextmanager
+def _workers(command: Sequence[str], project: Project, number: int, **outbox: Any) -> Iterator[list[Process]]:
+    time.sleep(SETTLE_DOWN_SECONDS)  # connections that were just closed take a moment to be forgotten
+    before = _connections(project)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(running(command, project, **outbox)) for _ in range(number)]
+        until(lambda: _connections(project) >= before + number, *processes, seconds=CONNECT_SECONDS)
+        time.sleep(SETTLE_DOWN_SECONDS)
+        yield processes
+        for process in processes:
+            process.stop()
+
+
+def _connections(project: Project) -> int:
+    vhost = project.broker_url.rpartition("/")[2]
+    return int(project.rabbit.evaluate(f'length(rabbit_connection_tracking:list(<<"{vhost}">>)).'))

@@ -1,0 +1,16 @@
+"""A private RabbitMQ that speaks STOMP, too, for the peer that speaks nothing else."""
+
+from __future__ import annotations
+
+from tests.servers import RabbitServer
+from tests.servers.private import LOOPBACK, free_port
+
+
+class StompRabbitServer(RabbitServer):
+    def __init__(self) -> None:
+        self.stomp_port = free_port()
+        super().__init__(stomp__listeners__tcp__1=f"{LOOPBACK}:{self.stomp_port}")
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        (self.directory / "enabled_plugins").write_text("[rabbitmq_stomp].\n")

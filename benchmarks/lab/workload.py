@@ -1,0 +1,53 @@
+"""The fixed workload: what every message looks like unless a benchmark says otherwise.
+
+Message number n has the biz-id `order-<n>` and a payload that is 512 bytes as JSON. Numbers begin at 0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+TOPIC = "shop.order.placed"
+EXCHANGE = "outbox"
+QUEUE = "benchmark"
+CUSTOMERS = 1000
+ACCOUNTS = 10_000
+"""What business transactions change: so many that they seldom wait for each other."""
+BODY_BYTES = 512
+
+Keys = Callable[[int], str]
+"""The ordering key of message number n; "" promises no order."""
+
+
+def payload(number: int) -> dict[str, Any]:
+    filler = BODY_BYTES - len(serialised({"order": number, "filler": ""}))
+    return {"order": number, "filler": "x" * filler}
+
+
+def serialised(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def biz_id(number: int) -> str:
+    return f"order-{number}"
+
+
+def number_of(biz_id: str) -> int:
+    return int(biz_id.removeprefix("order-"))
+
+
+def many_customers(number: int) -> str:
+    """A thousand keys in turn."""
+    return f"customer-{number % CUSTOMERS}"
+
+
+def one_customer(number: int) -> str:
+    """One hot key."""
+    return "customer-0"
+
+
+def nobody(number: int) -> str:
+    """No key, no order."""
+    return ""

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from django.db import models
+
+
+class Account(models.Model):
+    """What a business transaction changes."""
+
+    balance = models.BigIntegerField(default=0)
+
+    def __str__(self) -> str:
+        return f"account {self.pk}: {self.balance}"
+
+
+class Sale(models.Model):
+    """Written in the transaction that publishes, so that its commit can be told from the row's own xmin."""
+
+    number = models.BigIntegerField(primary_key=True)
+
+    def __str__(self) -> str:
+        return f"sale {self.number}"
+
+
+class Effect(models.Model):
+    """Written by the handler of the message that told about a sale."""
+
+    number = models.BigIntegerField()
+
+    def __str__(self) -> str:
+        return f"effect of sale {self.number}"
