@@ -15,8 +15,10 @@ from inbox.conf import LOCAL_BROKER, InboxOptions, inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage
 from outbox.kernel import options
-from outbox.kernel.broker import masked, scheme_of, why_unusable
+from outbox.kernel.broker import SEVERAL_HINT, masked, scheme_of, why_unusable
 from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
+
+_BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."
 
 
 @register()
@@ -79,7 +81,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
     return [
         Error(
             f"The inbox receives from {masked(url)!r}, which cannot be used: {reason}.",
-            hint="Use amqp://user:password@host//, or local:// for this service's own messages.",
+            hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
             id="inbox.E004",
         )
     ]

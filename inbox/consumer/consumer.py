@@ -30,7 +30,7 @@ from inbox.handlers import Handler
 from inbox.reading import read
 from inbox.receiving import Received, receive
 from inbox.transactions import DatabaseAway, decided
-from outbox.kernel.broker import BROKER_FAILURES, connection_options, masked, speaks_amqp
+from outbox.kernel.broker import BROKER_FAILURES, connection_attempts, connection_options, masked, speaks_amqp
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -128,7 +128,7 @@ class Consumer:
         self._unanswered = 0
         url = self._options.broker_url
         self._connection = kombu.Connection(url, **connection_options(url))
-        self._connection.ensure_connection(max_retries=1, interval_start=0, timeout=10)
+        self._connection.ensure_connection(**connection_attempts(url))
         self._declare()
         channel = self._connection.channel()
         self._queues, self._consumers = [], []
