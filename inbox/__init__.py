@@ -11,5 +11,6 @@ The names below are the public API.
 
 from inbox.errors import InboxError, Reject, RetryLater
 from inbox.handlers import Message, idempotent_handler
+from inbox.limits import Shed
 
-__all__ = ["InboxError", "Message", "Reject", "RetryLater", "idempotent_handler"]
+__all__ = ["InboxError", "Message", "Reject", "RetryLater", "Shed", "idempotent_handler"]

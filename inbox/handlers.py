@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import date, datetime
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from functools import update_wrapper
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
@@ -20,7 +20,11 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox.errors import NotCallable
+from inbox.limits import Shed, per_second
 from outbox.kernel.text import fit, why_no_topic, why_unfit
+
+OnDead = Literal["block", "skip"]
+Mode = Literal["transaction", "lease"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class Message:
 
 
 BizId = Callable[[Message], object]
-Function = TypeVar("Function", bound=Callable[[Message], Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,26 +72,50 @@ class Handler:
         function: called inside the transaction.
         biz_id: asked for what to deduplicate on; None takes the message's own biz-id.
         using: the database alias of its inbox row and its effect.
+        timeout: longest run of the function; None does not bound it.
+        ordered: messages of one key are handled one at a time, in the order they were published.
+        on_dead: what a dead letter does to the later messages of its key, when `ordered`.
+        partitions: how many queues share the keys of an `ordered` handler.
+        batch: the function gets lists of up to so many messages; 0 gives it one message.
+        batch_wait: longest wait until a batch is full.
+        group_commit: up to so many calls share one transaction.
+        mode: "transaction", or "lease" for effects outside the database.
+        lease: how long a run under a lease may stay silent before another takes its message.
+        lease_limit: longest run under a lease, however often it is extended.
+        rate_limit: most messages a second, in all processes together; None does not bound it.
+        shed: which messages may be dropped when too many wait.
     """
 
     name: str
     topic: str
-    function: Callable[[Message], Any]
+    function: Callable[..., Any]
     biz_id: BizId | None
     using: str
+    timeout: timedelta | None = None
+    ordered: bool = False
+    on_dead: OnDead = "block"
+    partitions: int = 1
+    batch: int = 0
+    batch_wait: timedelta = timedelta(seconds=0.2)
+    group_commit: int = 1
+    mode: Mode = "transaction"
+    lease: timedelta = timedelta(minutes=10)
+    lease_limit: timedelta = timedelta(hours=1)
+    rate_limit: float | None = None
+    shed: Shed | None = None
 
     @property
     def identity(self) -> tuple[str, str, str]:
         """What makes two handlers of one name the same: function, topic, database."""
         return _origin(self.function), self.topic, self.using
 
-    def call(self, message: Message) -> None:
-        """Run the user's code.
+    def call(self, given: Message | list[Message]) -> object:
+        """Run the user's code; what it returned.
 
         Raises:
             NotCallable: it returned something that is still to be run, so nothing has happened yet.
         """
-        result = self.function(message)
+        result = self.function(given)
         if inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator):
             if inspect.iscoroutine(result):
                 result.close()
@@ -95,6 +123,7 @@ class Handler:
                 f"The handler {self.name} returned {type(result).__name__}, which nobody would run, so it has had no "
                 "effect. Decorate the async function itself, or await and exhaust what it calls."
             )
+        return result
 
     def identify(self, message: Message) -> str:
         """The biz-id of `message`, always fit to be stored.
@@ -114,6 +143,32 @@ class Handler:
                 "that have nothing in common would count as one"
             )
         return fit(str(named))
+
+
+def why_contradictory(handler: Handler) -> str | None:
+    """Why these options cannot hold together, or None when they can."""
+    leased, together = handler.mode == "lease", bool(handler.batch) or handler.group_commit > 1
+    wrong = {
+        f"on_dead is {handler.on_dead!r}, and it must be 'block' or 'skip'": handler.on_dead not in {"block", "skip"},
+        f"mode is {handler.mode!r}, and it must be 'transaction' or 'lease'": handler.mode not in {"transaction", "lease"},
+        f"batch is {handler.batch}, and it must be 0 or more": handler.batch < 0,
+        f"group_commit is {handler.group_commit}, and it must be 1 or more": handler.group_commit < 1,
+        f"partitions is {handler.partitions}, and it must be 1 or more": handler.partitions < 1,
+        "timeout, batch_wait, lease and lease_limit must be longer than nothing": min(
+            handler.timeout or handler.lease, handler.batch_wait, handler.lease, handler.lease_limit
+        )
+        <= timedelta(),
+        "lease_limit is shorter than lease": handler.lease_limit < handler.lease,
+        "on_dead='skip' and partitions need ordered=True": not handler.ordered
+        and (handler.on_dead == "skip" or handler.partitions > 1),
+        "batch and group_commit exclude each other: a batch is one transaction already": bool(handler.batch)
+        and handler.group_commit > 1,
+        "ordered=True handles one message of a key at a time, so it excludes batch and group_commit": handler.ordered
+        and together,
+        "mode='lease' has no transaction, so it excludes batch and group_commit": leased and together,
+        "an ordered message must not be dropped, so ordered=True excludes shed": handler.ordered and handler.shed is not None,
+    }
+    return next((reason for reason, holds in wrong.items() if holds), None)
 
 
 class Registry:
@@ -149,7 +204,23 @@ registry = Registry()
 
 
 def idempotent_handler(
-    topic: str, *, biz_id: BizId | str | None = None, name: str | None = None, using: str = DEFAULT_DB_ALIAS
+    topic: str,
+    *,
+    biz_id: BizId | str | None = None,
+    name: str | None = None,
+    using: str = DEFAULT_DB_ALIAS,
+    timeout: timedelta | None = None,
+    ordered: bool = False,
+    on_dead: OnDead = "block",
+    partitions: int = 1,
+    batch: int = 0,
+    batch_wait: float = 0.2,
+    group_commit: int = 1,
+    mode: Mode = "transaction",
+    lease: timedelta = timedelta(minutes=10),
+    lease_limit: timedelta = timedelta(hours=1),
+    rate_limit: str | None = None,
+    shed: Shed | None = None,
 ) -> Callable[[Function], Function]:
     """Have the decorated function handle every message of `topic`, its effect exactly once per biz-id.
 
@@ -163,11 +234,26 @@ def idempotent_handler(
             ("order_id", "order.id"); default: its own biz-id, else its id.
         name: stable name of this handler; default: `<app label>.<function name>`. Deduplication and its queue rest on it.
         using: the database alias that the effect is written to.
+        timeout: a run that takes longer is a failed attempt; default: unbounded.
+        ordered: handle the messages of one key one at a time, in order; different keys in parallel.
+        on_dead: "block" keeps the later messages of a dead letter's key waiting until an operator retries or skips it,
+            "skip" goes on without it. With `ordered` only.
+        partitions: queues that share the keys of an `ordered` handler, by consistent hash (RabbitMQ).
+        batch: more than 0 hands the function a list of up to so many messages, in one transaction.
+        batch_wait: seconds to wait for a batch to fill.
+        group_commit: more than 1 runs so many calls in one transaction; when one raises, all are run again singly.
+        mode: "lease" runs the function outside any transaction, guarded by a lease, for effects outside the database: at
+            least once, never two at a time, see `Message.step`.
+        lease: longest silence of a process that holds a lease. It is extended while the function runs.
+        lease_limit: longest run under a lease.
+        rate_limit: like "2000/s", "100/m" or "5/h": most messages in that time, in all processes together.
+        shed: which messages may be dropped, and above how many waiting ones.
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; calling it would run nothing.
         TypeError: `biz_id` is neither.
-        ValueError: the topic cannot be one, or the name is taken; a function that takes two topics needs two names.
+        ValueError: the topic cannot be one, the name is taken, or options contradict each other; a function that takes two
+            topics needs two names.
     """
     if reason := why_no_topic(topic):
         raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
@@ -179,14 +265,34 @@ def idempotent_handler(
             raise TypeError(f"biz_id is {biz_id!r}: it must be a function of the message, or the path of a payload's field.")
         if inspect.iscoroutinefunction(biz_id):
             raise NotCallable(f"The biz_id of {_origin(function)} is async: it must answer at once, from the message alone.")
-        runnable: Callable[[Message], Any] = function
+        runnable: Callable[..., Any] = function
         if inspect.iscoroutinefunction(function):
             runnable = async_to_sync(_as_coroutine(function))
         known_as = name or _default_name(function)
         if reason := why_unfit(known_as):
             raise ValueError(f"The name {known_as!r} cannot be a handler's: {reason}.")
-        named_by = _field(biz_id) if isinstance(biz_id, str) else biz_id
-        registry.add(Handler(name=known_as, topic=topic, function=runnable, biz_id=named_by, using=using))
+        handler = Handler(
+            name=known_as,
+            topic=topic,
+            function=runnable,
+            biz_id=_field(biz_id) if isinstance(biz_id, str) else biz_id,
+            using=using,
+            timeout=timeout,
+            ordered=ordered,
+            on_dead=on_dead,
+            partitions=partitions,
+            batch=batch,
+            batch_wait=timedelta(seconds=batch_wait),
+            group_commit=group_commit,
+            mode=mode,
+            lease=lease,
+            lease_limit=lease_limit,
+            rate_limit=None if rate_limit is None else per_second(rate_limit),
+            shed=shed,
+        )
+        if reason := why_contradictory(handler):
+            raise ValueError(f"The handler {known_as} cannot be: {reason}.")
+        registry.add(handler)
         return function
 
     return decorate
@@ -206,9 +312,9 @@ def _field(path: str) -> BizId:
     return follow
 
 
-def _as_coroutine(function: Callable[[Message], Any]) -> Callable[[Message], Coroutine[Any, Any, Any]]:
-    async def run(message: Message) -> Any:
-        return await function(message)
+def _as_coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def run(given: Message | list[Message]) -> Any:
+        return await function(given)
 
     return update_wrapper(run, function)
 

@@ -37,8 +37,12 @@ class InboxMessage(models.Model):
     biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
     message_id = models.CharField("message id", max_length=NAME_LENGTH)
     key = models.CharField("ordering key", max_length=NAME_LENGTH, default="")
+    # Its handler takes the messages of one key in order.
+    ordered = models.BooleanField(default=False, db_default=False)
     state = models.CharField(max_length=12, choices=State)
-    attempts = models.PositiveIntegerField(default=0)
+    attempts = models.PositiveIntegerField(default=0, db_default=0)
+    # The fencing token: one more for every lease of this message, so that the owner of an expired one settles nothing.
+    fence = models.PositiveBigIntegerField(default=0, db_default=0)
     content_type = models.CharField(max_length=NAME_LENGTH)
     body = models.BinaryField()
     digest = models.CharField(max_length=64)
@@ -47,14 +51,23 @@ class InboxMessage(models.Model):
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
-    # Deliveries that came after the first, and how many of them said something else under the same biz-id.
-    duplicates = models.PositiveIntegerField(default=0)
-    conflicts = models.PositiveIntegerField(default=0)
-    last_error = models.TextField(default="")
-    traceback = models.TextField(default="")
+    # Deliveries that came after the first. Of these: delivered again by the broker, sent again by a relay, sent again on
+    # purpose by an operator; the rest is the business repeating itself. And how many said something else.
+    duplicates = models.PositiveIntegerField(default=0, db_default=0)
+    redeliveries = models.PositiveIntegerField(default=0, db_default=0)
+    resends = models.PositiveIntegerField(default=0, db_default=0)
+    replays = models.PositiveIntegerField(default=0, db_default=0)
+    conflicts = models.PositiveIntegerField(default=0, db_default=0)
+    # Refused by the age fence: only an operator's explicit override runs it.
+    quarantined = models.BooleanField(default=False, db_default=False)
+    last_error = models.TextField(default="", db_default="")
+    traceback = models.TextField(default="", db_default="")
+    # What the handler returned, where somebody may ask for it again (Celery).
+    result = models.JSONField(null=True)
     created_at = models.DateTimeField(null=True)
     received_at = models.DateTimeField()
-    # NULL while a transaction is running the message, which nobody else ever sees, and in settled states.
+    # NULL while a transaction is running the message, which nobody else ever sees, while it waits behind another of its key,
+    # and in settled states. While it runs under a lease: when the lease ends.
     next_attempt_at = models.DateTimeField(null=True)
     settled_at = models.DateTimeField(null=True)
 
@@ -67,7 +80,11 @@ class InboxMessage(models.Model):
         )
         constraints = (models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),)
         indexes = (
-            models.Index(fields=["next_attempt_at"], name="inbox_due", condition=Q(state__in=["received", "retrying"])),
+            models.Index(
+                fields=["next_attempt_at"],
+                name="inbox_due",
+                condition=Q(state__in=["received", "retrying", "running"]),
+            ),
             models.Index(
                 fields=["state", "handler"],
                 name="inbox_open",
@@ -75,7 +92,57 @@ class InboxMessage(models.Model):
             ),
             models.Index(fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])),
             models.Index(fields=["message_id"], name="inbox_message_id"),
+            models.Index(
+                fields=["handler", "key", "id"],
+                name="inbox_order",
+                condition=Q(ordered=True, state__in=["received", "retrying", "waiting", "running", "dead"]),
+            ),
+            models.Index(fields=["handler", "id"], name="inbox_conflicts", condition=Q(conflicts__gt=0)),
         )
 
     def __str__(self) -> str:
         return f"{self.handler}: {self.topic} {self.biz_id} ({self.state})"
+
+
+class Step(models.Model):
+    """What a named step of a message returned, so that a retry does not take it again."""
+
+    message = models.ForeignKey(InboxMessage, on_delete=models.CASCADE, related_name="steps")
+    name = models.CharField(max_length=NAME_LENGTH)
+    result = models.JSONField(null=True)
+    taken_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ("view",)
+        constraints = (models.UniqueConstraint(fields=["message", "name"], name="inbox_step_once"),)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class TokenBucket(models.Model):
+    """How many more messages a handler with a rate limit may take now, in all its processes together."""
+
+    handler = models.CharField(max_length=NAME_LENGTH, primary_key=True)
+    tokens = models.FloatField()
+    filled_at = models.DateTimeField()
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.handler
+
+
+class LeaseMemory(models.Model):
+    """Since when a lease store outside this database remembers what it was told; it may lose its memory, we do not."""
+
+    store = models.CharField(max_length=NAME_LENGTH, primary_key=True)
+    incarnation = models.CharField(max_length=64)
+    remembers_since = models.DateTimeField(null=True)
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return self.store

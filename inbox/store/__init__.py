@@ -1,0 +1,72 @@
+"""All SQL of the inbox. Every function is named for its transition and carries its guard.
+
+The one statement everything rests on is the INSERT of `begin_fresh`: unique on (handler, topic, biz-id), first in the
+handler's transaction. The other is the UPDATE of `finish`, the *commit sentinel*: last in the same transaction, it must hit
+exactly the row that the transaction began with.
+"""
+
+from inbox.store.dialect import TABLE, is_reachable
+from inbox.store.fresh import begin_fresh, count_duplicate, store_due, store_failed
+from inbox.store.operating import (
+    RETRYABLE,
+    SKIPPABLE,
+    Duplicates,
+    duplicates,
+    oldest_waiting,
+    purge_settled,
+    purgeable,
+    retry,
+    skip,
+    states,
+)
+from inbox.store.rows import Earlier, Failure, Guard, NewRow, TwinBusy
+from inbox.store.sentinel import ENDED, finish, refuse_if_ended
+from inbox.store.stored import (
+    ABANDONED,
+    begin_stored,
+    bury_abandoned,
+    claim_due,
+    fail_stored,
+    give_back,
+    next_due,
+    note_error,
+    orphans,
+    rekey,
+)
+
+__all__ = [
+    "ABANDONED",
+    "ENDED",
+    "RETRYABLE",
+    "SKIPPABLE",
+    "TABLE",
+    "Duplicates",
+    "Earlier",
+    "Failure",
+    "Guard",
+    "NewRow",
+    "TwinBusy",
+    "begin_fresh",
+    "begin_stored",
+    "bury_abandoned",
+    "claim_due",
+    "count_duplicate",
+    "duplicates",
+    "fail_stored",
+    "finish",
+    "give_back",
+    "is_reachable",
+    "next_due",
+    "note_error",
+    "oldest_waiting",
+    "orphans",
+    "purge_settled",
+    "purgeable",
+    "refuse_if_ended",
+    "rekey",
+    "retry",
+    "skip",
+    "states",
+    "store_due",
+    "store_failed",
+]

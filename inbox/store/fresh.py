@@ -1,0 +1,132 @@
+"""A delivery that comes for the first time, and the one that comes again."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from django.db import OperationalError, connections
+
+from inbox.models import DUE, State
+from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.rows import Earlier, Failure, Guard, NewRow, TwinBusy
+from inbox.store.sentinel import SAVEPOINT
+from outbox.kernel.clock import now_after
+from outbox.kernel.faults import LOCK_TIMEOUT
+from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
+
+_ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
+
+
+def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | None:
+    """∅ → received, as the first statement of the handler's transaction. None: the row exists, this is a duplicate.
+
+    Raises:
+        TwinBusy: another transaction is inserting the same row and did not end within `twin_timeout`.
+    """
+    inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED)
+    if inserted is not None and connections[alias].vendor != "postgresql":
+        with connections[alias].cursor() as cursor:
+            cursor.execute(f"SAVEPOINT {SAVEPOINT}")
+    return inserted
+
+
+def store_due(alias: str, row: NewRow, twin_timeout: timedelta) -> bool:
+    """∅ → received, to be run now by whoever runs stored messages. False: the row exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    return _insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=timedelta()) is not None
+
+
+def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timedelta) -> bool:
+    """∅ → retrying | dead, after the handler's transaction was rolled back. False: the row exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    state = State.DEAD if failure.retry_after is None else State.RETRYING
+    return _insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after) is not None
+
+
+def _insert(
+    alias: str,
+    row: NewRow,
+    twin_timeout: timedelta,
+    *,
+    state: State,
+    failure: Failure | None = None,
+    due_after: timedelta | None = None,
+) -> Guard | None:
+    connection = connections[alias]
+    at = now(connection)
+    values: list[tuple[str, Any]] = [
+        ("handler", row.handler),
+        ("topic", row.topic),
+        ("biz_id", row.biz_id),
+        ("message_id", row.message_id),
+        ("key", row.key),
+        ("content_type", row.content_type),
+        ("body", row.body),
+        ("digest", row.digest),
+        ("headers", row.headers),
+        ("source", row.source),
+        ("correlation_id", row.correlation_id),
+        ("causation_id", row.causation_id),
+        ("traceparent", row.traceparent),
+        ("created_at", connection.ops.adapt_datetimefield_value(row.created_at) if row.created_at else None),
+        ("state", state.value),
+        ("attempts", failure.attempts if failure else 0),
+        ("last_error", printable(failure.error, ERROR_LENGTH) if failure else ""),
+        ("traceback", printable(failure.traceback, TRACEBACK_LENGTH) if failure else ""),
+        ("duplicates", 0),
+        ("conflicts", 0),
+    ]
+    columns = ", ".join([*(column for column, _ in values), "received_at", "settled_at", "next_attempt_at"])
+    parameters = [value for _, value in values]
+    due = "NULL"
+    if due_after is not None:
+        due = now_after(connection)
+        parameters.append(due_after.total_seconds())
+    places = ", ".join([*["%s"] * len(values), at, at if state == State.DEAD else "NULL", due])
+    with connection.cursor() as cursor:
+        if is_postgresql(connection):
+            try:
+                # One round trip: bound the wait for a twin, insert, give the transaction its own lock_timeout back.
+                cursor.execute(
+                    "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
+                    f"set_config('lock_timeout', %s, true)) INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound {_ONCE} "
+                    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
+                    [f"{int(twin_timeout.total_seconds() * 1000)}ms", *parameters],
+                )
+            except OperationalError as error:
+                if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+                    raise TwinBusy from error
+                raise
+        else:
+            cursor.execute(f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''", parameters)
+        found = cursor.fetchall()
+    return Guard(alias, found[0][0], found[0][1]) if found else None
+
+
+def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
+    """Count a delivery of something stored before, and whether it says the same.
+
+    None: a transaction is running that row right now, or it is gone meanwhile; ask again later.
+    """
+    connection = connections[alias]
+    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {TABLE} SET duplicates = duplicates + 1, conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END "
+            f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
+            # The columns as they are: SQLite 3.40 answers `... IS NULL` in RETURNING wrongly.
+            "RETURNING id, state, digest, next_attempt_at",
+            [row.digest, row.handler, row.topic, row.biz_id],
+        )
+        found = cursor.fetchall()
+    if not found:
+        return None
+    ((pk, state, digest, next_attempt_at),) = found
+    return Earlier(pk, state, conflicting=digest != row.digest, abandoned=state in DUE and next_attempt_at is None)

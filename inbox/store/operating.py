@@ -1,0 +1,102 @@
+"""What operators see and decide: retry, skip, count, purge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import OperationalError, transaction
+from django.db.models import Count, Min, Sum
+
+from inbox.models import DUE, SETTLED, InboxMessage, State
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.databases import lock_timeout
+from outbox.kernel.faults import is_collision
+from outbox.kernel.text import ERROR_LENGTH, printable
+
+_OPERATORS_WAIT = timedelta(seconds=10)
+
+RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED)
+SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.WAITING)
+
+
+def retry(alias: str, row: int) -> bool:
+    """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
+
+    While a handler is running the message this waits for its end, for a while, and then tells the truth.
+    """
+    return _decide(alias, row, RETRYABLE, state=State.RETRYING, attempts=0, next_attempt_at=DatabaseTime(), settled_at=None)
+
+
+def skip(alias: str, row: int, reason: str) -> bool:
+    """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
+
+    While a handler is running the message this waits for its end, for a while, and then tells the truth.
+    """
+    return _decide(
+        alias,
+        row,
+        SKIPPABLE,
+        state=State.SKIPPED,
+        last_error=printable(f"skipped: {reason}", ERROR_LENGTH),
+        next_attempt_at=None,
+        settled_at=DatabaseTime(),
+    )
+
+
+def _decide(alias: str, row: int, allowed: Sequence[State], **written: Any) -> bool:
+    try:
+        with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
+            return bool(InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed).update(**written))
+    except OperationalError as error:
+        if is_collision(error):
+            return False
+        raise
+
+
+def states(alias: str) -> dict[str, int]:
+    """How many rows are in each state; every state is named."""
+    counted = dict(InboxMessage.objects.using(alias).values_list("state").annotate(Count("id")).order_by())
+    return {state.value: counted.get(state, 0) for state in State}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duplicates:
+    """Deliveries that had no second effect, and how many of them said something else."""
+
+    suppressed: int
+    conflicting: int
+
+
+def duplicates(alias: str) -> Duplicates:
+    sums = InboxMessage.objects.using(alias).aggregate(suppressed=Sum("duplicates"), conflicting=Sum("conflicts"))
+    return Duplicates(suppressed=sums["suppressed"] or 0, conflicting=sums["conflicting"] or 0)
+
+
+def oldest_waiting(alias: str) -> datetime | None:
+    """The due time of the stored message that has waited longest past it, or None when none waits."""
+    waiting = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__lte=DatabaseTime())
+    oldest: datetime | None = waiting.aggregate(oldest=Min("next_attempt_at"))["oldest"]
+    return oldest
+
+
+def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
+    """Delete settled rows older than `older_than`, in small transactions; yields how many went with each.
+
+    Open and dead messages stay until they are settled.
+    """
+    old = _settled_before(alias, older_than)
+    while ids := list(old.order_by("settled_at").values_list("pk", flat=True)[:chunk]):
+        yield InboxMessage.objects.using(alias).filter(pk__in=ids, state__in=SETTLED).delete()[0]
+
+
+def purgeable(alias: str, older_than: timedelta) -> int:
+    """How many rows `purge_settled` would delete."""
+    count: int = _settled_before(alias, older_than).count()
+    return count
+
+
+def _settled_before(alias: str, older_than: timedelta) -> Any:
+    return InboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=DatabaseTime(-older_than))

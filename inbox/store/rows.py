@@ -1,0 +1,68 @@
+"""What goes in and out of the store: a row to be, why a message failed, what a duplicate met."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
+
+
+class TwinBusy(Exception):
+    """Another transaction has this very message in hand and did not end in time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewRow:
+    """A delivery that can be stored: identified, every text fit for its column, `headers` serialised."""
+
+    handler: str
+    topic: str
+    biz_id: str
+    message_id: str
+    key: str
+    content_type: str
+    body: bytes
+    digest: str
+    headers: str
+    source: str
+    correlation_id: str
+    causation_id: str
+    traceparent: str
+    created_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """The row that the open transaction began with, and what proves that it is still the same transaction."""
+
+    alias: str
+    row: int
+    transaction: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a message is not done.
+
+    Attributes:
+        retry_after: rest until the next attempt; None makes it a dead letter.
+        attempts: how many have been made now.
+        put_off: the handler asked for a later time; nothing went wrong.
+    """
+
+    error: str
+    traceback: str = ""
+    retry_after: timedelta | None
+    attempts: int
+    put_off: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """The row that a duplicate met."""
+
+    row: int
+    state: str
+    conflicting: bool
+    abandoned: bool

@@ -1,0 +1,81 @@
+"""The commit sentinel: the last statement of a handler's transaction proves that it is still the one that began.
+
+Django and PostgreSQL roll back without an exception when a handler has swallowed a database error; a consumer that
+acknowledged then would lose the message.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connections
+
+from inbox.errors import TransactionBroken, TransactionEnded
+from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.rows import PARTLY, Guard
+from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.text import describe
+
+ENDED = f"The handler ended the inbox's transaction: it committed or rolled back behind Django's back. {PARTLY}"
+SAVEPOINT = "inbox_guard"
+
+
+def finish(guard: Guard, attempts: int) -> None:
+    """received → done, as the last statement of the handler's transaction: the commit sentinel.
+
+    Raises:
+        TransactionBroken: this transaction cannot commit.
+        TransactionEnded: this is not the transaction that began.
+    """
+    connection = connections[guard.alias]
+    if connection.closed_in_transaction:
+        raise TransactionBroken(
+            "The handler returned, but its transaction can no longer commit: it closed the database connection, which rolled "
+            "everything back. Leave connections to Django; close_old_connections() is for threads of your own."
+        )
+    refuse_if_ended(guard)
+    sql = (
+        f"UPDATE {TABLE} SET state = 'done', attempts = %s, settled_at = {now(connection)}, last_error = '', traceback = '' "
+        "WHERE id = %s AND state = 'received' AND next_attempt_at IS NULL"
+    )
+    parameters: list[Any] = [attempts, guard.row]
+    if is_postgresql(connection):
+        sql += " AND pg_current_xact_id()::text = %s"
+        parameters.append(guard.transaction)
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            hit = cursor.rowcount
+    except (DatabaseError, InterfaceError) as error:
+        if is_outage(error) or is_collision(error):
+            raise
+        raise TransactionBroken(
+            f"The handler returned, but its transaction can no longer commit ({describe(error)}). It caught a database error "
+            "without a savepoint. Let the error out, or wrap the statement that may fail in its own "
+            "`with transaction.atomic():`."
+        ) from error
+    if hit != 1:
+        raise TransactionEnded(ENDED)
+
+
+def refuse_if_ended(guard: Guard) -> None:
+    """SQLite: is the handler still inside the transaction that began?
+
+    Its driver is left in autocommit when somebody ends the transaction behind Django's back, so every later statement would
+    commit by itself. Releasing our savepoint fails then. PostgreSQL begins another transaction, which our caller rolls back
+    and the sentinel tells by its id.
+
+    Raises:
+        TransactionEnded: no.
+    """
+    connection = connections[guard.alias]
+    if is_postgresql(connection) or connection.closed_in_transaction:
+        return
+    try:
+        # Through the driver: Django refuses statements in a transaction that it has marked for rollback.
+        connection.connection.execute(f"RELEASE SAVEPOINT {SAVEPOINT}")
+    except sqlite3.OperationalError as error:
+        if "no such savepoint" in str(error):
+            raise TransactionEnded(ENDED) from error
+        raise

@@ -1,0 +1,144 @@
+"""Messages that wait in the database: claimed in a commit of their own, run, failed, given back.
+
+A row that is being run is invisible to others as such: inside its transaction `next_attempt_at` is NULL, outside it is not.
+So a committed open row without `next_attempt_at` can only come from a handler that committed by itself. It is never run
+again; `bury_abandoned` makes it visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from django.db import IntegrityError, connections, transaction
+from django.db.models import Count
+
+from inbox.models import DUE, InboxMessage, State
+from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.rows import PARTLY, Failure, Guard
+from inbox.store.sentinel import SAVEPOINT
+from outbox.kernel.clock import DatabaseTime, now_after
+from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
+
+ABANDONED = f"The handler committed by itself. {PARTLY}"
+
+
+def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) -> InboxMessage | None:
+    """Take one due message of these handlers and count the attempt, in a commit of its own.
+
+    A process that dies in the middle leaves it due again after `redelivery_after`, with the attempt counted, so that a
+    message which kills its process runs out of attempts. Nobody waits: a row that another transaction is running is locked
+    and skipped, whatever its `next_attempt_at` says.
+    """
+    connection = connections[alias]
+    # Reading first costs nothing on an idle inbox, while an UPDATE of no row would still take SQLite's write lock.
+    if not handlers or not next_due(alias, handlers):
+        return None
+    at = now(connection)
+    due = (
+        f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying') AND next_attempt_at <= {at} "
+        f"AND handler IN ({', '.join(['%s'] * len(handlers))}) ORDER BY next_attempt_at LIMIT 1"
+    )
+    later = now_after(connection)
+    with connection.cursor() as cursor:
+        if is_postgresql(connection):
+            # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
+            sql = (
+                f"WITH due AS MATERIALIZED ({due} FOR UPDATE SKIP LOCKED) UPDATE {TABLE} m SET attempts = attempts + 1, "
+                f"next_attempt_at = {later} FROM due WHERE m.id = due.id RETURNING m.id"
+            )
+            parameters: list[Any] = [*handlers, redelivery_after.total_seconds()]
+        else:
+            sql = f"UPDATE {TABLE} SET attempts = attempts + 1, next_attempt_at = {later} WHERE id = ({due}) RETURNING id"
+            parameters = [redelivery_after.total_seconds(), *handlers]
+        cursor.execute(sql, parameters)
+        found = cursor.fetchall()
+    return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
+
+
+def begin_stored(alias: str, row: int, attempts: int) -> Guard | None:
+    """Lock a claimed row as the first statement of the handler's transaction. None: it is not ours any more."""
+    connection = connections[alias]
+    postgresql = is_postgresql(connection)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL "
+            "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL "
+            f"RETURNING {'pg_current_xact_id()::text' if postgresql else repr('')}",
+            [row, attempts],
+        )
+        found = cursor.fetchall()
+        if not found:
+            return None
+        if not postgresql:
+            cursor.execute(f"SAVEPOINT {SAVEPOINT}")
+    return Guard(alias, row, found[0][0])
+
+
+def rekey(alias: str, row: int, biz_id: str) -> bool:
+    """Give a row that was stored without identity the one that is known now. False: another row has it."""
+    try:
+        with transaction.atomic(using=alias):
+            InboxMessage.objects.using(alias).filter(pk=row).update(biz_id=biz_id)
+    except IntegrityError:
+        return False
+    return True
+
+
+def fail_stored(alias: str, row: int, attempts: int, failure: Failure) -> bool:
+    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: not ours any more."""
+    dead = failure.retry_after is None
+    return bool(
+        InboxMessage.objects.using(alias)
+        .filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
+        .update(
+            state=State.DEAD if dead else State.RETRYING,
+            attempts=failure.attempts,
+            last_error=printable(failure.error, ERROR_LENGTH),
+            traceback=printable(failure.traceback, TRACEBACK_LENGTH),
+            next_attempt_at=None if failure.retry_after is None else DatabaseTime(failure.retry_after),
+            settled_at=DatabaseTime() if dead else None,
+        )
+    )
+
+
+def note_error(alias: str, row: int, failure: Failure) -> None:
+    """Write down why an attempt failed that was no longer ours: it outlasted its claim, and another has begun."""
+    InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(
+        last_error=printable(failure.error, ERROR_LENGTH), traceback=printable(failure.traceback, TRACEBACK_LENGTH)
+    )
+
+
+def give_back(alias: str, row: int, attempts: int) -> None:
+    """Uncount a claimed attempt that the database did not let us make, and have it due now."""
+    InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
+        attempts=attempts - 1, next_attempt_at=DatabaseTime()
+    )
+
+
+def bury_abandoned(alias: str, row: int | None = None) -> int:
+    """received, visible although a transaction is running it → dead; how many."""
+    abandoned = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__isnull=True)
+    if row is not None:
+        abandoned = abandoned.filter(pk=row)
+    # Reading first, because an UPDATE of no row would still take SQLite's write lock.
+    if not abandoned.exists():
+        return 0
+    buried: int = abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
+    return buried
+
+
+def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
+    """How many open messages are stored for handlers that are none of `handlers`, by handler."""
+    stored = InboxMessage.objects.using(alias).filter(state__in=DUE).exclude(handler__in=handlers)
+    return dict(stored.values_list("handler").annotate(Count("id")).order_by())
+
+
+def next_due(alias: str, handlers: Sequence[str]) -> bool:
+    """Is a stored message of these handlers due now?"""
+    return (
+        InboxMessage.objects.using(alias)
+        .filter(state__in=DUE, next_attempt_at__lte=DatabaseTime(), handler__in=handlers)
+        .exists()
+    )
