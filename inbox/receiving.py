@@ -61,7 +61,7 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
     """
     try:
         if arrival.refused:
-            return _store(handler, arrival.row, _refusal(arrival), options)
+            return _store(handler, arrival.row, _refusal(arrival), options, redelivered=redelivered)
         if redelivered:
             return _receive_carefully(handler, arrival.row, options)
         return _receive_fresh(handler, arrival, options)
@@ -88,8 +88,8 @@ def hand_over(handler: Handler, arrival: Arrival) -> None:
     _after_commit(handler, lambda: _announce_duplicate(handler, arrival.row, earlier))
 
 
-def run_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> Received | None:
-    """Claim and run one stored message that is due on `alias`; None when there is none.
+def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> tuple[Handler, InboxMessage] | None:
+    """Claim one stored message that is due on `alias`, its attempt counted; None when there is none.
 
     Raises:
         DatabaseAway: the database does not answer.
@@ -98,11 +98,11 @@ def run_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> 
     try:
         drop_unusable_connections()
         stored = store.claim_due(alias, list(known), options.REDELIVERY_AFTER)
-        return run_stored(known[stored.handler], stored, options) if stored else None
     except (DatabaseError, InterfaceError) as error:
         if is_collision(error):
             return None
         raise DatabaseAway(str(error)) from error
+    return (known[stored.handler], stored) if stored else None
 
 
 def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received:
@@ -160,13 +160,14 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
 
 def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
     if not decided(lambda: store.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
-        return _duplicate(handler, row)
-    return run_next([handler], handler.using, options) or Received.STORED
+        return _duplicate(handler, row, redelivered=True)
+    claimed = claim_next([handler], handler.using, options)
+    return run_stored(*claimed, options) if claimed else Received.STORED
 
 
-def _store(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions) -> Received:
+def _store(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False) -> Received:
     if not decided(lambda: store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT), handler.using):
-        return _duplicate(handler, row)
+        return _duplicate(handler, row, redelivered=redelivered)
     return _announce(handler, row.message_id, row.biz_id, failure)
 
 
@@ -178,8 +179,8 @@ def _fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Re
     return _announce(handler, stored.message_id, stored.biz_id, failure)
 
 
-def _duplicate(handler: Handler, row: NewRow) -> Received:
-    earlier = decided(lambda: store.count_duplicate(handler.using, row), handler.using)
+def _duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
+    earlier = decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
     if earlier is None:
         return Received.PUT_OFF
     if earlier.abandoned and (buried := _bury(handler, earlier.row, row.message_id, row.biz_id)):
@@ -250,7 +251,7 @@ def _announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None
             "that one to decide about both.",
             names,
         )
-    _tell(signals.duplicate_suppressed, **names)
+    _tell(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
 def _handled(handler: Handler, message: Message) -> Received:

@@ -12,7 +12,9 @@ message_dead = Signal()
 """It is a dead letter now. Arguments: `handler`, `message_id`, `error`."""
 
 duplicate_suppressed = Signal()
-"""A delivery whose effect has already happened, or is stored to happen. Arguments: `handler`, `message_id`, `biz_id`."""
+"""A delivery whose effect has already happened, or is stored to happen. Arguments: `handler`, `message_id`, `biz_id`,
+`cause`: "redelivery" by the broker, "resend" of the same message, "replay" by an operator, or "business", another message with
+the same biz-id."""
 
 conflicting_duplicate = Signal()
 """Same handler, topic and biz-id, but different content: a bug upstream. Arguments: `handler`, `message_id`, `biz_id`."""

@@ -19,7 +19,7 @@ from inbox.store.operating import (
     skip,
     states,
 )
-from inbox.store.rows import Earlier, Failure, Guard, NewRow, TwinBusy
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import ENDED, finish, refuse_if_ended
 from inbox.store.stored import (
     ABANDONED,
@@ -40,6 +40,7 @@ __all__ = [
     "RETRYABLE",
     "SKIPPABLE",
     "TABLE",
+    "DuplicateCause",
     "Duplicates",
     "Earlier",
     "Failure",

@@ -9,12 +9,18 @@ from django.db import OperationalError, connections
 
 from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, is_postgresql, now
-from inbox.store.rows import Earlier, Failure, Guard, NewRow, TwinBusy
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import SAVEPOINT
 from outbox.kernel.clock import now_after
 from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
+_COUNTED_AS = {
+    DuplicateCause.REDELIVERY: "redeliveries",
+    DuplicateCause.RESEND: "resends",
+    DuplicateCause.REPLAY: "replays",
+}
+"""By cause the column that counts it; what is in none of them is the business's own."""
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
 
 
@@ -110,23 +116,45 @@ def _insert(
     return Guard(alias, found[0][0], found[0][1]) if found else None
 
 
-def count_duplicate(alias: str, row: NewRow) -> Earlier | None:
-    """Count a delivery of something stored before, and whether it says the same.
+def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:
+    """Count a delivery of something stored before by its cause, and whether it says the same.
+
+    Args:
+        redelivered: the broker says that it has delivered this very message before.
 
     None: a transaction is running that row right now, or it is gone meanwhile; ask again later.
     """
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    if_the_same = _cause_if_the_same(row, redelivered=redelivered)
+    column = _COUNTED_AS[if_the_same]
+    # What has no id is only known to be the same when the broker says so.
+    same_id = row.message_id if row.message_id or redelivered else None
     with connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET duplicates = duplicates + 1, conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END "
+            f"UPDATE {TABLE} SET duplicates = duplicates + 1, "
+            f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
+            "conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END "
             f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
             # The columns as they are: SQLite 3.40 answers `... IS NULL` in RETURNING wrongly.
-            "RETURNING id, state, digest, next_attempt_at",
-            [row.digest, row.handler, row.topic, row.biz_id],
+            "RETURNING id, state, message_id, digest, next_attempt_at",
+            [same_id, row.digest, row.handler, row.topic, row.biz_id],
         )
         found = cursor.fetchall()
     if not found:
         return None
-    ((pk, state, digest, next_attempt_at),) = found
-    return Earlier(pk, state, conflicting=digest != row.digest, abandoned=state in DUE and next_attempt_at is None)
+    ((pk, state, message_id, digest, next_attempt_at),) = found
+    return Earlier(
+        pk,
+        state,
+        if_the_same if message_id == same_id else DuplicateCause.BUSINESS,
+        conflicting=digest != row.digest,
+        abandoned=state in DUE and next_attempt_at is None,
+    )
+
+
+def _cause_if_the_same(row: NewRow, *, redelivered: bool) -> DuplicateCause:
+    """Why it came again if its message id is that of the first."""
+    if redelivered:
+        return DuplicateCause.REDELIVERY
+    return DuplicateCause.REPLAY if row.replayed else DuplicateCause.RESEND

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import StrEnum
 
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 
@@ -14,7 +15,11 @@ class TwinBusy(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewRow:
-    """A delivery that can be stored: identified, every text fit for its column, `headers` serialised."""
+    """A delivery that can be stored: identified, every text fit for its column, `headers` serialised.
+
+    Attributes:
+        replayed: an operator has had it sent again.
+    """
 
     handler: str
     topic: str
@@ -30,6 +35,7 @@ class NewRow:
     causation_id: str
     traceparent: str
     created_at: datetime | None
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +64,25 @@ class Failure:
     put_off: bool = False
 
 
+class DuplicateCause(StrEnum):
+    """Why a message came again."""
+
+    REDELIVERY = "redelivery"
+    """The broker had delivered it before."""
+    RESEND = "resend"
+    """The same message was sent twice, as by a relay that crashed before it knew of the broker's confirm."""
+    REPLAY = "replay"
+    """An operator had it sent again."""
+    BUSINESS = "business"
+    """Another message of the same biz-id: whoever published it has said the same thing twice."""
+
+
 @dataclass(frozen=True, slots=True)
 class Earlier:
     """The row that a duplicate met."""
 
     row: int
     state: str
+    cause: DuplicateCause
     conflicting: bool
     abandoned: bool

@@ -218,8 +218,8 @@ class TestDuplicates:
         assert set(received) == {Received.HANDLED}
         assert {message.biz_id for message in messages} == set(Effect.objects.values_list("name", flat=True))
 
-    @pytest.mark.parametrize("redelivered", [False, True])
-    def test_a_redelivery_of_what_is_done_is_counted_and_not_run(self, handles, redelivered):
+    @pytest.mark.parametrize(("redelivered", "cause"), [(False, "resend"), (True, "redelivery")])
+    def test_a_redelivery_of_what_is_done_is_counted_and_not_run(self, handles, redelivered, cause):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
 
@@ -228,7 +228,7 @@ class TestDuplicates:
 
         row = the_row()
         assert (row.duplicates, row.conflicts, effects()) == (1, 0, 1)
-        names = {"handler": handler.name, "message_id": envelope.id, "biz_id": envelope.biz_id}
+        names = {"handler": handler.name, "message_id": envelope.id, "biz_id": envelope.biz_id, "cause": cause}
         assert said == [("duplicate_suppressed", names)]
 
     def test_a_resend_by_the_business_is_recognised_by_its_biz_id(self, handles):
