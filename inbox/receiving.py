@@ -116,8 +116,9 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
         return _fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
-    if biz_id != stored.biz_id and not store.rekey(handler.using, stored.pk, biz_id):
-        store.skip(handler.using, stored.pk, f"its biz-id is {biz_id}, and another message of that name is here already")
+    if biz_id != stored.biz_id and not decided(lambda: store.rekey(handler.using, stored.pk, biz_id), handler.using):
+        reason = f"its biz-id is {biz_id}, and another message of that name is here already"
+        decided(lambda: store.skip(handler.using, stored.pk, reason), handler.using)
         return Received.DUPLICATE
 
     def run() -> Message | None:

@@ -7,6 +7,7 @@ side, in any number of processes.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 
 from django.db import connections
@@ -14,7 +15,7 @@ from django.db import connections
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, registry
-from inbox.receiving import run_next
+from inbox.receiving import claim_next, run_stored
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
@@ -27,51 +28,69 @@ _LONGEST_NAP_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
 
 
-class Runner:
-    """Runs what is due for the handlers of this process. A message of an unknown handler stays for a worker that knows it."""
+def _nobody() -> None:
+    pass
 
-    def __init__(self, options: InboxOptions) -> None:
+
+class Runner:
+    """Runs what is due for the handlers of this process. A message of an unknown handler stays for a worker that knows it.
+
+    Any number of threads may take turns. While nothing is due one of them looks, at growing distances; whoever finds
+    something rings for the next.
+    """
+
+    def __init__(self, options: InboxOptions, stop: StopRequest | None = None) -> None:
         self._options = options
+        self._stop = StopRequest() if stop is None else stop
         self._database = Outage("the database")
+        self._lock = threading.Lock()
+        self._look_at = 0.0
+        self._rest = _SHORTEST_REST_SECONDS
         self._swept_at: dict[str, float] = {}
         self._owed: list[tuple[str, Callable[[], None]]] = []
         self._told: set[str] = set()
-        self._rung = False
+        self.on_ring: Callable[[], object] = _nobody
         self.ran = 0
 
     def run(self, stop: StopRequest) -> None:
-        """Work until asked to stop."""
-        rest = _SHORTEST_REST_SECONDS
+        """Work on this thread until asked to stop."""
+        self._stop = stop
         while not stop:
-            if self._turn(stop):
-                rest = _SHORTEST_REST_SECONDS
+            if left := self.seconds_left(monotonic()):
+                stop.wait(min(left, _LONGEST_NAP_SECONDS))
             else:
-                self._rest(rest, stop)
-                rest = min(rest * 2, self._options.POLL_INTERVAL.total_seconds())
+                self.turn()
         connections.close_all()
         logger.info("The runner has ended; it ran %d stored messages.", self.ran)
 
     def ring(self) -> None:
-        """Something has just been handed over: do not rest."""
-        self._rung = True
+        """Something has just been stored, or there is more: do not rest."""
+        self._look_at, self._rest = 0.0, _SHORTEST_REST_SECONDS
+        self.on_ring()
+
+    def seconds_left(self, now: float) -> float:
+        """How long nobody needs to look whether something is due."""
+        return max(0.0, self._look_at - now)
+
+    def turn(self) -> int:
+        """Run at most one message on each database; how many were run."""
+        with self._lock:
+            self._look_at = monotonic() + self._rest
+            self._rest = min(self._rest * 2, self._options.POLL_INTERVAL.total_seconds())
+        return self._turn()
 
     def drain(self, stop: StopRequest) -> int:
         """Work until nothing is due; how many messages were run. An error nobody foresaw ends it."""
+        self._stop = stop
         done = 0
         while not stop:
-            now = self._turn(stop, raising=True)
+            now = self._turn(raising=True)
             if not now and not self._database.ongoing:
                 break
             done += now
         if done:
             logger.info("%d stored messages were run.", done)
         return done
-
-    def _rest(self, seconds: float, stop: StopRequest) -> None:
-        until = monotonic() + seconds
-        while not (stop or self._rung) and monotonic() < until:
-            stop.wait(min(_LONGEST_NAP_SECONDS, seconds))
-        self._rung = False
 
     def _tell_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
         if alias in self._told:
@@ -86,8 +105,7 @@ class Runner:
                 name,
             )
 
-    def _turn(self, stop: StopRequest, *, raising: bool = False) -> int:
-        """Run at most one message on each database; how many were run."""
+    def _turn(self, *, raising: bool = False) -> int:
         handlers = registry.all()
         ran = 0
         away: DatabaseAway | None = None
@@ -96,7 +114,10 @@ class Runner:
                 self._tell_orphans(alias, handlers)
                 self._settle_debts(alias)
                 self._sweep(alias)
-                ran += run_next(handlers, alias, self._options) is not None
+                if claimed := claim_next(handlers, alias, self._options):
+                    self.ring()
+                    run_stored(*claimed, self._options)
+                    ran += 1
             except DatabaseAway as error:
                 away = error
                 if error.owed is not None:
@@ -107,22 +128,31 @@ class Runner:
                     raise
                 logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
                 connections.close_all()
-                stop.wait(1.0)
-        self.ran += ran
+                self._stop.wait(1.0)
+        with self._lock:
+            self.ran += ran
         if away is None:
             self._database.over()
         elif not ran:
-            self._database.wait(away, stop)
+            self._database.wait(away, self._stop)
         return ran
 
     def _settle_debts(self, alias: str) -> None:
-        for debt in [debt for debt in self._owed if debt[0] == alias]:
-            decided(debt[1], alias)
-            self._owed.remove(debt)
+        with self._lock:
+            debts = [debt for debt in self._owed if debt[0] == alias]
+            self._owed = [debt for debt in self._owed if debt[0] != alias]
+        while debts:
+            try:
+                decided(debts[-1][1], alias)
+            except BaseException:
+                self._owed += debts
+                raise
+            debts.pop()
 
     def _sweep(self, alias: str) -> None:
-        if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
-            return
-        self._swept_at[alias] = monotonic()
+        with self._lock:
+            if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
+                return
+            self._swept_at[alias] = monotonic()
         if buried := decided(lambda: store.bury_abandoned(alias), alias):
             logger.error("%d messages on %r are dead letters now: %s", buried, alias, store.ABANDONED)
