@@ -70,6 +70,12 @@ class LocalTransport:
 
     def _hand_over(self, parcel: Parcel) -> Verdict:
         envelope = parcel.envelope
+        if parcel.wire is not None:
+            return Verdict(
+                Outcome.REFUSED,
+                f"{envelope.topic} is in the form of another protocol, and local:// hands over to this service's own handlers; "
+                "set OUTBOX['BROKER_URL'] to the broker that its workers receive from",
+            )
         handlers = registry.for_topic(envelope.topic)
         if not handlers:
             return Verdict(

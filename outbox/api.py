@@ -169,13 +169,18 @@ async def apublish_many(drafts: Iterable[Draft], **options: Any) -> list[Publish
     return await sync_to_async(publish_many)(drafts, **options)
 
 
+def in_transaction(alias: str) -> bool:
+    """Is the caller inside an `atomic()` of `alias`?
+
+    Under django.test.TestCase everything is inside a transaction of the test; only one that the code under test opened counts,
+    so that a missing atomic() fails in the tests and not in production.
+    """
+    return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
+
+
 def _require_transaction(alias: str) -> None:
-    # Under django.test.TestCase everything is inside a transaction of the test; only one that the code under test opened
-    # counts, so that a missing atomic() fails in the tests and not in production.
-    for block in connections[alias].atomic_blocks:
-        if not getattr(block, "_from_testcase", False):
-            return
-    raise PublishedOutsideTransaction(alias)
+    if not in_transaction(alias):
+        raise PublishedOutsideTransaction(alias)
 
 
 def _ring(alias: str, rows: Iterable[store.NewRow]) -> None:

@@ -52,6 +52,7 @@ class OutboxMessage(models.Model):
     state = models.CharField(max_length=12, choices=State, default=State.READY)
     body = models.BinaryField()
     headers = models.JSONField(default=dict)
+    wire = models.TextField("form on the wire", null=True, editable=False)  # noqa: DJ001 - NULL says that the form is ours
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")

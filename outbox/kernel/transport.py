@@ -57,11 +57,19 @@ CONFIRMED = Verdict(Outcome.CONFIRMED)
 
 
 class Parcel(NamedTuple):
-    """One message on its way: its position names it in the answer."""
+    """One message on its way.
+
+    Attributes:
+        position: names it in the answer.
+        priority: of the broker.
+        wire: the text of a `kernel.wire.Wire`, for a message that does not travel as a CloudEvent: then only the id and the
+            body of the envelope are sent.
+    """
 
     position: int
     envelope: Envelope
     priority: int = 0
+    wire: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

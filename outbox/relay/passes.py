@@ -21,7 +21,7 @@ from django.dispatch import Signal
 from outbox import signals, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import Envelope
+from outbox.kernel.envelope import REPLAY_HEADER, Envelope
 from outbox.kernel.faults import is_collision
 from outbox.kernel.transport import Outcome, Parcel, Transport, Verdict
 from outbox.relay.breaker import Breakers
@@ -165,9 +165,12 @@ class Pass:
                 stopped_keys.add(row.key)
 
     def _parcel(self, row: RelayedMessage) -> Parcel:
+        headers = dict(row.headers)
+        replayed = headers.pop(REPLAY_HEADER, None) is not None
         return Parcel(
             position=row.position,
             priority=row.priority,
+            wire=row.wire,
             envelope=Envelope(
                 id=row.id,
                 topic=row.topic,
@@ -180,7 +183,8 @@ class Pass:
                 causation_id=row.causation_id,
                 traceparent=row.traceparent,
                 body=row.body,
-                headers=row.headers,
+                headers=headers,
+                replayed=replayed,
             ),
         )
 

@@ -33,7 +33,7 @@ from outbox.store.operating import (
     states,
 )
 from outbox.store.settling import PUT_OFF, Failure, Settlement, promote_due, recall, release_waiting, settle, topics_put_off
-from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_many, shard_of
+from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, shard_of
 
 __all__ = [
     "CANCELLABLE",
@@ -59,6 +59,7 @@ __all__ = [
     "forget_silent",
     "hold_order",
     "insert",
+    "insert_formed",
     "insert_many",
     "look",
     "oldest_waiting",

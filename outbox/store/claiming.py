@@ -43,6 +43,7 @@ class RelayedMessage(NamedTuple):
         expired: it may not be sent any more.
         held: an earlier message of its key failed or waits; it may not be sent yet.
         aside: it is not in the stream.
+        wire: the other protocol's form that it travels in (`kernel.wire`), or None.
     """
 
     position: int
@@ -63,6 +64,7 @@ class RelayedMessage(NamedTuple):
     expired: bool
     held: bool
     aside: bool
+    wire: str | None = None
 
     @property
     def message_id(self) -> uuid.UUID:
@@ -242,7 +244,7 @@ def _read(connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int) ->
     In one statement, so that a message that changes from one index to the other meanwhile is seen in one of them.
     """
     found: list[Any] = []
-    select = f"SELECT {_columns(connection)}, {{true_or_false}} FROM {TABLE} m WHERE m.shard = {{shard}}"
+    select = f"SELECT {_columns(connection)}, {{true_or_false}}, m.wire FROM {TABLE} m WHERE m.shard = {{shard}}"
     aside = f"{select} AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT %s"
     stream = f"{select} AND {_STREAM} AND m.id > {{above}} ORDER BY m.id LIMIT %s"
     with connection.cursor() as cursor:

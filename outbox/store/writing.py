@@ -79,6 +79,7 @@ _COLUMNS = {
 """What is written, with the PostgreSQL type that a COPY of it is encoded as."""
 
 _INSERT = f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}) VALUES"
+_INSERT_FORMED = f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}, wire) VALUES"
 _UNLESS_FOUND = "ON CONFLICT (topic, biz_id) WHERE is_unique DO NOTHING"
 _COPY = f"COPY {TABLE} (id, {', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
 _DRAW = (
@@ -109,6 +110,22 @@ def insert(alias: str, row: NewRow) -> int | None:
     values, parameters = _values(connection, row)
     with connection.cursor() as cursor:
         cursor.execute(f"{_INSERT} {values} {_UNLESS_FOUND if row.is_unique else ''} RETURNING id", parameters)
+        found = cursor.fetchone()
+    return found[0] if found else None
+
+
+def insert_formed(alias: str, row: NewRow, wire: str) -> int | None:
+    """Write one message in the form of another protocol; its position, or None when another row has its message id.
+
+    Such an id may come from outside (a Celery task id), and need not be fresh.
+    """
+    connection = connections[alias]
+    values, parameters = _values(connection, row)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"{_INSERT_FORMED} {values.removesuffix(')')}, %s) ON CONFLICT (message_id) DO NOTHING RETURNING id",
+            [*parameters, wire],
+        )
         found = cursor.fetchone()
     return found[0] if found else None
 

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import kombu
-from amqp.exceptions import RecoverableConnectionError
+from amqp.exceptions import NotFound, RecoverableConnectionError
 
 from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
 from outbox.kernel.transport import BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
+from outbox.kernel.wire import Wire
 from outbox.transports.confirms import ConfirmTracker
 from outbox.transports.frames import FrameWriter
 
@@ -32,11 +33,17 @@ _WRITE_BYTES = 64 * 1024
 _WINDOW_BYTES = 1_000_000
 # Codes with which a broker answers *what* it was sent (too large, bad properties, bad frame), not whether we may send.
 _BLAMES_A_MESSAGE = {311, 406, 501, 502, 503, 505}
+# And those with which it answers where to, when a message goes elsewhere than to our own exchange.
+_BLAMES_A_DESTINATION = {403, 404}
+_EXCHANGE_DECLARE = (40, 10)
 _OVERDUE = "the broker did not confirm everything within the deadline"
 
 
 class AmqpTransport:
-    """Publishes to one topic exchange of RabbitMQ, every message mandatory, persistent and confirmed."""
+    """Publishes to one topic exchange of RabbitMQ, every message mandatory, persistent and confirmed.
+
+    A message in the form of another protocol goes to where that says, mandatory and confirmed, too.
+    """
 
     capabilities = Capabilities(confirms=True)
 
@@ -48,6 +55,7 @@ class AmqpTransport:
         self._channel: Any = None
         self._frames: FrameWriter
         self._tracker = ConfirmTracker()
+        self._exchanges: set[str] = set()
         self._blocked: str | None = None
 
     def connect(self) -> None:
@@ -66,7 +74,7 @@ class AmqpTransport:
             broken = self._publish(parcels, deadline, refused) or self._await_confirms(deadline)
         except BROKER_FAILURES as error:
             broken = describe(error)
-            suspicious = getattr(error, "code", None) in _BLAMES_A_MESSAGE
+            suspicious = _blames_a_message(error, parcels)
         # A late ack of an earlier batch may be among them; those rows are not in this claim's hands.
         mine = {parcel.position for parcel in parcels}
         verdicts = {position: verdict for position, verdict in self._tracker.collect().items() if position in mine}
@@ -107,6 +115,7 @@ class AmqpTransport:
     def _open(self) -> None:
         self._blocked = None
         self._tracker = ConfirmTracker()
+        self._exchanges = {""}
         events = {"on_blocked": self._on_blocked, "on_unblocked": self._on_unblocked}
         try:
             self._connection = kombu.Connection(self._url, **connection_options(self._url, **events))
@@ -142,11 +151,11 @@ class AmqpTransport:
     def _publish(self, parcels: Sequence[Parcel], deadline: float, refused: dict[int, Verdict]) -> str | None:
         buffer = bytearray()
         unconfirmed_bytes = 0
+        missing: set[str] = set()
         for parcel in parcels:
-            try:
-                frames = self._frames.publish(parcel)
-            except Exception as error:  # noqa: BLE001 - a row written by somebody else's hand may hold anything
-                refused[parcel.position] = Verdict(Outcome.REFUSED, f"it cannot be encoded: {describe(error)}")
+            frames = self._encode(parcel, missing)
+            if isinstance(frames, Verdict):
+                refused[parcel.position] = frames
                 continue
             self._tracker.sent(parcel.position, parcel.envelope.id)
             buffer += frames
@@ -163,6 +172,40 @@ class AmqpTransport:
                     return overdue
                 unconfirmed_bytes = 0
         return self._write(buffer, deadline)
+
+    def _encode(self, parcel: Parcel, missing: set[str]) -> bytes | Verdict:
+        try:
+            if parcel.wire is None:
+                return self._frames.publish(parcel)
+            wire = Wire.from_text(parcel.wire)
+            frames = self._frames.publish_formed(parcel.envelope, wire)
+        except Exception as error:  # noqa: BLE001 - a row written by somebody else's hand may hold anything
+            return Verdict(Outcome.REFUSED, f"it cannot be encoded: {describe(error)}")
+        if not self._exists(wire.exchange, missing):
+            return Verdict(Outcome.RETURNED, f"unroutable: there is no exchange {wire.exchange!r}")
+        return frames
+
+    def _exists(self, exchange: str, missing: set[str]) -> bool:
+        """A publish to an exchange that is not there would end the channel, and take the whole batch with it.
+
+        So the broker is asked, on a channel of its own, once for each life of the connection and, in vain, for each batch.
+        """
+        if exchange in self._exchanges:
+            return True
+        if exchange in missing:
+            return False
+        channel = self._amqp.channel()
+        try:
+            channel.exchange_declare(exchange, EXCHANGE_TYPE, passive=True)
+        except NotFound as error:
+            if error.method_sig != _EXCHANGE_DECLARE:
+                raise  # of an earlier publish, read while we waited: it was the other channel that was closed
+            missing.add(exchange)
+            return False
+        finally:
+            channel.close()
+        self._exchanges.add(exchange)
+        return True
 
     def _write(self, buffer: bytearray, deadline: float) -> str | None:
         left = deadline - monotonic()
@@ -195,7 +238,8 @@ class AmqpTransport:
         return came
 
     def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
-        reason = f"unroutable: no queue is bound to exchange {exchange!r} for topic {routing_key!r}"
+        bound = f"no queue is bound to exchange {exchange!r} for topic {routing_key!r}"
+        reason = f"unroutable: {bound if exchange else f'there is no queue {routing_key!r}'}"
         self._tracker.returned(str(message.properties.get("message_id", "")), reason)
 
     def _on_blocked(self, reason: str) -> None:
@@ -203,3 +247,9 @@ class AmqpTransport:
 
     def _on_unblocked(self) -> None:
         self._blocked = None
+
+
+def _blames_a_message(error: Exception, parcels: Sequence[Parcel]) -> bool:
+    """Is it likely that the broker hung up because of what one of these messages is, or because of where it goes?"""
+    code = getattr(error, "code", None)
+    return code in _BLAMES_A_MESSAGE or (code in _BLAMES_A_DESTINATION and any(parcel.wire for parcel in parcels))

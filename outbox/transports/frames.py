@@ -8,13 +8,17 @@ Pure bytes: no socket.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from struct import Struct, pack
 from typing import Any
 
+from amqp.basic_message import Message
 from amqp.serialization import dumps
 
+from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import Parcel
+from outbox.kernel.wire import Wire
 
 _METHOD, _HEADER, _BODY, _END = 1, 2, 3, b"\xce"
 _FRAME_OVERHEAD = 8
@@ -30,7 +34,7 @@ _pack_length = Struct(">I").pack
 
 
 class FrameWriter:
-    """Publishes to one exchange on one channel: mandatory and persistent.
+    """Publishes on one channel, mandatory and, as a CloudEvent, to one exchange and persistent.
 
     Args:
         frame_max: largest frame in bytes that the broker agreed to.
@@ -43,7 +47,7 @@ class FrameWriter:
         self._exchange = exchange
 
     def publish(self, parcel: Parcel) -> bytes:
-        """All frames of `parcel`.
+        """All frames of `parcel`, as a CloudEvent.
 
         Raises:
             ValueError: a name is longer than AMQP's 255 bytes, or the headers do not fit into one frame.
@@ -63,19 +67,54 @@ class FrameWriter:
                 _short(envelope.topic),
             )
         )
+        return self._assemble(self._method(self._exchange, envelope.topic), properties, body)
+
+    def publish_formed(self, envelope: Envelope, wire: Wire) -> bytes:
+        """All frames of a message in the form of another protocol. Its message id is ours, by which it is known if it returns.
+
+        Raises:
+            ValueError, struct.error, amqp.AMQPError: a name is too long, a header of a type that AMQP has not, or the headers
+                do not fit into one frame.
+        """
+        body = envelope.body
+        content = _pack_content(_BASIC, 0, len(body)) + _properties(
+            {
+                **wire.properties,
+                "content_type": wire.content_type,
+                "content_encoding": wire.content_encoding,
+                "application_headers": wire.headers,
+                "priority": wire.priority,
+                "message_id": envelope.id,
+            }
+        )
+        return self._assemble(self._method(wire.exchange, wire.routing_key), content, body)
+
+    def _assemble(self, method: bytes, properties: bytes, body: bytes) -> bytes:
         if len(properties) > self._largest:
             raise ValueError(f"its headers are {len(properties)} bytes and the broker takes frames of {self._largest}")
-        frames = [self._method(envelope.topic), *self._frame(_HEADER, properties)]
+        frames = [method, *self._frame(_HEADER, properties)]
         for start in range(0, len(body), self._largest):
             frames += self._frame(_BODY, body[start : start + self._largest])
         return b"".join(frames)
 
-    def _encode_method(self, topic: str) -> bytes:
-        arguments = b"".join((pack(">HHH", _BASIC, _PUBLISH, 0), _short(self._exchange), _short(topic), _MANDATORY))
+    def _encode_method(self, exchange: str, routing_key: str) -> bytes:
+        arguments = b"".join((pack(">HHH", _BASIC, _PUBLISH, 0), _short(exchange), _short(routing_key), _MANDATORY))
         return b"".join(self._frame(_METHOD, arguments))
 
     def _frame(self, kind: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
         return _pack_frame_head(kind, self._channel, len(payload)), payload, _END
+
+
+def _properties(values: Mapping[str, Any]) -> bytes:
+    """A property list: which of them are there, and those. Names that AMQP does not have are left out, as py-amqp does."""
+    flags, kinds, given = 0, "", []
+    for place, (name, kind) in enumerate(Message.PROPERTIES):
+        if (value := values.get(name)) is not None:
+            flags |= 0x8000 >> place
+            kinds += kind
+            given.append(value)
+    listed: bytes = pack(">H", flags) + dumps(kinds, given)
+    return listed
 
 
 def _table(headers: dict[str, Any]) -> bytes:

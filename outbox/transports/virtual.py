@@ -15,6 +15,7 @@ from kombu.transport.virtual import Channel as VirtualChannel
 
 from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, scheme_of
 from outbox.kernel.clock import monotonic
+from outbox.kernel.envelope import Envelope
 from outbox.kernel.text import describe
 from outbox.kernel.transport import (
     CONFIRMED,
@@ -26,6 +27,7 @@ from outbox.kernel.transport import (
     Sent,
     Verdict,
 )
+from outbox.kernel.wire import Wire
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,9 @@ class VirtualTransport:
 
     def _send_one(self, parcel: Parcel) -> Verdict:
         envelope = parcel.envelope
-        if not self._is_routable(envelope.topic):
+        if parcel.wire is not None:
+            return self._send_formed(envelope, Wire.from_text(parcel.wire))
+        if not self._is_routable(self._exchange.name, envelope.topic):
             return Verdict(
                 Outcome.RETURNED,
                 f"unroutable: no queue is bound to exchange {self._exchange.name!r} for topic {envelope.topic!r}",
@@ -125,15 +129,36 @@ class VirtualTransport:
         )
         return CONFIRMED
 
-    def _is_routable(self, topic: str) -> bool:
+    def _send_formed(self, envelope: Envelope, wire: Wire) -> Verdict:
+        # A queue is there as soon as something lies in it, so to the default exchange everything is routable.
+        if wire.exchange and not self._is_routable(wire.exchange, wire.routing_key, wire.exchange_type):
+            return Verdict(
+                Outcome.RETURNED,
+                f"unroutable: no queue is bound to exchange {wire.exchange!r} for topic {wire.routing_key!r}",
+            )
+        message = self._channel.prepare_message(
+            envelope.body,
+            priority=wire.priority,
+            content_type=wire.content_type,
+            content_encoding=wire.content_encoding,
+            headers=dict(wire.headers),
+            properties={**wire.properties, "message_id": envelope.id},
+        )
+        self._channel.basic_publish(message, exchange=wire.exchange, routing_key=wire.routing_key)
+        return CONFIRMED
+
+    def _is_routable(self, exchange: str, topic: str, exchange_type: str = EXCHANGE_TYPE) -> bool:
         channel = self._channel
         if not isinstance(channel, VirtualChannel):
             return True
+        if exchange not in channel.state.exchanges:
+            # Each process has its own idea of what exchanges there are, and of which type; the bindings are shared.
+            channel.exchange_declare(exchange, exchange_type, durable=True)
         try:
-            table = channel.get_table(self._exchange.name)
+            table = channel.get_table(exchange)
         except KeyError:
             return False
-        return bool(channel.typeof(self._exchange.name).lookup(table, self._exchange.name, topic, None))
+        return bool(channel.typeof(exchange).lookup(table, exchange, topic, None))
 
     @staticmethod
     def _failures(connection: kombu.Connection | None) -> tuple[type[Exception], ...]:

@@ -1,0 +1,111 @@
+"""Celery tasks through the outbox: the call commits with the business change, or never was.
+
+    from outbox.celery import OutboxTask
+
+    @shared_task(base=OutboxTask)
+    def send_receipt(order_id): ...
+
+    with transaction.atomic():
+        order.save()
+        send_receipt.delay(order.id)
+
+Celery itself makes the message, with its own routes, serialisers, headers and signals; only the last step differs: what it
+would hand to the broker becomes a row. The relay sends that as it is, and a worker cannot tell the two apart.
+
+A project's celery.py imports this before Django's models can be, so what needs them is imported at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, timedelta
+from typing import Any, ClassVar
+
+from celery.contrib.django.task import DjangoTask
+
+_at_once: ContextVar[bool] = ContextVar("sent at once, whatever transaction is open", default=False)
+
+
+class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
+    """A task whose `delay()` and `apply_async()` write to the outbox while a transaction is open, and send as ever otherwise.
+
+    Attributes:
+        outbox_using: the database alias whose transaction counts, and whose outbox is written to.
+    """
+
+    outbox_using: ClassVar[str] = "default"
+
+    def apply_async(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        shadow: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """As Celery's, and inside `atomic()` of `outbox_using` a row of the outbox.
+
+        The answer is an `AsyncResult` whose id is that of the task, known now. A row is due at the task's `eta`, and expired
+        with its `expires`. `producer`, `publisher`, `connection`, `retry` and `retry_policy` mean nothing to it.
+
+        Raises:
+            InvalidMessage, PayloadTooLarge: with the value and the remedy; nothing was written.
+            kombu.exceptions.EncodeError: the arguments cannot be serialised; nothing was written.
+        """
+        from outbox.api import in_transaction  # noqa: PLC0415 - models are not ready when this module is imported
+
+        app = self._get_app()
+        if app.conf.task_always_eager or _at_once.get() or not in_transaction(self.outbox_using):
+            return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
+
+        from outbox.task_messages import RowProducer  # noqa: PLC0415 - as above
+
+        for of_a_broker in ("publisher", "connection"):
+            options.pop(of_a_broker, None)
+        options = _due_in_the_header(app, options)
+        rows = RowProducer(app, self.outbox_using)
+        try:
+            return super().apply_async(args, kwargs, task_id, rows, link, link_error, shadow, **options)
+        finally:
+            rows.release()
+
+    def retry(self, *args: Any, **options: Any) -> Any:
+        """As Celery's, sent at once: `Retry`, which it raises, rolls back the transaction it leaves, and a row with it."""
+        with _sent_at_once():
+            return super().retry(*args, **options)
+
+    def on_replace(self, sig: Any) -> Any:
+        """As Celery's, sent at once: it raises, too."""
+        if self.request.is_eager:
+            return super().on_replace(sig)
+        with _sent_at_once():
+            return super().on_replace(sig)
+
+
+@contextmanager
+def _sent_at_once() -> Iterator[None]:
+    token = _at_once.set(True)
+    try:
+        yield
+    finally:
+        _at_once.reset(token)
+
+
+def _due_in_the_header(app: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with the task's time where the worker reads it, and only there.
+
+    Celery would route a task that has an `eta` to the exchanges of its own delayed delivery, where queues are quorum queues.
+    The row has waited by then, and the message would wait there once more.
+    """
+    countdown, eta = options.pop("countdown", None), options.pop("eta", None)
+    if countdown:
+        eta = (app.now().astimezone(UTC) + timedelta(seconds=countdown)).astimezone(app.timezone)
+    if not eta:
+        return options
+    due = eta if isinstance(eta, str) else eta.isoformat()
+    return {**options, "headers": {**(options.get("headers") or {}), "eta": due}}

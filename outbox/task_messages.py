@@ -1,0 +1,192 @@
+"""A Celery message becomes a row of the outbox.
+
+Celery hands its messages to a kombu producer. Ours stands in its place for one call and writes what it is given: the body as it
+was serialised, the headers and properties, where it goes. No broker is spoken to.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from datetime import datetime, timedelta
+from typing import Any
+
+import kombu
+from celery.utils.time import maybe_iso8601, maybe_make_aware
+
+from outbox import doorbell, store
+from outbox.api import MAX_PRIORITY, TRACEPARENT
+from outbox.conf import outbox_options
+from outbox.errors import InvalidMessage, PayloadTooLarge
+from outbox.kernel.broker import speaks_amqp
+from outbox.kernel.clock import utcnow
+from outbox.kernel.context import current_cause
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.identity import new_message_id
+from outbox.kernel.text import describe, fit
+from outbox.kernel.wire import CELERY_TOPICS, Wire
+from outbox.transports.frames import FrameWriter
+
+_PROTOCOL = 2
+_USUAL_FRAME_BYTES = 128 * 1024
+"""RabbitMQ's frame_max, unless it is told otherwise; the headers of a message must fit into one frame."""
+_AT_ONCE = timedelta(microseconds=1)
+
+
+class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of its names
+    """Publishes task messages by writing them into the outbox of `alias`, in the transaction that is open there.
+
+    Raises:
+        InvalidMessage: the app speaks another protocol than Celery's second.
+    """
+
+    def __init__(self, app: Any, alias: str) -> None:
+        if app.conf.task_protocol != _PROTOCOL:
+            raise InvalidMessage(
+                f"task_protocol is {app.conf.task_protocol!r} and the outbox carries Celery's protocol {_PROTOCOL} only: "
+                f"set it to {_PROTOCOL}, or give the task another base than OutboxTask."
+            )
+        super().__init__(None, auto_declare=False)
+        # Never connected: Celery asks it which errors it would raise.
+        self.__connection__ = app.amqp.producer_pool.connections.connection
+        self._app = app
+        self._alias = alias
+        self._borrowed: Any = None
+
+    @property
+    def channel(self) -> Any:
+        """Only the result backend rpc:// asks for it: its queue of replies is declared before the call."""
+        if self._borrowed is None:
+            self._borrowed = self._app.pool.acquire(block=True)
+        return self._borrowed.default_channel
+
+    def release(self) -> None:
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed is not None:
+            borrowed.release()
+
+    def publish(self, body: Any, *, headers: dict[str, Any], exchange: Any, declare: Any = None, **options: Any) -> None:
+        if "task" not in headers:
+            # The event task-sent. It is not sent yet; message_published tells when it is.
+            return
+        # Nothing is declared by us. What would have been says of which type the exchange is.
+        declare = [*(declare or ()), *([exchange] if isinstance(exchange, kombu.Exchange) else ())]
+        super().publish(body, headers=headers, exchange=exchange, declare=declare, **{**options, "retry": False})
+
+    def _publish(
+        self,
+        body: str | bytes,
+        priority: int | None,
+        content_type: str,
+        content_encoding: str,
+        headers: dict[str, Any],
+        properties: dict[str, Any],
+        routing_key: str,
+        mandatory: object,
+        immediate: object,
+        exchange: str,
+        declare: Iterable[Any],
+        *_: object,
+    ) -> None:
+        """What kombu calls with everything prepared, to write it to a channel."""
+        due, end = (self._instant(headers.get(name)) for name in ("eta", "expires"))
+        if due is not None and end is not None and "expiration" in properties:
+            # Celery counts it from the call, and the broker from when it gets the message.
+            properties["expiration"] = str(max(int((end - due).total_seconds() * 1000), 0))
+        wire = Wire(
+            exchange=exchange,
+            exchange_type=self._type_of(exchange, declare),
+            routing_key=routing_key,
+            content_type=content_type,
+            content_encoding=content_encoding,
+            priority=priority,
+            headers=headers,
+            properties=properties,
+        )
+        row = _row(body.encode() if isinstance(body, str) else bytes(body), wire, due, end)
+        _write(self._alias, row, _text(wire, row))
+        if row.deliver_at is None:
+            doorbell.ring_after_commit(self._alias)
+
+    def _type_of(self, exchange: str, declare: Iterable[Any]) -> str:
+        for entity in (*declare, *self._app.amqp.queues.values()):
+            declared = entity if isinstance(entity, kombu.Exchange) else entity.exchange
+            if declared is not None and declared.name == exchange:
+                return str(declared.type)
+        return "direct"
+
+    def _instant(self, value: Any) -> datetime | None:
+        """A time in a header as the worker will read it: a naive one in the app's time zone."""
+        if not value:
+            return None
+        instant: datetime = maybe_make_aware(maybe_iso8601(value), self._app.timezone)
+        return instant
+
+
+def _row(body: bytes, wire: Wire, due: datetime | None, end: datetime | None) -> store.NewRow:
+    headers, cause, now = wire.headers, current_cause(), utcnow()
+    task_id = str(headers["id"])
+    deliver_at = due if due is not None and due > now else None
+    limit = outbox_options().BODY_LIMIT_BYTES
+    if len(body) > limit:
+        raise PayloadTooLarge(
+            f"The arguments of the task {headers['task']} are {len(body)} bytes as {wire.content_type} and "
+            f"OUTBOX['BODY_LIMIT_BYTES'] is {limit}. Store the large part elsewhere and pass a reference to it, or raise the "
+            "limit."
+        )
+    return store.NewRow(
+        message_id=_as_uuid(task_id) or new_message_id(),
+        topic=fit(f"{CELERY_TOPICS}{headers['task']}"),
+        biz_id=fit(task_id),
+        key="",
+        priority=_priority(wire.priority),
+        body=body,
+        headers="{}",
+        correlation_id=cause.correlation_id or fit(str(headers.get("root_id") or task_id)),
+        causation_id=cause.message_id or fit(str(headers.get("parent_id") or "")),
+        traceparent=fit(str(headers.get(TRACEPARENT) or cause.traceparent)),
+        is_unique=False,
+        delay=None,
+        deliver_at=deliver_at,
+        expires_in=None if end is None else max(end - (deliver_at or now), _AT_ONCE),
+    )
+
+
+def _priority(priority: int | None) -> int:
+    """The row's: in what order the relay sends. With kombu's other transports the number may mean the opposite."""
+    if not priority or not speaks_amqp(outbox_options().BROKER_URL):
+        return 0
+    return min(max(int(priority), 0), MAX_PRIORITY)
+
+
+def _text(wire: Wire, row: store.NewRow) -> str:
+    """`wire` as it is stored, once it is certain that it can be sent.
+
+    Raises:
+        InvalidMessage: it cannot.
+    """
+    try:
+        text = wire.to_text()
+        if speaks_amqp(outbox_options().BROKER_URL):
+            writer = FrameWriter(channel=1, exchange="", frame_max=_USUAL_FRAME_BYTES)
+            writer.publish_formed(Envelope(id=str(row.message_id), topic=row.topic), Wire.from_text(text))
+    except Exception as error:
+        raise InvalidMessage(
+            f"The task {wire.headers['task']} cannot be written to the outbox, because of its headers, properties or names: "
+            f"{describe(error)}. Headers may hold text, numbers, booleans, None, dates, lists and dicts of these; give "
+            "anything else to the task as an argument."
+        ) from error
+    return text
+
+
+def _write(alias: str, row: store.NewRow, wire: str) -> None:
+    # The same task id twice is no error of Celery's, so it is none of ours: the later row has a message id of its own.
+    while store.insert_formed(alias, row, wire) is None:
+        row = row._replace(message_id=new_message_id())
+
+
+def _as_uuid(text: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(text)
+    except ValueError:
+        return None
