@@ -132,6 +132,7 @@ def _row(handler: Handler, envelope: Envelope, *, biz_id: str, digest: str) -> N
         causation_id=envelope.causation_id,
         traceparent=envelope.traceparent,
         created_at=envelope.created_at,
+        replayed=envelope.replayed,
     )
 
 

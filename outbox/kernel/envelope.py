@@ -27,6 +27,9 @@ STRUCTURED_JSON = "application/cloudevents+json"
 OPAQUE = "application/octet-stream"
 SPECVERSION = "1.0"
 _PREFIXES = ("cloudEvents:", "cloudEvents_")
+REPLAY_HEADER = "cloudEvents:replay"
+"""Says that somebody has had the message sent again on purpose, and who: "operator"."""
+BY_OPERATOR = "operator"
 _RESERVED = ("cloudevents", "x-", "ce-")
 # kombu takes it as its own and would try to inflate the body.
 _RESERVED_NAMES = {"compression"}
@@ -58,6 +61,7 @@ class Envelope(NamedTuple):
         key: ordering key; "" promises no order.
         body: the serialised payload.
         headers: the publisher's own.
+        replayed: an operator has had it sent again, so that it may come once more.
     """
 
     id: str
@@ -73,6 +77,7 @@ class Envelope(NamedTuple):
     content_type: str = JSON
     body: bytes = b""
     headers: Mapping[str, HeaderValue] = MappingProxyType({})
+    replayed: bool = False
 
     def to_headers(self) -> dict[str, Any]:
         """The headers this message travels with: the publisher's, then the attributes, empty ones left out."""
@@ -88,6 +93,7 @@ class Envelope(NamedTuple):
             ("cloudEvents:correlationid", self.correlation_id),
             ("cloudEvents:causationid", self.causation_id),
             ("cloudEvents:traceparent", self.traceparent),
+            (REPLAY_HEADER, BY_OPERATOR if self.replayed else ""),
         )
         return {**self.headers, **{name: value for name, value in attributes if value}}
 
@@ -145,6 +151,7 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
         content_type=fit(content_type),
         body=body,
         headers=own_headers,
+        replayed=bool(attributes.get("replay")),
     )
 
 

@@ -7,9 +7,11 @@ from datetime import datetime, timedelta
 
 from django.db import OperationalError, connections, transaction
 from django.db.models import Count, Min, Q
+from django.db.models.expressions import RawSQL
 
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
+from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.kernel.faults import is_collision
 from outbox.models import SETTLED, OutboxMessage, RelayLease, State
 from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
@@ -39,12 +41,23 @@ def cancel(alias: str, position: int) -> bool:
 
 
 def requeue(alias: str, position: int) -> bool:
-    """dead | retrying → ready, with a full set of attempts. False: it is in neither of these states."""
+    """dead | retrying → ready, with a full set of attempts. False: it is in neither of these states.
+
+    From now on it says of itself that an operator had it sent again: an earlier attempt may have reached some consumers, whose
+    inbox then tells this copy from one that a relay sent twice.
+    """
     return bool(
         OutboxMessage.objects.using(alias)
         .filter(pk=position, state__in=REQUEUEABLE)
-        .update(state=State.READY, attempts=0, available_at=DatabaseTime(), settled_at=None)
+        .update(state=State.READY, attempts=0, available_at=DatabaseTime(), settled_at=None, headers=_marked_as_replayed(alias))
     )
+
+
+def _marked_as_replayed(alias: str) -> RawSQL:
+    # With the other headers, where publishers cannot set such a name: a column of its own would be read with every message.
+    if is_postgresql(connections[alias]):
+        return RawSQL("headers || jsonb_build_object(%s::text, %s::text)", [REPLAY_HEADER, BY_OPERATOR])
+    return RawSQL("json_set(headers, %s, %s)", [f'$."{REPLAY_HEADER}"', BY_OPERATOR])
 
 
 def _in_hand(alias: str, position: int) -> bool:
