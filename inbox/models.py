@@ -58,6 +58,10 @@ class InboxMessage(models.Model):
     resends = models.PositiveIntegerField(default=0, db_default=0)
     replays = models.PositiveIntegerField(default=0, db_default=0)
     conflicts = models.PositiveIntegerField(default=0, db_default=0)
+    # The latest of those that said something else, so that people can compare.
+    conflicting_id = models.CharField("conflicting message id", max_length=NAME_LENGTH, default="", db_default="")
+    conflicting_body = models.BinaryField(null=True)
+    conflicting_at = models.DateTimeField(null=True)
     # Refused by the age fence: only an operator's explicit override runs it.
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
@@ -77,6 +81,7 @@ class InboxMessage(models.Model):
         permissions = (
             ("retry_inboxmessage", "Can retry a dead or retrying message"),
             ("skip_inboxmessage", "Can skip a message that is not done"),
+            ("override_inboxmessage", "Can run a message that the age fence holds back"),
         )
         constraints = (models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),)
         indexes = (
@@ -91,6 +96,9 @@ class InboxMessage(models.Model):
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),
             models.Index(fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])),
+            # What is rare among the settled, for people who look for it.
+            models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
+            models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
             models.Index(
                 fields=["handler", "key", "id"],

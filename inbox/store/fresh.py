@@ -21,6 +21,12 @@ _COUNTED_AS = {
     DuplicateCause.REPLAY: "replays",
 }
 """By cause the column that counts it; what is in none of them is the business's own."""
+_KEEP_CONFLICT = (
+    "conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END, "
+    "conflicting_id = CASE WHEN digest <> %s THEN %s ELSE conflicting_id END, "
+    "conflicting_body = CASE WHEN digest <> %s THEN %s ELSE conflicting_body END, "
+    "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END"
+)
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
 
 
@@ -117,7 +123,7 @@ def _insert(
 
 
 def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:
-    """Count a delivery of something stored before by its cause, and whether it says the same.
+    """Count a delivery of something stored before by its cause. When it says something else, keep what it says.
 
     Args:
         redelivered: the broker says that it has delivered this very message before.
@@ -134,11 +140,11 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
         cursor.execute(
             f"UPDATE {TABLE} SET duplicates = duplicates + 1, "
             f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
-            "conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END "
+            f"{_KEEP_CONFLICT.format(now=now(connection))} "
             f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
             # The columns as they are: SQLite 3.40 answers `... IS NULL` in RETURNING wrongly.
             "RETURNING id, state, message_id, digest, next_attempt_at",
-            [same_id, row.digest, row.handler, row.topic, row.biz_id],
+            [same_id, *[row.digest] * 2, row.message_id, row.digest, row.body, row.digest, row.handler, row.topic, row.biz_id],
         )
         found = cursor.fetchall()
     if not found:

@@ -15,7 +15,6 @@ from tests.deliveries import (
     an_envelope,
     deliver,
     effects,
-    options,
     the_effect,
     the_row,
     wait_until,
@@ -128,6 +127,42 @@ class TestTheCause:
 
         assert causes() == {"redelivery": 2, "resend": 2, "replay": 2, "business": 2}
         assert (the_row().duplicates, effects()) == (8, 1)
+
+
+@every_database
+class TestWhatSaysSomethingElse:
+    def test_is_kept_beside_the_first_so_that_people_can_compare(self, handles):
+        handler = handles(the_effect)
+        deliver(handler, an_envelope({"total": 1}, biz_id="order-1"))
+        other = an_envelope({"total": 2}, biz_id="order-1")
+
+        deliver(handler, other)
+
+        row = the_row()
+        assert (row.conflicts, row.conflicting_id, bytes(row.conflicting_body)) == (1, other.id, other.body)
+        assert row.conflicting_at >= row.received_at
+        assert (bytes(row.body), effects()) == (b'{"total": 1}', 1)
+
+    def test_the_latest_of_many_is_kept_and_a_later_copy_that_agrees_leaves_it(self, handles):
+        handler, first = handles(the_effect), an_envelope({"total": 1}, biz_id="order-1")
+        deliver(handler, first)
+        deliver(handler, an_envelope({"total": 2}, biz_id="order-1"))
+        latest = an_envelope({"total": 3}, biz_id="order-1")
+        deliver(handler, latest)
+
+        deliver(handler, first)
+
+        row = the_row()
+        assert (row.duplicates, row.conflicts, row.conflicting_id) == (3, 2, latest.id)
+
+    def test_nothing_is_kept_while_all_agree(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+
+        deliver(handler, envelope)
+
+        row = the_row()
+        assert (row.conflicts, row.conflicting_id, row.conflicting_body, row.conflicting_at) == (0, "", None, None)
 
 
 class TestOnTheWire:
