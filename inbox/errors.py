@@ -60,3 +60,13 @@ class TransactionControl(InboxError):
 
 class NotCallable(InboxError, TypeError):
     """A handler that cannot be called as one: a generator function, or a result that is still to be run."""
+
+
+class HandlerTimeout(BaseException):
+    """A handler took longer than its `timeout`: a failed attempt.
+
+    No Exception, so that a handler that catches those does not catch this.
+    """
+
+    def __init__(self, what: str = "it", limit: timedelta | None = None) -> None:
+        super().__init__(f"{what} took longer than its timeout" + (f" of {limit.total_seconds():g} s" if limit else ""))

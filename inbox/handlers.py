@@ -21,6 +21,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from inbox.errors import NotCallable
 from inbox.limits import Shed, per_second
+from inbox.timeouts import bounded
 from outbox.kernel.text import fit, why_no_topic, why_unfit
 
 OnDead = Literal["block", "skip"]
@@ -109,21 +110,23 @@ class Handler:
         """What makes two handlers of one name the same: function, topic, database."""
         return _origin(self.function), self.topic, self.using
 
-    def call(self, given: Message | list[Message]) -> object:
-        """Run the user's code; what it returned.
+    def call(self, *messages: Message) -> object:
+        """Run the user's code with one message, or with a list when it takes batches; what it returned.
 
         Raises:
             NotCallable: it returned something that is still to be run, so nothing has happened yet.
+            HandlerTimeout: it took longer than `timeout`.
         """
-        result = self.function(given)
-        if inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator):
-            if inspect.iscoroutine(result):
-                result.close()
-            raise NotCallable(
-                f"The handler {self.name} returned {type(result).__name__}, which nobody would run, so it has had no "
-                "effect. Decorate the async function itself, or await and exhaust what it calls."
-            )
-        return result
+        with bounded(self.name, self.timeout):
+            result = self.function(list(messages) if self.batch else messages[0])
+            if inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator):
+                if inspect.iscoroutine(result):
+                    result.close()
+                raise NotCallable(
+                    f"The handler {self.name} returned {type(result).__name__}, which nobody would run, so it has had no "
+                    "effect. Decorate the async function itself, or await and exhaust what it calls."
+                )
+            return result
 
     def identify(self, message: Message) -> str:
         """The biz-id of `message`, always fit to be stored.

@@ -28,7 +28,7 @@ from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage, State
 from inbox.reading import Arrival, identify_late, message_of, stored_envelope
 from inbox.store import Earlier, Failure, NewRow, TwinBusy
-from inbox.transactions import TRIES_AT_ONCE, DatabaseAway, decided, in_transaction, persistently
+from inbox.transactions import TRIES_AT_ONCE, DatabaseAway, call, decided, in_transaction, persistently
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Undecodable
 from outbox.kernel.faults import is_collision
@@ -49,6 +49,8 @@ class Received(Enum):
     STORED = "stored"
     """Its attempt failed, or it was put on the careful path; the database has it."""
     DEAD = "dead"
+    SHED = "shed"
+    """Too many wait, and it may be dropped: written down, not handled."""
     PUT_OFF = "put off"
     """A twin has it in hand: not acknowledged, to be delivered again."""
 
@@ -123,7 +125,14 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
 
     def run() -> Message | None:
         message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
-        return in_transaction(handler, message, envelope, lambda: store.begin_stored(handler.using, stored.pk, attempt))
+        ran = in_transaction(
+            handler,
+            lambda: store.begin_stored(handler.using, stored.pk, attempt),
+            lambda: call(handler, message, envelope),
+            of=message.id,
+            attempt=attempt,
+        )
+        return message if ran else None
 
     try:
         message = persistently(handler.using, run)
@@ -132,7 +141,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         raise
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
         return _fail_stored(handler, stored, _failure(error, attempt, options))
-    return _handled(handler, message) if message else Received.DUPLICATE
+    return handled(handler, message) if message else Received.DUPLICATE
 
 
 # ------------------------------------------------------------------------------------------------------------------- outcomes
@@ -142,12 +151,13 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
     def run() -> Message | None:
         # Decoded anew for every run: a handler may change its payload, and a collision makes it run again.
         message = message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
-        return in_transaction(
+        ran = in_transaction(
             handler,
-            message,
-            arrival.envelope,
             lambda: store.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
+            lambda: call(handler, message, arrival.envelope),
+            of=message.id,
         )
+        return message if ran else None
 
     try:
         message = persistently(handler.using, run)
@@ -156,19 +166,19 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
         return _store(handler, arrival.row, _failure(error, 1, options), options)
-    return _handled(handler, message) if message else _duplicate(handler, arrival.row)
+    return handled(handler, message) if message else duplicate(handler, arrival.row)
 
 
 def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
     if not decided(lambda: store.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
-        return _duplicate(handler, row, redelivered=True)
+        return duplicate(handler, row, redelivered=True)
     claimed = claim_next([handler], handler.using, options)
     return run_stored(*claimed, options) if claimed else Received.STORED
 
 
 def _store(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False) -> Received:
     if not decided(lambda: store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT), handler.using):
-        return _duplicate(handler, row, redelivered=redelivered)
+        return duplicate(handler, row, redelivered=redelivered)
     return _announce(handler, row.message_id, row.biz_id, failure)
 
 
@@ -180,7 +190,7 @@ def _fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Re
     return _announce(handler, stored.message_id, stored.biz_id, failure)
 
 
-def _duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
+def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
     earlier = decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
     if earlier is None:
         return Received.PUT_OFF
@@ -255,10 +265,15 @@ def _announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None
     _tell(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
-def _handled(handler: Handler, message: Message) -> Received:
+def handled(handler: Handler, message: Message) -> Received:
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
     _tell(signals.message_handled, message=message, handler=handler.name)
     return Received.HANDLED
+
+
+def shed(handler: Handler, row: NewRow, reason: str) -> Received:
+    _tell(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=reason)
+    return Received.SHED
 
 
 def _after_commit(handler: Handler, announce: Callable[[], object]) -> None:

@@ -47,39 +47,48 @@ class DatabaseAway(Exception):
     owed: Callable[[], None] | None = None
 
 
-def in_transaction(handler: Handler, message: Message, envelope: Envelope, begin: Callable[[], Guard | None]) -> Message | None:
-    """Inbox row, effect and sentinel in one transaction; `message`, or None when `begin` found nothing to do."""
+def in_transaction(handler: Handler, begin: Callable[[], Guard | None], run: Callable[[], object], *, attempt: int = 1) -> bool:
+    """Inbox rows, effects and sentinel in one transaction: `begin`, `run`, the sentinel, commit.
+
+    False: `begin` found nothing to do.
+    """
     committed = False
 
     def mark() -> None:
         nonlocal committed
         committed = True
 
-    cause = Cause(
-        message_id=message.id,
-        correlation_id=message.correlation_id or message.id,
-        traceparent=envelope.traceparent,
-    )
     try:
         with transaction.atomic(using=handler.using, durable=True):
             # The first hook of this transaction: whatever a later one raises, the effect is in.
             transaction.on_commit(mark, using=handler.using)
             guard = begin()
             if guard is None:
-                return None
+                return False
             try:
-                with _supervised(handler), caused_by(cause):
-                    handler.call(message)
+                with _supervised(handler):
+                    run()
             except BaseException:
                 store.refuse_if_ended(guard)
                 raise
-            store.finish(guard, message.attempt)
+            store.finish(guard, attempt)
         refuse_if_uncommitted(handler.using, committed)
     except BaseException:
         if not committed:
             raise
-        logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, message.id)
-    return message
+        logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, of)
+    return True
+
+
+def call(handler: Handler, message: Message, envelope: Envelope) -> object:
+    """Run the handler for one message; what it publishes is told to have been caused by that. What it returned."""
+    cause = Cause(
+        message_id=message.id,
+        correlation_id=message.correlation_id or message.id,
+        traceparent=envelope.traceparent,
+    )
+    with caused_by(cause):
+        return handler.call(message)
 
 
 def refuse_if_uncommitted(alias: str, committed: bool) -> None:
@@ -111,6 +120,9 @@ def _supervised(handler: Handler) -> Iterator[None]:
             )
         return execute(sql, params, many, context)
 
+    if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
+        with connections[handler.using].cursor() as cursor:
+            cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
     with ExitStack() as stack:
         for alias in connections:
             wrapper = refuse_transaction_control if alias == handler.using else warn_of_writes

@@ -33,6 +33,7 @@ from inbox.store.stored import (
     orphans,
     rekey,
 )
+from inbox.store.together import begin_together
 
 __all__ = [
     "ABANDONED",
@@ -49,6 +50,7 @@ __all__ = [
     "TwinBusy",
     "begin_fresh",
     "begin_stored",
+    "begin_together",
     "bury_abandoned",
     "claim_due",
     "count_duplicate",

@@ -119,7 +119,7 @@ def _insert(
         else:
             cursor.execute(f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''", parameters)
         found = cursor.fetchall()
-    return Guard(alias, found[0][0], found[0][1]) if found else None
+    return Guard(alias, (found[0][0],), found[0][1]) if found else None
 
 
 def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:

@@ -40,10 +40,10 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The row that the open transaction began with, and what proves that it is still the same transaction."""
+    """The rows that the open transaction began with, and what proves that it is still the same transaction."""
 
     alias: str
-    row: int
+    rows: tuple[int, ...]
     transaction: str
 
 

@@ -22,7 +22,7 @@ SAVEPOINT = "inbox_guard"
 
 
 def finish(guard: Guard, attempts: int) -> None:
-    """received → done, as the last statement of the handler's transaction: the commit sentinel.
+    """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
     Raises:
         TransactionBroken: this transaction cannot commit.
@@ -37,9 +37,9 @@ def finish(guard: Guard, attempts: int) -> None:
     refuse_if_ended(guard)
     sql = (
         f"UPDATE {TABLE} SET state = 'done', attempts = %s, settled_at = {now(connection)}, last_error = '', traceback = '' "
-        "WHERE id = %s AND state = 'received' AND next_attempt_at IS NULL"
+        f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND state = 'received' AND next_attempt_at IS NULL"
     )
-    parameters: list[Any] = [attempts, guard.row]
+    parameters: list[Any] = [attempts, *guard.rows]
     if is_postgresql(connection):
         sql += " AND pg_current_xact_id()::text = %s"
         parameters.append(guard.transaction)
@@ -55,7 +55,7 @@ def finish(guard: Guard, attempts: int) -> None:
             "without a savepoint. Let the error out, or wrap the statement that may fail in its own "
             "`with transaction.atomic():`."
         ) from error
-    if hit != 1:
+    if hit != len(guard.rows):
         raise TransactionEnded(ENDED)
 
 

@@ -73,7 +73,7 @@ def begin_stored(alias: str, row: int, attempts: int) -> Guard | None:
             return None
         if not postgresql:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    return Guard(alias, row, found[0][0])
+    return Guard(alias, (row,), found[0][0])
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:

@@ -1,0 +1,77 @@
+"""Many fresh deliveries in one transaction: a batch that its handler takes at once, or single calls that share a commit.
+
+One bulk INSERT, the handler, one sentinel over all rows, one commit. Whatever goes wrong undoes all of them, and then the
+caller runs smaller parts, down to single messages, which fail for themselves: so a poisoned message is told from its
+neighbours by nothing but its own failure.
+
+Source of the idea: group commit in databases (DeWitt et al. 1984), for the round trips instead of the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.handlers import Handler, Message
+from inbox.reading import Arrival, message_of
+from inbox.receiving import Received, duplicate, handled
+from inbox.store import Guard, NewRow, TwinBusy
+from inbox.transactions import DatabaseAway, call, in_transaction, persistently
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+
+def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxOptions) -> list[Received] | None:
+    """Take fresh deliveries, none of them refused, to their end in one transaction; what became of each, in their order.
+
+    None: together they failed, and nothing has happened; run them in smaller parts.
+
+    Raises:
+        DatabaseAway: the database does not answer; nothing was decided.
+    """
+    messages: dict[int, Message] = {}
+
+    def begin() -> Guard | None:
+        messages.clear()
+        begun = store.begin_together(handler.using, [arrival.row for arrival in arrivals], options.TWIN_TIMEOUT)
+        if begun is None:
+            return None
+        guard, rows = begun
+        messages.update((id(row), _message(of[id(row)], options)) for row in rows)
+        return guard
+
+    def run() -> None:
+        if handler.batch:
+            handler.call(*messages.values())
+            return
+        for row, message in messages.items():
+            call(handler, message, of[row].envelope)
+
+    of: dict[int, Arrival] = {id(arrival.row): arrival for arrival in arrivals}
+    try:
+        persistently(handler.using, lambda: in_transaction(handler, begin, run, of=f"{len(arrivals)} messages"))
+    except DatabaseAway:
+        raise
+    except TwinBusy:
+        return None
+    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    except BaseException as error:  # noqa: BLE001
+        logger.info(
+            "%s: %d messages in one transaction were rolled back and are run in smaller parts: %s",
+            handler.name,
+            len(arrivals),
+            describe(error),
+        )
+        return None
+    return [_told(handler, arrival.row, messages.get(id(arrival.row))) for arrival in arrivals]
+
+
+def _message(arrival: Arrival, options: InboxOptions) -> Message:
+    return message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
+
+
+def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:
+    return duplicate(handler, row) if message is None else handled(handler, message)

@@ -1,0 +1,86 @@
+"""Many deliveries that share one transaction, written by one statement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from django.db import OperationalError, connections
+
+from inbox.models import State
+from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.fresh import begin_fresh
+from inbox.store.rows import Guard, NewRow, TwinBusy
+from outbox.kernel.databases import lock_timeout
+from outbox.kernel.faults import LOCK_TIMEOUT
+
+_COLUMNS = {
+    "handler": "text",
+    "topic": "text",
+    "biz_id": "text",
+    "message_id": "text",
+    "key": "text",
+    "content_type": "text",
+    "body": "text",
+    "digest": "text",
+    "headers": "text",
+    "source": "text",
+    "correlation_id": "text",
+    "causation_id": "text",
+    "traceparent": "text",
+    "created_at": "timestamptz",
+}
+_FROM_JSON = {"body": "decode(body, 'hex')", "headers": "headers::jsonb"}
+
+
+def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:
+    """∅ → received for many at once, as the first statement of their transaction: the guard, and those of `rows`, in their
+    order, that are no duplicates of others or of each other. None: all of them are.
+
+    Raises:
+        TwinBusy: another transaction is inserting one of them and did not end within `twin_timeout`.
+    """
+    if is_postgresql(connections[alias]):
+        found = _insert(alias, rows, twin_timeout)
+    else:
+        # There is no round trip to save in a file. The savepoint of the last is the guard of all.
+        each = ((row, begin_fresh(alias, row, twin_timeout)) for row in rows)
+        found = [(guard.rows[0], row.biz_id, guard.transaction) for row, guard in each if guard is not None]
+    if not found:
+        return None
+    ids = {biz_id: pk for pk, biz_id, _ in found}
+    begun: dict[str, NewRow] = {}
+    for row in rows:
+        if row.biz_id in ids:
+            begun.setdefault(row.biz_id, row)
+    return Guard(alias, tuple(ids[biz_id] for biz_id in begun), found[0][2]), list(begun.values())
+
+
+def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> list[tuple[int, str, str]]:
+    """One parameter instead of a dozen for each row: putting them into the statement costs more than the INSERT."""
+    connection = connections[alias]
+    typed = ", ".join(f"{column} {kind}" for column, kind in _COLUMNS.items())
+    values = ", ".join(_FROM_JSON.get(column, column) for column in _COLUMNS)
+    sql = (
+        f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}, state, received_at) "
+        f"SELECT {values}, '{State.RECEIVED.value}', {now(connection)} FROM json_to_recordset(%s::json) AS given({typed}) "
+        "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id, biz_id, pg_current_xact_id()::text"
+    )
+    with connection.cursor() as cursor, lock_timeout(alias, twin_timeout):
+        try:
+            cursor.execute(sql, [json.dumps([_as_json(row) for row in rows])])
+        except OperationalError as error:
+            if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+                raise TwinBusy from error
+            raise
+        found: list[tuple[int, str, str]] = cursor.fetchall()
+    return found
+
+
+def _as_json(row: NewRow) -> dict[str, Any]:
+    values: dict[str, Any] = {column: getattr(row, column) for column in _COLUMNS}
+    values["body"] = row.body.hex()
+    values["created_at"] = row.created_at.isoformat() if row.created_at else None
+    return values
