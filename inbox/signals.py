@@ -18,3 +18,6 @@ the same biz-id."""
 
 conflicting_duplicate = Signal()
 """Same handler, topic and biz-id, but different content: a bug upstream. Arguments: `handler`, `message_id`, `biz_id`."""
+
+message_shed = Signal()
+"""It was dropped because too many wait, and written down. Arguments: `handler`, `message_id`, `biz_id`, `reason`."""

@@ -1,0 +1,109 @@
+"""The shared token buckets: how many more messages the processes of a handler may take now, all of them together.
+
+A bucket fills at the handler's rate up to its *burst*, and every message takes a token out of it (the leaky bucket as a meter,
+Turner 1986). Processes lease whole tokens in small portions. A bucket is one row in the handler's own database and goes by
+that database's clock, so no two processes have to agree on the time. On PostgreSQL a lease is one statement: a process that
+freezes in the middle holds no lock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections, transaction
+
+from inbox.models import TokenBucket
+from inbox.store.dialect import is_postgresql, now
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+TABLE = TokenBucket._meta.db_table
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """What a process got.
+
+    Attributes:
+        tokens: how many messages it may take.
+        left: what is in the bucket now.
+    """
+
+    tokens: int
+    left: float
+
+
+def pour(tokens: float, elapsed: float, *, rate: float, burst: float, most: int) -> Leased:
+    """The arithmetic of a bucket that held `tokens` `elapsed` seconds ago and is asked for up to `most` now.
+
+    A clock that was set back fills nothing.
+    """
+    level = min(burst, tokens + rate * max(0.0, elapsed))
+    leased = min(most, math.floor(level))
+    return Leased(leased, level - leased)
+
+
+def lease_tokens(alias: str, handler: str, *, rate: float, burst: float, most: int) -> Leased:
+    """Take up to `most` tokens out of the bucket of `handler`, which is full when nobody has asked before.
+
+    To be called outside transactions: what is leased is committed at once, and the others wait for no handler.
+    """
+    connection = connections[alias]
+    lease = _lease_on_postgresql if is_postgresql(connection) else _lease_on_sqlite
+    leased = lease(connection, handler, rate, burst, most)
+    while leased is None:
+        _begin(connection, handler, burst)
+        leased = lease(connection, handler, rate, burst, most)
+    return leased
+
+
+def _begin(connection: BaseDatabaseWrapper, handler: str, burst: float) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {TABLE} (handler, tokens, filled_at) VALUES (%s, %s, {now(connection)}) "
+            "ON CONFLICT (handler) DO NOTHING",
+            [handler, burst],
+        )
+
+
+def _lease_on_postgresql(connection: BaseDatabaseWrapper, handler: str, rate: float, burst: float, most: int) -> Leased | None:
+    # The clock is read after the lock: waiting for another's lease must not look like a clock that was set back. No lease
+    # waits for the disk: a bucket that a crash of the server takes back by some moments holds no more than its burst.
+    sql = (
+        "WITH held AS MATERIALIZED (SELECT handler, tokens, filled_at, set_config('synchronous_commit', 'off', true) "
+        f"FROM {TABLE} WHERE handler = %s FOR UPDATE), "
+        "dated AS MATERIALIZED (SELECT handler, tokens, filled_at, clock_timestamp() AS at FROM held), "
+        "filled AS (SELECT handler, at, LEAST(%s::float8, tokens + %s::float8 * "
+        "GREATEST(0, EXTRACT(EPOCH FROM at - filled_at)::float8)) AS level FROM dated), "
+        "leased AS (SELECT handler, at, level, LEAST(%s, FLOOR(level))::int AS tokens FROM filled) "
+        f"UPDATE {TABLE} bucket SET tokens = leased.level - leased.tokens, filled_at = leased.at FROM leased "
+        "WHERE bucket.handler = leased.handler RETURNING leased.tokens, bucket.tokens"
+    )
+    found = _fetch(connection, sql, [handler, burst, rate, most])
+    return Leased(*found[0]) if found else None
+
+
+def _lease_on_sqlite(connection: BaseDatabaseWrapper, handler: str, rate: float, burst: float, most: int) -> Leased | None:
+    at = now(connection)
+    with transaction.atomic(using=connection.alias, durable=True):
+        found = _fetch(
+            connection,
+            f"SELECT tokens, (JULIANDAY({at}) - JULIANDAY(filled_at)) * 86400.0, {at} FROM {TABLE} WHERE handler = %s",
+            [handler],
+        )
+        if not found:
+            return None
+        tokens, elapsed, at = found[0]
+        leased = pour(tokens, elapsed, rate=rate, burst=burst, most=most)
+        with connection.cursor() as cursor:
+            cursor.execute(f"UPDATE {TABLE} SET tokens = %s, filled_at = %s WHERE handler = %s", [leased.left, at, handler])
+    return leased
+
+
+def _fetch(connection: BaseDatabaseWrapper, sql: str, parameters: list[Any]) -> list[tuple[Any, ...]]:
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+        return list(cursor.fetchall())
