@@ -47,8 +47,10 @@ class DatabaseAway(Exception):
     owed: Callable[[], None] | None = None
 
 
-def in_transaction(handler: Handler, begin: Callable[[], Guard | None], run: Callable[[], object], *, attempt: int = 1) -> bool:
-    """Inbox rows, effects and sentinel in one transaction: `begin`, `run`, the sentinel, commit.
+def in_transaction(
+    handler: Handler, begin: Callable[[], Guard | None], run: Callable[[], object], *, of: str, attempt: int = 1
+) -> bool:
+    """Inbox rows, effects and sentinel in one transaction: `begin`, `run`, the sentinel, commit; `of` tells people of what.
 
     False: `begin` found nothing to do.
     """
