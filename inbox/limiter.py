@@ -1,11 +1,7 @@
 """The rate limit of a handler, in one of its processes.
 
-All processes of a handler share one token bucket (`store.buckets`). Each leases from it in portions that it uses up in some
-fifty milliseconds and keeps for no longer than twice that, so the database is asked some twenty times a second at any rate,
-and what is used in any span is never more than what the bucket gave out in that span and the moment before it. What a
-process leased and did not use in time is lost, never made up for; so the size of its portions follows what it uses.
-
-Nobody who takes tokens waits for a database: a thread of this process's own leases what was asked for in vain. While the
+All processes of a handler share one token bucket (`store.buckets`). Each leases small portions of it (`purse`) and takes from
+these. Nobody who takes waits for a database: a thread of this process's own leases what was asked for in vain. While the
 database is away nothing is granted.
 """
 
@@ -19,7 +15,8 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler
-from inbox.store.buckets import Leased, lease_tokens
+from inbox.purse import Purse
+from inbox.store.buckets import lease_tokens
 from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.faults import is_collision
@@ -28,15 +25,11 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-BURST_SECONDS = 0.1
-PORTION_SECONDS = 0.05
 PREFETCH_SECONDS = 2.0
 
-_LONGEST_KEEP = 1.0
-_DEMAND_SECONDS = 1.0
-_SHORTEST_REST = 0.025
-_LONGEST_REST = 5.0
 _SOON = 0.005
+_AFTER_COLLISION = 0.025
+_DEMAND_SECONDS = 1.0
 _IDLE_SECONDS = 1.0
 
 
@@ -51,32 +44,18 @@ def prefetch(handler: Handler, options: InboxOptions) -> int:
 
 
 class Limiter:
-    """How many messages of one handler may run now. Shared by all threads of this process; see `limiter_of`.
-
-    Attributes:
-        rate: messages a second, in all processes together.
-        burst: most tokens the shared bucket holds: one, and what the rate brings in a tenth of a second.
-    """
+    """How many messages of one handler may run now. Shared by all threads of this process; see `limiter_of`."""
 
     def __init__(self, handler: Handler) -> None:
         if handler.rate_limit is None:
             raise ValueError(f"The handler {handler.name} has no rate_limit.")
         self.rate = handler.rate_limit
-        self.burst = 1.0 + self.rate * BURST_SECONDS
         self._name = handler.name
         self._alias = handler.using
-        # At a low rate a token is worth waiting for: who asked for it may come back a little later.
-        self._keep = max(2 * PORTION_SECONDS, min(_LONGEST_KEEP, 1.0 / self.rate))
-        self._largest = max(1, int(self.rate * PORTION_SECONDS))
+        self._purse = Purse(handler.rate_limit)
         self._lock = threading.Lock()
         self._leasing = threading.Lock()
-        self._tokens = 0
-        self._portion = 1
-        self._whole = False
-        self._leased = 0
-        self._leased_at = 0.0
         self._wanted_at: float | None = None
-        self._ask_at = 0.0
         self._pause = Pause()
         self._away = False
 
@@ -85,31 +64,25 @@ class Limiter:
 
         Never waits and never touches a database. What was short is leased meanwhile, for whoever asks next.
         """
-        with self._lock:
-            taken = self._take(most)
+        taken = self._take(most)
         if taken < most:
             _lessor.wake(self)
         return taken
 
     def take_or_lease(self, most: int) -> int:
         """As `take`, for a thread that may wait for the database and is in no transaction: it leases for itself."""
-        with self._lock:
-            taken = self._take(most)
-        if not taken and self.lease():
-            with self._lock:
-                taken = self._take(most)
-        return taken
+        return self._take(most) or (self._take(most) if self.lease() else 0)
 
     def give_back(self, tokens: int) -> None:
         """They were taken just now and nothing was run: another thread of this process may have them."""
         with self._lock:
-            self._tokens += tokens
+            self._purse.give_back(tokens)
 
     def wait_seconds(self) -> float:
         """When to ask again: seconds until a token may be there; 0 when one is."""
         with self._lock:
-            self._drop_stale()
-            return 0.0 if self._tokens else max(_SOON, self._ask_at - monotonic())
+            now = monotonic()
+            return 0.0 if self._purse.tokens(now) else max(_SOON, self._purse.ask_at - now)
 
     @property
     def is_wanted(self) -> bool:
@@ -121,63 +94,47 @@ class Limiter:
         """Lease the next portion when it is time to; are there tokens now? Waits for the database."""
         # One thread of this process at a time; what it brings is for all of them.
         with self._leasing:
-            if not (rest := self.wait_seconds()):
-                return True
-            if rest > _SOON:
-                return False
+            rest = self.wait_seconds()
+            if not rest or rest > _SOON:
+                return not rest
             drop_unusable_connections()
+            purse = self._purse
             try:
-                leased = lease_tokens(self._alias, self._name, rate=self.rate, burst=self.burst, most=self._portion)
+                leased = lease_tokens(self._alias, self._name, rate=purse.rate, burst=purse.burst, most=purse.portion)
             except (DatabaseError, InterfaceError) as error:
                 self._grant_nothing(error)
                 return False
-            self._put_in(leased)
+            with self._lock:
+                purse.put_in(leased.tokens, leased.left, monotonic())
+            self._is_back()
             return leased.tokens > 0
 
     def _take(self, most: int) -> int:
-        self._drop_stale()
-        taken = min(most, self._tokens)
-        self._tokens -= taken
-        if taken and not self._tokens and self._whole and monotonic() - self._leased_at < PORTION_SECONDS:
-            self._portion = min(2 * self._portion, self._largest)
-        self._wanted_at = monotonic() if taken < most else None
-        return taken
-
-    def _drop_stale(self) -> None:
-        if self._tokens and monotonic() - self._leased_at > self._keep:
-            self._portion = max(1, self._leased - self._tokens)
-            self._tokens = 0
-
-    def _put_in(self, leased: Leased) -> None:
         with self._lock:
-            self._leased_at = monotonic()
-            self._leased = leased.tokens
-            self._whole = leased.tokens == self._portion
-            self._tokens += leased.tokens
-            self._ask_at = 0.0
-            if leased.left < 1:
-                # Until then others may have taken it; the jitter keeps processes from asking in step.
-                rest = max(_SHORTEST_REST, (self._largest - leased.left) / self.rate) + random.uniform(0, 0.01)
-                self._ask_at = self._leased_at + min(rest, _LONGEST_REST)
-            if self._away:
-                self._away = False
-                logger.warning("%s: its token bucket on %r answers again.", self._name, self._alias)
-            self._pause.reset()
+            now = monotonic()
+            taken = self._purse.take(most, now)
+            self._wanted_at = now if taken < most else None
+            return taken
 
     def _grant_nothing(self, error: Exception) -> None:
+        collided = is_collision(error)
         with self._lock:
-            if is_collision(error):
-                self._ask_at = monotonic() + random.uniform(0, _SHORTEST_REST)
-                return
-            self._ask_at = monotonic() + self._pause.next_seconds()
-            if not self._away:
-                self._away = True
-                logger.warning(
-                    "%s: its token bucket on %r does not answer (%s). Its messages wait until it does.",
-                    self._name,
-                    self._alias,
-                    describe(error),
-                )
+            self._purse.rest(random.uniform(0, _AFTER_COLLISION) if collided else self._pause.next_seconds(), monotonic())
+        if collided or self._away:
+            return
+        self._away = True
+        logger.warning(
+            "%s: its token bucket on %r does not answer (%s). Its messages wait until it does.",
+            self._name,
+            self._alias,
+            describe(error),
+        )
+
+    def _is_back(self) -> None:
+        if self._away:
+            self._away = False
+            self._pause.reset()
+            logger.warning("%s: its token bucket on %r answers again.", self._name, self._alias)
 
 
 def limiter_of(handler: Handler) -> Limiter | None:
