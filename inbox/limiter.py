@@ -79,10 +79,12 @@ class Limiter:
             self._purse.give_back(tokens)
 
     def wait_seconds(self) -> float:
-        """When to ask again: seconds until a token may be there; 0 when one is."""
+        """When to `take` again: 0 when a token is there or is to be asked for, else seconds until one may be there."""
         with self._lock:
             now = monotonic()
-            return 0.0 if self._purse.tokens(now) else max(_SOON, self._purse.ask_at - now)
+            if self._purse.tokens(now):
+                return 0.0
+            return max(_SOON if self.is_wanted else 0.0, self._purse.ask_at - now)
 
     @property
     def is_wanted(self) -> bool:
@@ -94,11 +96,11 @@ class Limiter:
         """Lease the next portion when it is time to; are there tokens now? Waits for the database."""
         # One thread of this process at a time; what it brings is for all of them.
         with self._leasing:
-            rest = self.wait_seconds()
-            if not rest or rest > _SOON:
-                return not rest
+            with self._lock:
+                purse, now = self._purse, monotonic()
+                if purse.tokens(now) or now < purse.ask_at:
+                    return purse.tokens(now) > 0
             drop_unusable_connections()
-            purse = self._purse
             try:
                 leased = lease_tokens(self._alias, self._name, rate=purse.rate, burst=purse.burst, most=purse.portion)
             except (DatabaseError, InterfaceError) as error:
