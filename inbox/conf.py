@@ -28,6 +28,8 @@ class InboxOptions:
         GROUP: this service's name on the broker, the first part of its queues' names; "" takes the project's name.
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
         ACCEPT: media types that are decoded; all must be JSON. Anything else is a dead letter.
+        CONCURRENCY: worker threads of a consumer process, each with a database connection of its own.
+        ACK_TIMEOUT: how long the broker waits for an answer before it takes a consumer for dead: RabbitMQ's consumer_timeout.
         PREFETCH: most unanswered deliveries of each queue in one process's hands.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries.
         RETRY_BASE, RETRY_FACTOR, RETRY_CAP: rest after the first failed attempt, its growth, its limit.
@@ -46,6 +48,8 @@ class InboxOptions:
     GROUP: str = ""
     QUEUE_TYPE: str = "quorum"
     ACCEPT: tuple[str, ...] = ("application/json", "text/json")
+    CONCURRENCY: int = 4
+    ACK_TIMEOUT: timedelta = timedelta(minutes=30)
     PREFETCH: int = 50
     MAX_ATTEMPTS: int = 17
     RETRY_BASE: timedelta = timedelta(seconds=10)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from django.db import connections
 
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, registry
+from inbox.limiter import limiter_of
+from inbox.models import InboxMessage
 from inbox.receiving import claim_next, run_stored
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
@@ -114,7 +117,7 @@ class Runner:
                 self._tell_orphans(alias, handlers)
                 self._settle_debts(alias)
                 self._sweep(alias)
-                if claimed := claim_next(handlers, alias, self._options):
+                if claimed := self._claim(handlers, alias):
                     self.ring()
                     run_stored(*claimed, self._options)
                     ran += 1
@@ -136,6 +139,22 @@ class Runner:
         elif not ran:
             self._database.wait(away, self._stop)
         return ran
+
+    def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
+        free = [handler for handler in handlers if handler.rate_limit is None]
+        return claim_next(free, alias, self._options) or self._claim_limited(handlers, alias)
+
+    def _claim_limited(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
+        """Take a token first, but only when there is something to take it for: one that is not used in time is lost."""
+        for handler in handlers:
+            limiter = limiter_of(handler)
+            if limiter is None or handler.using != alias or limiter.wait_seconds() > _SHORTEST_REST_SECONDS:
+                continue
+            if decided(partial(store.next_due, alias, [handler.name]), alias) and limiter.take_or_lease(1):
+                if claimed := claim_next([handler], alias, self._options):
+                    return claimed
+                limiter.give_back(1)
+        return None
 
     def _settle_debts(self, alias: str) -> None:
         with self._lock:

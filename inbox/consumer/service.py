@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.consumer import Consumer
+from inbox.consumer.pool import Pool
 from inbox.handlers import registry
 from inbox.runner import Runner
 from outbox.kernel.broker import scheme_of
@@ -17,52 +17,45 @@ logger = logging.getLogger(__name__)
 _BEAT_SECONDS = 0.5
 
 
-def serve(*, drain: bool = False, stop: StopRequest | None = None) -> None:
+def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequest | None = None) -> None:
     """Receive from the broker and run what is stored until SIGTERM or SIGINT, or with `drain` until nothing is due.
 
     With local:// there is nothing to receive; then this only runs what the relay handed over.
+
+    Args:
+        concurrency: worker threads; default: INBOX["CONCURRENCY"].
     """
     options = inbox_options()
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
-    runner = Runner(options)
+    runner = Runner(options, stop)
     if not registry.all():
         logger.warning(
             "No handler is registered, so there is nothing to do. Handlers are found in the handlers.py of installed apps."
         )
+    size = options.CONCURRENCY if concurrency is None else concurrency
     with running_until_signalled(stop), watchdog.watching():
         if scheme_of(options.broker_url) != scheme_of(LOCAL_BROKER):
-            consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog)
-            _beside(runner, stop, watchdog, consumer, drain=drain)
+            consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
+            consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
             logger.info("The consumer has ended. Deliveries: %s.", counts or "none")
-        elif drain:
+        elif not drain:
+            _run_stored(runner, size, stop, watchdog)
+        if drain:
             with watchdog.suspended():
                 runner.drain(stop)
-        else:
-            _alone(runner, stop, watchdog)
+        logger.info("The runner has ended; it ran %d stored messages.", runner.ran)
 
 
-def _beside(runner: Runner, stop: StopRequest, watchdog: Watchdog, consumer: Consumer, *, drain: bool) -> None:
-    if drain:
-        consumer.run(drain=True)
-        with watchdog.suspended():
-            runner.drain(stop)
-        return
-    thread = threading.Thread(target=runner.run, args=[stop], name="runner", daemon=True)
-    thread.start()
-    try:
-        consumer.run()
-    finally:
-        stop.set()
-        with watchdog.suspended():
-            thread.join()
-
-
-def _alone(runner: Runner, stop: StopRequest, watchdog: Watchdog) -> None:
-    # Handlers run on a thread of their own, so that one of them may take its time without the watchdog's notice.
-    thread = threading.Thread(target=runner.run, args=[stop], name="runner", daemon=True)
-    thread.start()
-    while thread.is_alive():
+def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:
+    # Handlers run on threads of their own, so that one of them may take its time without the watchdog's notice.
+    pool = Pool([], runner, size=size)
+    pool.start()
+    while not stop:
         watchdog.beat()
-        thread.join(_BEAT_SECONDS)
+        stop.wait(_BEAT_SECONDS)
+    pool.close()
+    while pool.alive:
+        watchdog.beat()
+        pool.join(_BEAT_SECONDS)

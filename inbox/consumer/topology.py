@@ -38,3 +38,8 @@ def queue_of(handler: Handler, options: InboxOptions) -> kombu.Queue:
         durable=True,
         queue_arguments=arguments,
     )
+
+
+def queues_of(handler: Handler, options: InboxOptions) -> list[kombu.Queue]:
+    """The queues of `handler`, not declared yet: one, or its partitions."""
+    return [queue_of(handler, options)]

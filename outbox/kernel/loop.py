@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
+from typing import Protocol
 
 from outbox.kernel.clock import monotonic
 
@@ -28,6 +29,12 @@ _PIPE_BYTES = 65_536
 
 EXIT_SILENT = 70
 """Exit status of a process ended by its watchdog (EX_SOFTWARE of sysexits.h)."""
+
+
+class HasFileno(Protocol):
+    """A socket, or whatever else the system can wait on."""
+
+    def fileno(self) -> int: ...
 
 
 class StopRequest:
@@ -88,11 +95,13 @@ class Bell:
         with suppress(BlockingIOError):
             os.write(self._ring, b"!")
 
-    def wait(self, seconds: float, stop: StopRequest) -> bool:
-        """Sleep up to `seconds`, less when a stop is wanted or somebody rings; True when somebody rang."""
+    def wait(self, seconds: float, stop: StopRequest | None, *, also: HasFileno | None = None) -> bool:
+        """Sleep up to `seconds`, less when a stop is wanted, `also` can be read or somebody rings; True when somebody rang."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        poll.register(stop, select.POLLIN)
+        for other in (stop, also):
+            if other is not None:
+                poll.register(other, select.POLLIN)
         poll.poll(seconds * 1000)
         try:
             return bool(os.read(self._wake, _PIPE_BYTES))

@@ -1,6 +1,6 @@
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from inbox.consumer.service import serve
 from inbox.handlers import registry
@@ -15,9 +15,15 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--drain", action="store_true", help="end when nothing is due instead of waiting for more")
 
+        parser.add_argument(
+            "--concurrency", type=int, metavar="N", help="worker threads of this process (default: INBOX['CONCURRENCY'])"
+        )
+
     def handle(self, *args: Any, **options: Any) -> None:
         for alias in {handler.using for handler in registry.all()}:
             require_table(alias, InboxMessage)
         log_to_console("inbox", options["verbosity"])
         log_to_console("outbox", options["verbosity"])
-        serve(drain=options["drain"])
+        if options["concurrency"] is not None and options["concurrency"] < 1:
+            raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
+        serve(drain=options["drain"], concurrency=options["concurrency"])

@@ -1,0 +1,102 @@
+"""What has been delivered and nobody has in hand yet: one lane for each queue.
+
+A lane knows what its handler takes at a time: one message, a batch, what shares a commit, or as many as there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import kombu
+
+from inbox.conf import InboxOptions
+from inbox.handlers import Handler
+from inbox.limiter import limiter_of, prefetch
+
+TAKEN_IN_AT_ONCE = 100
+"""Deliveries of an ordered handler that are stored in one transaction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A message from the broker and the life of the channel it came on.
+
+    Attributes:
+        at: when it came (monotonic).
+        refused: why kombu could not unpack it, or "".
+    """
+
+    epoch: int
+    handler: Handler
+    message: kombu.Message
+    at: float
+    refused: str = ""
+
+    @property
+    def redelivered(self) -> bool:
+        return bool(self.message.delivery_info.get("redelivered"))
+
+
+def size_of(handler: Handler) -> int:
+    """How many deliveries of this handler one worker takes at once."""
+    return TAKEN_IN_AT_ONCE if handler.ordered else max(handler.batch, handler.group_commit, 1)
+
+
+def prefetch_of(handler: Handler, options: InboxOptions) -> int:
+    """How many unanswered deliveries of one queue this process may have: what is in hand, and the next load on its way."""
+    size = size_of(handler)
+    return prefetch(handler, options) if size == 1 else max(prefetch(handler, options), 2 * size)
+
+
+class Lane:
+    """The deliveries of one queue, in their order. Not thread-safe: whoever owns it holds a lock."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.handler = handler
+        self._waiting: deque[Delivery] = deque()
+        self._most = size_of(handler)
+        self._wait = handler.batch_wait.total_seconds() if handler.batch else 0.0
+        # Taking in is not handling: an ordered handler's messages are limited where they are run.
+        self._limiter = None if handler.ordered else limiter_of(handler)
+        self._in_hand = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, delivery: Delivery) -> None:
+        self._waiting.append(delivery)
+
+    def take(self, now: float, *, hurry: bool = False) -> list[Delivery]:
+        """The next load for a worker; empty when there is none yet. `hurry` does not wait for a batch to fill."""
+        if self.seconds_left(now, hurry=hurry) > 0:
+            return []
+        most = min(self._most, len(self._waiting))
+        if self._limiter is not None:
+            most = self._limiter.take(most)
+        self._in_hand = self.handler.ordered and most > 0
+        return [self._waiting.popleft() for _ in range(most)]
+
+    def seconds_left(self, now: float, *, hurry: bool = False) -> float:
+        """How long until there may be a load to take; infinite when only another delivery, or a worker's end, brings one."""
+        if not self._waiting or self._in_hand:
+            return float("inf")
+        unfilled = 0.0
+        if not hurry and len(self._waiting) < self._most:
+            unfilled = self._wait - (now - self._waiting[0].at)
+        return max(0.0, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
+
+    def done(self) -> None:
+        """A worker has ended a load of this lane: of an ordered handler only one is in hand at a time."""
+        self._in_hand = False
+
+    def drop_others(self, epoch: int) -> None:
+        """Forget what came in another life than `epoch`; the broker delivers it again."""
+        self._waiting = deque(delivery for delivery in self._waiting if delivery.epoch == epoch)
+
+    def stale(self, before: float) -> list[Delivery]:
+        """Take out what has waited since `before`, oldest first."""
+        found: list[Delivery] = []
+        while self._waiting and self._waiting[0].at < before:
+            found.append(self._waiting.popleft())
+        return found

@@ -1,0 +1,163 @@
+"""Worker threads: each has a database connection of its own and takes whatever is next, from the broker or from the store.
+
+The thread that owns the broker connection puts deliveries in and gets answers out; here they are only run. Deliveries and
+stored messages take turns, so that neither starves the other, and no more handlers run at a time than there are threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from django.db import connections
+
+from inbox.consumer.lanes import Delivery, Lane
+from inbox.runner import Runner
+from outbox.kernel.clock import monotonic
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """A thread and the load it has had in hand since `since` (monotonic)."""
+
+    since: float
+    thread: int
+    load: Sequence[Delivery]
+
+
+class Pool:
+    """`size` threads that run loads of `lanes` by `receive`, and between them what `runner` finds due."""
+
+    def __init__(
+        self, lanes: Sequence[Lane], runner: Runner, *, size: int, receive: Callable[[list[Delivery]], object] = len
+    ) -> None:
+        self._lanes = list(lanes)
+        self._runner = runner
+        runner.on_ring = self._wake
+        self._receive = receive
+        self._changed = threading.Condition()
+        self._closing = self._hurry = False
+        self._stored_next = False
+        self._errands: deque[Callable[[], object]] = deque()
+        self._next_lane = 0
+        self._busy: dict[int, Busy] = {}
+        self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def alive(self) -> int:
+        return sum(thread.is_alive() for thread in self._threads)
+
+    @property
+    def size(self) -> int:
+        return len(self._threads)
+
+    def put(self, lane: Lane, delivery: Delivery) -> None:
+        with self._changed:
+            lane.put(delivery)
+            self._changed.notify()
+
+    def submit(self, errand: Callable[[], object]) -> None:
+        """Have something else done by the next thread that is free."""
+        with self._changed:
+            self._errands.append(errand)
+            self._changed.notify()
+
+    def hurry(self) -> None:
+        """Do not wait for batches to fill: nothing more will come."""
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Take nothing more; what is in hand is ended."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+
+    def drop_others(self, epoch: int) -> None:
+        with self._changed:
+            for lane in self._lanes:
+                lane.drop_others(epoch)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end of a thread, for so long."""
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(seconds)
+                return
+
+    def stale(self, before: float) -> list[Delivery]:
+        """Take out the deliveries that have waited here since `before`."""
+        with self._changed:
+            return list(chain.from_iterable(lane.stale(before) for lane in self._lanes))
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    def busy(self) -> list[Busy]:
+        return list(self._busy.values())
+
+    @property
+    def idle(self) -> bool:
+        """Is no delivery waiting or in hand?"""
+        with self._changed:
+            return not (any(self._lanes) or self._busy)
+
+    def _work(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                job()
+        finally:
+            connections.close_all()
+
+    def _next(self) -> Callable[[], object] | None:
+        with self._changed:
+            while not self._closing:
+                now = monotonic()
+                if job := self._choose(now):
+                    self._changed.notify()  # there may be more, for somebody who is resting
+                    return job
+                left = min((lane.seconds_left(now, hurry=self._hurry) for lane in self._lanes), default=_LONGEST_WAIT_SECONDS)
+                self._changed.wait(min(left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
+        return None
+
+    def _choose(self, now: float) -> Callable[[], object] | None:
+        if self._errands:
+            return self._errands.popleft()
+        if self._stored_next and self._runner.seconds_left(now) <= 0:
+            self._stored_next = False
+            return self._run_stored
+        for turn in range(len(self._lanes)):
+            lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
+            if load := lane.take(now, hurry=self._hurry):
+                self._next_lane += turn + 1
+                self._stored_next = True
+                me = threading.get_ident()
+                self._busy[me] = Busy(now, me, load)
+                return lambda: self._run(lane, load)
+        return self._run_stored if self._runner.seconds_left(now) <= 0 else None
+
+    def _run_stored(self) -> None:
+        self._runner.turn()
+
+    def _run(self, lane: Lane, load: list[Delivery]) -> None:
+        try:
+            self._receive(load)
+        finally:
+            with self._changed:
+                del self._busy[threading.get_ident()]
+                lane.done()
+                self._changed.notify()

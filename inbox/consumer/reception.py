@@ -1,0 +1,198 @@
+"""What a worker does with a load of deliveries: read them, have them received, answer each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import kombu
+from django.db import connections
+
+from inbox.batching import receive_together
+from inbox.conf import InboxOptions
+from inbox.consumer.lanes import Delivery
+from inbox.handlers import Handler
+from inbox.holding import store_for_later
+from inbox.reading import Arrival, message_of, read
+from inbox.receiving import Received, receive
+from inbox.shedding import receive_shed, shedder_of
+from inbox.transactions import DatabaseAway, decided
+from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.outage import Outage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A delivery and what it says."""
+
+    delivery: Delivery
+    arrival: Arrival
+
+
+_Run = Callable[[list[_Read]], list[Received] | None]
+"""Runs a part of a load; None when it must be run in smaller parts."""
+
+
+class Reception:
+    """Called by worker threads, each with a load of one lane.
+
+    Args:
+        is_current: is this epoch still the connection's? What came in another life is left alone.
+        answer: take note of what became of a delivery.
+        ring: something has been stored that is due now.
+    """
+
+    def __init__(
+        self,
+        options: InboxOptions,
+        stop: StopRequest,
+        *,
+        is_current: Callable[[int], bool],
+        answer: Callable[[Delivery, Received], None],
+        ring: Callable[[], None],
+    ) -> None:
+        self._options = options
+        self._stop = stop
+        self._is_current = is_current
+        self._answer = answer
+        self._ring = ring
+        self._closing = False
+        self._database = Outage("the database")
+        self._counting = threading.Lock()
+        self.received: Counter[Received] = Counter()
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._closing = True
+
+    def receive(self, load: list[Delivery]) -> None:
+        """Take a load to its end, each delivery of it to an answer, or leave it with the broker."""
+        handler = load[0].handler
+        parts = self._parts(handler, [_Read(delivery, self._read(delivery)) for delivery in load if self._is_wanted(delivery)])
+        while parts:
+            part, run = parts.popleft()
+            if not self._end(part, run):
+                half = len(part) // 2 if handler.batch else 1
+                smaller = [part[:half], part[half:]] if handler.batch else [[one] for one in part]
+                parts.extendleft(
+                    (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
+                )
+
+    def hold(self, held: list[Delivery]) -> None:
+        """Store deliveries that have waited here too long to stay unanswered."""
+        for delivery in held:
+            read_ = _Read(delivery, self._read(delivery))
+            self._end([read_], self._later(delivery.handler))
+
+    def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
+        """The load in parts that are run alike, in its order."""
+        if handler.ordered:
+            return deque([(load, self._in_order(handler))] if load else [])
+        parts: deque[tuple[list[_Read], _Run]] = deque()
+        together: list[_Read] = []
+        shed: dict[str, list[_Read]] = {}
+        for one in load:
+            if reason := self._why_shed(handler, one.arrival):
+                shed.setdefault(reason, []).append(one)
+            elif one.arrival.refused or one.delivery.redelivered or handler.mode == "lease":
+                parts.append(([one], self._singly(handler)))
+            else:
+                together.append(one)
+        if together:
+            parts.appendleft((together, self._together(handler) if len(together) > 1 else self._singly(handler)))
+        parts.extend((some, self._shed(handler, reason)) for reason, some in shed.items())
+        return parts
+
+    def _singly(self, handler: Handler) -> _Run:
+        return lambda part: [receive(handler, one.arrival, self._options, redelivered=one.delivery.redelivered) for one in part]
+
+    def _together(self, handler: Handler) -> _Run:
+        return lambda part: receive_together(handler, [one.arrival for one in part], self._options)
+
+    def _later(self, handler: Handler) -> _Run:
+        def run(part: list[_Read]) -> list[Received]:
+            stored = [
+                receive(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
+                if one.arrival.refused
+                else store_for_later(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
+                for one in part
+            ]
+            self._ring()
+            return stored
+
+        return run
+
+    def _in_order(self, handler: Handler) -> _Run:
+        return self._later(handler)
+
+    def _shed(self, handler: Handler, reason: str) -> _Run:
+        return lambda part: receive_shed(handler, [one.arrival for one in part], reason, self._options)
+
+    def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
+        shedder = shedder_of(handler)
+        if shedder is None or not shedder.is_shedding or arrival.refused:
+            return ""
+        return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
+
+    def _is_wanted(self, delivery: Delivery) -> bool:
+        return not self._closing and self._is_current(delivery.epoch)
+
+    def _end(self, part: list[_Read], run: _Run) -> bool:
+        """Run a part, again while the database is away, and answer. False: it must be run in smaller parts."""
+        handler = part[0].delivery.handler
+        owed: Callable[[], None] | None = None
+        while self._is_wanted(part[0].delivery):
+            try:
+                if owed is not None:
+                    decided(owed, handler.using)
+                    owed = None
+                became = run(part)
+            except DatabaseAway as error:
+                owed = error.owed or owed
+                self._database.wait(error, self._stop)
+                continue
+            except BaseException:
+                # Nothing may end the worker while the process goes on receiving.
+                logger.exception("%s: a delivery met an error nobody foresaw; it goes back to the broker.", handler.name)
+                connections.close_all()
+                became = [Received.PUT_OFF] * len(part)
+            else:
+                self._database.over()
+            if became is None:
+                return False
+            with self._counting:
+                self.received.update(became)
+            for one, received in zip(part, became, strict=True):
+                self._answer(one.delivery, received)
+            return True
+        return True
+
+    def _read(self, delivery: Delivery) -> Arrival:
+        envelope, refused = _envelope(delivery.message)
+        return read(delivery.handler, envelope, self._options, refused=delivery.refused or refused)
+
+
+def _envelope(message: kombu.Message) -> tuple[Envelope, str]:
+    """What was delivered, and why it cannot be read, or ""."""
+    body: Any = message.body
+    if isinstance(body, str):
+        # py-amqp has decoded it by its content encoding; what was sent is what is stored and compared.
+        body = body.encode(message.content_encoding or "utf-8", "surrogateescape")
+    body = bytes(body)
+    properties = {**message.properties, "content_type": message.content_type}
+    headers = message.headers or {}
+    routing_key = str(message.delivery_info.get("routing_key") or "")
+    read_as = partial(from_delivery, headers=headers, body=body, routing_key=routing_key)
+    try:
+        return read_as(properties=properties), ""
+    except Undecodable as error:
+        # What can be told without the body: its binary-mode attributes and AMQP properties.
+        return read_as(properties={**properties, "content_type": OPAQUE}), str(error)
