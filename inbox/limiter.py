@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import defaultdict
 
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -53,6 +54,7 @@ class Limiter:
         self._name = handler.name
         self._alias = handler.using
         self._purse = Purse(handler.rate_limit)
+        self._lessor = _lessors[handler.using]
         self._lock = threading.Lock()
         self._leasing = threading.Lock()
         self._wanted_at: float | None = None
@@ -66,7 +68,7 @@ class Limiter:
         """
         taken = self._take(most)
         if taken < most:
-            _lessor.wake(self)
+            self._lessor.wake(self)
         return taken
 
     def take_or_lease(self, most: int) -> int:
@@ -151,7 +153,7 @@ def limiter_of(handler: Handler) -> Limiter | None:
 
 
 class _Lessor:
-    """The thread that leases what was asked for in vain. It begins when somebody does and ends when nobody does any more."""
+    """The thread that leases from one database what was asked for in vain. It ends when nobody has done so for a while."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -161,44 +163,40 @@ class _Lessor:
 
     def wake(self, limiter: Limiter) -> None:
         with self._lock:
-            if limiter in self._wanting and self._thread is not None and self._thread.is_alive():
-                return
-            self._wanting.add(limiter)
+            if limiter not in self._wanting:
+                self._wanting.add(limiter)
+                self._bell.set()
             # After a fork the thread is gone.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="inbox-lessor", daemon=True)
                 self._thread.start()
-        self._bell.set()
 
     def _work(self) -> None:
         try:
             while self._serve():
                 pass
         except Exception:
-            logger.exception("Leasing tokens met an error nobody foresaw; it begins anew with the next message.")
+            logger.exception("Leasing tokens met an error nobody foresaw. It begins anew when a message wants one.")
         finally:
             connections.close_all()
-            with self._lock:
-                if self._thread is threading.current_thread():
-                    self._thread = None
 
     def _serve(self) -> bool:
         """Lease for all that want; False when nobody has wanted anything for a while."""
         with self._lock:
-            wanting = list(self._wanting)
-        served = [limiter for limiter in wanting if not limiter.is_wanted or limiter.lease()]
-        rest = min((limiter.wait_seconds() for limiter in wanting if limiter not in served), default=_IDLE_SECONDS)
+            # Taken out first: who wants again while its tokens come rings anew.
+            wanting, self._wanting = self._wanting, set()
+        unserved = {limiter for limiter in wanting if limiter.is_wanted and not limiter.lease()}
+        rest = min((limiter.wait_seconds() for limiter in unserved), default=_IDLE_SECONDS)
         with self._lock:
-            self._wanting.difference_update(served)
-        rung = self._bell.wait(min(rest, _DEMAND_SECONDS))
+            self._wanting |= unserved
+        self._bell.wait(min(rest, _IDLE_SECONDS))
         self._bell.clear()
         with self._lock:
-            if rung or self._wanting:
-                return True
-            self._thread = None
-            return False
+            if not self._wanting:
+                self._thread = None
+            return bool(self._wanting)
 
 
 _registering = threading.Lock()
 _limiters: dict[str, Limiter] = {}
-_lessor = _Lessor()
+_lessors: defaultdict[str, _Lessor] = defaultdict(_Lessor)

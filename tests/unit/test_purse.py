@@ -1,0 +1,185 @@
+"""A bucket's arithmetic, and how processes share it: never more than the rate, and hardly less."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inbox.purse import BURST_SECONDS, PORTION_SECONDS, Purse
+from inbox.store.buckets import pour
+
+RATES = st.one_of(st.sampled_from([5 / 3600, 0.5, 1.0, 9.0, 100.0, 2000.0]), st.floats(0.001, 100_000))
+ROUNDING = 1e-6
+
+
+class TestTheBucket:
+    @given(RATES, st.floats(1, 1000), st.lists(st.tuples(st.floats(-10, 100), st.integers(1, 1000))))
+    def test_never_gives_more_than_it_held_and_what_flowed_in(self, rate, burst, asked):
+        level, given_out, elapsed = burst, 0, 0.0
+
+        for seconds, most in asked:
+            leased = pour(level, seconds, rate=rate, burst=burst, most=most)
+            assert 0 <= leased.tokens <= most
+            assert 0 <= leased.left <= burst
+            level, given_out, elapsed = leased.left, given_out + leased.tokens, elapsed + max(0.0, seconds)
+            assert given_out <= (burst + rate * elapsed) * (1 + ROUNDING)
+
+    @given(RATES, st.floats(1, 1000), st.floats(0, 1000), st.floats(0, 100), st.integers(1, 1000))
+    def test_gives_all_the_whole_tokens_it_has(self, rate, burst, held, seconds, most):
+        leased = pour(min(held, burst), seconds, rate=rate, burst=burst, most=most)
+
+        assert leased.tokens == most or leased.left < 1
+
+    def test_holds_no_more_than_its_burst_however_long_nobody_comes(self):
+        assert pour(0.0, 1e9, rate=2000.0, burst=201.0, most=1000).tokens == 201
+
+    def test_is_not_filled_by_a_clock_that_was_set_back(self):
+        assert pour(3.5, -3600.0, rate=10.0, burst=20.0, most=2) == pour(3.5, 0.0, rate=10.0, burst=20.0, most=2)
+
+
+class TestThePurse:
+    def test_is_empty_at_first(self):
+        assert Purse(10.0).take(5, now=1.0) == 0
+
+    def test_gives_what_was_leased_and_no_more(self):
+        purse = Purse(2000.0)
+        purse.put_in(7, left=0.0, now=1.0)
+
+        assert [purse.take(5, now=1.01), purse.take(5, now=1.02), purse.take(5, now=1.03)] == [5, 2, 0]
+
+    def test_what_is_given_back_may_be_taken_by_another(self):
+        purse = Purse(2000.0)
+        purse.put_in(1, left=0.0, now=1.0)
+        purse.give_back(purse.take(1, now=1.01))
+
+        assert purse.take(1, now=1.02) == 1
+
+    def test_what_is_not_used_in_time_is_lost(self):
+        purse = Purse(2000.0)
+        purse.put_in(7, left=0.0, now=1.0)
+
+        assert purse.take(7, now=1.0 + purse.keep + 0.001) == 0
+
+    def test_is_doubled_while_it_is_used_up_early(self):
+        purse, asked = Purse(2000.0), []
+
+        for turn in range(9):
+            asked.append(purse.portion)
+            purse.put_in(purse.portion, left=100.0, now=float(turn))
+            purse.take(1000, now=turn + 0.01)
+
+        assert asked == [1, 2, 4, 8, 16, 32, 64, 100, 100]
+
+    def test_is_not_doubled_when_the_bucket_had_no_more(self):
+        purse = Purse(2000.0)
+        purse.put_in(1, left=5.0, now=1.0)
+        purse.take(1, now=1.01)
+        assert purse.portion == 2
+
+        purse.put_in(1, left=0.5, now=1.02)
+        purse.take(1, now=1.03)
+
+        assert purse.portion == 2
+
+    def test_follows_what_a_slow_process_uses(self):
+        purse = Purse(2000.0)
+        purse.portion = 64
+        purse.put_in(64, left=100.0, now=1.0)
+        purse.take(5, now=1.01)
+
+        assert purse.tokens(now=1.0 + purse.keep + 0.001) == 0
+        assert purse.portion == 5
+
+    def test_asks_again_at_once_while_the_bucket_has_more(self):
+        purse = Purse(2000.0)
+        purse.put_in(1, left=1.0, now=5.0)
+
+        assert purse.ask_at == 5.0
+
+    @pytest.mark.parametrize(("rate", "earliest", "latest"), [(2000.0, 0.05, 0.06), (2.0, 0.5, 0.51), (5 / 3600, 5.0, 5.0)])
+    def test_rests_until_an_empty_bucket_has_a_portion(self, rate, earliest, latest):
+        purse = Purse(rate)
+        purse.put_in(0, left=0.0, now=0.0)
+
+        assert earliest <= purse.ask_at <= latest
+
+
+def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
+    """Processes that can do so many a second each share a rate: what each used, and when.
+
+    A simulation in steps of a millisecond. Work for them never ends; a speed of None does all it is allowed to at once.
+    """
+    purses = [Purse(rate) for _ in speeds]
+    level, filled_at = purses[0].burst, 0.0
+    free_at, polled_at = [0.0] * len(speeds), [0.0] * len(speeds)
+    coming = [None] * len(speeds)
+    used, uses = [0] * len(speeds), []
+    order = list(range(len(speeds)))
+    for now in (step / 1000 for step in range(int(seconds * 1000))):
+        random.shuffle(order)
+        for one in order:
+            purse, speed = purses[one], speeds[one]
+            if coming[one] and coming[one][0] <= now:
+                _, leased = coming[one]
+                coming[one] = None
+                purse.put_in(leased.tokens, leased.left, now)
+            while max(free_at[one], polled_at[one]) <= now:
+                taken = purse.take(1, now)
+                if taken:
+                    used[one] += 1
+                    uses.append((now, 1))
+                    free_at[one] = now if speed is None else max(free_at[one], now - 0.001) + 1 / speed
+                    continue
+                polled_at[one] = now + poll
+                if coming[one] is None and now >= purse.ask_at:
+                    leased = pour(level, now - filled_at, rate=rate, burst=purse.burst, most=purse.portion)
+                    level, filled_at = leased.left, now
+                    coming[one] = now + roundtrip, leased
+    return used, uses
+
+
+def busiest(uses, span):
+    """Most that was used within `span` seconds."""
+    most = within = first = 0
+    for at, taken in uses:
+        within += taken
+        while uses[first][0] < at - span:
+            within -= uses[first][1]
+            first += 1
+        most = max(most, within)
+    return most
+
+
+CROWDS = [
+    (2000.0, [None]),
+    (2000.0, [None, None]),
+    (2000.0, [None] * 20),
+    (2000.0, [150.0] * 20),  # each far too slow for a portion of the whole rate
+    (2000.0, [1100.0] * 2),
+    (2000.0, [3000.0, 100.0, 100.0]),
+    (100.0, [20.0] * 10),
+    (20.0, [None] * 3),
+    (5.0, [None] * 2),
+    (1.0, [None] * 5),
+]
+
+
+@pytest.mark.parametrize(("rate", "speeds"), CROWDS, ids=[f"{rate:g}-{len(s)}-of-{s[0]}" for rate, s in CROWDS])
+def test_processes_that_can_use_a_rate_together_get_it(rate, speeds):
+    random.seed(1)
+    seconds = max(5.0, 20 / rate)
+
+    used, uses = shared(rate, speeds, seconds=seconds)
+
+    purse = Purse(rate)
+    assert 0.95 * rate * seconds <= sum(used)
+    # What was kept in purses when a span began, and the bucket's burst, come on top of the rate.
+    for span in (0.1, 1.0, seconds):
+        assert busiest(uses, span) <= rate * (span + purse.keep) + purse.burst
+
+
+def test_a_portion_is_used_up_long_before_the_bucket_overflows():
+    assert PORTION_SECONDS < BURST_SECONDS
