@@ -21,8 +21,8 @@ class State(models.TextChoices):
     SHED = "shed"
 
 
-DUE = (State.RECEIVED, State.RETRYING)
-"""States from which a message is run when its next attempt is due."""
+DUE = (State.RECEIVED, State.RETRYING, State.RUNNING)
+"""States from which a message is run when its next attempt is due: of a running one, when its lease has ended."""
 
 SETTLED = (State.DONE, State.SKIPPED, State.SHED)
 """States in which nothing more will happen and nobody is waited for; these rows may be purged."""

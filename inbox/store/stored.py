@@ -29,7 +29,8 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
 
     A process that dies in the middle leaves it due again after `redelivery_after`, with the attempt counted, so that a
     message which kills its process runs out of attempts. Nobody waits: a row that another transaction is running is locked
-    and skipped, whatever its `next_attempt_at` says.
+    and skipped, whatever its `next_attempt_at` says. A running row whose lease has ended is taken from its owner: it gets
+    another fence.
     """
     connection = connections[alias]
     # Reading first costs nothing on an idle inbox, while an UPDATE of no row would still take SQLite's write lock.
@@ -37,20 +38,21 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
         return None
     at = now(connection)
     due = (
-        f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying') AND next_attempt_at <= {at} "
+        f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying', 'running') AND next_attempt_at <= {at} "
         f"AND handler IN ({', '.join(['%s'] * len(handlers))}) ORDER BY next_attempt_at LIMIT 1"
     )
     later = now_after(connection)
+    counted = "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END"
     with connection.cursor() as cursor:
         if is_postgresql(connection):
             # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
             sql = (
-                f"WITH due AS MATERIALIZED ({due} FOR UPDATE SKIP LOCKED) UPDATE {TABLE} m SET attempts = attempts + 1, "
+                f"WITH due AS MATERIALIZED ({due} FOR UPDATE SKIP LOCKED) UPDATE {TABLE} m SET {counted}, "
                 f"next_attempt_at = {later} FROM due WHERE m.id = due.id RETURNING m.id"
             )
             parameters: list[Any] = [*handlers, redelivery_after.total_seconds()]
         else:
-            sql = f"UPDATE {TABLE} SET attempts = attempts + 1, next_attempt_at = {later} WHERE id = ({due}) RETURNING id"
+            sql = f"UPDATE {TABLE} SET {counted}, next_attempt_at = {later} WHERE id = ({due}) RETURNING id"
             parameters = [redelivery_after.total_seconds(), *handlers]
         cursor.execute(sql, parameters)
         found = cursor.fetchall()
@@ -64,7 +66,7 @@ def begin_stored(alias: str, row: int, attempts: int) -> Guard | None:
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL "
-            "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL "
+            "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') AND next_attempt_at IS NOT NULL "
             f"RETURNING {'pg_current_xact_id()::text' if postgresql else repr('')}",
             [row, attempts],
         )
