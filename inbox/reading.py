@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
@@ -21,6 +22,8 @@ from outbox.kernel.text import describe
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
 
+_OVERRIDE = "Once you know that it has not been handled, run it by an override of the age fence; a plain retry does not."
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
@@ -28,11 +31,13 @@ class Arrival:
 
     Attributes:
         refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
+        quarantined: it is refused by the age fence, and could be handled but for that.
     """
 
     row: NewRow
     envelope: Envelope
     refused: str = ""
+    quarantined: bool = False
 
 
 def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "") -> Arrival:
@@ -40,13 +45,15 @@ def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, refused
     digest = hashlib.sha256(envelope.body).hexdigest()
     nameless = hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
     biz_id = UNIDENTIFIED + nameless
+    outside = ""
     if not refused:
         try:
             biz_id = _identify(handler, message_of(envelope, options))
-            refused = _outside_window(envelope, options)
+            refused = outside = _outside_window(envelope, options)
         except Undecodable as error:
             refused = str(error)
-    return Arrival(row=_row(handler, envelope, biz_id=biz_id, digest=digest), envelope=envelope, refused=refused)
+    row = _row(handler, envelope, biz_id=biz_id, digest=digest)
+    return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside))
 
 
 def _identify(handler: Handler, message: Message) -> str:
@@ -70,7 +77,7 @@ def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
     """Why this delivery is too old (or too new) to be told from a duplicate, or "". The age fence.
 
     Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any
-    skew of the two clocks.
+    skew of the clocks that are compared: the producer's database's, this machine's and, when rows are purged, our database's.
     """
     if envelope.created_at is None:
         return ""
@@ -78,12 +85,18 @@ def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
     age = utcnow() - since
     if age > options.oldest_run:
         return (
-            f"It is {age.days} days old, past the deduplication window of {options.oldest_run.days} days: whether it has been "
-            "handled before can no longer be known. Retry it if you know that it has not."
+            f"It is {_long(age)} old, past the deduplication window of {_long(options.oldest_run)}: whether it has been handled "
+            f"before can no longer be known. {_OVERRIDE}"
         )
     if -age > options.AGE_FENCE_MARGIN:
-        return f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window."
+        return (
+            f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window. {_OVERRIDE}"
+        )
     return ""
+
+
+def _long(span: timedelta) -> str:
+    return f"{span.days} days" if span >= timedelta(days=2) else f"{span.total_seconds() / 3600:.1f} hours"
 
 
 def message_of(

@@ -207,7 +207,7 @@ def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received |
 
 
 def _refusal(arrival: Arrival) -> Failure:
-    return Failure(error=arrival.refused, retry_after=None, attempts=0)
+    return Failure(error=arrival.refused, retry_after=None, attempts=0, quarantined=arrival.quarantined)
 
 
 def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failure:

@@ -26,6 +26,7 @@ FETCHED_FOR = {
     "pgbouncer": binaries.pgbouncer,
     "rabbitmq_server": binaries.rabbitmq,
     "redis_server": binaries.redis,
+    "skewed_by": binaries.faketime,
 }
 
 postgres = pytest.StashKey[PostgresServer]()

@@ -95,6 +95,8 @@ def _insert(
         ("duplicates", 0),
         ("conflicts", 0),
     ]
+    if failure and failure.quarantined:
+        values.append(("quarantined", True))
     columns = ", ".join([*(column for column, _ in values), "received_at", "settled_at", "next_attempt_at"])
     parameters = [value for _, value in values]
     due = "NULL"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -20,14 +20,30 @@ _OPERATORS_WAIT = timedelta(seconds=10)
 
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED)
 SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.WAITING)
+_TRIED_AGAIN: Mapping[str, Any] = {
+    "state": State.RETRYING,
+    "attempts": 0,
+    "next_attempt_at": DatabaseTime(),
+    "settled_at": None,
+}
 
 
 def retry(alias: str, row: int) -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
-    While a handler is running the message this waits for its end, for a while, and then tells the truth.
+    False, too, for what the age fence has refused, see `override_age_fence`. While a handler is running the message this waits
+    for its end, for a while, and then tells the truth.
     """
-    return _decide(alias, row, RETRYABLE, state=State.RETRYING, attempts=0, next_attempt_at=DatabaseTime(), settled_at=None)
+    return _decide(alias, row, RETRYABLE, quarantined=False, written=_TRIED_AGAIN)
+
+
+def override_age_fence(alias: str, row: int) -> bool:
+    """dead, refused by the age fence → retrying, due now. False: it is not, or not any more.
+
+    Nothing but the operator's word says that it has not been handled before. From here on it is a message like others: its row
+    stands, so a further copy is a duplicate again.
+    """
+    return _decide(alias, row, [State.DEAD], quarantined=True, written={**_TRIED_AGAIN, "quarantined": False})
 
 
 def skip(alias: str, row: int, reason: str) -> bool:
@@ -39,17 +55,19 @@ def skip(alias: str, row: int, reason: str) -> bool:
         alias,
         row,
         SKIPPABLE,
-        state=State.SKIPPED,
-        last_error=printable(f"skipped: {reason}", ERROR_LENGTH),
-        next_attempt_at=None,
-        settled_at=DatabaseTime(),
+        written={
+            "state": State.SKIPPED,
+            "last_error": printable(f"skipped: {reason}", ERROR_LENGTH),
+            "next_attempt_at": None,
+            "settled_at": DatabaseTime(),
+        },
     )
 
 
-def _decide(alias: str, row: int, allowed: Sequence[State], **written: Any) -> bool:
+def _decide(alias: str, row: int, allowed: Sequence[State], *, written: Mapping[str, Any], **only: Any) -> bool:
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
-            return bool(InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed).update(**written))
+            return bool(InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only).update(**written))
     except OperationalError as error:
         if is_collision(error):
             return False

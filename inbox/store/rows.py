@@ -55,6 +55,7 @@ class Failure:
         retry_after: rest until the next attempt; None makes it a dead letter.
         attempts: how many have been made now.
         put_off: the handler asked for a later time; nothing went wrong.
+        quarantined: the age fence refused it; only an operator's override runs it.
     """
 
     error: str
@@ -62,6 +63,7 @@ class Failure:
     retry_after: timedelta | None
     attempts: int
     put_off: bool = False
+    quarantined: bool = False
 
 
 class DuplicateCause(StrEnum):

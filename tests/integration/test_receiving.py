@@ -700,7 +700,7 @@ class TestTheAgeFence:
         envelope = an_envelope(created_at=utcnow() - timedelta(days=400))
         deliver(handler, envelope)
 
-        assert store.retry("default", the_row().pk)
+        assert store.override_age_fence("default", the_row().pk)
         assert drain() == 1
 
         assert (the_row().state, effects()) == (State.DONE, 1)

@@ -114,6 +114,18 @@ def pgbouncer() -> Path:
     )
 
 
+def faketime() -> Path:
+    """The `faketime` executable, which shows a process another clock."""
+    return _first(
+        "faketime",
+        [
+            ("on this machine", lambda: _executable("faketime")),
+            ("from the system's packages", lambda: _with_apt("faketime", lambda: _executable("faketime"))),
+        ],
+        remedy="apt-get install faketime, dnf install libfaketime, or brew install libfaketime",
+    )
+
+
 def _first(wanted: str, sources: list[tuple[str, Callable[[], Found | None]]], remedy: str) -> Found:
     tried = []
     for where, look in sources:

@@ -1,3 +1,4 @@
+from collections.abc import Collection
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -18,6 +19,11 @@ class Command(BaseCommand):
         parser.add_argument("--handler", help="all messages of this handler")
         parser.add_argument("--topic", help="all messages of this topic")
         parser.add_argument("--all", action="store_true", help="all messages")
+        parser.add_argument(
+            "--override-age-fence",
+            action="store_true",
+            help="run also what was refused as too old or from the future: you know that it has not been handled before",
+        )
         parser.add_argument("--retrying", action="store_true", help="do not wait for the next attempt of retrying ones")
         parser.add_argument("--dry-run", action="store_true", help="only count")
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
@@ -37,12 +43,28 @@ class Command(BaseCommand):
             raise CommandError("Say which messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
-        rows = list(chosen.order_by("pk").values_list("pk", flat=True))
+        rows = list(chosen.order_by("pk").values_list("pk", "quarantined"))
+        held_back = set() if options["override_age_fence"] else {pk for pk, quarantined in rows if quarantined}
+        left = len(rows) - len(held_back)
         if options["dry_run"]:
-            self.stdout.write(f"{len(rows)} messages would be retried.")
+            self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
             return
-        progress = Progress("retried", len(rows))
-        for row in rows:
-            progress.advance(int(store.retry(options["database"], row)))
+        progress = Progress("retried", left)
+        for pk, quarantined in rows:
+            if pk not in held_back:
+                transition = store.override_age_fence if quarantined else store.retry
+                progress.advance(int(transition(options["database"], pk)))
         progress.finish()
-        self.stdout.write(f"{progress.done} messages are due now.")
+        self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
+        if held_back and options["message_ids"]:
+            # Whoever names a message expects that it is run; a script must not take this for success.
+            raise CommandError("Not every message that was named is run.")
+
+
+def _about(held_back: Collection[int]) -> str:
+    if not held_back:
+        return ""
+    return (
+        f" The age fence holds back {len(held_back)}: whether they have been handled before can no longer be known. Once you know "
+        "that they have not, run them with --override-age-fence."
+    )
