@@ -52,6 +52,7 @@ def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog
     # Handlers run on threads of their own, so that one of them may take its time without the watchdog's notice.
     pool = Pool([], runner, size=size)
     pool.start()
+    logger.info("Running what is stored, on %d threads.", size)
     while not stop:
         watchdog.beat()
         stop.wait(_BEAT_SECONDS)

@@ -435,7 +435,7 @@ class TestAProcess:
         assert "died" in row.last_error
 
     def test_sigterm_lets_the_running_handler_finish_and_acknowledges_it(self, consumer_process, rabbitmq_url, length):
-        with consumer_process() as process:
+        with consumer_process(CONCURRENCY=1) as process:
             job(rabbitmq_url, "wait for the word")
             process.until(begun)
             job(rabbitmq_url, "work", "later")

@@ -163,13 +163,14 @@ class TestRinging:
         def flushed():
             return outside.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
 
-        def ring():
+        def ring_unflushed():
+            before = flushed()
             with transaction.atomic():
                 ring_after_commit("default")
+            return flushed() == before
 
-        before = flushed()
-        ring()
-        assert flushed() == before
+        # The server's own processes flush now and then, and not at every ring.
+        assert any(ring_unflushed() for _ in range(20))
 
     def test_of_a_connection_that_dies_under_it_leaves_the_commit_standing(self, outside, caplog):
         caplog.set_level(logging.INFO, "outbox.doorbell")

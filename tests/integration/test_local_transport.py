@@ -225,6 +225,7 @@ class TestAProcess:
 
     def test_inbox_consume_runs_what_a_relay_handed_over(self, relay_process):
         with relay_process("--drain") as relay, relay_process(command="inbox_consume") as runner:
+            runner.until(lambda: "Running what is stored" in runner.said())
             job("work")
             while state() is None:
                 relay.ends()
