@@ -70,3 +70,7 @@ class HandlerTimeout(BaseException):
 
     def __init__(self, what: str = "it", limit: timedelta | None = None) -> None:
         super().__init__(f"{what} took longer than its timeout" + (f" of {limit.total_seconds():g} s" if limit else ""))
+
+
+class NotRun(InboxError):
+    """A Celery task that the inbox does not run, with the reason: it is a dead letter, was skipped, or is too old."""

@@ -49,7 +49,7 @@ def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, refused
     if not refused:
         try:
             biz_id = _identify(handler, message_of(envelope, options))
-            refused = outside = _outside_window(envelope, options)
+            refused = outside = outside_window(envelope, options)
         except Undecodable as error:
             refused = str(error)
     row = _row(handler, envelope, biz_id=biz_id, digest=digest)
@@ -73,7 +73,7 @@ def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> s
     return _identify(handler, message) if handler.biz_id else stored.biz_id
 
 
-def _outside_window(envelope: Envelope, options: InboxOptions) -> str:
+def outside_window(envelope: Envelope, options: InboxOptions) -> str:
     """Why this delivery is too old (or too new) to be told from a duplicate, or "". The age fence.
 
     Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any

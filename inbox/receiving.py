@@ -63,7 +63,7 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
     """
     try:
         if arrival.refused:
-            return _store(handler, arrival.row, _refusal(arrival), options, redelivered=redelivered)
+            return store_failure(handler, arrival.row, _refusal(arrival), options, redelivered=redelivered)
         if redelivered:
             return _receive_carefully(handler, arrival.row, options)
         return _receive_fresh(handler, arrival, options)
@@ -80,7 +80,7 @@ def hand_over(handler: Handler, arrival: Arrival) -> None:
     if arrival.refused:
         failure = _refusal(arrival)
         if store.store_failed(handler.using, arrival.row, failure, _HAND_OVER_WAIT):
-            _after_commit(handler, lambda: _announce(handler, arrival.row.message_id, arrival.row.biz_id, failure))
+            _after_commit(handler, lambda: announce(handler, arrival.row.message_id, arrival.row.biz_id, failure))
             return
     elif store.store_due(handler.using, arrival.row, _HAND_OVER_WAIT):
         return
@@ -112,12 +112,12 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     attempt = stored.attempts
     if attempt > options.MAX_ATTEMPTS:
         error = stored.last_error or "Its attempts were begun and never ended: its process died, or its database went away."
-        return _fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
+        return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
     envelope = stored_envelope(stored)
     try:
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
-        return _fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
+        return fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
     if biz_id != stored.biz_id and not decided(lambda: store.rekey(handler.using, stored.pk, biz_id), handler.using):
         reason = f"its biz-id is {biz_id}, and another message of that name is here already"
         decided(lambda: store.skip(handler.using, stored.pk, reason), handler.using)
@@ -140,7 +140,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         away.owed = partial(store.give_back, handler.using, stored.pk, attempt)
         raise
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
-        return _fail_stored(handler, stored, _failure(error, attempt, options))
+        return fail_stored(handler, stored, _failure(error, attempt, options))
     return handled(handler, message) if message else Received.DUPLICATE
 
 
@@ -165,7 +165,7 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
         raise
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
-        return _store(handler, arrival.row, _failure(error, 1, options), options)
+        return store_failure(handler, arrival.row, _failure(error, 1, options), options)
     return handled(handler, message) if message else duplicate(handler, arrival.row)
 
 
@@ -176,18 +176,20 @@ def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> 
     return run_stored(*claimed, options) if claimed else Received.STORED
 
 
-def _store(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False) -> Received:
+def store_failure(
+    handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False
+) -> Received:
     if not decided(lambda: store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT), handler.using):
         return duplicate(handler, row, redelivered=redelivered)
-    return _announce(handler, row.message_id, row.biz_id, failure)
+    return announce(handler, row.message_id, row.biz_id, failure)
 
 
-def _fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
+def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
     ours = decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure), handler.using)
     if not ours:
         decided(lambda: store.note_error(handler.using, stored.pk, failure), handler.using)
         return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
-    return _announce(handler, stored.message_id, stored.biz_id, failure)
+    return announce(handler, stored.message_id, stored.biz_id, failure)
 
 
 def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
@@ -203,7 +205,7 @@ def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Re
 def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
     if not decided(lambda: store.bury_abandoned(handler.using, pk), handler.using):
         return None
-    return _announce(handler, message_id, biz_id, Failure(error=store.ABANDONED, retry_after=None, attempts=1))
+    return announce(handler, message_id, biz_id, Failure(error=store.ABANDONED, retry_after=None, attempts=1))
 
 
 def _refusal(arrival: Arrival) -> Failure:
@@ -226,7 +228,7 @@ def _failure(error: BaseException, attempt: int, options: InboxOptions) -> Failu
     return Failure(error=text, traceback=trace, retry_after=None if last else options.retry.delay(attempt), attempts=attempt)
 
 
-def _announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
+def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
     dead = failure.retry_after is None
     if dead:
         level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"

@@ -48,9 +48,20 @@ class DatabaseAway(Exception):
 
 
 def in_transaction(
-    handler: Handler, begin: Callable[[], Guard | None], run: Callable[[], object], *, of: str, attempt: int = 1
+    handler: Handler,
+    begin: Callable[[], Guard | None],
+    run: Callable[[], object],
+    *,
+    of: str,
+    attempt: int = 1,
+    durable: bool = True,
+    remember: Callable[[object], str | None] | None = None,
 ) -> bool:
     """Inbox rows, effects and sentinel in one transaction: `begin`, `run`, the sentinel, commit; `of` tells people of what.
+
+    Args:
+        durable: it must be a transaction of its own, and no savepoint of its caller's.
+        remember: makes of what `run` returned the JSON that stays with the row.
 
     False: `begin` found nothing to do.
     """
@@ -61,7 +72,7 @@ def in_transaction(
         committed = True
 
     try:
-        with transaction.atomic(using=handler.using, durable=True):
+        with transaction.atomic(using=handler.using, durable=durable):
             # The first hook of this transaction: whatever a later one raises, the effect is in.
             transaction.on_commit(mark, using=handler.using)
             guard = begin()
@@ -69,11 +80,12 @@ def in_transaction(
                 return False
             try:
                 with _supervised(handler):
-                    run()
+                    returned = run()
+                result = remember(returned) if remember else None
             except BaseException:
                 store.refuse_if_ended(guard)
                 raise
-            store.finish(guard, attempt)
+            store.finish(guard, attempt, result)
         refuse_if_uncommitted(handler.using, committed)
     except BaseException:
         if not committed:

@@ -21,8 +21,11 @@ ENDED = f"The handler ended the inbox's transaction: it committed or rolled back
 SAVEPOINT = "inbox_guard"
 
 
-def finish(guard: Guard, attempts: int) -> None:
+def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
+
+    Args:
+        result: what the handler returned, as JSON, where somebody may ask for it again.
 
     Raises:
         TransactionBroken: this transaction cannot commit.
@@ -35,11 +38,12 @@ def finish(guard: Guard, attempts: int) -> None:
             "everything back. Leave connections to Django; close_old_connections() is for threads of your own."
         )
     refuse_if_ended(guard)
+    written = f"state = 'done', attempts = %s, settled_at = {now(connection)}, last_error = '', traceback = ''"
     sql = (
-        f"UPDATE {TABLE} SET state = 'done', attempts = %s, settled_at = {now(connection)}, last_error = '', traceback = '' "
+        f"UPDATE {TABLE} SET {written}{'' if result is None else ', result = %s'} "
         f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND state = 'received' AND next_attempt_at IS NULL"
     )
-    parameters: list[Any] = [attempts, *guard.rows]
+    parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
     if is_postgresql(connection):
         sql += " AND pg_current_xact_id()::text = %s"
         parameters.append(guard.transaction)
