@@ -1,8 +1,8 @@
 """A delivery that waits for a token of its handler's rate limit, for too long to stay unacknowledged.
 
-A broker takes a delivery that is not answered for lost (RabbitMQ after thirty minutes, `consumer_timeout`) and ends the
-channel with all others on it. Giving it back would have it delivered again at once, round and round. So it is stored like a
-retry and acknowledged; the runner handles it when its turn comes, under the same limit.
+A broker takes a consumer that does not answer for dead (RabbitMQ after thirty minutes, `consumer_timeout`) and ends the
+channel with all other deliveries on it. Giving this one back would have it delivered again at once, round and round. So it is
+stored like a retry and acknowledged; the runner handles it when its turn comes, under the same limit.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from inbox.reading import Arrival
 from inbox.receiving import Received, duplicate
 from inbox.store import TwinBusy
 from inbox.transactions import decided
-
-HELD_AT_MOST_SECONDS = 30.0
-"""How long a delivery may wait for a token unacknowledged: half of the shortest `consumer_timeout` that RabbitMQ takes."""
 
 
 def store_for_later(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
