@@ -514,7 +514,7 @@ def test_it_is_never_acknowledged_without_its_effect_and_has_it_once_at_most(ani
 @pytest.mark.parametrize("animal", [animal for animal in ZOO if connection.vendor in animal.lost_on], ids=str)
 def test_without_the_sentinel_the_same_zoo_loses_messages(animal, handles, monkeypatch):
     """If this fails, the sentinel is not what keeps the messages, and the test above proves little."""
-    monkeypatch.setattr(store, "finish", lambda guard, attempts: None)
+    monkeypatch.setattr(store, "finish", lambda guard, attempts, result=None: None)
     # The second line of defence, which sees some of them too: those that Django rolls back without running the commit's hooks.
     monkeypatch.setattr(transactions, "refuse_if_uncommitted", lambda alias, committed: None)
 
