@@ -23,7 +23,9 @@ from benchmarks.lab.record import Incorrect, Record
 from benchmarks.lab.report import table
 from benchmarks.lab.servers import Lab
 
-NAMES = ("relay", "peers", "publish", "backlog", "relays", "latency", "footprint", "horizon", "order")
+RELAY_SIDE = ("relay", "peers", "publish", "backlog", "relays", "latency", "footprint", "horizon", "order")
+INBOX_SIDE = ("inbox", "group_commit", "batch", "ordered", "effect_latency", "rate_limit")
+NAMES = (*RELAY_SIDE, *INBOX_SIDE)
 RESULTS = Path(__file__).parent / ".results"
 FULL_RUNS, QUICK_RUNS = 5, 2
 
@@ -77,7 +79,7 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 
 
 def _options() -> argparse.Namespace:
-    listing = "\n".join(f"  {name:<10} {_question(import_module(f'benchmarks.cases.{name}'))}" for name in NAMES)
+    listing = "\n".join(f"  {name:<14} {_question(import_module(f'benchmarks.cases.{name}'))}" for name in NAMES)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure on private servers; print tables, write JSON.",

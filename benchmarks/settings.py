@@ -1,6 +1,7 @@
 """Django settings of every process of the benchmarks.
 
-DATABASE_URL and BROKER_URL say where; BENCH_OUTBOX holds what a benchmark changes of `OUTBOX`, as JSON with spans in seconds.
+DATABASE_URL and BROKER_URL say where; BENCH_OUTBOX and BENCH_INBOX hold what a benchmark changes of `OUTBOX` and `INBOX`, as
+JSON with spans in seconds; BENCH_HANDLER says which handler `benchmarks.shop` registers, and with which options.
 Everything not named here is the default, because the default is what is measured.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import timedelta
+from typing import Any
 
 import dj_database_url
 
@@ -18,12 +20,17 @@ DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 INSTALLED_APPS = ["outbox", "inbox", "benchmarks.shop"]
 DATABASES = {"default": dj_database_url.parse(os.environ["DATABASE_URL"])}
 
-_given = json.loads(os.environ.get("BENCH_OUTBOX", "{}"))
-_spans = {"POLL_INTERVAL"}
+
+def _given(variable: str, *spans: str) -> dict[str, Any]:
+    options = json.loads(os.environ.get(variable, "{}"))
+    return {name: timedelta(seconds=value) if name in spans else value for name, value in options.items()}
+
 
 OUTBOX = {
     "BROKER_URL": os.environ["BROKER_URL"],
     "SOURCE": "/benchmarks",
-    **{name: timedelta(seconds=value) if name in _spans else value for name, value in _given.items()},
+    **_given("BENCH_OUTBOX", "POLL_INTERVAL"),
 }
-INBOX = {"GROUP": "benchmarks"}
+INBOX = {"GROUP": "benchmarks", **_given("BENCH_INBOX")}
+
+BENCH_HANDLER = {"kind": "orm", **_given("BENCH_HANDLER", "lease")}

@@ -28,6 +28,7 @@ import amqp
 import django
 
 from benchmarks.lab.arrivals import connected
+from benchmarks.lab.confirms import Unconfirmed
 from benchmarks.lab.workload import EXCHANGE
 from outbox.kernel.envelope import Envelope
 
@@ -41,41 +42,11 @@ Timed = tuple[int, float]
 """How many messages, in how many seconds."""
 
 
-class Unconfirmed:
-    """Delivery tags without an answer, oldest first."""
-
-    def __init__(self) -> None:
-        self.tags: dict[int, None] = {}
-        self.refused = 0
-
-    def acked(self, tag: int, multiple: bool) -> None:
-        if not multiple:
-            self.tags.pop(tag, None)
-            return
-        confirmed = []
-        for open_tag in self.tags:
-            if open_tag > tag:
-                break
-            confirmed.append(open_tag)
-        for open_tag in confirmed:
-            del self.tags[open_tag]
-
-    def nacked(self, tag: int, multiple: bool) -> None:
-        self.refused += 1
-        self.acked(tag, multiple)
-
-    def returned(self, *_: object) -> None:
-        self.refused += 1
-
-
 def raw(envelopes: Sequence[Envelope]) -> Timed:
     unconfirmed = Unconfirmed()
     with connected(os.environ["BROKER_URL"]) as connection:
         channel = connection.channel()
-        channel.confirm_select()
-        channel.events["basic_ack"].add(unconfirmed.acked)
-        channel.events["basic_nack"].add(unconfirmed.nacked)
-        channel.events["basic_return"].add(unconfirmed.returned)
+        unconfirmed.listen(channel)
         publish, tags, read = channel.basic_publish, unconfirmed.tags, connection.blocking_read
 
         def send(first: int, some: Sequence[Envelope]) -> None:

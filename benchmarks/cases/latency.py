@@ -74,18 +74,18 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     say(f"{record.name}: idle, {idle.count} messages to the broker, as many with the doorbell off, as many to the handler")
     _to_broker(broker_only, record, "commit -> broker, idle", idle)
     _to_broker(broker_only, record, "commit -> broker, idle, polling", idle, DOORBELL=False)
-    _to_handler(with_handler, record, "commit -> handler, idle", idle)
+    to_handler(with_handler, record, "commit -> handler, idle", idle)
 
     say(f"{record.name}: finding out what 30 % of the capacity is")
     count = plan.choose(full=20_000, quick=3_000)
     record.add(RELAY, drain_preloaded(broker_only, record, RELAY, count, many_customers), "msg/s")
-    _to_handler(with_handler, record, "commit -> handler, burst", Pace(count=burst, per_transaction=burst))
+    to_handler(with_handler, record, "commit -> handler, burst", Pace(count=burst, per_transaction=burst))
     record.add(HANDLER, float(with_handler.database.value(RATE_OF_EFFECTS)), "msg/s")
     relay_load, handler_load = (SHARE_OF_CAPACITY * record.series[side].values[-1] for side in (RELAY, HANDLER))
 
     say(f"{record.name}: loaded, {relay_load:,.0f} messages/s to the broker, {handler_load:,.0f}/s to the handler")
     _to_broker(broker_only, record, "commit -> broker, loaded", Pace.of(relay_load, seconds))
-    _to_handler(with_handler, record, "commit -> handler, loaded", Pace.of(handler_load, seconds))
+    to_handler(with_handler, record, "commit -> handler, loaded", Pace.of(handler_load, seconds))
     record.note(f"Idle, to the broker: p50 is to be below 5 ms and p99 below 25 ms. Burst: {burst:,} in one transaction.")
 
 
@@ -107,7 +107,8 @@ def _to_broker(project: Project, record: Record, side: str, pace: Pace, **outbox
     record.judge(verdict(project, side, pace.count, arrivals=arrivals))
 
 
-def _to_handler(project: Project, record: Record, side: str, pace: Pace) -> None:
+def to_handler(project: Project, record: Record, side: str, pace: Pace) -> None:
+    """Publish at that pace, through relay and consumer, and put the latencies of the effects and a verdict on record."""
     database = project.database
     database.empty()
     fresh_queue(project)

@@ -56,6 +56,14 @@ def fresh_queue(project: Project) -> None:
         channel.queue_bind(QUEUE, EXCHANGE, TOPIC)
 
 
+def delete_queues(project: Project) -> None:
+    """No queue is left in the project's virtual host."""
+    with connected(project.broker_url) as connection:
+        channel = connection.channel()
+        for queue in project.rabbit.queue_lengths(project.broker_url):
+            channel.queue_delete(queue)
+
+
 def queued(project: Project) -> int:
     """Messages that are in the queue now, by its leader's own count."""
     return project.rabbit.queue_lengths(project.broker_url)[QUEUE]

@@ -28,9 +28,9 @@ def relaying(project: Project, relays: int = 1, **outbox: Any) -> AbstractContex
     return _workers(RELAY, project, relays, **outbox)
 
 
-def consuming(project: Project) -> AbstractContextManager[list[Process]]:
-    """A process that runs the handlers of `benchmarks.shop`."""
-    return _workers(CONSUMER, project, 1)
+def consuming(project: Project, consumers: int = 1) -> AbstractContextManager[list[Process]]:
+    """So many processes that run the handler of `benchmarks.shop`."""
+    return _workers(CONSUMER, project, consumers)
 
 
 def drain(project: Project, **outbox: Any) -> Ended:

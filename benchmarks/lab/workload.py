@@ -12,6 +12,8 @@ from typing import Any
 TOPIC = "shop.order.placed"
 EXCHANGE = "outbox"
 QUEUE = "benchmark"
+HANDLER = "shop.write_effect"
+"""The name of the handler in `benchmarks.shop`, whichever it is."""
 CUSTOMERS = 1000
 ACCOUNTS = 10_000
 """What business transactions change: so many that they seldom wait for each other."""

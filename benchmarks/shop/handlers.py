@@ -1,12 +1,32 @@
-"""A handler whose effect is one row."""
+"""One handler whose effect is one row for each message, written in the way that a benchmark asks for."""
 
 from __future__ import annotations
 
-from benchmarks.lab.workload import TOPIC
+from collections.abc import Sequence
+
+from django.conf import settings
+from django.db import connection
+
+from benchmarks.lab.workload import HANDLER, TOPIC
 from benchmarks.shop.models import Effect
 from inbox import Message, idempotent_handler
 
 
-@idempotent_handler(TOPIC)
-def write_effect(message: Message) -> None:
+def by_sql(message: Message) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("INSERT INTO shop_effect (number) VALUES (%s)", [message.payload["order"]])
+
+
+def by_orm(message: Message) -> None:
     Effect.objects.create(number=message.payload["order"])
+
+
+def in_bulk(messages: Sequence[Message]) -> None:
+    Effect.objects.bulk_create([Effect(number=message.payload["order"]) for message in messages])
+
+
+KINDS = {"sql": by_sql, "orm": by_orm, "bulk": in_bulk}
+
+_options = dict(settings.BENCH_HANDLER)
+_kind = _options.pop("kind")
+idempotent_handler(TOPIC, name=HANDLER, **_options)(KINDS[_kind])

@@ -1,0 +1,94 @@
+"""What a good engineer writes by hand who wants the effect exactly once and has no inbox: one process, kombu and psycopg.
+
+    python -m benchmarks.actors.hand_written COUNT PREFETCH [lean]
+
+It takes COUNT messages off the queue of the benchmarks, one transaction each, and acknowledges each after its commit. In the
+transaction is the same work for the database as in the inbox's: the row of the inbox, unique on what names the message, with
+everything that the inbox keeps of it; the effect; the row settled. There is no ORM, and psycopg prepares statements as it does
+by default, from the sixth time on.
+
+`lean` inserts the row as settled, which saves its second version and is the least that can be done; a transaction that the
+effect has broken or ended unnoticed is acknowledged all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from datetime import datetime
+
+import kombu
+import psycopg
+
+from benchmarks.lab.workload import HANDLER, QUEUE
+
+RECEIVE = """
+INSERT INTO inbox_inboxmessage (
+    handler, topic, biz_id, message_id, key, content_type, body, digest, headers,
+    source, correlation_id, causation_id, traceparent, created_at, state, received_at
+)
+VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, 'received', statement_timestamp())
+ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id
+"""
+RECEIVE_SETTLED = RECEIVE.replace("received_at\n)", "received_at, attempts, settled_at\n)").replace(
+    "'received', statement_timestamp())", "'done', statement_timestamp(), 1, statement_timestamp())"
+)
+EFFECT = "INSERT INTO shop_effect (number) VALUES (%s)"
+SETTLE = "UPDATE inbox_inboxmessage SET state = 'done', attempts = 1, settled_at = statement_timestamp() WHERE id = %s"
+SILENCE_SECONDS = 60.0
+
+
+class Consumer:
+    def __init__(self, database: psycopg.Connection, *, lean: bool) -> None:
+        self.handled = 0
+        self._database = database
+        self._lean = lean
+
+    def on_message(self, message: kombu.Message) -> None:
+        with self._database.transaction(), self._database.cursor() as cursor:
+            row = cursor.execute(RECEIVE_SETTLED if self._lean else RECEIVE, _row(message)).fetchone()
+            if row is not None:
+                cursor.execute(EFFECT, [message.payload["order"]])
+                if not self._lean:
+                    cursor.execute(SETTLE, row)
+        message.ack()
+        self.handled += 1
+
+
+def _row(message: kombu.Message) -> list[object]:
+    headers = message.headers
+    body = message.body.encode() if isinstance(message.body, str) else bytes(message.body)
+    return [
+        HANDLER,
+        headers["cloudEvents:type"],
+        headers["cloudEvents:bizid"],
+        message.properties["message_id"],
+        headers.get("cloudEvents:orderingkey", ""),
+        message.content_type,
+        body,
+        hashlib.sha256(body).hexdigest(),
+        "{}",
+        headers["cloudEvents:source"],
+        headers.get("cloudEvents:correlationid", ""),
+        headers.get("cloudEvents:causationid", ""),
+        headers.get("cloudEvents:traceparent", ""),
+        datetime.fromisoformat(headers["cloudEvents:time"]),
+    ]
+
+
+def main() -> None:
+    count, prefetch = int(sys.argv[1]), int(sys.argv[2])
+    url, broker = os.environ["DATABASE_URL"], os.environ["BROKER_URL"]
+    with psycopg.connect(url, autocommit=True) as database, kombu.Connection(broker) as connection:
+        consumer = Consumer(database, lean="lean" in sys.argv)
+        queue = kombu.Queue(QUEUE, no_declare=True)
+        with kombu.Consumer(
+            connection, [queue], on_message=consumer.on_message, accept=["json"], prefetch_count=prefetch, auto_declare=False
+        ):
+            while consumer.handled < count:
+                connection.drain_events(timeout=SILENCE_SECONDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""How much faster is a handler that takes a list than a message after the other written by hand with kombu and psycopg?
+
+The handler writes the rows of a whole batch with one `bulk_create`.
+"""
+
+from __future__ import annotations
+
+from benchmarks.lab.deliveries import handled_by
+from benchmarks.lab.handling import HAND_WRITTEN, Bench
+from benchmarks.lab.plan import Plan
+from benchmarks.lab.record import Record
+from benchmarks.lab.servers import Lab
+
+BATCHES = "bulk handler, batch=100"
+
+
+def measure(lab: Lab, plan: Plan, record: Record) -> None:
+    bench = Bench(lab, record, count=plan.choose(full=20_000, quick=3_000))
+    in_batches = handled_by(bench.project, "bulk", batch=100, batch_wait=0.2)
+    sides = {
+        HAND_WRITTEN: bench.hand_written,
+        BATCHES: lambda: bench.consume(in_batches, BATCHES),
+    }
+    bench.alternate(plan, sides)
+    record.compare(BATCHES, HAND_WRITTEN, reach=">= 5")

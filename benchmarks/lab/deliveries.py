@@ -1,0 +1,128 @@
+"""The consuming side of a run: what is in the queue when it begins, and what has become of it when it has ended.
+
+Messages are sent straight to the broker, as the outbox would send them. What counts is what the handler has committed: the
+clock is the one PostgreSQL stamps commits with, so it is the same for every side, however it handles.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import amqp
+
+from benchmarks.lab.arrivals import connected
+from benchmarks.lab.confirms import Unconfirmed
+from benchmarks.lab.project import Project
+from benchmarks.lab.record import Verdict
+from benchmarks.lab.workload import CUSTOMERS, EXCHANGE, TOPIC, Keys, biz_id, payload, serialised
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.identity import new_message_id
+
+PERSISTENT = 2
+WINDOW = 1000
+SILENCE_SECONDS = 30.0
+UNTIMED = 500
+"""Effects that are committed before the clock starts."""
+
+EFFECTS = "SELECT number, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_effect ORDER BY id"
+UNSETTLED = "SELECT state, count(*) FROM inbox_inboxmessage WHERE state <> 'done' GROUP BY state"
+
+
+def handled_by(project: Project, kind: str, *, inbox: dict[str, Any] | None = None, **options: Any) -> Project:
+    """The same project, whose handler is written like `kind` and has these options; spans in seconds."""
+    variables = {"BENCH_HANDLER": json.dumps({"kind": kind, **options}), "BENCH_INBOX": json.dumps(inbox or {})}
+    return replace(project, extra={**project.extra, **variables})
+
+
+def enqueue(project: Project, count: int, keys: Keys, *, first: int = 0) -> None:
+    """Have so many messages confirmed by the broker, in every queue that is bound to the topic.
+
+    Raises:
+        AssertionError: there is no such queue, or the broker refused one.
+    """
+    unconfirmed = Unconfirmed()
+    with connected(project.broker_url) as connection:
+        channel = connection.channel()
+        unconfirmed.listen(channel)
+
+        def wait(most: int) -> None:
+            while len(unconfirmed.tags) > most:
+                connection.blocking_read(SILENCE_SECONDS)
+
+        for tag, number in enumerate(range(first, first + count), start=1):
+            channel.basic_publish(_message(envelope(number, keys(number))), EXCHANGE, TOPIC, mandatory=True)
+            unconfirmed.tags[tag] = None
+            wait(WINDOW)
+        wait(0)
+    if unconfirmed.refused:
+        raise AssertionError(f"the broker refused {unconfirmed.refused} messages; is a queue bound to {TOPIC}?")
+
+
+def envelope(number: int, key: str) -> Envelope:
+    """Message number n, as the outbox would send it now."""
+    message_id = str(new_message_id())
+    return Envelope(
+        id=message_id,
+        topic=TOPIC,
+        source="/benchmarks",
+        created_at=datetime.now(tz=UTC),
+        biz_id=biz_id(number),
+        key=key,
+        correlation_id=message_id,
+        body=serialised(payload(number)),
+    )
+
+
+def _message(sent: Envelope) -> amqp.Message:
+    return amqp.Message(
+        sent.body,
+        content_type=sent.content_type,
+        content_encoding="utf-8",
+        application_headers=sent.to_headers(),
+        message_id=sent.id,
+        type=sent.topic,
+        delivery_mode=PERSISTENT,
+        priority=0,
+    )
+
+
+def effects(project: Project) -> list[tuple[int, float]]:
+    """The number of each effect's message and when it was committed, in the order they were written."""
+    return project.database.connection.execute(EFFECTS).fetchall()
+
+
+def rate_of(found: Sequence[tuple[int, float]], untimed: int = UNTIMED) -> float:
+    """Effects per second, from the commit that had the last untimed one to the last commit."""
+    instants = sorted(at for _, at in found)
+    began, ended = instants[untimed - 1], instants[-1]
+    return sum(at > began for at in instants) / (ended - began)
+
+
+def judged(project: Project, side: str, count: int, found: Sequence[tuple[int, float]], *, ordered: bool = False) -> Verdict:
+    """Has each of `count` messages had its effect once, is its row settled, and is nothing left in the queues?"""
+    numbers = [number for number, _ in found]
+    faults = {
+        "without an effect": count - len(set(numbers) & set(range(count))),
+        "with a second effect": len(numbers) - len(set(numbers)),
+        "nobody sent": len(set(numbers) - set(range(count))),
+        "before an earlier one of their key": _disordered(numbers) if ordered else 0,
+        "still in the queue": sum(project.rabbit.queue_lengths(project.broker_url).values()),
+    }
+    wrong = [f"{number:,} {what}" for what, number in faults.items() if number]
+    wrong += [f"{number:,} rows {state}" for state, number in project.database.connection.execute(UNSETTLED)]
+    return Verdict(side, correct=not wrong, detail="; ".join(wrong) or f"{count:,} messages, {len(numbers):,} effects")
+
+
+def _disordered(numbers: Sequence[int]) -> int:
+    """Effects that came after one of a later message of their key, with the keys of `many_customers`."""
+    latest: dict[int, int] = {}
+    late = 0
+    for number in numbers:
+        customer = number % CUSTOMERS
+        late += number < latest.get(customer, -1)
+        latest[customer] = max(number, latest.get(customer, -1))
+    return late

@@ -1,0 +1,74 @@
+"""Two consumers on two projects, the inbox and the program written by hand, each with the same queue to empty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.lab.actors import acting
+from benchmarks.lab.arrivals import delete_queues, fresh_queue
+from benchmarks.lab.deliveries import UNTIMED, effects, enqueue, judged, rate_of
+from benchmarks.lab.plan import Plan
+from benchmarks.lab.processes import running
+from benchmarks.lab.project import Project
+from benchmarks.lab.record import Record
+from benchmarks.lab.relays import CONSUMER
+from benchmarks.lab.servers import Lab
+from benchmarks.lab.workload import Keys, many_customers
+
+HAND_WRITTEN = "hand-written, kombu and psycopg"
+LEAN = "hand-written, row inserted as settled"
+PREFETCH = 50
+"""As the inbox's default."""
+LONGEST_SECONDS = 900.0
+
+
+class Bench:
+    """Empties queues of `count` messages, and puts rates and verdicts on record."""
+
+    def __init__(self, lab: Lab, record: Record, *, count: int, keys: Keys = many_customers) -> None:
+        self.count = count
+        self.project = lab.new_project()
+        self._by_hand = lab.new_project()
+        self._record = record
+        self._keys = keys
+        record.note(f"{count:,} messages in the queue; the clock runs from the {UNTIMED}th effect's commit to the last one's.")
+
+    def alternate(self, plan: Plan, sides: Mapping[str, Callable[[], object]]) -> None:
+        """Every side once in each run, every second time in the opposite order."""
+        for run in plan.each_run(self._record.name):
+            for side in list(sides) if run % 2 else list(reversed(sides)):
+                sides[side]()
+
+    def consume(self, project: Project, side: str, *, ordered: bool = False, concurrency: int = 1) -> None:
+        """One `inbox_consume` empties the queue of the project's handler."""
+        declare(project)
+        enqueue(project, self.count, self._keys)
+        _drain(project, concurrency)
+        self._settle(project, side, ordered=ordered)
+
+    def hand_written(self, side: str = HAND_WRITTEN) -> None:
+        """The program written by hand empties its queue."""
+        project = self._by_hand
+        project.database.empty()
+        fresh_queue(project)
+        enqueue(project, self.count, self._keys)
+        with acting(project, "hand_written", self.count, PREFETCH, *(["lean"] if side == LEAN else [])) as consumer:
+            consumer.wait(LONGEST_SECONDS)
+        self._settle(project, side)
+
+    def _settle(self, project: Project, side: str, *, ordered: bool = False) -> None:
+        found = effects(project)
+        self._record.judge(judged(project, side, self.count, found, ordered=ordered))
+        self._record.add(side, rate_of(found), "msg/s")
+
+
+def declare(project: Project) -> None:
+    """No rows, and the handler's queues, new and empty, as the consumer itself declares them."""
+    project.database.empty()
+    delete_queues(project)
+    _drain(project)
+
+
+def _drain(project: Project, concurrency: int = 1) -> None:
+    with running([*CONSUMER, "--drain", "--concurrency", str(concurrency)], project) as consumer:
+        consumer.wait(LONGEST_SECONDS)
