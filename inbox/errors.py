@@ -38,6 +38,14 @@ class Reject(InboxError):
         super().__init__(reason)
 
 
+class StepInterrupted(Reject):
+    """A step of a message may have happened and may not, and is not to be repeated: a dead letter for a person to decide about."""
+
+
+class LeaseLost(InboxError):
+    """The lease of this run has ended, so another may be running the message. Nothing that this run does is settled."""
+
+
 class TransactionBroken(InboxError):
     """The handler returned normally, but the transaction around it can no longer commit.
 
@@ -74,3 +82,7 @@ class HandlerTimeout(BaseException):
 
 class NotRun(InboxError):
     """A Celery task that the inbox does not run, with the reason: it is a dead letter, was skipped, or is too old."""
+
+
+class TaskNotSent(InboxError):
+    """An operator's retry of a Celery task could not be sent; the row stays as it was."""

@@ -1,0 +1,53 @@
+"""An operator has a stored message run again. That of a Celery task nobody here runs: Celery has to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from django.db import transaction
+
+from inbox.errors import TaskNotSent
+from inbox.models import InboxMessage
+from outbox.kernel.text import describe
+from outbox.kernel.wire import CELERY_TOPICS
+
+Transition = Callable[[str, int], bool]
+
+
+def resending(transition: Transition) -> Transition:
+    """`transition`, and when it is the row of a Celery task, the task sent again in the same transaction.
+
+    It may arrive before the commit; then it waits for that. What cannot be sent is rolled back, and raises TaskNotSent.
+    """
+
+    def decide(alias: str, row: int) -> bool:
+        with transaction.atomic(using=alias):
+            if not transition(alias, row):
+                return False
+            stored = InboxMessage.objects.using(alias).get(pk=row)
+            if stored.handler == stored.topic and stored.topic.startswith(CELERY_TOPICS):
+                _send(stored)
+            return True
+
+    return decide
+
+
+def _send(stored: InboxMessage) -> None:
+    try:
+        from celery import current_app  # noqa: PLC0415 - optional, and there whenever such a row is
+
+        from inbox.task_calls import signature_of  # noqa: PLC0415 - imports it, too
+    except ImportError as error:
+        raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error
+    signature = signature_of(stored)
+    if signature is None:
+        raise TaskNotSent(f"{stored.handler} cannot be sent: its arguments were not JSON. Call it yourself, and skip this one.")
+    if not (current_app.conf.broker_url or current_app.conf.broker_write_url):
+        raise TaskNotSent(
+            f"{stored.handler} cannot be sent: this process has no Celery app with a broker_url. Import it in the project's "
+            "__init__.py."
+        )
+    try:
+        current_app.signature(signature).apply_async()
+    except Exception as error:
+        raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error

@@ -1,0 +1,67 @@
+"""Rows of Celery tasks. Celery delivers them and tries them again, so an open row is run by the delivery that meets it.
+
+Such a row is there while a message that the broker has delivered before is at work, and after a worker died over it. A task
+that fails in the ordinary way leaves none: what comes next is Celery's to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+from django.db import connections
+
+from inbox.models import InboxMessage, State
+from inbox.store.dialect import TABLE, is_postgresql
+from inbox.store.rows import NewRow
+from outbox.kernel.clock import now_after
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What has become of a message.
+
+    Attributes:
+        result: what its handler returned, as JSON; None when that is not known.
+    """
+
+    state: State
+    result: str | None
+    last_error: str
+
+
+def claim_met(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMessage | None:
+    """received | retrying, its attempt counted, in a commit of its own: the row that this delivery has met.
+
+    None: another transaction has it in hand, or there is nothing to run.
+    """
+    connection = connections[alias]
+    skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {TABLE} SET attempts = attempts + 1, next_attempt_at = {now_after(connection)} "
+            f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s "
+            f"AND state IN ('received', 'retrying') AND next_attempt_at IS NOT NULL {skip_locked}) RETURNING id",
+            [redelivery_after.total_seconds(), row.handler, row.topic, row.biz_id],
+        )
+        found = cursor.fetchall()
+    return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
+
+
+def forget(alias: str, row: int, attempts: int) -> bool:
+    """received → ∅, after the task failed in the ordinary way. False: it is not ours any more."""
+    ours = InboxMessage.objects.using(alias).filter(
+        pk=row, attempts=attempts, state=State.RECEIVED, next_attempt_at__isnull=False
+    )
+    return bool(ours.delete()[0])
+
+
+def outcome(alias: str, row: NewRow) -> Outcome | None:
+    """What has become of the message that `row` says again; None when it is gone."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"SELECT state, CAST(result AS text), last_error FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s",
+            [row.handler, row.topic, row.biz_id],
+        )
+        found = cursor.fetchone()
+    return Outcome(State(found[0]), found[1], found[2]) if found else None

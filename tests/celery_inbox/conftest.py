@@ -1,0 +1,105 @@
+"""Brokers, an app whose tasks can be called, and real workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import kombu.pools
+import pytest
+
+from tests.celery_inbox.project import make_app
+from tests.workers import ROOT, Process, as_environment
+
+INBOX = {
+    "MAX_ATTEMPTS": 3,
+    "TWIN_TIMEOUT": timedelta(milliseconds=200),
+    "REDELIVERY_AFTER": timedelta(hours=1),
+}
+
+
+@pytest.fixture(params=["rabbitmq", "redis"])
+def broker(request):
+    """The URL of a broker with nothing in it."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture
+def results(redis_server):
+    """The URL of a result backend with nothing in it."""
+    redis_server.start().flush()
+    return redis_server.url.rpartition("/")[0] + "/5"
+
+
+@pytest.fixture
+def app(broker, results):
+    app = make_app(broker, results)
+    yield app
+    close(app)
+
+
+@pytest.fixture
+def tasks(app):
+    return app.tasks
+
+
+@pytest.fixture
+def worker(broker, results, process_environment, tmp_path):
+    """Make workers: `with worker(pool="threads") as running`. It has begun to take tasks."""
+    count = 0
+
+    def make(*, pool="prefork", concurrency=2, visibility_seconds=3600, **settings):
+        nonlocal count
+        count += 1
+        if broker.startswith("redis"):
+            settings["broker_transport_options"] = {"visibility_timeout": visibility_seconds}
+        given = {"CELERY_BROKER": broker, "CELERY_RESULTS": results, "CELERY_SETTINGS": json.dumps(settings)}
+        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.worker.settings", **as_environment(INBOX=INBOX)}
+        return Worker({**environment, **given}, tmp_path / f"worker{count}.log", pool, concurrency)
+
+    return make
+
+
+class Worker(Process):
+    """`celery worker`; nothing of it outlives its test."""
+
+    def __init__(self, environment, log, pool, concurrency):
+        super().__init__(environment, log)
+        self._arguments = ["--pool", pool, "--concurrency", str(concurrency)]
+
+    def start(self):
+        command = ["celery", "-A", "tests.celery_inbox.worker", "worker", *self._arguments]
+        quiet = ["--without-gossip", "--without-mingle", "--loglevel", "INFO"]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command, *quiet],
+                cwd=ROOT,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                # So that it can be killed with the processes of its pool.
+                start_new_session=True,
+            )
+        self.until(lambda: " ready." in self.said())
+        return self
+
+    def __exit__(self, *exc_info):
+        self.kill()
+
+    def kill(self):
+        """SIGKILL to the worker and to the processes of its pool, at once."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def close(app):
+    """Leave no socket behind."""
+    kombu.pools.reset()  # they are kombu's, one for each broker
+    backend = app.backend
+    if hasattr(backend, "result_consumer"):
+        backend.result_consumer.stop()
+        backend.client.close()
+    app.close()
