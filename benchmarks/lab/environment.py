@@ -17,7 +17,7 @@ from benchmarks.lab.arrivals import connected
 from benchmarks.lab.project import ROOT
 from benchmarks.lab.servers import POSTGRES_SETTINGS, Lab
 
-PACKAGES = ("Django", "kombu", "amqp", "psycopg")
+PACKAGES = ("Django", "kombu", "amqp", "psycopg", "celery", "redis")
 
 
 def environment(lab: Lab) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The private servers of a run, started when first asked for, and databases and virtual hosts on them.
 
-Both run with their packages' defaults but for what is named here, the same for every side. The checkpoint settings keep a
+They run with their packages' defaults but for what is named here, the same for every side. The checkpoint settings keep a
 timed checkpoint from falling into one side's second and not into the other's.
 """
 
@@ -18,7 +18,7 @@ from psycopg import sql
 
 from benchmarks.lab.database import Database, Specimen
 from benchmarks.lab.project import ROOT, Project
-from tests.servers import PostgresServer, RabbitServer
+from tests.servers import PostgresServer, RabbitServer, RedisServer
 
 POSTGRES_SETTINGS = {
     "shared_buffers": "512MB",
@@ -31,7 +31,7 @@ PRISTINE = "pristine"
 
 
 class Lab:
-    """One PostgreSQL and one RabbitMQ for all benchmarks of a run; everything ends with the `with` block."""
+    """One PostgreSQL, one RabbitMQ and one Redis for all benchmarks of a run; everything ends with the `with` block."""
 
     def __init__(self) -> None:
         self._running = ExitStack()
@@ -59,6 +59,10 @@ class Lab:
     @cached_property
     def rabbit(self) -> RabbitServer:
         return self._running.enter_context(RabbitServer())
+
+    @cached_property
+    def redis(self) -> RedisServer:
+        return self._running.enter_context(RedisServer())
 
     def new_project(self, rabbit: RabbitServer | None = None) -> Project:
         """A migrated database without rows and an empty virtual host, by default on the lab's own broker."""

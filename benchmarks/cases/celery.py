@@ -1,0 +1,49 @@
+"""What does it cost a Celery task that its effect happens once per business id?
+
+One worker process of one child (prefork), a classic queue on RabbitMQ, late acknowledgement on every side, no results. The
+effect is one row through the ORM; the plain task writes it in autocommit, and once more in a transaction of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.lab.actors import acting
+from benchmarks.lab.arrivals import delete_queues
+from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of
+from benchmarks.lab.handling import LONGEST_SECONDS, PREFETCH
+from benchmarks.lab.plan import Plan
+from benchmarks.lab.processes import running, until
+from benchmarks.lab.project import Project
+from benchmarks.lab.record import Record
+from benchmarks.lab.servers import Lab
+
+SIDES = {"plain": "plain task", "atomic": "plain task in a transaction", "idempotent": "@idempotent_task"}
+WORKER = [sys.executable, "-m", "celery", "-A", "benchmarks.actors.celery_worker", "worker", "--loglevel", "WARNING"]
+WORKER += ["--without-gossip", "--without-mingle"]
+ALONE = ["--pool", "prefork", "--concurrency", "1", "--prefetch-multiplier", str(PREFETCH)]
+
+
+def measure(lab: Lab, plan: Plan, record: Record) -> None:
+    count = plan.choose(full=10_000, quick=1_500)
+    project = lab.new_project()
+    for run in plan.each_run(record.name):
+        for task in SIDES if run % 2 else reversed(SIDES):
+            _work_off(project, record, task, count)
+    record.compare(SIDES["idempotent"], SIDES["plain"])
+    record.compare(SIDES["idempotent"], SIDES["atomic"])
+    record.note(f"{count:,} tasks in the queue; the clock runs from the {UNTIMED}th effect's commit to the last one's.")
+
+
+def _work_off(project: Project, record: Record, task: str, count: int) -> None:
+    database, side = project.database, SIDES[task]
+    database.empty()
+    delete_queues(project)
+    with acting(project, "celery_worker", task, count) as sender:
+        sender.wait(LONGEST_SECONDS)
+    with running([*WORKER, *ALONE], project) as worker:
+        until(lambda: database.value("SELECT count(*) FROM shop_effect") >= count, worker, seconds=LONGEST_SECONDS, every=0.5)
+        worker.stop()
+    found = effects(project)
+    record.judge(judged(project, side, count, found))
+    record.add(side, rate_of(found), "tasks/s")
