@@ -85,8 +85,8 @@ def outside_window(envelope: Envelope, options: InboxOptions) -> str:
     age = utcnow() - since
     if age > options.oldest_run:
         return (
-            f"It is {_long(age)} old, past the deduplication window of {_long(options.oldest_run)}: whether it has been handled "
-            f"before can no longer be known. {_OVERRIDE}"
+            f"It is {_long(age)} old, past the deduplication window of {_long(options.oldest_run)}: whether it has been "
+            f"handled before can no longer be known. {_OVERRIDE}"
         )
     if -age > options.AGE_FENCE_MARGIN:
         return (

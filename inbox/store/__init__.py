@@ -5,20 +5,18 @@ handler's transaction. The other is the UPDATE of `finish`, the *commit sentinel
 exactly the row that the transaction began with.
 """
 
+from inbox.store.accounting import Balance, Duplicates, balance, conflicts
 from inbox.store.dialect import TABLE, is_reachable
 from inbox.store.fresh import begin_fresh, count_duplicate, store_due, store_failed
 from inbox.store.operating import (
     RETRYABLE,
     SKIPPABLE,
-    Duplicates,
-    duplicates,
     oldest_waiting,
     override_age_fence,
     purge_settled,
     purgeable,
     retry,
     skip,
-    states,
 )
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import ENDED, finish, refuse_if_ended
@@ -42,6 +40,7 @@ __all__ = [
     "RETRYABLE",
     "SKIPPABLE",
     "TABLE",
+    "Balance",
     "DuplicateCause",
     "Duplicates",
     "Earlier",
@@ -49,13 +48,14 @@ __all__ = [
     "Guard",
     "NewRow",
     "TwinBusy",
+    "balance",
     "begin_fresh",
     "begin_stored",
     "begin_together",
     "bury_abandoned",
     "claim_due",
+    "conflicts",
     "count_duplicate",
-    "duplicates",
     "fail_stored",
     "finish",
     "give_back",
@@ -71,7 +71,6 @@ __all__ = [
     "rekey",
     "retry",
     "skip",
-    "states",
     "store_due",
     "store_failed",
 ]

@@ -1,14 +1,13 @@
-"""What operators see and decide: retry, skip, count, purge."""
+"""What operators see and decide: retry, override, skip, purge."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import OperationalError, transaction
-from django.db.models import Count, Min, Sum
+from django.db.models import Min
 
 from inbox.models import DUE, SETTLED, InboxMessage, State
 from outbox.kernel.clock import DatabaseTime
@@ -72,25 +71,6 @@ def _decide(alias: str, row: int, allowed: Sequence[State], *, written: Mapping[
         if is_collision(error):
             return False
         raise
-
-
-def states(alias: str) -> dict[str, int]:
-    """How many rows are in each state; every state is named."""
-    counted = dict(InboxMessage.objects.using(alias).values_list("state").annotate(Count("id")).order_by())
-    return {state.value: counted.get(state, 0) for state in State}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Duplicates:
-    """Deliveries that had no second effect, and how many of them said something else."""
-
-    suppressed: int
-    conflicting: int
-
-
-def duplicates(alias: str) -> Duplicates:
-    sums = InboxMessage.objects.using(alias).aggregate(suppressed=Sum("duplicates"), conflicting=Sum("conflicts"))
-    return Duplicates(suppressed=sums["suppressed"] or 0, conflicting=sums["conflicting"] or 0)
 
 
 def oldest_waiting(alias: str) -> datetime | None:

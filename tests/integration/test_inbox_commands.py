@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from datetime import timedelta
 
 import pytest
@@ -59,7 +60,10 @@ class TestStatus:
         assert status() == {
             "states": dict.fromkeys((str(state) for state in State), 0),
             "duplicates_suppressed": 0,
+            "duplicates_by_cause": {"redelivery": 0, "resend": 0, "replay": 0, "business": 0},
             "duplicates_conflicting": 0,
+            "delivered": 0,
+            "quarantined": 0,
             "oldest_waiting": None,
         }
 
@@ -74,6 +78,32 @@ class TestStatus:
 
         assert (said["states"]["done"], said["states"]["dead"], said["states"]["retrying"]) == (1, 1, 0)
         assert (said["duplicates_suppressed"], said["duplicates_conflicting"]) == (3, 1)
+        assert said["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
+        assert said["delivered"] == 5
+
+    def test_it_tells_what_the_age_fence_holds_back(self, handles):
+        deliver(handles(the_effect), an_envelope(created_at=utcnow() - LONG_AGO))
+
+        said = status()
+
+        assert (said["states"]["dead"], said["quarantined"]) == (1, 1)
+
+    def test_it_lists_conflicts_the_latest_first(self, handles):
+        handler = handles(the_effect)
+        for biz_id in ("order-1", "order-2"):
+            deliver(handler, an_envelope({"total": 1}, biz_id=biz_id))
+        for biz_id in ("order-2", "order-1"):
+            other = an_envelope({"total": 2}, biz_id=biz_id)
+            deliver(handler, other)
+
+        listed = status(conflicts=True)["conflicts"]
+
+        assert [(found["biz_id"], found["conflicts"]) for found in listed] == [("order-1", 1), ("order-2", 1)]
+        assert listed[0]["conflicting_id"] == other.id
+        assert other.id in run("inbox_status", conflicts=True)
+
+    def test_it_says_when_there_are_no_conflicts(self):
+        assert run("inbox_status", conflicts=True).endswith("No biz-id has come with other content.")
 
     def test_it_tells_how_long_the_oldest_has_waited_past_its_time(self, handles):
         deliver(handles(fails))
@@ -88,8 +118,8 @@ class TestStatus:
 
         text = run("inbox_status")
 
-        assert "done" in text
-        assert "oldest waiting" in text
+        lines = dict(re.split(r"  +", line.strip()) for line in text.splitlines())
+        assert (lines["done"], lines["delivered, the sum"], lines["oldest waiting"]) == ("1", "1", "-")
 
     def test_it_looks_at_the_database_it_is_told(self, handles):
         deliver(handles(lambda message: None, using="other"))

@@ -65,6 +65,6 @@ def _about(held_back: Collection[int]) -> str:
     if not held_back:
         return ""
     return (
-        f" The age fence holds back {len(held_back)}: whether they have been handled before can no longer be known. Once you know "
-        "that they have not, run them with --override-age-fence."
+        f" The age fence holds back {len(held_back)}: whether they have been handled before can no longer be known. Once you "
+        "know that they have not, run them with --override-age-fence."
     )

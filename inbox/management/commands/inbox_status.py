@@ -1,4 +1,5 @@
 import json
+from datetime import datetime
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
@@ -10,45 +11,113 @@ from outbox.kernel.console import age, table, watch
 from outbox.kernel.databases import require_table
 from outbox.kernel.loop import StopRequest, running_until_signalled
 
+_CONFLICTS = 50
+
 
 class Command(BaseCommand):
-    help = "Show how many messages are in each state, how many duplicates were suppressed, and the oldest waiting one."
+    help = "Show what became of every delivery: messages by state, duplicates by cause, and the oldest waiting message."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
         parser.add_argument("--watch", action="store_true", help="redraw every two seconds until Ctrl-C")
+        parser.add_argument(
+            "--conflicts",
+            action="store_true",
+            help=f"list the {_CONFLICTS} messages that most recently met their biz-id with other content",
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], InboxMessage)
         alias = options["database"]
+        require_table(alias, InboxMessage)
+        listed = options["conflicts"]
         if options["json"]:
-            oldest, duplicates = store.oldest_waiting(alias), store.duplicates(alias)
-            self.stdout.write(
-                json.dumps(
-                    {
-                        "states": store.states(alias),
-                        "duplicates_suppressed": duplicates.suppressed,
-                        "duplicates_conflicting": duplicates.conflicting,
-                        "oldest_waiting": oldest.isoformat() if oldest else None,
-                    }
-                )
-            )
+            self.stdout.write(json.dumps(_told(alias, with_conflicts=listed)))
         elif options["watch"]:
             with running_until_signalled(StopRequest()) as stop:
-                watch(lambda: self._draw(alias), self.stdout.write, 2.0, stop)
+                watch(lambda: _drawn(alias, with_conflicts=listed), self.stdout.write, 2.0, stop)
         else:
-            self.stdout.write(self._draw(alias))
+            self.stdout.write(_drawn(alias, with_conflicts=listed))
 
-    @staticmethod
-    def _draw(alias: str) -> str:
-        duplicates = store.duplicates(alias)
-        return table(
-            [
-                ("inbox", alias),
-                *((state, f"{count:,}") for state, count in store.states(alias).items()),
-                ("duplicates suppressed", f"{duplicates.suppressed:,}"),
-                ("of these with other content", f"{duplicates.conflicting:,}"),
-                ("oldest waiting", age(store.oldest_waiting(alias))),
-            ]
-        )
+
+def _told(alias: str, *, with_conflicts: bool) -> dict[str, Any]:
+    balance = store.balance(alias)
+    duplicates = balance.duplicates
+    told = {
+        "states": balance.states,
+        "duplicates_suppressed": duplicates.suppressed,
+        "duplicates_by_cause": _by_cause(duplicates),
+        "duplicates_conflicting": duplicates.conflicting,
+        "delivered": balance.delivered,
+        "quarantined": balance.quarantined,
+        "oldest_waiting": _iso(store.oldest_waiting(alias)),
+    }
+    if with_conflicts:
+        told["conflicts"] = [
+            {
+                "handler": row.handler,
+                "topic": row.topic,
+                "biz_id": row.biz_id,
+                "message_id": row.message_id,
+                "conflicting_id": row.conflicting_id,
+                "conflicting_at": _iso(row.conflicting_at),
+                "conflicts": row.conflicts,
+            }
+            for row in store.conflicts(alias, _CONFLICTS)
+        ]
+    return told
+
+
+def _drawn(alias: str, *, with_conflicts: bool) -> str:
+    balance = store.balance(alias)
+    duplicates = balance.duplicates
+    drawn = table(
+        [
+            ("inbox", alias),
+            *((state, f"{count:,}") for state, count in balance.states.items()),
+            ("duplicates suppressed", f"{duplicates.suppressed:,}"),
+            *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
+            ("delivered, the sum", f"{balance.delivered:,}"),
+            ("duplicates with other content", f"{duplicates.conflicting:,}"),
+            ("dead, held back by the age fence", f"{balance.quarantined:,}"),
+            ("oldest waiting", age(store.oldest_waiting(alias))),
+        ]
+    )
+    return f"{drawn}\n\n{_conflicts(alias)}" if with_conflicts else drawn
+
+
+def _conflicts(alias: str) -> str:
+    rows = store.conflicts(alias, _CONFLICTS)
+    if not rows:
+        return "No biz-id has come with other content."
+    head = ("biz-id", "topic", "handler", "first message", "latest other", "others", "latest")
+    return table(
+        [
+            head,
+            *(
+                (
+                    row.biz_id,
+                    row.topic,
+                    row.handler,
+                    row.message_id,
+                    row.conflicting_id,
+                    f"{row.conflicts:,}",
+                    age(row.conflicting_at),
+                )
+                for row in rows
+            ),
+        ]
+    )
+
+
+def _by_cause(duplicates: store.Duplicates) -> dict[str, int]:
+    return {
+        "redelivery": duplicates.redelivery,
+        "resend": duplicates.resend,
+        "replay": duplicates.replay,
+        "business": duplicates.business,
+    }
+
+
+def _iso(instant: datetime | None) -> str | None:
+    return instant.isoformat() if instant else None

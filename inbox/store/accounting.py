@@ -1,0 +1,90 @@
+"""Where every delivery went: one row for the first of a message, one count for each further one.
+
+What is settled is nearly everything, and is counted without being read: each count and sum has a partial index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from django.db import connections
+
+from inbox.models import SETTLED, InboxMessage, State
+from inbox.store.dialect import TABLE
+
+_RARE = (State.SKIPPED, State.SHED)
+_COUNTS = ("duplicates", "redeliveries", "resends", "replays", "conflicts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Duplicates:
+    """Deliveries that had no second effect, by their cause, and how many of them said something else."""
+
+    suppressed: int
+    redelivery: int
+    resend: int
+    replay: int
+    conflicting: int
+
+    @property
+    def business(self) -> int:
+        return self.suppressed - self.redelivery - self.resend - self.replay
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """What the table says became of every delivery, at one instant.
+
+    Attributes:
+        states: how many rows are in each; every state is named.
+        quarantined: how many of the dead the age fence holds back.
+    """
+
+    states: Mapping[str, int]
+    duplicates: Duplicates
+    quarantined: int
+
+    @property
+    def delivered(self) -> int:
+        """How many deliveries this inbox has taken over, of messages whose rows have not been purged."""
+        return sum(self.states.values()) + self.duplicates.suppressed
+
+
+def balance(alias: str) -> Balance:
+    """Everything in one statement, so that no message is counted twice or not at all while it changes its state.
+
+    It reads the index of the settled rows from end to end: about 50 ms for a million of them on PostgreSQL.
+    """
+    nothing = ", 0" * (len(_COUNTS) - 1)
+    open_states = [state for state in State if state not in SETTLED]
+    sums = ", ".join(f"COALESCE(SUM({column}), 0)" for column in _COUNTS)
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"SELECT state, COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(open_states)}) GROUP BY state "
+            f"UNION ALL SELECT state, COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(_RARE)}) GROUP BY state "
+            f"UNION ALL SELECT 'settled', COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(SETTLED)}) "
+            f"UNION ALL SELECT 'quarantined', COUNT(*){nothing} FROM {TABLE} WHERE state = 'dead' AND quarantined "
+            f"UNION ALL SELECT 'duplicates', {sums} FROM {TABLE} WHERE duplicates > 0"
+        )
+        found = {name: counts for name, *counts in cursor.fetchall()}
+    states = {state.value: found.get(state.value, [0])[0] for state in State}
+    states[State.DONE] = found["settled"][0] - sum(states[state] for state in _RARE)
+    suppressed, redelivery, resend, replay, conflicting = map(int, found["duplicates"])
+    return Balance(
+        states=states,
+        duplicates=Duplicates(
+            suppressed=suppressed, redelivery=redelivery, resend=resend, replay=replay, conflicting=conflicting
+        ),
+        quarantined=found["quarantined"][0],
+    )
+
+
+def conflicts(alias: str, limit: int) -> Sequence[InboxMessage]:
+    """The rows that met a delivery with their biz-id and other content, the latest conflict first. Without their bodies."""
+    rows = InboxMessage.objects.using(alias).filter(conflicts__gt=0)
+    return list(rows.defer("body", "headers", "traceback", "conflicting_body").order_by("-conflicting_at", "-id")[:limit])
+
+
+def _listed(states: Sequence[State]) -> str:
+    return ", ".join(f"'{state.value}'" for state in states)
