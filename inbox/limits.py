@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,5 +46,9 @@ class Shed:
     droppable: Callable[[Message], bool] = _always
 
     def __post_init__(self) -> None:
+        if not callable(self.droppable):
+            raise TypeError(f"droppable is {self.droppable!r}: it must be a function of the message.")
+        if inspect.iscoroutinefunction(self.droppable):
+            raise TypeError("droppable is async: it must answer at once, from the message alone.")
         if self.above < 1:
             raise ValueError(f"above is {self.above}: it must be a number of waiting messages, 1 or more.")

@@ -25,9 +25,6 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-GAUGE_SECONDS = 0.5
-"""How often to read the length of the queue of a handler that sheds."""
-
 _FRESH_SECONDS = 5.0
 _ENOUGH = 0.9
 

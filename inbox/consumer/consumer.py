@@ -29,7 +29,7 @@ from inbox.consumer.topology import queues_of
 from inbox.handlers import Handler
 from inbox.receiving import Received
 from inbox.runner import Runner
-from inbox.shedding import GAUGE_SECONDS, shedder_of
+from inbox.shedding import shedder_of
 from outbox.kernel.broker import BROKER_FAILURES, connection_attempts, connection_options, masked, speaks_amqp
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
@@ -96,6 +96,7 @@ class Consumer:
             self._runner,
             size=options.CONCURRENCY if concurrency is None else concurrency,
             receive=self._reception.receive,
+            sift=self._reception.sift,
         )
 
     @property
@@ -193,7 +194,7 @@ class Consumer:
                 self._connection.drain_events(timeout=_TICK_SECONDS if not self._unanswered else _TICK_SECONDS / 10)
         if now - self._checked_at > _HEALTH_SECONDS:
             self._check_subscriptions()
-        if now - self._gauged_at > GAUGE_SECONDS:
+        if now - self._gauged_at > 0.5:
             self._gauge()
         self._store_stale(now)
 

@@ -13,9 +13,12 @@ import kombu
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler
 from inbox.limiter import limiter_of, prefetch
+from inbox.shedding import shedder_of
 
 TAKEN_IN_AT_ONCE = 100
 """Deliveries of an ordered handler that are stored in one transaction."""
+SIFTED_AT_ONCE = 100
+"""Deliveries that are looked through together for those to be dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,16 @@ class Lane:
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
         self._waiting: deque[Delivery] = deque()
+        self._kept: deque[Delivery] = deque()
         self._most = size_of(handler)
         self._wait = handler.batch_wait.total_seconds() if handler.batch else 0.0
         # Taking in is not handling: an ordered handler's messages are limited where they are run.
         self._limiter = None if handler.ordered else limiter_of(handler)
+        self._shedder = shedder_of(handler)
         self._in_hand = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._kept) + len(self._waiting)
 
     def put(self, delivery: Delivery) -> None:
         self._waiting.append(delivery)
@@ -71,20 +76,42 @@ class Lane:
         """The next load for a worker; empty when there is none yet. `hurry` does not wait for a batch to fill."""
         if self.seconds_left(now, hurry=hurry) > 0:
             return []
-        most = min(self._most, len(self._waiting))
+        most = min(self._most, self._ready)
         if self._limiter is not None:
             most = self._limiter.take(most)
         self._in_hand = self.handler.ordered and most > 0
-        return [self._waiting.popleft() for _ in range(most)]
+        return [(self._kept or self._waiting).popleft() for _ in range(most)]
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
         """How long until there may be a load to take; infinite when only another delivery, or a worker's end, brings one."""
-        if not self._waiting or self._in_hand:
+        if not self._ready or self._in_hand:
             return float("inf")
         unfilled = 0.0
-        if not hurry and len(self._waiting) < self._most:
-            unfilled = self._wait - (now - self._waiting[0].at)
+        if not hurry and self._ready < self._most:
+            unfilled = self._wait - (now - (self._kept or self._waiting)[0].at)
         return max(0.0, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
+
+    def take_to_sift(self) -> list[Delivery]:
+        """While too many wait in the queue: deliveries to be looked through. What is not dropped is to be kept.
+
+        They cost no token of a rate limit: of what is dropped, nothing is run.
+        """
+        if not self._is_shedding:
+            return []
+        return [self._waiting.popleft() for _ in range(min(SIFTED_AT_ONCE, len(self._waiting)))]
+
+    def keep(self, sifted: list[Delivery]) -> None:
+        """These are not dropped: they are next."""
+        self._kept.extend(sifted)
+
+    @property
+    def _is_shedding(self) -> bool:
+        return self._shedder is not None and self._shedder.is_shedding
+
+    @property
+    def _ready(self) -> int:
+        """How many may be taken now; while too many wait, only what has been looked through."""
+        return len(self._kept) if self._is_shedding else len(self)
 
     def done(self) -> None:
         """A worker has ended a load of this lane: of an ordered handler only one is in hand at a time."""
@@ -93,10 +120,12 @@ class Lane:
     def drop_others(self, epoch: int) -> None:
         """Forget what came in another life than `epoch`; the broker delivers it again."""
         self._waiting = deque(delivery for delivery in self._waiting if delivery.epoch == epoch)
+        self._kept = deque(delivery for delivery in self._kept if delivery.epoch == epoch)
 
     def stale(self, before: float) -> list[Delivery]:
         """Take out what has waited since `before`, oldest first."""
         found: list[Delivery] = []
-        while self._waiting and self._waiting[0].at < before:
-            found.append(self._waiting.popleft())
+        for waiting in (self._kept, self._waiting):
+            while waiting and waiting[0].at < before:
+                found.append(waiting.popleft())
         return found

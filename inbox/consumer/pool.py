@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from django.db import connections
@@ -34,15 +35,25 @@ class Busy:
 
 
 class Pool:
-    """`size` threads that run loads of `lanes` by `receive`, and between them what `runner` finds due."""
+    """`size` threads that run loads of `lanes` by `receive`, and between them what `runner` finds due.
+
+    While too many wait for a lane's handler, `sift` drops some of its loads and answers with the rest.
+    """
 
     def __init__(
-        self, lanes: Sequence[Lane], runner: Runner, *, size: int, receive: Callable[[list[Delivery]], object] = len
+        self,
+        lanes: Sequence[Lane],
+        runner: Runner,
+        *,
+        size: int,
+        receive: Callable[[list[Delivery]], object] = len,
+        sift: Callable[[list[Delivery]], list[Delivery]] = list,
     ) -> None:
         self._lanes = list(lanes)
         self._runner = runner
         runner.on_ring = self._wake
         self._receive = receive
+        self._sift = sift
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._stored_next = False
@@ -143,19 +154,31 @@ class Pool:
         for turn in range(len(self._lanes)):
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
             if load := lane.take(now, hurry=self._hurry):
-                self._next_lane += turn + 1
-                self._stored_next = True
-                me = threading.get_ident()
-                self._busy[me] = Busy(now, me, load)
-                return lambda: self._run(lane, load)
+                return self._job(lane, load, turn, now, self._receive)
+            if load := lane.take_to_sift():
+                return self._job(lane, load, turn, now, partial(self._sift_for, lane))
         return self._run_stored if self._runner.seconds_left(now) <= 0 else None
+
+    def _job(
+        self, lane: Lane, load: list[Delivery], turn: int, now: float, do: Callable[[list[Delivery]], object]
+    ) -> Callable[[], object]:
+        self._next_lane += turn + 1
+        self._stored_next = True
+        me = threading.get_ident()
+        self._busy[me] = Busy(now, me, load)
+        return lambda: self._run(lane, load, do)
 
     def _run_stored(self) -> None:
         self._runner.turn()
 
-    def _run(self, lane: Lane, load: list[Delivery]) -> None:
+    def _sift_for(self, lane: Lane, load: list[Delivery]) -> None:
+        kept = self._sift(load)
+        with self._changed:
+            lane.keep(kept)
+
+    def _run(self, lane: Lane, load: list[Delivery], do: Callable[[list[Delivery]], object]) -> None:
         try:
-            self._receive(load)
+            do(load)
         finally:
             with self._changed:
                 del self._busy[threading.get_ident()]

@@ -92,23 +92,34 @@ class Reception:
             read_ = _Read(delivery, self._read(delivery))
             self._end([read_], self._later(delivery.handler))
 
+    def sift(self, load: list[Delivery]) -> list[Delivery]:
+        """Drop what may be dropped of a load, because too many wait, and write it down; the rest, in its order."""
+        handler = load[0].handler
+        shed: dict[str, list[_Read]] = {}
+        kept: list[Delivery] = []
+        for delivery in load:
+            one = _Read(delivery, self._read(delivery))
+            if reason := self._why_shed(handler, one.arrival):
+                shed.setdefault(reason, []).append(one)
+            else:
+                kept.append(delivery)
+        for reason, part in shed.items():
+            self._end(part, self._shed(handler, reason))
+        return kept
+
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
         """The load in parts that are run alike, in its order."""
         if handler.ordered:
             return deque([(load, self._in_order(handler))] if load else [])
         parts: deque[tuple[list[_Read], _Run]] = deque()
         together: list[_Read] = []
-        shed: dict[str, list[_Read]] = {}
         for one in load:
-            if reason := self._why_shed(handler, one.arrival):
-                shed.setdefault(reason, []).append(one)
-            elif one.arrival.refused or one.delivery.redelivered or handler.mode == "lease":
+            if one.arrival.refused or one.delivery.redelivered or handler.mode == "lease":
                 parts.append(([one], self._singly(handler)))
             else:
                 together.append(one)
         if together:
             parts.appendleft((together, self._together(handler) if len(together) > 1 else self._singly(handler)))
-        parts.extend((some, self._shed(handler, reason)) for reason, some in shed.items())
         return parts
 
     def _singly(self, handler: Handler) -> _Run:
@@ -176,11 +187,11 @@ class Reception:
         return True
 
     def _read(self, delivery: Delivery) -> Arrival:
-        envelope, refused = _envelope(delivery.message)
+        envelope, refused = envelope_of(delivery.message)
         return read(delivery.handler, envelope, self._options, refused=delivery.refused or refused)
 
 
-def _envelope(message: kombu.Message) -> tuple[Envelope, str]:
+def envelope_of(message: kombu.Message) -> tuple[Envelope, str]:
     """What was delivered, and why it cannot be read, or ""."""
     body: Any = message.body
     if isinstance(body, str):

@@ -1,0 +1,170 @@
+"""Which messages are dropped when too many wait: above the limit, down to nine tenths of it, and never by mistake."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from inbox import Shed, shedding
+from inbox.handlers import Handler, Message
+from inbox.shedding import Shedder, shedder_of
+from tests.deliveries import at_once
+
+
+def a_handler(**shed):
+    return Handler(name="tests.shedding", topic="t", function=print, biz_id=None, using="default", shed=Shed(**shed))
+
+
+def a_message(**payload):
+    return Message(
+        id="m",
+        topic="t",
+        key="",
+        biz_id="b",
+        payload=payload,
+        headers={},
+        created_at=None,
+        attempt=1,
+        redelivered=False,
+        correlation_id="",
+        causation_id="",
+    )
+
+
+def dropped(shedder, messages=1000):
+    """How many of so many messages are dropped before the next reading."""
+    return sum(bool(shedder.why_shed(a_message())) for _ in range(messages))
+
+
+@pytest.fixture
+def shedder():
+    return Shedder(a_handler(above=100))
+
+
+class TestWhenToDrop:
+    def test_nothing_before_the_first_reading(self, shedder):
+        assert dropped(shedder) == 0
+
+    def test_nothing_at_the_limit(self, shedder):
+        shedder.saw(100)
+
+        assert dropped(shedder) == 0
+
+    def test_above_the_limit_down_to_nine_tenths_of_it(self, shedder):
+        shedder.saw(130)
+
+        assert dropped(shedder) == 40
+
+    def test_once_begun_it_goes_on_below_the_limit(self, shedder):
+        shedder.saw(101)
+        shedder.saw(95)
+
+        assert dropped(shedder) == 5
+
+    def test_it_ends_at_nine_tenths_and_does_not_begin_again_before_the_limit(self, shedder):
+        for lag in (101, 90, 95, 100):
+            shedder.saw(lag)
+        assert dropped(shedder) == 0
+
+        shedder.saw(101)
+
+        assert dropped(shedder) == 11
+
+    def test_consumers_of_one_queue_share_what_is_too_much(self, shedder):
+        shedder.saw(130, consumers=4)
+
+        assert dropped(shedder) == 10
+
+    def test_a_transport_that_cannot_count_its_consumers_has_one(self, shedder):
+        shedder.saw(130, consumers=0)
+
+        assert dropped(shedder) == 40
+
+    def test_threads_share_what_is_too_much(self, shedder):
+        shedder.saw(290)
+
+        assert sum(at_once([lambda: dropped(shedder, 100)] * 8)) == 200
+
+    def test_nothing_when_the_reading_is_old(self, shedder, monkeypatch):
+        shedder.saw(1000)
+        read_at = shedding.monotonic()
+        monkeypatch.setattr(shedding, "monotonic", lambda: read_at + 6)
+
+        assert dropped(shedder) == 0
+
+    def test_it_says_when_it_begins_and_ends(self, shedder, caplog):
+        with caplog.at_level(logging.WARNING):
+            for lag in (101, 150, 99, 80, 70):
+                shedder.saw(lag)
+
+        assert [record.getMessage() for record in caplog.records] == [
+            "tests.shedding: 101 messages wait. Shedding begins: the limit is 100.",
+            "tests.shedding: 80 messages wait. Shedding ends: the limit is 100.",
+        ]
+
+    def test_the_reason_tells_the_figures(self, shedder):
+        shedder.saw(130)
+
+        assert shedder.why_shed(a_message()) == "130 messages waited, and shedding keeps them below 100"
+
+
+class TestWhatToDrop:
+    def test_only_what_is_droppable(self):
+        shedder = Shedder(a_handler(above=100, droppable=lambda message: message.payload["kind"] == "view"))
+        shedder.saw(1000)
+
+        assert shedder.why_shed(a_message(kind="view"))
+        assert not shedder.why_shed(a_message(kind="order"))
+
+    def test_what_is_not_droppable_takes_nothing_of_what_is_too_much(self):
+        shedder = Shedder(a_handler(above=100, droppable=lambda message: message.payload.get("kind") != "order"))
+        shedder.saw(130)
+        for _ in range(100):
+            shedder.why_shed(a_message(kind="order"))
+
+        assert dropped(shedder) == 40
+
+    @pytest.mark.parametrize("error", [KeyError("kind"), SystemExit()])
+    def test_what_droppable_fails_on_is_not_dropped_and_that_is_said_once(self, error, caplog):
+        def fail(message):
+            raise error
+
+        shedder = Shedder(a_handler(above=100, droppable=fail))
+        shedder.saw(1000)
+
+        with caplog.at_level(logging.ERROR):
+            assert dropped(shedder) == 0
+        assert caplog.text.count("droppable failed with") == 1
+
+    def test_an_answer_that_is_still_to_be_awaited_is_none(self, caplog):
+        class Later:
+            def __await__(self):
+                yield
+
+        shedder = Shedder(a_handler(above=100, droppable=lambda message: Later()))
+        shedder.saw(1000)
+
+        assert dropped(shedder) == 0
+        assert "must answer at once" in caplog.text
+
+
+class TestTheOption:
+    def test_an_async_droppable_is_refused(self):
+        async def droppable(message):
+            return True
+
+        with pytest.raises(TypeError, match="async"):
+            Shed(droppable=droppable)
+
+    def test_a_droppable_that_cannot_be_called_is_refused(self):
+        with pytest.raises(TypeError, match="must be a function"):
+            Shed(droppable=True)
+
+    def test_a_handler_has_one_shedder_for_all_threads(self):
+        handler = a_handler(above=100)
+
+        assert len(set(map(id, at_once([lambda: shedder_of(handler)] * 5)))) == 1
+
+    def test_a_handler_that_sheds_nothing_has_none(self, handles):
+        assert shedder_of(handles(print)) is None
