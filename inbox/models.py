@@ -37,7 +37,7 @@ class InboxMessage(models.Model):
     biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
     message_id = models.CharField("message id", max_length=NAME_LENGTH)
     key = models.CharField("ordering key", max_length=NAME_LENGTH, default="")
-    # Its handler takes the messages of one key in order.
+    # It has a place in the order of its key, which is its id.
     ordered = models.BooleanField(default=False, db_default=False)
     state = models.CharField(max_length=12, choices=State)
     attempts = models.PositiveIntegerField(default=0, db_default=0)

@@ -27,7 +27,7 @@ from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage, State
 from inbox.reading import Arrival, identify_late, message_of, stored_envelope
-from inbox.store import Earlier, Failure, NewRow, TwinBusy
+from inbox.store import Earlier, Failure, Incoming, KeyBusy, NewRow, OrderedKey, Taken, TwinBusy
 from inbox.transactions import TRIES_AT_ONCE, DatabaseAway, call, decided, in_transaction, persistently
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Undecodable
@@ -37,6 +37,7 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _SHORTEST_DELAY = timedelta(seconds=1)
+_KEY_BUSY_REST = timedelta(seconds=0.5)
 _HAND_OVER_WAIT = timedelta(milliseconds=20)
 """How long the relay, which has others to hand over, waits for a twin."""
 
@@ -77,6 +78,13 @@ def hand_over(handler: Handler, arrival: Arrival) -> None:
     Raises:
         TwinBusy: its row is in a transaction's hands right now; roll back and hand over again.
     """
+    if handler.ordered:
+        given = [Incoming(row=arrival.row, refused=arrival.refused, quarantined=arrival.quarantined)]
+        (taken,) = store.take_in(handler.using, given, dead_blocks=handler.on_dead == "block")
+        if not taken.state and taken.earlier is None:
+            raise TwinBusy
+        _after_commit(handler, lambda: taken_in(handler, arrival, taken))
+        return
     if arrival.refused:
         failure = _refusal(arrival)
         if store.store_failed(handler.using, arrival.row, failure, _HAND_OVER_WAIT):
@@ -123,11 +131,13 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
         decided(lambda: store.skip(handler.using, stored.pk, reason), handler.using)
         return Received.DUPLICATE
 
+    alone_in = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
+
     def run() -> Message | None:
         message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
         ran = in_transaction(
             handler,
-            lambda: store.begin_stored(handler.using, stored.pk, attempt),
+            lambda: store.begin_stored(handler.using, stored.pk, attempt, alone_in),
             lambda: call(handler, message, envelope),
             of=message.id,
             attempt=attempt,
@@ -139,6 +149,9 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     except DatabaseAway as away:
         away.owed = partial(store.give_back, handler.using, stored.pk, attempt)
         raise
+    except KeyBusy:
+        decided(lambda: store.give_back(handler.using, stored.pk, attempt, _KEY_BUSY_REST), handler.using)
+        return Received.STORED
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
         return fail_stored(handler, stored, _failure(error, attempt, options))
     return handled(handler, message) if message else Received.DUPLICATE
@@ -185,7 +198,9 @@ def store_failure(
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
-    ours = decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure), handler.using)
+    passed_over = stored.ordered and handler.on_dead == "skip"
+    leaves = OrderedKey(handler.name, stored.key) if passed_over else None
+    ours = decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using)
     if not ours:
         decided(lambda: store.note_error(handler.using, stored.pk, failure), handler.using)
         return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
@@ -193,7 +208,20 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
 
 
 def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
-    earlier = decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+    return _met(
+        handler, row, decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+    )
+
+
+def taken_in(handler: Handler, arrival: Arrival, taken: Taken) -> Received:
+    """Tell what became of a delivery of an ordered handler when it was stored."""
+    if taken.state == State.DEAD:
+        return announce(handler, arrival.row.message_id, arrival.row.biz_id, _refusal(arrival))
+    return Received.STORED if taken.state else _met(handler, arrival.row, taken.earlier)
+
+
+def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
+    """What becomes of a duplicate that met this; None: it is being run right now, or is gone meanwhile."""
     if earlier is None:
         return Received.PUT_OFF
     if earlier.abandoned and (buried := _bury(handler, earlier.row, row.message_id, row.biz_id)):

@@ -19,6 +19,7 @@ from inbox.handlers import Handler, registry
 from inbox.limiter import limiter_of
 from inbox.models import InboxMessage
 from inbox.receiving import claim_next, run_stored
+from inbox.store import OrderedKey
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
@@ -50,6 +51,7 @@ class Runner:
         self._look_at = 0.0
         self._rest = _SHORTEST_REST_SECONDS
         self._swept_at: dict[str, float] = {}
+        self._swept_up_to: dict[str, OrderedKey | None] = {}
         self._owed: list[tuple[str, Callable[[], None]]] = []
         self._told: set[str] = set()
         self.on_ring: Callable[[], object] = _nobody
@@ -116,7 +118,7 @@ class Runner:
             try:
                 self._tell_orphans(alias, handlers)
                 self._settle_debts(alias)
-                self._sweep(alias)
+                self._sweep(alias, handlers)
                 if claimed := self._claim(handlers, alias):
                     self.ring()
                     run_stored(*claimed, self._options)
@@ -168,10 +170,24 @@ class Runner:
                 raise
             debts.pop()
 
-    def _sweep(self, alias: str) -> None:
+    def _sweep(self, alias: str, handlers: Sequence[Handler]) -> None:
         with self._lock:
             if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
                 return
             self._swept_at[alias] = monotonic()
         if buried := decided(lambda: store.bury_abandoned(alias), alias):
             logger.error("%d messages on %r are dead letters now: %s", buried, alias, store.ABANDONED)
+        self._sweep_orders(alias, [handler.name for handler in handlers if handler.on_dead == "skip"])
+
+    def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:
+        released = decided(lambda: store.release_stuck(alias, passing, self._swept_up_to.get(alias)), alias)
+        self._swept_up_to[alias] = released.up_to
+        if released.stuck:
+            logger.error(
+                "The messages of %d ordering keys on %r waited although nothing was before them. They go on now, but how that "
+                "could be is to be found out.",
+                released.stuck,
+                alias,
+            )
+        if released.passed:
+            logger.warning("%d dead letters on %r are passed over now, as on_dead='skip' says.", released.passed, alias)

@@ -313,7 +313,10 @@ class Consumer:
         try:
             if self._connection is not None:
                 for subscription in self._subscriptions:
-                    subscription.consumer.cancel()
+                    # The next consumer of an ordered queue must not begin while older deliveries are in our hands; it begins
+                    # when the channel is closed.
+                    if not subscription.lane.handler.ordered:
+                        subscription.consumer.cancel()
             while self._pool.alive and self._connection is not None:
                 self._watchdog.beat()
                 self._pump()

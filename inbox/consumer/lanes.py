@@ -123,8 +123,10 @@ class Lane:
         self._kept = deque(delivery for delivery in self._kept if delivery.epoch == epoch)
 
     def stale(self, before: float) -> list[Delivery]:
-        """Take out what has waited since `before`, oldest first."""
+        """Take out what has waited since `before`, oldest first. Nothing is taken out of an order."""
         found: list[Delivery] = []
+        if self.handler.ordered:
+            return found
         for waiting in (self._kept, self._waiting):
             while waiting and waiting[0].at < before:
                 found.append(waiting.popleft())

@@ -18,6 +18,7 @@ from inbox.conf import InboxOptions
 from inbox.consumer.lanes import Delivery
 from inbox.handlers import Handler
 from inbox.holding import store_for_later
+from inbox.ordering import take_in
 from inbox.reading import Arrival, message_of, read
 from inbox.receiving import Received, receive
 from inbox.shedding import receive_shed, shedder_of
@@ -142,7 +143,12 @@ class Reception:
         return run
 
     def _in_order(self, handler: Handler) -> _Run:
-        return self._later(handler)
+        def run(part: list[_Read]) -> list[Received]:
+            taken = take_in(handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options)
+            self._ring()
+            return taken
+
+        return run
 
     def _shed(self, handler: Handler, reason: str) -> _Run:
         return lambda part: receive_shed(handler, [one.arrival for one in part], reason, self._options)

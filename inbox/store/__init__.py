@@ -8,6 +8,7 @@ exactly the row that the transaction began with.
 from inbox.store.accounting import Balance, Duplicates, balance, conflicts
 from inbox.store.dialect import TABLE, is_reachable
 from inbox.store.fresh import begin_fresh, count_duplicate, store_due, store_failed
+from inbox.store.intake import Incoming, Taken, take_in
 from inbox.store.operating import (
     RETRYABLE,
     SKIPPABLE,
@@ -18,7 +19,8 @@ from inbox.store.operating import (
     retry,
     skip,
 )
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
+from inbox.store.ordering import Released, deciding, hold_gates, promote_next, release_stuck
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, KeyBusy, NewRow, OrderedKey, TwinBusy
 from inbox.store.sentinel import ENDED, finish, refuse_if_ended
 from inbox.store.stored import (
     ABANDONED,
@@ -46,7 +48,12 @@ __all__ = [
     "Earlier",
     "Failure",
     "Guard",
+    "Incoming",
+    "KeyBusy",
     "NewRow",
+    "OrderedKey",
+    "Released",
+    "Taken",
     "TwinBusy",
     "balance",
     "begin_fresh",
@@ -56,21 +63,26 @@ __all__ = [
     "claim_due",
     "conflicts",
     "count_duplicate",
+    "deciding",
     "fail_stored",
     "finish",
     "give_back",
+    "hold_gates",
     "is_reachable",
     "next_due",
     "note_error",
     "oldest_waiting",
     "orphans",
     "override_age_fence",
+    "promote_next",
     "purge_settled",
     "purgeable",
     "refuse_if_ended",
     "rekey",
+    "release_stuck",
     "retry",
     "skip",
     "store_due",
     "store_failed",
+    "take_in",
 ]

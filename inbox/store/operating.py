@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import OperationalError, transaction
+from django.db import OperationalError
 from django.db.models import Min
 
 from inbox.models import DUE, SETTLED, InboxMessage, State
+from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import is_collision
@@ -31,7 +32,7 @@ def retry(alias: str, row: int) -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
     False, too, for what the age fence has refused, see `override_age_fence`. While a handler is running the message this waits
-    for its end, for a while, and then tells the truth.
+    for its end, for a while, and then tells the truth. In an order it is `waiting` while another is before it.
     """
     return _decide(alias, row, RETRYABLE, quarantined=False, written=_TRIED_AGAIN)
 
@@ -48,7 +49,8 @@ def override_age_fence(alias: str, row: int) -> bool:
 def skip(alias: str, row: int, reason: str) -> bool:
     """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
 
-    While a handler is running the message this waits for its end, for a while, and then tells the truth.
+    While a handler is running the message this waits for its end, for a while, and then tells the truth. In an order the next
+    one follows.
     """
     return _decide(
         alias,
@@ -65,12 +67,29 @@ def skip(alias: str, row: int, reason: str) -> bool:
 
 def _decide(alias: str, row: int, allowed: Sequence[State], *, written: Mapping[str, Any], **only: Any) -> bool:
     try:
-        with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
-            return bool(InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only).update(**written))
+        with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
+            found = InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only)
+            message = found.select_for_update().only("handler", "key", "ordered", "state").first()
+            if message is not None:
+                _write(alias, message, written)
+            return message is not None
     except OperationalError as error:
         if is_collision(error):
             return False
         raise
+
+
+def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> None:
+    row = InboxMessage.objects.using(alias).filter(pk=message.pk)
+    if not message.ordered or message.state == State.WAITING:
+        # Whoever holds the gate may be waiting for the row of one that waits; and it is not the head.
+        row.update(**written)
+        return
+    hold_gates(alias, message.handler, [message.key])
+    if written["state"] == State.RETRYING and not is_head(alias, message.handler, message.key, message.pk):
+        written = {**written, "state": State.WAITING, "next_attempt_at": None}
+    row.update(**written)
+    promote_next(alias, message.handler, message.key)
 
 
 def oldest_waiting(alias: str) -> datetime | None:

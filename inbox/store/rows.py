@@ -5,12 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import NamedTuple
 
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 
 
 class TwinBusy(Exception):
     """Another transaction has this very message in hand and did not end in time."""
+
+
+class KeyBusy(Exception):
+    """Another message of the same ordering key is being run."""
+
+
+class OrderedKey(NamedTuple):
+    """What one order is kept of: an ordering key in one handler."""
+
+    handler: str
+    key: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,11 +52,16 @@ class NewRow:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The rows that the open transaction began with, and what proves that it is still the same transaction."""
+    """The rows that the open transaction began with, and what proves that it is still the same transaction.
+
+    Attributes:
+        order: the order that its one row has a place in, to be passed on to the next.
+    """
 
     alias: str
     rows: tuple[int, ...]
     transaction: str
+    order: OrderedKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

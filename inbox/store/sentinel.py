@@ -13,6 +13,7 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.ordering import held, promote_next
 from inbox.store.rows import PARTLY, Guard
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.text import describe
@@ -23,6 +24,8 @@ SAVEPOINT = "inbox_guard"
 
 def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
+
+    A row with a place in an order passes it on to the next, which is no part of the proof.
 
     Args:
         result: what the handler returned, as JSON, where somebody may ask for it again.
@@ -47,10 +50,14 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     if is_postgresql(connection):
         sql += " AND pg_current_xact_id()::text = %s"
         parameters.append(guard.transaction)
+    if guard.order is not None:
+        gate, for_gate = held(connection, guard.order)
+        sql += f" RETURNING {gate}"
+        parameters += for_gate
     try:
         with connection.cursor() as cursor:
             cursor.execute(sql, parameters)
-            hit = cursor.rowcount
+            hit = cursor.rowcount if guard.order is None else len(cursor.fetchall())
     except (DatabaseError, InterfaceError) as error:
         if is_outage(error) or is_collision(error):
             raise
@@ -61,6 +68,8 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
         ) from error
     if hit != len(guard.rows):
         raise TransactionEnded(ENDED)
+    if guard.order is not None:
+        promote_next(guard.alias, *guard.order)
 
 
 def refuse_if_ended(guard: Guard) -> None:

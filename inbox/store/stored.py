@@ -16,7 +16,8 @@ from django.db.models import Count
 
 from inbox.models import DUE, InboxMessage, State
 from inbox.store.dialect import TABLE, is_postgresql, now
-from inbox.store.rows import PARTLY, Failure, Guard
+from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
+from inbox.store.rows import PARTLY, Failure, Guard, KeyBusy, OrderedKey
 from inbox.store.sentinel import SAVEPOINT
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
@@ -59,23 +60,41 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
     return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
 
 
-def begin_stored(alias: str, row: int, attempts: int) -> Guard | None:
-    """Lock a claimed row as the first statement of the handler's transaction. None: it is not ours any more."""
+def begin_stored(alias: str, row: int, attempts: int, alone_in: OrderedKey | None = None) -> Guard | None:
+    """Lock a claimed row as the first statement of the handler's transaction. None: it is not ours any more.
+
+    Args:
+        alone_in: no other message of this key may run at the same time.
+
+    Raises:
+        KeyBusy: one does. Roll back, and give the row back.
+    """
     connection = connections[alias]
     postgresql = is_postgresql(connection)
+    returned = "pg_current_xact_id()::text" if postgresql else "''"
+    parameters: list[Any] = [row, attempts]
+    if alone_in is not None:
+        columns, for_columns = begun(connection, alone_in)
+        returned += f", ordered, {columns}"
+        parameters += for_columns
     with connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL "
             "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') AND next_attempt_at IS NOT NULL "
-            f"RETURNING {'pg_current_xact_id()::text' if postgresql else repr('')}",
-            [row, attempts],
+            f"RETURNING {returned}",
+            parameters,
         )
         found = cursor.fetchall()
         if not found:
             return None
         if not postgresql:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    return Guard(alias, (row,), found[0][0])
+    if alone_in is None:
+        return Guard(alias, (row,), found[0][0])
+    ((proof, ordered, isolation, alone),) = found
+    if not alone:
+        raise KeyBusy
+    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None)
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:
@@ -88,21 +107,29 @@ def rekey(alias: str, row: int, biz_id: str) -> bool:
     return True
 
 
-def fail_stored(alias: str, row: int, attempts: int, failure: Failure) -> bool:
-    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: not ours any more."""
+def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
+    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: not ours any more.
+
+    A dead letter keeps its place in the order of its key, unless it `leaves` that order and lets the next one follow.
+    """
     dead = failure.retry_after is None
-    return bool(
-        InboxMessage.objects.using(alias)
-        .filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
-        .update(
-            state=State.DEAD if dead else State.RETRYING,
-            attempts=failure.attempts,
-            last_error=printable(failure.error, ERROR_LENGTH),
-            traceback=printable(failure.traceback, TRACEBACK_LENGTH),
-            next_attempt_at=None if failure.retry_after is None else DatabaseTime(failure.retry_after),
-            settled_at=DatabaseTime() if dead else None,
-        )
-    )
+    written = {
+        "state": State.DEAD if dead else State.RETRYING,
+        "attempts": failure.attempts,
+        "last_error": printable(failure.error, ERROR_LENGTH),
+        "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
+        "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
+        "settled_at": DatabaseTime() if dead else None,
+    }
+    ours = InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
+    if not dead or leaves is None:
+        return bool(ours.update(**written))
+    with deciding(alias):
+        if not ours.update(**written, ordered=False):
+            return False
+        hold_gates(alias, leaves.handler, [leaves.key])
+        promote_next(alias, *leaves)
+        return True
 
 
 def note_error(alias: str, row: int, failure: Failure) -> None:
@@ -112,10 +139,10 @@ def note_error(alias: str, row: int, failure: Failure) -> None:
     )
 
 
-def give_back(alias: str, row: int, attempts: int) -> None:
-    """Uncount a claimed attempt that the database did not let us make, and have it due now."""
+def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta()) -> None:
+    """Uncount a claimed attempt that could not be made, and have it due again `after` a rest."""
     InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
-        attempts=attempts - 1, next_attempt_at=DatabaseTime()
+        attempts=attempts - 1, next_attempt_at=DatabaseTime(after)
     )
 
 

@@ -16,7 +16,7 @@ from inbox.store.rows import Guard, NewRow, TwinBusy
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import LOCK_TIMEOUT
 
-_COLUMNS = {
+COLUMNS = {
     "handler": "text",
     "topic": "text",
     "biz_id": "text",
@@ -32,7 +32,8 @@ _COLUMNS = {
     "traceparent": "text",
     "created_at": "timestamptz",
 }
-_FROM_JSON = {"body": "decode(body, 'hex')", "headers": "headers::jsonb"}
+FROM_JSON = {"body": "decode(body, 'hex')", "headers": "headers::jsonb"}
+"""What has another form in JSON than in its column."""
 
 
 def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:
@@ -61,16 +62,16 @@ def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) 
 def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> list[tuple[int, str, str]]:
     """One parameter instead of a dozen for each row: putting them into the statement costs more than the INSERT."""
     connection = connections[alias]
-    typed = ", ".join(f"{column} {kind}" for column, kind in _COLUMNS.items())
-    values = ", ".join(_FROM_JSON.get(column, column) for column in _COLUMNS)
+    typed = ", ".join(f"{column} {kind}" for column, kind in COLUMNS.items())
+    values = ", ".join(FROM_JSON.get(column, column) for column in COLUMNS)
     sql = (
-        f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}, state, received_at) "
+        f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}, state, received_at) "
         f"SELECT {values}, '{State.RECEIVED.value}', {now(connection)} FROM json_to_recordset(%s::json) AS given({typed}) "
         "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id, biz_id, pg_current_xact_id()::text"
     )
     with connection.cursor() as cursor, lock_timeout(alias, twin_timeout):
         try:
-            cursor.execute(sql, [json.dumps([_as_json(row) for row in rows])])
+            cursor.execute(sql, [json.dumps([as_json(row) for row in rows])])
         except OperationalError as error:
             if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
                 raise TwinBusy from error
@@ -79,8 +80,9 @@ def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> list
     return found
 
 
-def _as_json(row: NewRow) -> dict[str, Any]:
-    values: dict[str, Any] = {column: getattr(row, column) for column in _COLUMNS}
+def as_json(row: NewRow) -> dict[str, Any]:
+    """`row` as JSON has it: `COLUMNS` in their forms of `FROM_JSON`."""
+    values: dict[str, Any] = {column: getattr(row, column) for column in COLUMNS}
     values["body"] = row.body.hex()
     values["created_at"] = row.created_at.isoformat() if row.created_at else None
     return values

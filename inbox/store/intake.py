@@ -1,0 +1,198 @@
+"""Taking deliveries of an ordered handler in, in their order, many in one transaction; they are run later."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from django.db import OperationalError, connections
+
+from inbox.models import State
+from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.fresh import count_duplicate
+from inbox.store.ordering import OPEN, hold_gates, promote_next
+from inbox.store.rows import Earlier, NewRow, TwinBusy
+from inbox.store.together import COLUMNS, FROM_JSON, as_json
+from outbox.kernel.faults import LOCK_TIMEOUT
+from outbox.kernel.text import ERROR_LENGTH, printable
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incoming:
+    """A delivery to be taken in.
+
+    Attributes:
+        refused: why it is a dead letter from the start, or "".
+        quarantined: it is refused by the age fence, see `operating.override_age_fence`.
+        redelivered: the broker says that it has delivered this very message before.
+    """
+
+    row: NewRow
+    refused: str = ""
+    quarantined: bool = False
+    redelivered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What became of it.
+
+    Attributes:
+        state: the state that it was stored in; "" when it is a duplicate.
+        earlier: what a duplicate met; None when that is being run right now, so that it could not be counted.
+    """
+
+    state: str = ""
+    earlier: Earlier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One delivery with its place: does it have one, and is no other of these before it in its key?"""
+
+    given: Incoming
+    ordered: bool
+    leads: bool
+
+
+def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[Taken]:
+    """∅ → received, due now, for the head of a key and for what has no key; ∅ → waiting behind a head; ∅ → dead if refused.
+
+    For deliveries of one handler, in their order, inside a transaction of `ordering.deciding` or one like it. With
+    `dead_blocks` a refused one holds its place until an operator decides; else it has none.
+
+    Raises:
+        TwinBusy: somebody else held what is needed for longer than the transaction's lock_timeout. Roll back, do it again.
+    """
+    if not incoming:
+        return []
+    handler = incoming[0].row.handler
+    places = _places(incoming, dead_blocks=dead_blocks)
+    try:
+        hold_gates(alias, handler, [given.row.key for given in incoming])
+        states = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], places)
+    except OperationalError as error:
+        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+            raise TwinBusy from error
+        raise
+    taken = [_taken(alias, given, states.pop(given.row.biz_id, "")) for given in incoming]
+    for key in _headless(places, taken):
+        promote_next(alias, handler, key)
+    return taken
+
+
+def _places(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[_Place]:
+    seen: set[str] = set()
+    places = []
+    for given in incoming:
+        ordered = bool(given.row.key) and (dead_blocks or not given.refused)
+        places.append(_Place(given, ordered, given.row.key not in seen))
+        if ordered:
+            seen.add(given.row.key)
+    return places
+
+
+def _taken(alias: str, given: Incoming, state: str) -> Taken:
+    # Of two in one batch that say the same, the first was inserted, and the second meets it here.
+    return Taken(state) if state else Taken(earlier=count_duplicate(alias, given.row, redelivered=given.redelivered))
+
+
+def _headless(places: Sequence[_Place], taken: Sequence[Taken]) -> list[str]:
+    """Keys whose first one here was a duplicate, so that the next, which was to wait for it, may be the head."""
+    missing = {place.given.row.key for place, one in zip(places, taken, strict=True) if place.leads and not one.state}
+    waiting = {place.given.row.key for place, one in zip(places, taken, strict=True) if one.state == State.WAITING}
+    return sorted(missing & waiting)
+
+
+def _insert_all(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> dict[str, str]:
+    """One statement, see `together`; its rows are numbered in their order.
+
+    What is stored already is left out before the unique index is asked: that would wait for the end of a handler which is
+    running the row. It still waits for a twin that is being inserted.
+    """
+    columns = {**COLUMNS, "ordered": "boolean", "leads": "boolean", "quarantined": "boolean", "refused": "text"}
+    values = ", ".join(FROM_JSON.get(column, column) for column in COLUMNS)
+    state = _state_of("given.handler", "given.key", "given.refused <> ''", "given.ordered", "NOT given.leads")
+    sql = (
+        f"INSERT INTO {TABLE} ({_columns()}) "
+        f"SELECT {values}, ordered, quarantined, refused, state, {_times('state', connection)} "
+        f"FROM (SELECT given.*, {state} AS state FROM ROWS FROM (json_to_recordset(%s::json) "
+        f"AS ({', '.join(f'{column} {kind}' for column, kind in columns.items())})) WITH ORDINALITY "
+        f"AS given({', '.join(columns)}, number)) given WHERE NOT EXISTS (SELECT 1 FROM {TABLE} m "
+        "WHERE m.handler = given.handler AND m.topic = given.topic AND m.biz_id = given.biz_id) "
+        "ORDER BY number ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING biz_id, state"
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(sql, [json.dumps([_as_json(place) for place in places])])
+        return dict(cursor.fetchall())
+
+
+def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> dict[str, str]:
+    """SQLite: there is no round trip to save, and each statement sees the rows before it."""
+    stored = {}
+    for place in places:
+        row = place.given.row
+        state = _state_of("%s", "%s", "%s", "%s", "%s")
+        sql = (
+            f"INSERT INTO {TABLE} ({_columns()}) SELECT {', '.join(['%s'] * len(COLUMNS))}, %s, %s, %s, state, "
+            f"{_times('state', connection)} FROM (SELECT {state} AS state) WHERE true "
+            "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING state"
+        )
+        with connection.cursor() as cursor:
+            cursor.execute(
+                sql,
+                [
+                    *(_adapted(connection, getattr(row, column)) for column in COLUMNS),
+                    place.ordered,
+                    place.given.quarantined,
+                    _reason(place),
+                    bool(place.given.refused),
+                    place.ordered,
+                    False,
+                    row.handler,
+                    row.key,
+                ],
+            )
+            for (found,) in cursor.fetchall():
+                stored[row.biz_id] = found
+    return stored
+
+
+def _state_of(handler: str, key: str, refused: str, ordered: str, behind: str) -> str:
+    return (
+        f"CASE WHEN {refused} THEN 'dead' WHEN NOT {ordered} THEN 'received' WHEN {behind} OR EXISTS "
+        f"(SELECT 1 FROM {TABLE} m WHERE m.handler = {handler} AND m.key = {key} AND {OPEN.replace('ordered', 'm.ordered')}) "
+        "THEN 'waiting' ELSE 'received' END"
+    )
+
+
+def _columns() -> str:
+    return f"{', '.join(COLUMNS)}, ordered, quarantined, last_error, state, received_at, settled_at, next_attempt_at"
+
+
+def _times(state: str, connection: BaseDatabaseWrapper) -> str:
+    at = now(connection)
+    return f"{at}, CASE WHEN {state} = 'dead' THEN {at} END, CASE WHEN {state} = 'received' THEN {at} END"
+
+
+def _as_json(place: _Place) -> dict[str, Any]:
+    return {
+        **as_json(place.given.row),
+        "ordered": place.ordered,
+        "leads": place.leads,
+        "quarantined": place.given.quarantined,
+        "refused": _reason(place),
+    }
+
+
+def _reason(place: _Place) -> str:
+    return printable(place.given.refused, ERROR_LENGTH)
+
+
+def _adapted(connection: BaseDatabaseWrapper, value: Any) -> Any:
+    return connection.ops.adapt_datetimefield_value(value) if hasattr(value, "tzinfo") else value
