@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
-from inbox.reading import Arrival, message_of
+from inbox.reading import Arrival, messages_of
 from inbox.receiving import Received, duplicate, handled
 from inbox.store import Guard, NewRow, TwinBusy
 from inbox.transactions import DatabaseAway, call, in_transaction, persistently
@@ -40,7 +40,7 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
         if begun is None:
             return None
         guard, rows = begun
-        messages.update((id(row), _message(of[id(row)], options)) for row in rows)
+        messages.update((id(row), next(fresh[id(row)])) for row in rows)
         return guard
 
     def run() -> None:
@@ -51,6 +51,7 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
             call(handler, message, of[row].envelope)
 
     of: dict[int, Arrival] = {id(arrival.row): arrival for arrival in arrivals}
+    fresh = {row: messages_of(arrival, options) for row, arrival in of.items()}
     try:
         persistently(handler.using, lambda: in_transaction(handler, begin, run, of=f"{len(arrivals)} messages"))
     except DatabaseAway:
@@ -67,10 +68,6 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
         )
         return None
     return [_told(handler, arrival.row, messages.get(id(arrival.row))) for arrival in arrivals]
-
-
-def _message(arrival: Arrival, options: InboxOptions) -> Message:
-    return message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
 
 
 def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from inbox.conf import InboxOptions
@@ -30,12 +31,14 @@ class Arrival:
     """A delivery, read: the row it would be, and the message it carries.
 
     Attributes:
+        message: what its handler gets; None when it is refused.
         refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
         quarantined: it is refused by the age fence, and could be handled but for that.
     """
 
     row: NewRow
     envelope: Envelope
+    message: Message | None = None
     refused: str = ""
     quarantined: bool = False
 
@@ -43,17 +46,21 @@ class Arrival:
 def read(handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "") -> Arrival:
     """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
     digest = hashlib.sha256(envelope.body).hexdigest()
-    nameless = hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
-    biz_id = UNIDENTIFIED + nameless
-    outside = ""
+    biz_id = outside = ""
+    message: Message | None = None
     if not refused:
         try:
-            biz_id = _identify(handler, message_of(envelope, options))
+            message = message_of(envelope, options)
+            biz_id = _identify(handler, message)
             refused = outside = outside_window(envelope, options)
         except Undecodable as error:
             refused = str(error)
+    if not biz_id:
+        biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
+    if message is not None and message.biz_id != biz_id:
+        message = replace(message, biz_id=biz_id)
     row = _row(handler, envelope, biz_id=biz_id, digest=digest)
-    return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside))
+    return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
 
 
 def _identify(handler: Handler, message: Message) -> str:
@@ -129,6 +136,14 @@ def message_of(
     )
 
 
+def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
+    """The message for the first run, and for every further one a new one: a handler may change its payload."""
+    if arrival.message is not None:
+        yield arrival.message
+    while True:
+        yield message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
+
+
 def _row(handler: Handler, envelope: Envelope, *, biz_id: str, digest: str) -> NewRow:
     return NewRow(
         handler=handler.name,
@@ -139,7 +154,7 @@ def _row(handler: Handler, envelope: Envelope, *, biz_id: str, digest: str) -> N
         content_type=envelope.content_type,
         body=envelope.body,
         digest=digest,
-        headers=json.dumps(dict(envelope.headers)),
+        headers=json.dumps(dict(envelope.headers)) if envelope.headers else "{}",
         source=envelope.source,
         correlation_id=envelope.correlation_id,
         causation_id=envelope.causation_id,

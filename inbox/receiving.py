@@ -26,7 +26,7 @@ from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage, State
-from inbox.reading import Arrival, identify_late, message_of, stored_envelope
+from inbox.reading import Arrival, identify_late, message_of, messages_of, stored_envelope
 from inbox.store import Earlier, Failure, Incoming, KeyBusy, NewRow, OrderedKey, Taken, TwinBusy
 from inbox.transactions import TRIES_AT_ONCE, DatabaseAway, call, decided, in_transaction, persistently
 from outbox.kernel.databases import drop_unusable_connections
@@ -161,9 +161,10 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
 
 
 def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
+    messages = messages_of(arrival, options)
+
     def run() -> Message | None:
-        # Decoded anew for every run: a handler may change its payload, and a collision makes it run again.
-        message = message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
+        message = next(messages)
         ran = in_transaction(
             handler,
             lambda: store.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),

@@ -10,8 +10,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
@@ -79,7 +78,7 @@ def in_transaction(
             if guard is None:
                 return False
             try:
-                with _supervised(handler):
+                with _Supervision(handler):
                     returned = run()
                 result = remember(returned) if remember else None
             except BaseException:
@@ -112,36 +111,46 @@ def refuse_if_uncommitted(alias: str, committed: bool) -> None:
         raise TransactionBroken("The transaction ended without a commit: autocommit is off on this connection.")
 
 
-@contextmanager
-def _supervised(handler: Handler) -> Iterator[None]:
+class _Supervision:
     """Keep the handler from ending our transaction by SQL, and warn about writes that are not in it."""
 
-    def refuse_transaction_control(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._watched: list[tuple[list[Any], Any]] = []
+
+    def __enter__(self) -> None:
+        handler = self._handler
+        for alias in connections:
+            connection = connections[alias]
+            ours = alias == handler.using
+            if ours and handler.timeout is not None and connection.vendor == "postgresql":
+                with connection.cursor() as cursor:
+                    cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
+            watch = self._refuse_transaction_control if ours else self._warn_of_writes
+            connection.execute_wrappers.append(watch)
+            self._watched.append((connection.execute_wrappers, watch))
+
+    def __exit__(self, *exc_info: object) -> None:
+        for wrappers, watch in self._watched:
+            wrappers.remove(watch)
+
+    def _refuse_transaction_control(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         if isinstance(sql, str) and _TRANSACTION_CONTROL.match(sql):
             raise TransactionControl(
-                f"The handler {handler.name} executed {sql.strip()[:40]!r}. Its effect and its inbox row must commit "
+                f"The handler {self._handler.name} executed {sql.strip()[:40]!r}. Its effect and its inbox row must commit "
                 "together: leave commit and rollback to the inbox, and use `transaction.atomic()` for savepoints."
             )
         return execute(sql, params, many, context)
 
-    def warn_of_writes(execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+    def _warn_of_writes(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         if isinstance(sql, str) and _WRITES.match(sql):
             logger.warning(
                 "The handler %s writes to the database %r. That is outside its transaction on %r and may happen twice.",
-                handler.name,
+                self._handler.name,
                 context["connection"].alias,
-                handler.using,
+                self._handler.using,
             )
         return execute(sql, params, many, context)
-
-    if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
-        with connections[handler.using].cursor() as cursor:
-            cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
-    with ExitStack() as stack:
-        for alias in connections:
-            wrapper = refuse_transaction_control if alias == handler.using else warn_of_writes
-            stack.enter_context(connections[alias].execute_wrapper(wrapper))
-        yield
 
 
 def persistently(alias: str, attempt: Callable[[], _T]) -> _T:

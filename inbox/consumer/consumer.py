@@ -22,6 +22,7 @@ import kombu
 from amqp.exceptions import ChannelError, PreconditionFailed
 
 from inbox.conf import InboxOptions
+from inbox.consumer.acks import Acks
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
@@ -30,7 +31,7 @@ from inbox.handlers import Handler
 from inbox.receiving import Received
 from inbox.runner import Runner
 from inbox.shedding import shedder_of
-from outbox.kernel.broker import BROKER_FAILURES, connection_attempts, connection_options, masked, speaks_amqp
+from outbox.kernel.broker import BROKER_FAILURES, connection_attempts, connection_options, masked, read_in_chunks, speaks_amqp
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
@@ -39,6 +40,9 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.05
+_BUSY_TICK_SECONDS = 0.005
+_HOUSEKEEPING_SECONDS = 0.5
+_MANY_ANSWERS = 10
 _GLANCE_SECONDS = 0.0001
 _PUT_OFF_SECONDS = 1.0
 _HEALTH_SECONDS = 30.0
@@ -60,6 +64,7 @@ class Subscription:
     lane: Lane
     queue: kombu.Queue
     consumer: kombu.Consumer
+    acks: Acks
 
 
 class Consumer:
@@ -87,8 +92,9 @@ class Consumer:
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._answered = Bell()
-        self._unanswered = 0
-        self._checked_at = self._gauged_at = 0.0
+        self._checked_at = self._ticked_at = 0.0
+        self._speaks_amqp = False
+        self._acks: dict[Any, Acks] = {}
         self._runner = Runner(options, stop) if runner is None else runner
         self._reception = Reception(options, stop, is_current=self._is_current, answer=self._put_answer, ring=self._runner.ring)
         self._pool = Pool(
@@ -119,7 +125,6 @@ class Consumer:
                     self._broker.over()
                     if drain and self._is_drained():
                         break
-                    self._watch()
                 except self._failures() as error:
                     self._disconnect()
                     self._broker.wait(describe(error), self._stop)
@@ -135,22 +140,26 @@ class Consumer:
         if self._connection is not None:
             return
         self._epoch += 1
-        self._unanswered = 0
         self._pool.drop_others(self._epoch)
         url = self._options.broker_url
         self._connection = kombu.Connection(url, **connection_options(url))
         self._connection.ensure_connection(**connection_attempts(url))
         self._declare()
         self._subscriptions = []
-        shared = None if speaks_amqp(url) else self._connection.channel()
+        self._acks = {}
+        self._speaks_amqp = speaks_amqp(url)
+        if self._speaks_amqp:
+            read_in_chunks(self._connection.connection.transport)
+        shared = None if self._speaks_amqp else self._connection.channel()
         for lane, declared in self._lanes:
             channel = shared or self._connection.channel()
             queue = declared(channel)
-            on_delivery = partial(self._on_delivery, self._epoch, lane)
+            acks = self._acks.setdefault(channel, Acks(channel, multiple=self._speaks_amqp))
+            on_delivery = partial(self._on_delivery, self._epoch, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
             consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
             consumer.consume()
-            self._subscriptions.append(Subscription(lane, queue, consumer))
+            self._subscriptions.append(Subscription(lane, queue, consumer, acks))
         self._checked_at = monotonic()
         logger.info("Consuming %d queues from %s.", len(self._subscriptions), masked(url))
 
@@ -177,35 +186,44 @@ class Consumer:
                     queue(channel).queue_declare(passive=True)
                     queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
 
-    def _on_delivery(self, epoch: int, lane: Lane, message: kombu.Message, error: BaseException | None = None) -> None:
+    def _on_delivery(
+        self, epoch: int, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None
+    ) -> None:
         refused = f"It cannot be unpacked: {describe(error)}" if error else ""
-        self._unanswered += 1
+        acks.delivered(message)
         self._pool.put(lane, Delivery(epoch, lane.handler, message, monotonic(), refused))
 
     def _pump(self) -> None:
         """Answer, receive what has come, and wait for either a little."""
         self._answer()
+        self._receive()
         now = monotonic()
-        if speaks_amqp(self._options.broker_url):
-            self._receive_frames()
+        if now - self._ticked_at > _HOUSEKEEPING_SECONDS:
+            self._ticked_at = now
             self._connection.heartbeat_check()
-        else:
-            with suppress(TimeoutError):
-                self._connection.drain_events(timeout=_TICK_SECONDS if not self._unanswered else _TICK_SECONDS / 10)
-        if now - self._checked_at > _HEALTH_SECONDS:
-            self._check_subscriptions()
-        if now - self._gauged_at > 0.5:
+            self._store_stale(now)
+            self._watch(now)
+            if now - self._checked_at > _HEALTH_SECONDS:
+                self._check_subscriptions()
             self._gauge()
-        self._store_stale(now)
 
-    def _receive_frames(self) -> None:
-        transport = self._connection.connection.transport
-        # A frame may be in py-amqp's own buffer, where no poll of the socket would show it.
+    def _receive(self) -> None:
+        if not self._speaks_amqp:
+            with suppress(TimeoutError):
+                self._connection.drain_events(timeout=_BUSY_TICK_SECONDS if self._unanswered else _TICK_SECONDS)
+            return
+        amqp = self._connection.connection
+        waits_for_more = False
         with suppress(TimeoutError):
-            while True:
-                self._connection.drain_events(timeout=_GLANCE_SECONDS)
-        if not self._answers or self._answers[0].at > monotonic():
-            self._answered.wait(_TICK_SECONDS, None if self._stop else self._stop, also=transport.sock)
+            # What py-amqp has read and not yet dispatched is in its own buffer, where no poll of the socket would show it.
+            while amqp.transport._read_buffer or not waits_for_more:  # noqa: SLF001 - see read_in_chunks
+                amqp.drain_events(timeout=_GLANCE_SECONDS)
+                waits_for_more = True
+        if not self._is_answer_due():
+            self._answered.wait(_TICK_SECONDS, None if self._stop else self._stop, also=amqp.transport.sock)
+
+    def _is_answer_due(self) -> bool:
+        return len(self._answers) >= _MANY_ANSWERS
 
     def _answer(self) -> None:
         now = monotonic()
@@ -213,20 +231,27 @@ class Consumer:
             answer = self._answers.popleft()
             if answer.delivery.epoch != self._epoch:
                 continue
+            acks = self._acks[answer.delivery.message.channel]
             if answer.at > now:
                 self._answers.append(answer)
             elif answer.requeue:
-                answer.delivery.message.requeue()
-                self._unanswered -= 1
+                acks.requeue(answer.delivery.message)
             else:
-                answer.delivery.message.ack()
-                self._unanswered -= 1
+                acks.settle(answer.delivery.message)
+        for acks in self._acks.values():
+            acks.flush()
+
+    @property
+    def _unanswered(self) -> int:
+        return sum(map(len, self._acks.values()))
 
     def _put_answer(self, delivery: Delivery, received: Received) -> None:
         """Called by the workers."""
         put_off = received is Received.PUT_OFF
         self._answers.append(Answer(delivery, requeue=put_off, at=monotonic() + (_PUT_OFF_SECONDS if put_off else 0)))
-        self._answered.ring()
+        # Not for each: the connection's thread takes them by the dozen, or at its next tick, or when there is nothing else.
+        if len(self._answers) >= _MANY_ANSWERS or self._pool.idle:
+            self._answered.ring()
 
     def _is_current(self, epoch: int) -> bool:
         return not self._stop and epoch == self._epoch
@@ -243,7 +268,6 @@ class Consumer:
 
     def _gauge(self) -> None:
         """Tell the shedders how many messages wait in their queues."""
-        self._gauged_at = monotonic()
         for subscription in self._subscriptions:
             if (shedder := shedder_of(subscription.lane.handler)) is not None:
                 shedder.saw(*self._length_of(subscription.queue))
@@ -253,9 +277,9 @@ class Consumer:
         if stale := self._pool.stale(now - self._options.ACK_TIMEOUT.total_seconds() / 2):
             self._pool.submit(partial(self._reception.hold, stale))
 
-    def _watch(self) -> None:
+    def _watch(self, now: float) -> None:
         """Tell about a handler that does not end: its inbox row is not committed, so nobody else can see it."""
-        now, limit = monotonic(), self._options.STUCK_AFTER.total_seconds()
+        limit = self._options.STUCK_AFTER.total_seconds()
         overdue = [busy for busy in self._pool.busy() if now - busy.since >= limit]
         self._told_of &= {id(busy) for busy in overdue}
         for busy in overdue:

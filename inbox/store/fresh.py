@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import OperationalError, connections
 
 from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import SAVEPOINT
 from outbox.kernel.clock import now_after
 from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
 
 _COUNTED_AS = {
     DuplicateCause.REDELIVERY: "redeliveries",
@@ -28,6 +33,33 @@ _KEEP_CONFLICT = (
     "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END"
 )
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
+_BEGUN_WITH = {
+    "handler": "varchar",
+    "topic": "varchar",
+    "biz_id": "varchar",
+    "message_id": "varchar",
+    "key": "varchar",
+    "content_type": "varchar",
+    "body": "bytea",
+    "digest": "varchar",
+    "headers": "jsonb",
+    "source": "varchar",
+    "correlation_id": "varchar",
+    "causation_id": "varchar",
+    "traceparent": "varchar",
+    "created_at": "timestamptz",
+}
+_PLACES = [f"${number}" for number in range(1, len(_BEGUN_WITH) + 1)]
+_BOUND = f"${len(_BEGUN_WITH) + 1}"
+# The transaction's own lock_timeout rests in a column, which the sentinel clears, from before the wait until after it.
+_BEGIN = Prepared(
+    "begin",
+    [*_BEGUN_WITH.values(), "text"],
+    f"INSERT INTO {TABLE} ({', '.join(_BEGUN_WITH)}, state, received_at, last_error, traceback) "
+    f"VALUES ({', '.join(_PLACES)}, 'received', statement_timestamp(), current_setting('lock_timeout'), "
+    f"left(set_config('lock_timeout', {_BOUND}, true), 0)) {_ONCE} "
+    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', last_error, true)",
+)
 
 
 def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | None:
@@ -36,11 +68,29 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | Non
     Raises:
         TwinBusy: another transaction is inserting the same row and did not end within `twin_timeout`.
     """
+    connection = connections[alias]
+    if is_usable(connection):
+        return _begin_prepared(connection, row, twin_timeout)
     inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED)
-    if inserted is not None and connections[alias].vendor != "postgresql":
-        with connections[alias].cursor() as cursor:
+    if inserted is not None and not is_postgresql(connection):
+        with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
     return inserted
+
+
+def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: timedelta) -> Guard | None:
+    given = [getattr(row, column) for column in _BEGUN_WITH]
+    try:
+        found = _BEGIN.execute(connection, [*given, _milliseconds(twin_timeout)]).fetchone()
+    except OperationalError as error:
+        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+            raise TwinBusy from error
+        raise
+    return Guard(connection.alias, (found[0],), found[1]) if found else None
+
+
+def _milliseconds(span: timedelta) -> str:
+    return f"{int(span.total_seconds() * 1000)}ms"
 
 
 def store_due(alias: str, row: NewRow, twin_timeout: timedelta) -> bool:
@@ -62,6 +112,20 @@ def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timede
     return _insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after) is not None
 
 
+def store_running(
+    alias: str, row: NewRow, twin_timeout: timedelta, *, ends_after: timedelta, attempts: int, fence: int
+) -> int | None:
+    """∅ → running, under a lease that ends after `ends_after`; the row. None: it exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    inserted = _insert(
+        alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also={"attempts": attempts, "fence": fence}
+    )
+    return inserted.rows[0] if inserted else None
+
+
 def _insert(
     alias: str,
     row: NewRow,
@@ -70,6 +134,7 @@ def _insert(
     state: State,
     failure: Failure | None = None,
     due_after: timedelta | None = None,
+    also: Mapping[str, Any] | None = None,
 ) -> Guard | None:
     connection = connections[alias]
     at = now(connection)
@@ -89,11 +154,11 @@ def _insert(
         ("traceparent", row.traceparent),
         ("created_at", connection.ops.adapt_datetimefield_value(row.created_at) if row.created_at else None),
         ("state", state.value),
-        ("attempts", failure.attempts if failure else 0),
         ("last_error", printable(failure.error, ERROR_LENGTH) if failure else ""),
         ("traceback", printable(failure.traceback, TRACEBACK_LENGTH) if failure else ""),
         ("duplicates", 0),
         ("conflicts", 0),
+        *(also or {"attempts": failure.attempts if failure else 0}).items(),
     ]
     if failure and failure.quarantined:
         values.append(("quarantined", True))
@@ -112,7 +177,7 @@ def _insert(
                     "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
                     f"set_config('lock_timeout', %s, true)) INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound {_ONCE} "
                     "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
-                    [f"{int(twin_timeout.total_seconds() * 1000)}ms", *parameters],
+                    [_milliseconds(twin_timeout), *parameters],
                 )
             except OperationalError as error:
                 if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
@@ -134,7 +199,7 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
     """
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
-    if_the_same = _cause_if_the_same(row, redelivered=redelivered)
+    if_the_same = cause_if_the_same(row, redelivered=redelivered)
     column = _COUNTED_AS[if_the_same]
     # What has no id is only known to be the same when the broker says so.
     same_id = row.message_id if row.message_id or redelivered else None
@@ -161,7 +226,7 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
     )
 
 
-def _cause_if_the_same(row: NewRow, *, redelivered: bool) -> DuplicateCause:
+def cause_if_the_same(row: NewRow, *, redelivered: bool) -> DuplicateCause:
     """Why it came again if its message id is that of the first."""
     if redelivered:
         return DuplicateCause.REDELIVERY

@@ -7,19 +7,31 @@ acknowledged then would lose the message.
 from __future__ import annotations
 
 import sqlite3
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections
 
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.ordering import held, promote_next
+from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import PARTLY, Guard
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.text import describe
 
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back behind Django's back. {PARTLY}"
 SAVEPOINT = "inbox_guard"
+_WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = ''"
+_OURS = "state = 'received' AND next_attempt_at IS NULL"
+_FINISH = Prepared(
+    "finish",
+    ["bigint", "int", "text"],
+    f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
+    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3",
+)
 
 
 def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
@@ -41,23 +53,8 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
             "everything back. Leave connections to Django; close_old_connections() is for threads of your own."
         )
     refuse_if_ended(guard)
-    written = f"state = 'done', attempts = %s, settled_at = {now(connection)}, last_error = '', traceback = ''"
-    sql = (
-        f"UPDATE {TABLE} SET {written}{'' if result is None else ', result = %s'} "
-        f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND state = 'received' AND next_attempt_at IS NULL"
-    )
-    parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
-    if is_postgresql(connection):
-        sql += " AND pg_current_xact_id()::text = %s"
-        parameters.append(guard.transaction)
-    if guard.order is not None:
-        gate, for_gate = held(connection, guard.order)
-        sql += f" RETURNING {gate}"
-        parameters += for_gate
     try:
-        with connection.cursor() as cursor:
-            cursor.execute(sql, parameters)
-            hit = cursor.rowcount if guard.order is None else len(cursor.fetchall())
+        hit = _finish(connection, guard, attempts, result)
     except (DatabaseError, InterfaceError) as error:
         if is_outage(error) or is_collision(error):
             raise
@@ -70,6 +67,28 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
         raise TransactionEnded(ENDED)
     if guard.order is not None:
         promote_next(guard.alias, *guard.order)
+
+
+def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
+    """How many rows were hit."""
+    if result is None and len(guard.rows) == 1 and guard.order is None and is_usable(connection):
+        connection.validate_no_broken_transaction()
+        return int(_FINISH.execute(connection, [guard.rows[0], attempts, guard.transaction]).rowcount)
+    sql = (
+        f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{'' if result is None else ', result = %s'} "
+        f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_OURS}"
+    )
+    parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
+    if is_postgresql(connection):
+        sql += " AND pg_current_xact_id()::text = %s"
+        parameters.append(guard.transaction)
+    if guard.order is not None:
+        gate, for_gate = held(connection, guard.order)
+        sql += f" RETURNING {gate}"
+        parameters += for_gate
+    with connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+        return int(cursor.rowcount) if guard.order is None else len(cursor.fetchall())
 
 
 def refuse_if_ended(guard: Guard) -> None:

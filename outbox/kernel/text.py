@@ -40,7 +40,7 @@ def fit(text: str) -> str:
     The same text always gives the same name, so a deduplication key stays a key; it is never cut, because two facts must
     not become one.
     """
-    if why_unfit(text) is None:
+    if (len(text) <= NAME_LENGTH and text.isascii() and text.isprintable()) or why_unfit(text) is None:
         return text
     return "sha256:" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -162,7 +162,7 @@ def test_stopping_finishes_what_is_in_hand_and_gives_the_rest_back(handles, redi
         assert go_on.wait(A_WHILE)
         the_effect(message)
 
-    handler, options = handles(handle), broker_options(redis_url)
+    handler, options = handles(handle), broker_options(redis_url, CONCURRENCY=1)
     declare(handler, options)
     for number in range(5):
         send(redis_url, TOPIC, {}, message_id=f"m{number}")

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from inbox import Reject, RetryLater, signals, store
-from inbox.consumer.consumer import _envelope
+from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.models import DUE, InboxMessage, State
 from inbox.reading import read
@@ -923,7 +923,7 @@ class TestForeignProducers:
         )
         handler = handles(the_effect)
 
-        envelope, refused = _envelope(message)
+        envelope, refused = envelope_of(message)
         received = receive(handler, read(handler, envelope, OPTIONS, refused=refused), OPTIONS, redelivered=False)
 
         assert received is Received.DEAD
@@ -1051,7 +1051,7 @@ class TestWhateverArrives:
             content_encoding="utf-8",
             delivery_info={"routing_key": TOPIC},
         )
-        envelope, refused = _envelope(message)
+        envelope, refused = envelope_of(message)
         arrival = read(handler, envelope, OPTIONS, refused=refused)
 
         received = receive(handler, arrival, OPTIONS, redelivered=False)

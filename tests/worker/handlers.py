@@ -3,7 +3,7 @@
 import os
 import threading
 
-import kombu
+import amqp
 from django.db import transaction
 
 from inbox import idempotent_handler
@@ -63,7 +63,7 @@ def _never_end(message):
 
 def _silence_the_main_loop(message):
     """A socket that never answers, whatever timeout it was given."""
-    kombu.Connection.drain_events = lambda *args, **arguments: threading.Event().wait()
+    amqp.Connection.drain_events = lambda *args, **arguments: threading.Event().wait()
     Effect.objects.using("other").create(name=f"begun {message.biz_id}")
 
 
