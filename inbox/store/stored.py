@@ -21,6 +21,7 @@ from inbox.store.rows import PARTLY, Failure, Guard, KeyBusy, OrderedKey
 from inbox.store.sentinel import SAVEPOINT
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
+from outbox.kernel.wire import CELERY_TOPICS
 
 ABANDONED = f"The handler committed by itself. {PARTLY}"
 
@@ -159,8 +160,9 @@ def bury_abandoned(alias: str, row: int | None = None) -> int:
 
 
 def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
-    """How many open messages are stored for handlers that are none of `handlers`, by handler."""
+    """How many open messages are stored for handlers that are none of `handlers`, by handler. Tasks are Celery's to run."""
     stored = InboxMessage.objects.using(alias).filter(state__in=DUE).exclude(handler__in=handlers)
+    stored = stored.exclude(handler__startswith=CELERY_TOPICS)
     return dict(stored.values_list("handler").annotate(Count("id")).order_by())
 
 

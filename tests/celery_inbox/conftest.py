@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import kombu.pools
 import pytest
+from celery import _state
 
 from tests.celery_inbox.project import make_app
 from tests.workers import ROOT, Process, as_environment
@@ -38,6 +39,15 @@ def app(broker, results):
     app = make_app(broker, results)
     yield app
     close(app)
+
+
+@pytest.fixture
+def current(app):
+    """It is the app of this process, as a project's own is."""
+    before = _state._tls.current_app
+    app.set_current()
+    yield app
+    _state._set_current_app(before)
 
 
 @pytest.fixture

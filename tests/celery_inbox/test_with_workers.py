@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from celery import chain
-from celery.exceptions import Retry
+from django.core.management import call_command
 
 from inbox.models import InboxMessage, State
 from tests.app.models import Effect, Unique
@@ -76,3 +76,113 @@ def test_a_worker_that_is_killed_between_commit_and_acknowledgement(tasks, worke
 
     assert effects("o-1") == 1
     assert (the_row().duplicates, the_row().redeliveries) == (1, 1)
+
+
+def test_a_twin_that_is_at_work_is_waited_for_outside_the_worker(tasks, worker):
+    """A task that may not retry at all: waiting for its twin is none."""
+    with worker() as running:
+        first = tasks["shop.work"].delay("o-1", "wait for the word")
+        running.until(lambda: begun("o-1"))
+        second = tasks["shop.work"].delay("o-1", "wait for the word")
+        running.until(lambda: running.said().count("comes again in") >= 3)
+        assert len(begun("o-1")) == 1
+        go_on("o-1")
+
+        assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
+
+    assert effects("o-1") == 1
+    assert the_row().duplicates == 1
+
+
+@pytest.mark.parametrize("broker", ["redis"], indirect=True)
+def test_redis_delivers_a_long_task_again_while_it_runs(tasks, worker):
+    """Its transport looks for such messages some seconds after a start and then seldom, so a second worker is started."""
+    with worker(visibility_seconds=1) as running:
+        result = tasks["shop.work"].delay("o-1", "wait for the word")
+        running.until(lambda: begun("o-1"))
+        with worker(visibility_seconds=1) as other:
+            other.until(lambda: "comes again in" in running.said() + other.said())
+            assert len(begun("o-1")) == 1
+            go_on("o-1")
+            assert result.get(**WAIT) == "done o-1"
+            wait_until(lambda: the_row().duplicates)
+
+    assert effects("o-1") == 1
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+@pytest.mark.parametrize("name", ["shop.try_again", "shop.by_itself"])
+def test_a_retry_is_no_duplicate_of_the_try_that_failed(tasks, worker, name, pool):
+    with worker(pool=pool):
+        assert tasks[name].delay("o-1").get(**WAIT) == 1
+
+    assert list(Effect.objects.values_list("name", "detail")) == [("o-1", "1")]
+    assert (the_row().state, the_row().attempts, the_row().duplicates) == (State.DONE, 2, 0)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_task_whose_result_is_ignored(tasks, worker, pool):
+    with worker(pool=pool) as running:
+        tasks["shop.quietly"].apply_async(["o-1"], task_id="t-1")
+        tasks["shop.quietly"].apply_async(["o-1"], task_id="t-1")
+        tasks["shop.quietly"].apply_async(["o-2"], task_id="t-2")
+        running.until(lambda: InboxMessage.objects.filter(duplicates=1).exists() and effects("o-2"))
+
+    assert (effects("o-1"), effects("o-2")) == (1, 1)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_task_that_swallows_an_error_of_the_database_is_no_success(tasks, worker, pool):
+    with worker(pool=pool):
+        result = tasks["shop.work"].delay("o-1", "swallow an IntegrityError")
+        with pytest.raises(Exception, match="its transaction can no longer commit"):
+            result.get(**WAIT)
+
+        assert not Effect.objects.exists()
+        assert not InboxMessage.objects.exists()
+        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
+
+
+def test_a_chain_goes_on_after_a_duplicate_of_its_head(tasks, worker):
+    """The worker dies between the head's commit and the sending of the next, and then the whole chain is sent once more."""
+    flow = chain(tasks["shop.work"].s("o-1", "die with the worker after the commit"), tasks["shop.follow"].s("o-1"))
+    flow.freeze()
+    with worker(concurrency=1) as running:
+        result = flow.apply_async()
+        running.ends()
+    assert not effects("followed o-1")
+    with worker(concurrency=1, visibility_seconds=1):
+        result.get(**WAIT)
+        flow.apply_async()
+        wait_until(lambda: InboxMessage.objects.filter(handler="celery.shop.follow", duplicates=1).exists())
+
+    assert (effects("o-1"), effects("followed o-1")) == (1, 1)
+    assert Effect.objects.get(name="followed o-1").detail == "done o-1"
+
+
+def test_a_task_that_kills_its_worker_ends_as_a_dead_letter_until_an_operator_sends_it_again(current, tasks, worker):
+    with worker() as running:
+        result = tasks["shop.work"].apply_async(["o-1", "die"], link=tasks["shop.follow"].s("o-1"))
+        with pytest.raises(Exception, match="never ended"):
+            result.get(**WAIT)
+        dead = the_row()
+        # The first delivery is not counted: nothing was known against it.
+        assert (dead.state, dead.attempts, Effect.objects.using("other").filter(name="died o-1").count()) == ("dead", 3, 4)
+        with pytest.raises(Exception, match="was not run"):
+            tasks["shop.work"].delay("o-1").get(**WAIT)
+
+        Unique.objects.using("other").create(name="mended")
+        call_command("inbox_retry", dead.message_id)
+        running.until(lambda: the_row(biz_id="o-1").state == State.DONE)
+        running.until(lambda: effects("followed o-1"))
+
+    assert effects("o-1") == 1
+
+
+def test_a_failure_leaves_nothing_and_a_second_call_is_a_first(tasks, worker):
+    with worker():
+        with pytest.raises(ValueError, match="no"):
+            tasks["shop.work"].delay("o-1", "fail").get(**WAIT)
+        assert not InboxMessage.objects.exists()
+
+        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"

@@ -5,10 +5,13 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
+from inbox.errors import TaskNotSent
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
+from inbox.resending import resending
 from outbox.kernel.console import Progress
 from outbox.kernel.databases import require_table
+from outbox.kernel.wire import CELERY_TOPICS
 
 
 class Command(BaseCommand):
@@ -35,7 +38,7 @@ class Command(BaseCommand):
             "handler": options["handler"],
             "topic": options["topic"],
         }
-        if options["handler"] and registry.get(options["handler"]) is None:
+        if options["handler"] and not _is_known(options["handler"]):
             known = ", ".join(sorted(handler.name for handler in registry.all())) or "none"
             raise CommandError(f"No handler is called {options['handler']!r}. Known handlers: {known}.")
         given = {field: value for field, value in wanted.items() if value}
@@ -50,15 +53,26 @@ class Command(BaseCommand):
             self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
             return
         progress = Progress("retried", left)
+        unsent: list[TaskNotSent] = []
         for pk, quarantined in rows:
             if pk not in held_back:
-                transition = store.override_age_fence if quarantined else store.retry
-                progress.advance(int(transition(options["database"], pk)))
+                transition = resending(store.override_age_fence if quarantined else store.retry)
+                try:
+                    progress.advance(int(transition(options["database"], pk)))
+                except TaskNotSent as error:
+                    unsent.append(error)
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
         if held_back and options["message_ids"]:
             # Whoever names a message expects that it is run; a script must not take this for success.
             raise CommandError("Not every message that was named is run.")
+        if unsent:
+            raise CommandError(f"{len(unsent)} Celery tasks stay as they were: {unsent[0]}")
+
+
+def _is_known(handler: str) -> bool:
+    # Celery knows its tasks, and this process need not.
+    return registry.get(handler) is not None or handler.startswith(CELERY_TOPICS)
 
 
 def _about(held_back: Collection[int]) -> str:
