@@ -7,6 +7,7 @@ side, in any number of processes.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from django.db import connections
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, registry
-from inbox.limiter import limiter_of
+from inbox.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage
 from inbox.receiving import claim_next, run_stored
 from inbox.store import OrderedKey
@@ -34,6 +35,15 @@ _SWEEP_SECONDS = 10.0
 
 def _nobody() -> None:
     pass
+
+
+def _limited(handlers: Sequence[Handler]) -> list[tuple[Handler, Limiter]]:
+    """Those with a rate limit, with what keeps it."""
+    return [(handler, limiter) for handler in handlers if (limiter := limiter_of(handler))]
+
+
+def _is_due(handler: Handler) -> bool:
+    return decided(partial(store.next_due, handler.using, [handler.name]), handler.using)
 
 
 class Runner:
@@ -54,6 +64,7 @@ class Runner:
         self._swept_up_to: dict[str, OrderedKey | None] = {}
         self._owed: list[tuple[str, Callable[[], None]]] = []
         self._told: set[str] = set()
+        self._free_first: set[str] = set()
         self.on_ring: Callable[[], object] = _nobody
         self.ran = 0
 
@@ -90,9 +101,13 @@ class Runner:
         done = 0
         while not stop:
             now = self._turn(raising=True)
-            if not now and not self._database.ongoing:
-                break
             done += now
+            if now or self._database.ongoing:
+                continue
+            rest = self._rest_for_tokens()
+            if rest is None:
+                break
+            stop.wait(rest)
         if done:
             logger.info("%d stored messages were run.", done)
         return done
@@ -143,20 +158,35 @@ class Runner:
         return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
+        """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""
         free = [handler for handler in handlers if handler.rate_limit is None]
-        return claim_next(free, alias, self._options) or self._claim_limited(handlers, alias)
+        limited = [pair for pair in _limited(handlers) if pair[0].using == alias]
+        claims = [partial(claim_next, free, alias, self._options), partial(self._claim_limited, limited, alias)]
+        self._free_first ^= {alias}
+        first, second = claims if alias in self._free_first else reversed(claims)
+        return first() or second()
 
-    def _claim_limited(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
+    def _claim_limited(self, limited: Sequence[tuple[Handler, Limiter]], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Take a token first, but only when there is something to take it for: one that is not used in time is lost."""
-        for handler in handlers:
-            limiter = limiter_of(handler)
-            if limiter is None or handler.using != alias or limiter.wait_seconds() > _SHORTEST_REST_SECONDS:
-                continue
-            if decided(partial(store.next_due, alias, [handler.name]), alias) and limiter.take_or_lease(1):
-                if claimed := claim_next([handler], alias, self._options):
-                    return claimed
-                limiter.give_back(1)
+        for handler, limiter in random.sample(limited, len(limited)):
+            if limiter.wait_seconds() <= _SHORTEST_REST_SECONDS:
+                if not _is_due(handler):
+                    continue
+                if limiter.take_or_lease(1):
+                    if claimed := claim_next([handler], alias, self._options):
+                        return claimed
+                    limiter.give_back(1)
+                    continue
+            self._look_at = min(self._look_at, monotonic() + limiter.wait_seconds())
         return None
+
+    def _rest_for_tokens(self) -> float | None:
+        """How long until what is due and waits for a rate limit may go on; None when nothing does."""
+        try:
+            waits = [limiter.wait_seconds() for handler, limiter in _limited(registry.all()) if _is_due(handler)]
+        except DatabaseAway:
+            waits = [0.0]
+        return max(_SHORTEST_REST_SECONDS, min(waits)) if waits else None
 
     def _settle_debts(self, alias: str) -> None:
         with self._lock:

@@ -18,13 +18,31 @@ from django.db.models import F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inbox import store
 from inbox.conf import InboxOptions
+from inbox.holding import store_for_later
 from inbox.limiter import Limiter, limiter_of, prefetch
-from inbox.models import TokenBucket
+from inbox.models import InboxMessage, State, TokenBucket
+from inbox.reading import read
+from inbox.receiving import Received
+from inbox.runner import Runner
 from inbox.store.buckets import lease_tokens, pour
 from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.loop import StopRequest
 from tests.aliases import the_default_at
-from tests.deliveries import A_WHILE, at_once, the_effect, wait_until
+from tests.deliveries import (
+    A_WHILE,
+    OPTIONS,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    effects,
+    the_effect,
+    the_row,
+    wait_until,
+)
 from tests.taker import database_clock
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -219,6 +237,99 @@ class TestALimiter:
     @pytest.mark.parametrize(("rate", "expected"), [(None, 50), ("2000/s", 50), ("10/s", 20), ("1/s", 2), ("5/h", 1)])
     def test_no_more_is_prefetched_than_the_rate_allows_in_two_seconds(self, handles, rate, expected):
         assert prefetch(handles(the_effect, rate_limit=rate), InboxOptions()) == expected
+
+
+@every_database
+class TestWhatIsStored:
+    """Retries and what local:// hands over obey the limit as fresh deliveries do."""
+
+    def stored(self, handler, *names):
+        for name in names:
+            row = read(handler, an_envelope(biz_id=name), OPTIONS).row
+            assert store.store_due(handler.using, row, OPTIONS.TWIN_TIMEOUT)
+
+    def test_is_run_no_faster_than_the_rate(self, handles):
+        handler = handles(the_effect, rate_limit="10/s")
+        self.stored(handler, *(f"b{number}" for number in range(12)))
+        begun = database_clock()
+
+        assert drain() == 12
+
+        assert 10 * (database_clock() - begun) + 2 >= 12
+        assert effects() == 12
+
+    def test_holds_up_no_other_handler(self, handles):
+        limited, free = handles(the_effect, rate_limit="1/h"), handles(the_effect)
+        self.stored(limited, "b1", "b2", "b3")
+        stop, runner = StopRequest(), Runner(OPTIONS)
+
+        with InAThread(lambda: runner.run(stop)):
+            wait_until(lambda: effects() == 1)
+            self.stored(free, "b4", "b5", "b6")
+            wait_until(lambda: effects() == 4)
+            stop.set()
+
+        assert the_row(handler=limited.name, biz_id="b3").attempts == 0
+
+    def test_is_not_held_up_by_handlers_that_are_always_busy(self, handles):
+        def again(message):
+            the_effect(message)
+            self.stored(free, f"{message.biz_id}+")
+
+        free, limited = handles(again), handles(the_effect, rate_limit="1000/s")
+        self.stored(free, "busy")
+        stop, runner = StopRequest(), Runner(OPTIONS)
+
+        with InAThread(lambda: runner.run(stop)):
+            wait_until(lambda: effects() > 3)
+            self.stored(limited, "b1", "b2", "b3")
+            wait_until(lambda: InboxMessage.objects.filter(handler=limited.name, state=State.DONE).count() == 3)
+            stop.set()
+
+    def test_no_token_is_spent_while_nothing_is_due(self, handles):
+        limited, free = handles(the_effect, rate_limit="1/h"), handles(the_effect)
+        self.stored(free, "b1", "b2")
+
+        drain()
+
+        assert not TokenBucket.objects.filter(handler=limited.name).exists()
+
+
+@every_database
+class TestADeliveryHeldForTooLong:
+    """At a low rate: stored, so that the broker gets its answer; handled when there is a token."""
+
+    def test_is_stored_and_run_later(self, handles):
+        handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
+
+        assert hold(handler, envelope) is Received.STORED
+
+        assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
+        assert drain() == 1
+        assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
+
+    def test_is_a_duplicate_when_it_has_been_handled(self, handles):
+        handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
+        deliver(handler, envelope)
+
+        assert hold(handler, envelope) is Received.DUPLICATE
+        assert hold(handler, envelope, redelivered=True) is Received.DUPLICATE
+
+        assert (the_row().duplicates, the_row().redeliveries, effects()) == (2, 1, 1)
+
+
+def test_a_delivery_that_a_twin_has_in_hand_is_put_off(handles):
+    handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
+
+    with transaction.atomic():
+        store.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        (became,) = at_once([lambda: hold(handler, envelope)])
+
+    assert became is Received.PUT_OFF
+
+
+def hold(handler, envelope, *, redelivered=False):
+    return store_for_later(handler, read(handler, envelope, OPTIONS), OPTIONS, redelivered=redelivered)
 
 
 class Taker:
