@@ -13,6 +13,7 @@ from django import forms
 from django.contrib import admin
 from django.db.models import Q, QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from inbox import store
@@ -21,19 +22,31 @@ from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import (
+    NOTHING,
     Tone,
     age,
+    as_json,
     as_payload,
     as_text,
+    badge,
     identifier,
     moment,
+    note,
     stacked,
     visible,
+    warning,
 )
-from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter
+from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter, counted
+
+_HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
+"""States in which a message may hold back the later ones of its key."""
+_STEPS = 100
 
 
 class InboxStuckFilter(StuckFilter):
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        return [*super().lookups(request, model_admin), ("quarantined", "Held back by the age fence")]
+
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         before = DatabaseTime(-inbox_options().STUCK_AFTER)
         overdue = Q(state__in=[State.RECEIVED, State.WAITING, State.RUNNING]) & (
@@ -44,6 +57,27 @@ class InboxStuckFilter(StuckFilter):
                 return queryset.filter(Q(state__in=[State.DEAD, State.RETRYING]) | overdue)
             case "overdue":
                 return queryset.filter(overdue)
+            case "quarantined":
+                return queryset.filter(state=State.DEAD, quarantined=True)
+            case _:
+                return queryset
+
+
+class DuplicatesFilter(admin.SimpleListFilter):
+    """By further deliveries of the same fact."""
+
+    title = "duplicates"
+    parameter_name = "duplicates"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        return [("any", "Delivered more than once"), ("conflicting", "With other content")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        match self.value():
+            case "any":
+                return queryset.filter(duplicates__gt=0)
+            case "conflicting":
+                return queryset.filter(conflicts__gt=0)
             case _:
                 return queryset
 
@@ -70,6 +104,20 @@ class SkipForm(forms.Form):
     )
 
 
+class OverrideForm(forms.Form):
+    danger = (
+        "These messages are outside of the deduplication window. If one of them has been handled before, its row has been "
+        "purged, and running it has the effect a second time. Look first: at the data that it would write, at the logs of the "
+        "day it was published, at the publisher's own books. Skip those that were handled."
+    )
+    reason = forms.CharField(
+        max_length=500,
+        label="How do you know?",
+        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
+        help_text="What shows that none of them has been handled. It is kept in the log.",
+    )
+
+
 @admin.register(InboxMessage)
 class InboxMessageAdmin(MessageAdmin):
     tones: ClassVar[Any] = {
@@ -82,19 +130,23 @@ class InboxMessageAdmin(MessageAdmin):
         State.SKIPPED: Tone.OVER,
         State.SHED: Tone.OVER,
     }
-    large_columns = ("body", "headers", "traceback")
-    allowed_in: ClassVar[Any] = {"retry": store.RETRYABLE, "skip": store.SKIPPABLE}
+    large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
+    allowed_in: ClassVar[Any] = {
+        "retry": store.RETRYABLE,
+        "skip": store.SKIPPABLE,
+        "override_age_fence": (State.DEAD,),
+    }
     confirmation_template = "inbox/admin/confirm.html"
     change_form_template = "inbox/admin/message.html"
     change_list_template = "inbox/admin/messages.html"
 
-    list_display = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
+    list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
-    list_filter = (InboxStuckFilter, StateFilter, HandlerFilter)
+    list_filter = (InboxStuckFilter, StateFilter, DuplicatesFilter, HandlerFilter)
     search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
-    actions = ("retry", "skip")
+    actions = ("retry", "skip", "override_age_fence")
     readonly_fields: ClassVar[Any] = (
-        "state_badge",
+        "state_explained",
         "handler_name",
         "topic_name",
         "biz_id_name",
@@ -106,23 +158,26 @@ class InboxMessageAdmin(MessageAdmin):
         "content_type",
         "payload",
         "headers_text",
+        "steps_text",
+        "result_text",
         "created",
         "received",
         "next_attempt",
         "settled",
-        "duplicates",
-        "conflicts",
+        "further_deliveries",
+        "conflict",
         "source_name",
         "correlation_id_name",
         "causation_id_name",
         "traceparent_name",
     )
     fieldsets = (
-        (None, {"fields": ("state_badge", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
-        ("Failure", {"fields": ("attempts", "error_text", "traceback_text")}),
+        (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
+        ("Attempts", {"fields": ("attempts", "error_text", "traceback_text")}),
+        ("Further deliveries", {"fields": ("further_deliveries", "conflict")}),
         ("Content", {"fields": ("content_type", "payload", "headers_text")}),
+        ("Progress", {"fields": ("steps_text", "result_text")}),
         ("Times", {"fields": ("created", "received", "next_attempt", "settled")}),
-        ("Further deliveries", {"fields": ("duplicates", "conflicts")}),
         ("Origin", {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
 
@@ -136,10 +191,98 @@ class InboxMessageAdmin(MessageAdmin):
         return visible(f"{row.message_id} ({row.topic} {row.biz_id}, {row.handler})")
 
     def called(self, term: str) -> Q:
+        """Also a handler, and the message id of the latest that said something else."""
         ids = {term}
         with suppress(ValueError):
             ids |= {str(uuid.UUID(term)), uuid.UUID(term).hex}
-        return super().called(term) | Q(handler=term) | Q(message_id__in=sorted(ids))
+        named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
+        return super().called(term) | Q(handler=term) | named
+
+    def offers(self, action: str, row: Any) -> bool:
+        if row.state == State.DEAD and action in {"retry", "override_age_fence"}:
+            return bool(row.quarantined == (action == "override_age_fence"))
+        return super().offers(action, row)
+
+    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+        action = request.POST.get("action")
+        row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
+        if row is not None and row.quarantined and action == "retry":
+            return "the age fence holds it back, and only “Retry past the age fence…” runs it"
+        if row is not None and not row.quarantined and action == "override_age_fence":
+            return "the age fence does not hold it back, so “Retry now” runs it"
+        return super().why_not(request, alias, pk)
+
+    # what is shown
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Without the parts that would have nothing to say, as most messages come once and in one step."""
+        left_out = set()
+        if obj is not None and not obj.duplicates:
+            left_out.add("Further deliveries")
+        if obj is not None and obj.result is None and not obj.steps.exists():
+            left_out.add("Progress")
+        return [part for part in super().get_fieldsets(request, obj) if part[0] not in left_out]
+
+    @admin.display(description="state")
+    def state_badges(self, row: Any) -> SafeString:
+        """In the list: with what sets this message apart from others in its state."""
+        lines = [self.badge_of(row)]
+        if row.quarantined and row.state == State.DEAD:
+            lines.append(format_html("{}", "held back"))
+        if row.conflicts:
+            lines.append(badge(f"{row.conflicts:,} conflicting", Tone.STOPPED))
+        elif row.duplicates:
+            lines.append(format_html("{} more", f"{row.duplicates:,}"))
+        return stacked(*lines)
+
+    @admin.display(description="state")
+    def state_explained(self, row: Any) -> SafeString:
+        """On its own page: the badge, and what it means for this message."""
+        return format_html("{}{}", self.badge_of(row), self._explanation(row))
+
+    def _explanation(self, row: Any) -> SafeString:
+        if row.state == State.DEAD and row.quarantined:
+            return warning("The age fence holds it back: whether it has been handled before can no longer be known.")
+        if row.state == State.WAITING:
+            return self._behind(row)
+        if row.state == State.RUNNING:
+            return self._lease(row)
+        if row.ordered and row.state in _HEADS and not self._is_passed_by(row):
+            held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
+            return note(f"The later messages of its ordering key wait for it: {counted(held)}.")
+        return format_html("{}", "")
+
+    def _behind(self, row: Any) -> SafeString:
+        earlier = self._of_its_key(row).filter(pk__lt=row.pk, state__in=_HEADS).order_by("pk")
+        head = next((one for one in earlier[:_STEPS] if not self._is_passed_by(one)), None)
+        if head is None:
+            return note("No earlier message of its ordering key is open any more: it is run as soon as a consumer looks.")
+        words = format_html(
+            'It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).',
+            self.own_url(head.pk),
+            identifier(f"{head.topic} {head.biz_id}"),
+            head.get_state_display().lower(),
+        )
+        return note(words)
+
+    def _lease(self, row: Any) -> SafeString:
+        if row.next_attempt_at is None or row.next_attempt_at <= row.database_now:
+            return note(f"Lease number {row.fence} has ended without a word of its owner: another takes the message over.")
+        return note(
+            format_html(
+                "Lease number {} ends {}, unless its owner extends it.", row.fence, age(row.next_attempt_at, row.database_now)
+            )
+        )
+
+    def _of_its_key(self, row: Any) -> QuerySet[Any]:
+        same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)
+        return same.defer(*self.large_columns)
+
+    @staticmethod
+    def _is_passed_by(row: Any) -> bool:
+        """A dead letter that its handler goes on without."""
+        handler = registry.get(row.handler)
+        return row.state == State.DEAD and handler is not None and handler.on_dead == "skip"
 
     @admin.display(description="handler")
     def handler_name(self, row: Any) -> SafeString:
@@ -158,11 +301,74 @@ class InboxMessageAdmin(MessageAdmin):
         received = age(row.received_at, row.database_now)
         if row.next_attempt_at is None:
             return received
-        return stacked(received, age(row.next_attempt_at, row.database_now, "due "))
+        prefix = "due "
+        if row.state == State.RUNNING:
+            prefix = "lease ends " if row.next_attempt_at > row.database_now else "lease ended "
+        return stacked(received, age(row.next_attempt_at, row.database_now, prefix))
+
+    @admin.display(description="duplicates")
+    def further_deliveries(self, row: Any) -> SafeString:
+        """How many, and why they came."""
+        if not row.duplicates:
+            return format_html("{}", NOTHING)
+        business = row.duplicates - row.redeliveries - row.resends - row.replays
+        causes = (
+            (row.redeliveries, "delivered again by the broker"),
+            (row.resends, "sent again by a relay"),
+            (row.replays, "sent again by an operator"),
+            (business, "published again by the business, under another message id"),
+        )
+        lines = [format_html("{} {}", f"{count:,}", words) for count, words in causes if count]
+        return stacked(format_html("{} in all, none of them run", f"{row.duplicates:,}"), *lines)
+
+    @admin.display(description="other content")
+    def conflict(self, row: Any) -> SafeString:
+        """What the latest delivery with this biz-id said that did not say the same."""
+        if not row.conflicts:
+            return format_html("{}", NOTHING)
+        words = f"Deliveries with this biz-id that said something else: {row.conflicts:,}. None was run. It is a bug upstream."
+        if row.conflicting_body is None:
+            return warning(words)
+        return format_html(
+            '<div class="message-block">{}<p class="message-note">The latest: {}, {}</p>{}</div>',
+            warning(words),
+            identifier(row.conflicting_id),
+            moment(row.conflicting_at, row.database_now),
+            as_payload(bytes(row.conflicting_body), row.content_type).as_html(),
+        )
+
+    @admin.display(description="steps taken")
+    def steps_text(self, row: Any) -> SafeString:
+        """Named steps whose results a retry reuses."""
+        steps = list(row.steps.order_by("taken_at", "pk")[:_STEPS])
+        if not steps:
+            return format_html("{}", NOTHING)
+        shown = (
+            (
+                format_html("{} ({})", identifier(step.name), age(step.taken_at, row.database_now)),
+                as_json(step.result).as_html(),
+            )
+            for step in steps
+        )
+        return format_html(
+            '<div class="message-block">{}</div>', format_html_join("", '<p class="message-note">{}</p>{}', shown)
+        )
+
+    @admin.display(description="result")
+    def result_text(self, row: Any) -> SafeString:
+        return as_json(row.result).as_html() if row.result is not None else format_html("{}", NOTHING)
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:
         return as_payload(bytes(row.body), row.content_type).as_html()
+
+    @admin.display(description="last error, or reason")
+    def error_headline(self, row: Any) -> SafeString:
+        return super().error_headline(row)
+
+    @admin.display(description="last error, or reason")
+    def error_text(self, row: Any) -> SafeString:
+        return super().error_text(row)
 
     @admin.display(description="traceback")
     def traceback_text(self, row: Any) -> SafeString:
@@ -172,12 +378,15 @@ class InboxMessageAdmin(MessageAdmin):
     def received(self, row: Any) -> SafeString:
         return moment(row.received_at, row.database_now)
 
-    @admin.display(description="next attempt")
+    @admin.display(description="next attempt, or end of its lease")
     def next_attempt(self, row: Any) -> SafeString:
         return moment(row.next_attempt_at, row.database_now)
 
     def has_retry_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("inbox.retry_inboxmessage")
+
+    def has_override_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.override_inboxmessage")
 
     def has_skip_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("inbox.skip_inboxmessage")
@@ -199,5 +408,25 @@ class InboxMessageAdmin(MessageAdmin):
             action="skip",
             question="Skip these messages? Their effect will not happen.",
             button="Skip the messages",
+            form=form,
+        )
+
+    @admin.action(permissions=["override"], description="Retry past the age fence…")
+    def override_age_fence(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        form = OverrideForm(request.POST if self.is_confirmed(request) else None)
+        if form.is_valid():
+            return self.carry_out(
+                request,
+                queryset,
+                done="due past the age fence now",
+                transition=store.override_age_fence,
+                reason=form.cleaned_data["reason"],
+            )
+        return self.ask(
+            request,
+            queryset,
+            action="override_age_fence",
+            question="Run these messages although they may have been handled before?",
+            button="Run the messages",
             form=form,
         )

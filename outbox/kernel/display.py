@@ -199,6 +199,11 @@ def note(words: str) -> SafeString:
     return format_html('<p class="message-note">{}</p>', words)
 
 
+def warning(words: str) -> SafeString:
+    """A sentence of ours that must not be overlooked."""
+    return format_html('<p class="message-warning">{}</p>', words)
+
+
 def stacked(*lines: SafeString) -> SafeString:
     """Several things in one cell of a list, under each other."""
     return format_html_join("", '<span class="message-line">{}</span>', ((line,) for line in lines))

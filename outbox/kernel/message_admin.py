@@ -151,6 +151,8 @@ class MessageAdmin(ReadOnlyAdmin):
     allowed_in: ClassVar[Mapping[str, Sequence[str]]]
     """By action: the states from which it is offered on a message's own page."""
     confirmation_template: ClassVar[str]
+    refusals: ClassVar[tuple[type[Exception], ...]] = ()
+    """What a transition may raise to say why it could not be made; it is rolled back."""
 
     ACTION_LIMIT: ClassVar[int] = 500
     """Most messages of one action: every one is a transaction of its own, and somebody waits for the page."""
@@ -261,13 +263,15 @@ class MessageAdmin(ReadOnlyAdmin):
         row: Any = kwargs.get("obj")
         offered: Mapping[str, Any] = self.get_actions(request)
         context["message_actions"] = [
-            (action, description)
-            for _, action, description in offered.values()
-            if row is not None and row.state in self.allowed_in.get(action, ())
+            (action, description) for _, action, description in offered.values() if row is not None and self.offers(action, row)
         ]
         context["changelist_url"] = self._changelist_url()
         context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
         return super().render_change_form(request, context, *args, **kwargs)
+
+    def offers(self, action: str, row: Any) -> bool:
+        """Is this action to be had on the message's own page?"""
+        return row.state in self.allowed_in.get(action, ())
 
     # acting
 
@@ -366,12 +370,15 @@ class MessageAdmin(ReadOnlyAdmin):
                 if transition(alias, pk):
                     self.log_change(request, row, entry)
                     return Outcome(subject=subject)
-            return Outcome(subject=subject, failed=self._why_not(request, alias, pk))
+            return Outcome(subject=subject, failed=self.why_not(request, alias, pk))
         except DatabaseError as error:
             # The rows before this one are done, so the operator must get a report and not an error page.
             return Outcome(subject=subject, failed=visible(f"the database said {error}".strip()), is_error=True)
+        except self.refusals as error:
+            return Outcome(subject=subject, failed=visible(str(error)), is_error=True)
 
-    def _why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+        """Why the action that was asked for did nothing to this message."""
         row = self.get_queryset(request).using(alias).filter(pk=pk).only("state").first()
         if row is None:
             return "it is gone"

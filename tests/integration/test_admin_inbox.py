@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from django.urls import reverse
 
 from inbox.conf import inbox_options
 from inbox.handlers import Handler, registry
-from inbox.models import InboxMessage, State
+from inbox.models import InboxMessage, State, Step
 from outbox.kernel.clock import utcnow
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 LIST = "admin:inbox_inboxmessage_changelist"
 DETAIL = "admin:inbox_inboxmessage_change"
 VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessage"
+OVERRIDE = "override_inboxmessage"
 LONG_AGO = timedelta(days=1)
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>"
 
@@ -72,6 +74,15 @@ def said(response):
 def html(response):
     assert response.status_code == 200
     return response.content.decode()
+
+
+def text_of(response):
+    """What a person reads."""
+    return " ".join(re.sub(r"<[^>]*>", " ", html(response).replace("<wbr>", "")).split())
+
+
+def actions_on_its_page(client, row):
+    return set(re.findall(r'name="action" value="(\w+)"', html(client.get(reverse(DETAIL, args=[row.pk])))))
 
 
 def state_of(row):
@@ -150,6 +161,45 @@ class TestTheList:
         assert shown(client, stuck="overdue") == overdue
         assert shown(client, stuck="any") == {dead.pk, retrying.pk, *overdue}
 
+    def test_says_what_is_held_back_and_what_came_again(self):
+        a_message(quarantined=True)
+        a_message(State.DONE, duplicates=1234, resends=1234)
+        a_message(State.DONE, duplicates=3, conflicts=2)
+
+        text = text_of(somebody(VIEW).get(reverse(LIST)))
+
+        for expected in ("Dead held back", "Done 1,234 more", "Done ✕ 2 conflicting"):
+            assert expected in text
+
+    def test_filters_by_duplicates_and_conflicts(self):
+        again, conflicting = a_message(State.DONE, duplicates=1), a_message(State.DONE, duplicates=1, conflicts=1)
+        once = a_message(State.DONE)
+        client = somebody(VIEW)
+
+        assert shown(client, duplicates="any") == {again.pk, conflicting.pk}
+        assert shown(client, duplicates="conflicting") == {conflicting.pk}
+        assert shown(client, duplicates="unknown\x00") == {again.pk, conflicting.pk, once.pk}
+
+    def test_filters_what_the_age_fence_holds_back(self):
+        held, _ = a_message(quarantined=True), a_message()
+        a_message(State.SKIPPED, quarantined=True)
+
+        assert shown(somebody(VIEW), stuck="quarantined") == {held.pk}
+
+    def test_finds_by_the_id_of_what_said_something_else(self):
+        row, _ = a_message(State.DONE, duplicates=1, conflicts=1, conflicting_id=str(uuid.uuid4())), a_message()
+
+        assert shown(somebody(VIEW), q=row.conflicting_id) == {row.pk}
+
+    def test_says_when_a_lease_ends_or_has_ended(self):
+        a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5))
+        a_message(State.RUNNING, next_ago=timedelta(minutes=3.5))
+
+        text = text_of(somebody(VIEW).get(reverse(LIST)))
+
+        assert "lease ends in 9 min" in text
+        assert "lease ended 3 min ago" in text
+
 
 class TestTheDetailPage:
     def test_shows_payload_headers_error_and_traceback(self):
@@ -164,6 +214,87 @@ class TestTheDetailPage:
 
         for expected in ("&quot;total&quot;: &quot;9.90&quot;", "&quot;acme&quot;", "no stock", "Traceback\n  line 1"):
             assert expected in text
+
+    def test_of_one_that_waits_links_to_the_first_open_one_of_its_key(self):
+        ordered = {"key": "customer-4", "ordered": True}
+        a_message(State.DONE, **ordered)
+        a_message(State.DEAD, key="customer-4", ordered=True, handler="another.handler")
+        head = a_message(State.RETRYING, **ordered)
+        waiting = [a_message(State.WAITING, **ordered) for _ in range(3)]
+        client = somebody(VIEW)
+
+        response = client.get(reverse(DETAIL, args=[waiting[1].pk]))
+
+        assert f'href="{reverse(DETAIL, args=[head.pk])}"' in html(response)
+        assert f"{head.topic} {head.biz_id} (retrying)" in text_of(response)
+        assert "wait for it: 3." in text_of(client.get(reverse(DETAIL, args=[head.pk])))
+
+    def test_of_one_that_waits_knows_that_its_handler_goes_on_without_dead_letters(self, monkeypatch):
+        handler = Handler(
+            name="shop.bill", topic="t", function=print, biz_id=None, using="default", ordered=True, on_dead="skip"
+        )
+        monkeypatch.setattr(registry, "_handlers", {handler.name: handler})
+        ordered = {"key": "customer-4", "ordered": True, "handler": handler.name}
+        dead, head = a_message(State.DEAD, **ordered), a_message(State.RECEIVED, **ordered)
+        waiting = a_message(State.WAITING, **ordered)
+        client = somebody(VIEW)
+
+        assert reverse(DETAIL, args=[head.pk]) in html(client.get(reverse(DETAIL, args=[waiting.pk])))
+        assert "wait for it" not in text_of(client.get(reverse(DETAIL, args=[dead.pk])))
+
+    def test_of_one_that_waits_for_nothing_any_more_says_so(self):
+        waiting = a_message(State.WAITING, key="customer-4", ordered=True)
+
+        assert "as soon as a consumer looks" in text_of(somebody(VIEW).get(reverse(DETAIL, args=[waiting.pk])))
+
+    def test_of_one_that_runs_tells_of_its_lease(self):
+        running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5), fence=2)
+        ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=3)
+        client = somebody(VIEW)
+
+        assert "Lease number 2 ends in 9 min" in text_of(client.get(reverse(DETAIL, args=[running.pk])))
+        assert "Lease number 3 has ended" in text_of(client.get(reverse(DETAIL, args=[ended.pk])))
+
+    def test_shows_the_steps_that_were_taken(self):
+        row = a_message(State.RETRYING)
+        Step.objects.create(message=row, name="charge", result={"receipt": "r-1"}, taken_at=utcnow())
+
+        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+
+        assert "charge ( now )" in text
+        assert "&quot;receipt&quot;: &quot;r-1&quot;" in text
+
+    def test_tells_duplicates_by_their_cause(self):
+        row = a_message(State.DONE, duplicates=10, redeliveries=2, resends=3, replays=1)
+
+        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+
+        assert "10 in all, none of them run 2 delivered again by the broker 3 sent again by a relay" in text
+        assert "1 sent again by an operator 4 published again by the business" in text
+
+    def test_shows_what_the_latest_conflict_said(self):
+        other = str(uuid.uuid4())
+        row = a_message(
+            State.DONE,
+            duplicates=2,
+            conflicts=2,
+            conflicting_id=other,
+            conflicting_body=b'{"order": 2}',
+            conflicting_at=utcnow(),
+        )
+
+        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+
+        assert "said something else: 2." in text
+        assert other in text
+        assert "&quot;order&quot;: 1" in text
+        assert "&quot;order&quot;: 2" in text
+
+    def test_leaves_out_what_has_nothing_to_say(self):
+        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[a_message(State.DONE).pk])))
+
+        assert "Further deliveries" not in text
+        assert "Steps" not in text
 
     def test_is_read_only(self):
         row = a_message()
@@ -185,7 +316,18 @@ class TestTheDetailPage:
     def test_everything_a_message_says_is_inert_on_every_page(self):
         names = ("handler", "topic", "biz_id", "message_id", "key", "content_type", "source")
         texts = (*names, "last_error", "traceback", "correlation_id", "causation_id", "traceparent")
-        row = a_message(payload={NASTY: NASTY}, headers={NASTY: NASTY}, **dict.fromkeys(texts, NASTY))
+        row = a_message(
+            payload={NASTY: NASTY},
+            headers={NASTY: NASTY},
+            result=NASTY,
+            duplicates=1,
+            conflicts=1,
+            conflicting_id=NASTY,
+            conflicting_body=NASTY.encode(),
+            conflicting_at=utcnow(),
+            **dict.fromkeys(texts, NASTY),
+        )
+        Step.objects.create(message=row, name=NASTY, result=NASTY, taken_at=utcnow())
         client = somebody(VIEW, RETRY, SKIP)
 
         for response in (
@@ -282,6 +424,72 @@ class TestSkipping:
         response = act(client, "skip", row, own_page="yes", confirmed="yes", reason="a test order")
 
         assert response.url == reverse(DETAIL, args=[row.pk])
+
+
+class TestThePastOfTheAgeFence:
+    """What was refused as too old is run by an explicit decision only."""
+
+    def test_is_offered_for_nothing_else_and_nothing_else_for_it(self):
+        client = somebody(VIEW, RETRY, SKIP, OVERRIDE)
+
+        assert actions_on_its_page(client, a_message(quarantined=True)) == {"skip", "override_age_fence"}
+        assert actions_on_its_page(client, a_message()) == {"retry", "skip"}
+
+    def test_is_not_reached_by_a_plain_retry(self):
+        row = a_message(quarantined=True)
+
+        ((level, words),) = said(act(somebody(VIEW, RETRY, SKIP), "retry", row))
+
+        assert level == "warning"
+        assert words.endswith("the age fence holds it back, and only “Retry past the age fence…” runs it")
+        assert state_of(row) == State.DEAD
+
+    @pytest.mark.parametrize("others", [[], [RETRY, SKIP]])
+    def test_has_a_permission_of_its_own(self, others):
+        row = a_message(quarantined=True)
+        client = somebody(VIEW, *others)
+
+        assert "override_age_fence" not in html(client.get(reverse(LIST)))
+        act(client, "override_age_fence", row, confirmed="yes", reason="the books")
+
+        assert state_of(row) == State.DEAD
+
+    def test_asks_first_and_says_what_may_happen(self):
+        row = a_message(quarantined=True)
+        client = somebody(VIEW, OVERRIDE)
+
+        page = text_of(act(client, "override_age_fence", row))
+        again = html(act(client, "override_age_fence", row, confirmed="yes", reason=" "))
+
+        assert "has the effect a second time" in page
+        assert row.message_id in page
+        assert 'class="errorlist"' in again
+        assert state_of(row) == State.DEAD
+
+    def test_runs_them_and_writes_down_who_knew_what(self):
+        held, ordinary = a_message(quarantined=True), a_message()
+
+        response = act(
+            somebody(VIEW, OVERRIDE), "override_age_fence", held, ordinary, confirmed="yes", reason="not in the books of May"
+        )
+
+        (level, words), (other_level, other_words) = said(response)
+        assert (level, other_level) == ("success", "warning")
+        assert words.endswith("due past the age fence now")
+        assert other_words.endswith("the age fence does not hold it back, so “Retry now” runs it")
+        assert (state_of(held), state_of(ordinary)) == (State.RETRYING, State.DEAD)
+        assert not InboxMessage.objects.get(pk=held.pk).quarantined
+        assert LogEntry.objects.get().change_message == "Due past the age fence now: not in the books of May"
+
+    def test_twice_does_it_once(self):
+        row = a_message(quarantined=True)
+        client = somebody(VIEW, OVERRIDE)
+        decide = {"confirmed": "yes", "reason": "the books"}
+
+        levels = [said(act(client, "override_age_fence", row, **decide))[-1][0] for _ in range(2)]
+
+        assert levels == ["success", "warning"]
+        assert LogEntry.objects.count() == 1
 
 
 @pytest.mark.parametrize("file", ["confirm.html", "message.html", "messages.html", "admin.css"])
