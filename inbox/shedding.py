@@ -1,8 +1,8 @@
 """Load shedding: which deliveries are not handled because too many wait, and writing them down.
 
 Shedding begins above the handler's limit and ends at nine tenths of it. Each reading of the queue's length allows as many to
-be dropped as would bring it there, shared between the queue's consumers; so however fast they drop, they do not drop below it.
-Without a fresh reading nothing is dropped.
+be dropped as would bring it there, shared between the queue's consumers: so however fast they drop, and however many they are,
+they hardly drop below it. Without a fresh reading nothing is dropped.
 """
 
 from __future__ import annotations
