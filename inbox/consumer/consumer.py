@@ -19,14 +19,14 @@ from functools import partial
 from typing import Any
 
 import kombu
-from amqp.exceptions import ChannelError, PreconditionFailed
+from amqp.exceptions import ChannelError
 
 from inbox.conf import InboxOptions
 from inbox.consumer.acks import Acks
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
-from inbox.consumer.topology import queues_of
+from inbox.consumer.topology import Unordered, declare, queues_of
 from inbox.handlers import Handler
 from inbox.receiving import Received
 from inbox.runner import Runner
@@ -80,6 +80,7 @@ class Consumer:
         concurrency: int | None = None,
         runner: Runner | None = None,
     ) -> None:
+        self._handlers = handlers
         self._options = options
         self._stop = stop
         self._watchdog = watchdog
@@ -88,7 +89,8 @@ class Consumer:
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
         self._subscriptions: list[Subscription] = []
         self._epoch = 0
-        self._differing: set[str] = set()
+        self._complaints: set[str] = set()
+        self._unordered: set[str] = set()
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._answered = Bell()
@@ -144,7 +146,7 @@ class Consumer:
         url = self._options.broker_url
         self._connection = kombu.Connection(url, **connection_options(url))
         self._connection.ensure_connection(**connection_attempts(url))
-        self._declare()
+        self._unordered = self._declare()
         self._subscriptions = []
         self._acks = {}
         self._speaks_amqp = speaks_amqp(url)
@@ -152,6 +154,8 @@ class Consumer:
             read_in_chunks(self._connection.connection.transport)
         shared = None if self._speaks_amqp else self._connection.channel()
         for lane, declared in self._lanes:
+            if lane.handler.name in self._unordered:
+                continue
             channel = shared or self._connection.channel()
             queue = declared(channel)
             acks = self._acks.setdefault(channel, Acks(channel, multiple=self._speaks_amqp))
@@ -163,28 +167,23 @@ class Consumer:
         self._checked_at = monotonic()
         logger.info("Consuming %d queues from %s.", len(self._subscriptions), masked(url))
 
-    def _declare(self) -> None:
-        """Have all queues and their bindings, before the first delivery and then again and again.
+    def _declare(self) -> set[str]:
+        """Have all queues and their bindings, before the first delivery and then again and again; whose cannot be used.
 
         A binding that somebody removed, or that went with a deleted exchange, leaves a consumer that looks healthy and hears
-        nothing. Each queue has a channel of its own here, because a refusal ends the channel.
+        nothing.
         """
-        for _, queue in self._lanes:
+        unordered = set()
+        for handler in self._handlers:
             try:
-                with self._connection.channel() as channel:
-                    queue(channel).declare()
-            except PreconditionFailed as error:
-                if queue.name not in self._differing:
-                    self._differing.add(queue.name)
-                    logger.error(  # noqa: TRY400 - an operator's matter, no traceback
-                        "The queue %r exists with other arguments (%s). It is used as it is. To have it as INBOX says, stop "
-                        "its consumers, let it run empty, delete it and start again.",
-                        queue.name,
-                        describe(error),
-                    )
-                with self._connection.channel() as channel:
-                    queue(channel).queue_declare(passive=True)
-                    queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
+                complaint = declare(self._connection, handler, self._options)
+            except Unordered as error:
+                unordered.add(handler.name)
+                complaint = f"{error} Until then nothing is received for it."
+            if complaint and complaint not in self._complaints:
+                self._complaints.add(complaint)
+                logger.error(complaint)
+        return unordered
 
     def _on_delivery(
         self, epoch: int, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None
@@ -259,7 +258,8 @@ class Consumer:
     def _check_subscriptions(self) -> None:
         """Healthy means that the broker knows bindings and subscriptions of our queues, not that a socket is open."""
         self._checked_at = monotonic()
-        self._declare()
+        if self._declare() != self._unordered:
+            raise ConnectionError("an operator has changed its queues")
         if not speaks_amqp(self._options.broker_url):
             return
         for subscription in self._subscriptions:

@@ -2,6 +2,10 @@
 
 One queue per group, handler and topic, bound to the shared topic exchange. The topic is part of the name, so that during a
 rolling deploy an old worker never takes messages of a topic that only the new code knows.
+
+A queue of an ordered handler has a *single active consumer*: the broker delivers to one subscription at a time and goes over
+to the next when that one is gone, so its messages are taken in in their order. With `partitions` there are several such queues
+behind an exchange that hashes the ordering key, so that a key is always found in the same one.
 """
 
 from __future__ import annotations
@@ -9,32 +13,45 @@ from __future__ import annotations
 from typing import Any
 
 import kombu
+from amqp.exceptions import InvalidCommand, NotFound, PreconditionFailed
 
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler
 from outbox.kernel.broker import EXCHANGE_TYPE, speaks_amqp
-from outbox.kernel.text import fit
+from outbox.kernel.envelope import ORDERING_KEY_HEADER
+from outbox.kernel.text import describe, fit
 
 # RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. Attempts are counted in
 # the database; the broker must not count on its own.
 _NEVER = 1_000_000_000
+_HASHING = "x-consistent-hash"
+_PLUGIN = "rabbitmq_consistent_hash_exchange"
+_ONE_SHARE = "1"
+_SINGLE_ACTIVE = "x-single-active-consumer"
+
+
+class Unordered(Exception):
+    """What the broker has of a handler's queues cannot keep its order; the reason and the remedy, for an operator."""
 
 
 def queue_name(handler: Handler, options: InboxOptions) -> str:
     return fit(f"{options.group}.{handler.name}@{handler.topic}")
 
 
-def queue_of(handler: Handler, options: InboxOptions) -> kombu.Queue:
-    """The durable queue of `handler`, not declared yet."""
+def queue_of(handler: Handler, options: InboxOptions, partition: int | None = None) -> kombu.Queue:
+    """The durable queue of `handler`, or one of its partitions, not declared yet."""
+    name = queue_name(handler, options)
     arguments: dict[str, Any] = {}
     if speaks_amqp(options.broker_url):
         arguments["x-queue-type"] = options.QUEUE_TYPE
         if options.QUEUE_TYPE == "quorum":
             arguments["x-delivery-limit"] = _NEVER
+        if handler.ordered:
+            arguments[_SINGLE_ACTIVE] = True
     return kombu.Queue(
-        queue_name(handler, options),
-        exchange=kombu.Exchange(options.exchange, EXCHANGE_TYPE, durable=True),
-        routing_key=handler.topic,
+        name if partition is None else fit(f"{name}.{partition}"),
+        exchange=_topic_exchange(options) if partition is None else _hashing_exchange(handler, options),
+        routing_key=handler.topic if partition is None else _ONE_SHARE,
         durable=True,
         queue_arguments=arguments,
     )
@@ -42,4 +59,99 @@ def queue_of(handler: Handler, options: InboxOptions) -> kombu.Queue:
 
 def queues_of(handler: Handler, options: InboxOptions) -> list[kombu.Queue]:
     """The queues of `handler`, not declared yet: one, or its partitions."""
-    return [queue_of(handler, options)]
+    if not _is_partitioned(handler, options):
+        return [queue_of(handler, options)]
+    return [queue_of(handler, options, partition) for partition in range(handler.partitions)]
+
+
+def declare(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
+    """Have the queues of `handler` and their bindings; what an operator should know about them, or "".
+
+    Each step has a channel of its own, because a refusal ends the channel.
+
+    Raises:
+        Unordered: the handler is ordered, and with what is there it would not be. Nothing may be received from its queues.
+        ConnectionError: the broker has no exchange that hashes. It has ended the connection.
+    """
+    if _is_partitioned(handler, options):
+        _declare_hashing(connection, handler, options)
+    _refuse_other_partitions(connection, handler, options)
+    # The first of several comes last, as a mark that all are there.
+    complaints = [_declare(connection, queue) for queue in reversed(queues_of(handler, options))]
+    if _is_partitioned(handler, options):
+        # And then what feeds them: a key that does not find all of them bound would begin in another one.
+        with connection.channel() as channel:
+            _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=handler.topic)
+    return " ".join(filter(None, complaints))
+
+
+def _refuse_other_partitions(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:
+    """Keys would change their queues while messages wait in them."""
+    if not handler.ordered or not speaks_amqp(options.broker_url):
+        return
+    count = handler.partitions
+    others = [None, count] if count > 1 else [0]
+    found = any(_exists(connection, queue_of(handler, options, other)) for other in others)
+    if count > 1 and not found and _exists(connection, queue_of(handler, options, 0)):
+        found = not _exists(connection, queue_of(handler, options, count - 1))
+    if found:
+        raise Unordered(
+            f"The handler {handler.name} has partitions={count}, but the broker has queues of it from when that was another "
+            "number. Keys would change their queues while messages wait, and lose their order. Stop the relays, let the old "
+            f"consumers run {queue_name(handler, options)} and {queue_name(handler, options)}.0, .1 and so on empty, delete these "
+            "queues, and the exchange of that name if there is one, and start again."
+        )
+
+
+def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
+    try:
+        with connection.channel() as channel:
+            queue(channel).declare()
+    except PreconditionFailed as error:
+        if _SINGLE_ACTIVE in describe(error) and _SINGLE_ACTIVE in queue.queue_arguments:
+            raise Unordered(
+                f"The queue {queue.name!r} is not an ordered handler's: it has been declared without a single active consumer, "
+                "and the broker cannot change that. Stop its consumers once it has run empty, delete it and start again; what "
+                "is published meanwhile waits in the outbox."
+            ) from error
+        with connection.channel() as channel:
+            queue(channel).queue_declare(passive=True)
+            queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
+        return (
+            f"The queue {queue.name!r} exists with other arguments ({describe(error)}). It is used as it is. To have it as "
+            "INBOX says, stop its consumers, let it run empty, delete it and start again."
+        )
+    return ""
+
+
+def _declare_hashing(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:
+    try:
+        with connection.channel() as channel:
+            _hashing_exchange(handler, options)(channel).declare()
+    except InvalidCommand as error:
+        raise ConnectionError(
+            f"the handler {handler.name} has partitions={handler.partitions}, and this broker has no exchange that hashes: run "
+            f"`rabbitmq-plugins enable {_PLUGIN}` on every node, or do without partitions"
+        ) from error
+
+
+def _exists(connection: kombu.Connection, queue: kombu.Queue) -> bool:
+    try:
+        with connection.channel() as channel:
+            queue(channel).queue_declare(passive=True)
+    except NotFound:
+        return False
+    return True
+
+
+def _is_partitioned(handler: Handler, options: InboxOptions) -> bool:
+    return handler.partitions > 1 and speaks_amqp(options.broker_url)
+
+
+def _topic_exchange(options: InboxOptions) -> kombu.Exchange:
+    return kombu.Exchange(options.exchange, EXCHANGE_TYPE, durable=True)
+
+
+def _hashing_exchange(handler: Handler, options: InboxOptions) -> kombu.Exchange:
+    """What has no key, or says it otherwise than in this header, is all hashed to one and the same queue."""
+    return kombu.Exchange(queue_name(handler, options), _HASHING, durable=True, arguments={"hash-header": ORDERING_KEY_HEADER})

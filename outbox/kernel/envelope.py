@@ -28,6 +28,7 @@ OPAQUE = "application/octet-stream"
 SPECVERSION = "1.0"
 _PREFIXES = ("cloudEvents:", "cloudEvents_")
 REPLAY_HEADER = "cloudEvents:replay"
+ORDERING_KEY_HEADER = "cloudEvents:orderingkey"
 """Says that somebody has had the message sent again on purpose, and who: "operator"."""
 BY_OPERATOR = "operator"
 _RESERVED = ("cloudevents", "x-", "ce-")
@@ -89,7 +90,7 @@ class Envelope(NamedTuple):
             ("cloudEvents:time", _format_time(self.created_at)),
             ("cloudEvents:deliverat", _format_time(self.deliver_at)),
             ("cloudEvents:bizid", self.biz_id),
-            ("cloudEvents:orderingkey", self.key),
+            (ORDERING_KEY_HEADER, self.key),
             ("cloudEvents:correlationid", self.correlation_id),
             ("cloudEvents:causationid", self.causation_id),
             ("cloudEvents:traceparent", self.traceparent),

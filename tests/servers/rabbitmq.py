@@ -152,7 +152,7 @@ class RabbitServer(PrivateServer):
         (self.directory / "rabbitmq.conf").write_text("".join(lines))
         (self.directory / "rabbitmq-env.conf").touch()
         (self.directory / "advanced.config").write_text("[].\n")
-        (self.directory / "enabled_plugins").write_text("[].\n")
+        (self.directory / "enabled_plugins").write_text("[rabbitmq_consistent_hash_exchange].\n")
 
     def _launch(self) -> subprocess.Popen[bytes]:
         if self._epmd is None or self._epmd.poll() is not None:
