@@ -19,6 +19,7 @@ django.setup()
 
 app = Celery("benchmarks", broker=os.environ["BROKER_URL"])
 app.conf.update(broker_transport_options={"confirm_publish": True}, worker_hijack_root_logger=False)
+app.conf["CELERY_DB_REUSE_MAX"] = sys.maxsize
 app.autodiscover_tasks(["benchmarks.shop"], force=True)
 
 
