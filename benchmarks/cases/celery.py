@@ -2,7 +2,8 @@
 
 One worker process of one child (prefork), a classic queue on RabbitMQ, late acknowledgement on every side, no results. The
 effect is one row through the ORM; the plain task writes it in autocommit, and once more in a transaction of its own. The worker
-keeps its database connection (`CELERY_DB_REUSE_MAX`); by default Celery closes it after each task, and nothing else would count.
+keeps its database connection (`CELERY_DB_REUSE_MAX`); by default Celery closes it after each task, and little else would
+count.
 """
 
 from __future__ import annotations
