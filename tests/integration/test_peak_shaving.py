@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import signal
 from contextlib import contextmanager
+from datetime import timedelta
 
 import kombu
 import pytest
+from django.db.models import Count
 
 from inbox import Shed
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State, TokenBucket
 from tests.app.models import Effect
-from tests.deliveries import effects, wait_until
+from tests.deliveries import effects, the_effect, wait_until
 from tests.limited import ABOVE, NAME, RATE, TOPIC
 from tests.taker import database_clock
-from tests.workers import EXCHANGE, Process, as_environment, broker_options, declare, length_of
+from tests.workers import EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -140,3 +142,18 @@ def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_u
     # Both together dropped hardly more than it took to come back to nine tenths of the limit.
     assert 0 < dropped <= len(kinds) - 0.5 * ABOVE
     assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
+
+
+def test_at_a_low_rate_no_delivery_is_held_past_the_brokers_patience(handles, rabbitmq_url, rabbitmq_server):
+    handler = handles(the_effect, topic=TOPIC, rate_limit="1/h")
+    options = broker_options(rabbitmq_url, ACK_TIMEOUT=timedelta(seconds=2))
+    declare(handler, options)
+    burst(rabbitmq_url, ["order"] * 4)
+
+    with consuming([handler], options):
+        wait_until(lambda: length_of(rabbitmq_server, handler, options) == 0)
+
+    # The first had the token that the bucket began with.
+    assert dict(InboxMessage.objects.values_list("state").annotate(Count("id"))) == {State.DONE: 1, State.RECEIVED: 3}
+    assert set(InboxMessage.objects.values_list("duplicates", "redeliveries")) == {(0, 0)}
+    assert effects() == 1
