@@ -5,7 +5,7 @@ its own transaction.
 """
 
 import os
-import threading
+from contextlib import suppress
 from decimal import Decimal
 
 from celery import Celery, shared_task
@@ -85,10 +85,8 @@ def _wait_for_the_word(task, order_id):
 def _swallow(task, order_id):
     _work(task, order_id)
     Unique.objects.create(name=order_id)
-    try:
+    with suppress(DatabaseError):
         Unique.objects.create(name=order_id)
-    except DatabaseError:
-        pass
 
 
 def _die(task, order_id):
@@ -115,11 +113,6 @@ def _fail(task, order_id):
     raise ValueError("no")
 
 
-def _never_end(task, order_id):
-    Effect.objects.using("other").create(name=f"begun {order_id}", detail=str(os.getpid()))
-    threading.Event().wait()
-
-
 WAYS = {
     "work": _work,
     "wait for the word": _wait_for_the_word,
@@ -128,7 +121,6 @@ WAYS = {
     "die with the worker after the commit": _die_with_the_worker_after_the_commit,
     "die after the commit": _die_after_the_commit,
     "fail": _fail,
-    "never end": _never_end,
 }
 
 

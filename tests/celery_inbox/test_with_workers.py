@@ -186,3 +186,16 @@ def test_a_failure_leaves_nothing_and_a_second_call_is_a_first(tasks, worker):
         assert not InboxMessage.objects.exists()
 
         assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_a_plain_task_with_late_acknowledgement_does_it_twice(tasks, worker):
+    """What all this is for."""
+    with worker() as running:
+        result = tasks["shop.bare"].delay("o-1")
+        [victim] = running.until(lambda: begun("o-1"))
+        os.kill(victim, signal.SIGKILL)
+        go_on("o-1")
+        result.get(**WAIT)
+
+    assert effects("o-1") == 2
