@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
+from inbox.outcomes import Received, duplicate, handled
 from inbox.reading import Arrival, messages_of
-from inbox.receiving import Received, duplicate, handled
 from inbox.store import Guard, NewRow, TwinBusy
 from inbox.transactions import DatabaseAway, call, in_transaction, persistently
 from outbox.kernel.text import describe

@@ -10,12 +10,14 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.kernel import options
-from outbox.kernel.broker import why_no_exchange
+from outbox.kernel.broker import masked, why_no_exchange
 from outbox.kernel.retry import RetryPolicy
 from outbox.kernel.text import why_unfit
 
 LOCAL_BROKER = "local://"
-_MAY_BE_EMPTY = {"BROKER_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT"}
+IN_THE_DATABASE = "database"
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+_MAY_BE_EMPTY = {"BROKER_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT", "LEASE_STORE"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class InboxOptions:
         RETRY_BASE, RETRY_FACTOR, RETRY_CAP: rest after the first failed attempt, its growth, its limit.
         REDELIVERY_AFTER: a stored message whose process died in the middle is tried again after this.
         TWIN_TIMEOUT: how long a delivery waits for a concurrent twin's transaction before it is put off.
+        LEASE_STORE: where handlers with mode="lease" keep their leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are kept, which is the deduplication window.
         AGE_FENCE_MARGIN: a delivery older than RETENTION less this is not run, as its row may be purged already.
         POLL_INTERVAL: longest rest of the loop that runs stored messages.
@@ -57,6 +60,7 @@ class InboxOptions:
     RETRY_CAP: timedelta = timedelta(hours=2)
     REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
     TWIN_TIMEOUT: timedelta = timedelta(seconds=2)
+    LEASE_STORE: str = IN_THE_DATABASE
     RETENTION: timedelta = timedelta(days=30)
     AGE_FENCE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
@@ -77,6 +81,10 @@ class InboxOptions:
             raise ValueError(f"GROUP cannot be the first part of a queue's name: {reason}.")
         if self.QUEUE_TYPE not in {"quorum", "classic"}:
             raise ValueError(f"QUEUE_TYPE is {self.QUEUE_TYPE!r}: it must be 'quorum' or 'classic'.")
+        if self.LEASE_STORE != IN_THE_DATABASE and not self.LEASE_STORE.startswith(_REDIS_SCHEMES):
+            raise ValueError(
+                f"LEASE_STORE is {masked(self.LEASE_STORE)!r}: it must be 'database' or a URL like redis://host:6379/0."
+            )
 
     @cached_property
     def retry(self) -> RetryPolicy:

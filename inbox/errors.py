@@ -39,7 +39,7 @@ class Reject(InboxError):
 
 
 class StepInterrupted(Reject):
-    """A step of a message may have happened and may not, and is not to be repeated: a dead letter for a person to decide about."""
+    """A step may have happened and may not, and is not to be repeated: a dead letter for a person to decide about."""
 
 
 class LeaseLost(InboxError):

@@ -7,12 +7,12 @@ is a new one and sees every message for the first time, so give `name=` before y
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from functools import update_wrapper
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 from uuid import UUID
 
 from asgiref.sync import async_to_sync
@@ -26,6 +26,16 @@ from outbox.kernel.text import fit, why_no_topic, why_unfit
 
 OnDead = Literal["block", "skip"]
 Mode = Literal["transaction", "lease"]
+
+
+class StepTaker(Protocol):
+    """What remembers the steps of a message that runs under a lease."""
+
+    def take(self, name: str, function: Callable[[], Any], *, repeatable: bool) -> Any:
+        """See `Message.step`."""
+
+    async def atake(self, name: str, function: Callable[[], Awaitable[Any]], *, repeatable: bool) -> Any:
+        """See `Message.astep`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,7 @@ class Message:
         redelivered: it has been tried before.
         correlation_id: the first message of the chain this one belongs to, or "".
         causation_id: the message whose handler published this one, or "".
+        fence: under a lease its fencing token, greater than that of any earlier run of this message; else 0.
     """
 
     id: str
@@ -57,6 +68,41 @@ class Message:
     redelivered: bool
     correlation_id: str
     causation_id: str
+    fence: int = 0
+    _steps: StepTaker | None = field(default=None, repr=False, compare=False)
+
+    def step(self, name: str, function: Callable[[], Any], *, repeatable: bool = True) -> Any:
+        """Take a named step once for this message: what `function` returned, now or in an earlier attempt.
+
+        For handlers with mode="lease". The result is remembered in a commit of its own, as JSON, and comes back as JSON has it:
+        a tuple is a list, a Decimal is text.
+
+        Args:
+            name: unique among the steps of this handler.
+            function: called without arguments. When it raises, the step was not taken, and a retry takes it.
+            repeatable: False for what must not happen twice even when this process dies in the middle, or it fails half-way. It
+                is written down before it begins, and when it has not ended, the message is a dead letter for a person to decide
+                about. A function that knows that nothing has happened raises RetryLater or Reject.
+
+        Raises:
+            StepInterrupted: a step that is not repeatable was begun before and has not ended, or it failed.
+            LeaseLost: the lease of this run has ended; when the step was not taken, the message says so.
+            RuntimeError: the handler has no lease, or this is an async function, which wants `astep`.
+            ValueError: no such name, or it is inside a transaction.
+        """
+        return self._under_a_lease(name).take(name, function, repeatable=repeatable)
+
+    async def astep(self, name: str, function: Callable[[], Awaitable[Any]], *, repeatable: bool = True) -> Any:
+        """`step` for async handlers: what awaiting `function()` gave."""
+        return await self._under_a_lease(name).atake(name, function, repeatable=repeatable)
+
+    def _under_a_lease(self, step: str) -> StepTaker:
+        if self._steps is None:
+            raise RuntimeError(
+                f"The step {step!r} was not taken: nothing here would remember it. Steps are for handlers with mode='lease'. A "
+                "handler in a transaction needs none: its effect and its inbox row commit together."
+            )
+        return self._steps
 
 
 BizId = Callable[[Message], object]

@@ -10,8 +10,8 @@ from __future__ import annotations
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler
+from inbox.outcomes import Received, duplicate
 from inbox.reading import Arrival
-from inbox.receiving import Received, duplicate
 from inbox.store import TwinBusy
 from inbox.transactions import decided
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler
+from inbox.outcomes import Received, taken_in
 from inbox.reading import Arrival
-from inbox.receiving import Received, taken_in
 from inbox.store import Incoming, Taken, TwinBusy
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.text import describe

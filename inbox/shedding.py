@@ -15,8 +15,9 @@ from math import ceil
 
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
+from inbox.outcomes import Received, duplicate, shed
 from inbox.reading import Arrival
-from inbox.receiving import Received, duplicate, receive, shed
+from inbox.receiving import receive
 from inbox.store import NewRow, TwinBusy
 from inbox.store.shedding import store_shed
 from inbox.transactions import decided

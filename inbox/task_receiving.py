@@ -27,7 +27,7 @@ from inbox import store, transactions
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
 from inbox.models import DUE, InboxMessage, State
-from inbox.receiving import Received, announce, duplicate, fail_stored, handled, store_failure
+from inbox.outcomes import Received, announce, duplicate, fail_stored, handled, store_failure
 from inbox.store import Failure, Guard, TwinBusy
 from inbox.store.tasks import claim_met, forget, outcome
 from inbox.task_calls import Call, read_call, remembered, to_remember

@@ -28,7 +28,7 @@ from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
 from inbox.consumer.topology import Unordered, declare, queues_of
 from inbox.handlers import Handler
-from inbox.receiving import Received
+from inbox.outcomes import Received
 from inbox.runner import Runner
 from inbox.shedding import shedder_of
 from outbox.kernel.broker import BROKER_FAILURES, connection_attempts, connection_options, masked, read_in_chunks, speaks_amqp

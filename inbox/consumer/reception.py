@@ -19,8 +19,9 @@ from inbox.consumer.lanes import Delivery
 from inbox.handlers import Handler
 from inbox.holding import store_for_later
 from inbox.ordering import take_in
+from inbox.outcomes import Received
 from inbox.reading import Arrival, message_of, read
-from inbox.receiving import Received, receive
+from inbox.receiving import receive
 from inbox.shedding import receive_shed, shedder_of
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery

@@ -1,0 +1,82 @@
+"""Leases in the handler's own database: the record is the inbox row itself.
+
+The row is stored, with its body, when the lease is taken, so a duplicate that meets it can be acknowledged at once, and a
+message whose process has died is taken over by any runner when its lease has ended.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from inbox.conf import InboxOptions
+from inbox.leasing.stores import Consumed, Held, Kept, Lease, Verdict, Wanted
+from inbox.models import SETTLED, State
+from inbox.store import Failure, leases
+from inbox.store import steps as steps_table
+from inbox.transactions import decided
+from outbox.kernel.clock import monotonic
+
+
+class DatabaseLeases:
+    """See `LeaseStore`. The clock is the database's."""
+
+    def __init__(self, options: InboxOptions) -> None:
+        """Nothing to open: the handler says which database."""
+
+    def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
+        began_at, alias = monotonic(), wanted.handler.using
+        granted = decided(lambda: _grant(wanted, twin_timeout), alias)
+        if granted is None:
+            return _verdict(wanted)
+        lease = Lease(wanted=wanted, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
+        if granted.fence > 1:
+            lease.steps = decided(lambda: steps_table.steps_of(alias, granted.row), alias)
+        return lease
+
+    def extend(self, lease: Lease, by: timedelta) -> bool:
+        alias, pk = _row_of(lease)
+        return decided(lambda: leases.extend(alias, pk, lease.fence, by), alias)
+
+    def remember(self, lease: Lease, step: str, result: str | None) -> bool:
+        alias, pk = _row_of(lease)
+        return decided(lambda: steps_table.remember(alias, pk, lease.fence, step, result), alias)
+
+    def consume(self, lease: Lease) -> bool:
+        alias, pk = _row_of(lease)
+        return decided(lambda: leases.consume(alias, pk, lease.fence), alias)
+
+    def free(self, lease: Lease, failure: Failure) -> bool:
+        alias, pk = _row_of(lease)
+        return decided(lambda: leases.free(alias, pk, lease.fence, failure), alias)
+
+    def forget(self, lease: Lease, step: str) -> None:
+        alias, pk = _row_of(lease)
+        decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+
+    def close(self) -> None:
+        pass
+
+
+def _grant(wanted: Wanted, twin_timeout: timedelta) -> leases.Granted | None:
+    handler, stored = wanted.handler, wanted.stored
+    if stored is not None:
+        return leases.lease_stored(handler.using, stored.pk, stored.attempts, handler.lease)
+    return leases.lease_fresh(handler.using, wanted.row, handler.lease, twin_timeout) or leases.lease_over(
+        handler.using, wanted.row, handler.lease
+    )
+
+
+def _verdict(wanted: Wanted) -> Verdict:
+    if wanted.stored is not None:
+        return Kept()
+    standing = decided(lambda: leases.standing(wanted.handler.using, wanted.row), wanted.handler.using)
+    if standing is None:
+        return Kept()
+    if standing.state in SETTLED:
+        return Consumed()
+    return Held(standing.remaining) if standing.state == State.RUNNING else Kept()
+
+
+def _row_of(lease: Lease) -> tuple[str, int]:
+    assert lease.pk is not None  # noqa: S101 - every lease of this store is on a row
+    return lease.wanted.handler.using, lease.pk

@@ -1,0 +1,280 @@
+"""Leases in Redis: nothing is written to the database when all goes well.
+
+One hash for each message, see `scripts`. What fails is stored as an inbox row like everywhere, with what is known of its steps,
+and a record says that it has such a row. So does the record of a message that a second delivery asked for meanwhile: that
+delivery is stored, too, and looked at again when the lease has ended. Deliveries of a message that has a row never run.
+
+Redis may lose its memory. Each script checks that it has not (an incarnation mark that the database knows as well, and a count
+of writes that this process has heard of) and does nothing when it has. What a message meant before the loss can not be known
+any more: it is not run again by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import threading
+import uuid
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from inbox.conf import InboxOptions
+from inbox.leasing import scripts
+from inbox.leasing.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStoreAway, Verdict, Wanted
+from inbox.models import InboxMessage, State
+from inbox.store import DuplicateCause, Failure, NewRow, leases
+from inbox.store import steps as steps_table
+from inbox.store.fresh import cause_if_the_same
+from inbox.transactions import decided
+from outbox.kernel.broker import masked
+from outbox.kernel.clock import monotonic
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+_SOCKET_SECONDS = 5.0
+_OPENINGS = 3
+_SHORT = 16
+_STEP = "step:"
+_DONE = "done"
+_MILLISECONDS = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What one database knows of this Redis: its mark, and since when it remembers everything; None: since ever."""
+
+    incarnation: str
+    since: datetime | None
+
+
+class RedisLeases:
+    """See `LeaseStore`. The clock is Redis's. Not for Redis Cluster."""
+
+    def __init__(self, options: InboxOptions) -> None:
+        self._where = masked(options.LEASE_STORE)
+        self._keep = options.RETENTION
+        self._twin_timeout = options.TWIN_TIMEOUT
+        self._group = options.group
+        self._client = redis.Redis.from_url(
+            options.LEASE_STORE,
+            decode_responses=True,
+            socket_connect_timeout=_SOCKET_SECONDS,
+            socket_timeout=_SOCKET_SECONDS,
+            # Every script may be run twice: a connection that Redis has closed meanwhile is no reason to wait.
+            retry=Retry(NoBackoff(), 1),
+        )
+        self._scripts: dict[str, Any] = {}
+        self._memories: dict[str, _Memory] = {}
+        self._lock = threading.Lock()
+        self._heard_of: dict[str, int] = {}
+        self._told_of_eviction = False
+
+    def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
+        began_at, owner = monotonic(), uuid.uuid4().hex
+        for _ in range(_OPENINGS):
+            memory = self._memory(wanted.handler.using)
+            answer = self._run(
+                scripts.ACQUIRE,
+                memory.incarnation,
+                wanted.row,
+                owner,
+                _milliseconds(wanted.handler.lease),
+                _milliseconds(self._keep),
+                *_of_the_row(wanted),
+                int(_is_doubtful(wanted, memory)),
+                wanted.row.digest[:_SHORT],
+                _short(wanted.row.message_id),
+                wanted.row.handler,
+                cause_if_the_same(wanted.row, redelivered=wanted.redelivered).value,
+            )
+            if answer[0] != "lost":
+                return self._verdict(wanted, answer, owner, began_at)
+            self._reopen(memory)
+        raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
+
+    def extend(self, lease: Lease, by: timedelta) -> bool:
+        return bool(self._ours(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE)
+
+    def remember(self, lease: Lease, step: str, result: str | None) -> bool:
+        return bool(self._ours(scripts.REMEMBER, lease, step, result or "")[0] == _DONE)
+
+    def consume(self, lease: Lease) -> bool:
+        said, *has_row = self._ours(scripts.CONSUME, lease, lease.wanted.row.handler)
+        if said == _DONE and has_row == ["1"]:
+            alias, row = lease.wanted.handler.using, lease.wanted.row
+            decided(lambda: leases.finish_kept(alias, row), alias)
+        return bool(said == _DONE)
+
+    def free(self, lease: Lease, failure: Failure) -> bool:
+        if self._ours(scripts.FREE, lease, failure.attempts)[0] != _DONE:
+            return False
+        alias, row, known = lease.wanted.handler.using, lease.wanted.row, lease.steps
+        lease.pk = decided(
+            lambda: leases.fail_kept(alias, row, failure, lease.fence, known, self._twin_timeout),
+            alias,
+        )
+        return True
+
+    def forget(self, lease: Lease, step: str) -> None:
+        self._ours(scripts.FORGET, lease, step)
+        alias, pk = lease.wanted.handler.using, lease.pk
+        if pk is not None:
+            decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+
+    def close(self) -> None:
+        self._client.close()
+
+    # ---------------------------------------------------------------------------------------------------------- asking Redis
+
+    def _verdict(self, wanted: Wanted, answer: list[Any], owner: str, began_at: float) -> Verdict:
+        match answer:
+            case ["lease", fence, attempt, fields]:
+                steps = {name.removeprefix(_STEP): value or None for name, value in _pairs(fields) if name.startswith(_STEP)}
+                lease = Lease(wanted=wanted, fence=fence, attempt=attempt, owner=owner, began_at=began_at, steps=steps)
+                return self._on_its_row(lease, wanted.stored) if wanted.stored else lease
+            case ["consumed", same, differs]:
+                return Consumed(counted=wanted.stored is None, cause=_cause(wanted, same), conflicting=bool(differs))
+            case ["held", same, differs, milliseconds, attempts]:
+                return Held(int(milliseconds) * _MILLISECONDS, int(attempts), _cause(wanted, same), conflicting=bool(differs))
+            case ["forgotten"]:
+                return Forgotten(_forgotten(self._where))
+        return Kept()
+
+    def _on_its_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
+        handler, lease.pk = lease.wanted.handler, stored.pk
+        if stored.fence:
+            lease.steps = decided(lambda: steps_table.steps_of(handler.using, stored.pk), handler.using) | lease.steps
+        if decided(
+            lambda: leases.show_running(handler.using, stored.pk, stored.attempts, lease.fence, handler.lease), handler.using
+        ):
+            return lease
+        self._ours(scripts.FREE, lease, lease.attempt - 1)
+        return Kept()
+
+    def _ours(self, script: str, lease: Lease, *arguments: object) -> list[Any]:
+        memory = self._memory(lease.wanted.handler.using)
+        keep = _milliseconds(self._keep)
+        answer = self._run(script, memory.incarnation, lease.wanted.row, lease.owner, lease.fence, keep, *arguments)
+        if answer[0] == "lost":
+            self._reopen(memory)
+        return answer
+
+    def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
+        """What the script answered, without the count of writes."""
+        keys = [self._key("memory"), self._key(_record_of(row)), self._key("counts")]
+        said, writes, *more = self._call(script, keys, [incarnation, self._heard_of.get(incarnation, 0), *arguments])
+        with self._lock:
+            self._heard_of[incarnation] = max(self._heard_of.get(incarnation, 0), writes)
+        return [said, *more]
+
+    def _call(self, script: str, keys: list[str], arguments: list[Any]) -> list[Any]:
+        if script not in self._scripts:
+            self._scripts[script] = self._client.register_script(script)
+        try:
+            answer: list[Any] = self._scripts[script](keys, arguments)
+        except (redis.RedisError, OSError) as error:
+            raise LeaseStoreAway(f"the lease store {self._where}: {describe(error)}") from error
+        return answer
+
+    def _key(self, name: str) -> str:
+        return f"inbox:{self._group}:{name}"
+
+    # ------------------------------------------------------------------------------------------------------------- its memory
+
+    def _memory(self, alias: str) -> _Memory:
+        known = self._memories.get(alias)
+        if known is None:
+            with self._lock:
+                known = self._memories[alias] = self._open(alias)
+        return known
+
+    def _open(self, alias: str) -> _Memory:
+        self._warn_of_eviction()
+        name = self._key("leases")
+        for _ in range(_OPENINGS):
+            found, writes = self._call(scripts.REMEMBERS, [self._key("memory")], [uuid.uuid4().hex])
+            known, since = decided(lambda: leases.memory_of(alias, name, found), alias)  # noqa: B023 - called at once
+            if known == found:
+                self._heard_of.setdefault(found, writes)
+                return _Memory(known, since)
+            if decided(lambda: leases.note_loss(alias, name, known=known, found=found), alias):  # noqa: B023
+                logger.error(
+                    "The lease store %s has lost its memory. Messages that were created before now, and that the database has "
+                    "no row of, become dead letters instead of being run again; find out about each, then override or skip it.",
+                    self._where,
+                )
+        raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
+
+    def _reopen(self, memory: _Memory) -> None:
+        heard_of = self._heard_of.get(memory.incarnation, 0)
+        self._call(scripts.BREAK, [self._key("memory")], [memory.incarnation, heard_of, uuid.uuid4().hex])
+        with self._lock:
+            self._memories = {alias: known for alias, known in self._memories.items() if known != memory}
+
+    def _warn_of_eviction(self) -> None:
+        if self._told_of_eviction:
+            return
+        try:
+            said: Any = self._client.info("memory")
+        except redis.ResponseError:
+            # Not everybody may ask.
+            return
+        except (redis.RedisError, OSError) as error:
+            raise LeaseStoreAway(f"the lease store {self._where}: {describe(error)}") from error
+        self._told_of_eviction = True
+        if said.get("maxmemory") and said.get("maxmemory_policy") != "noeviction":
+            logger.error(
+                "The lease store %s may throw records away when its memory is full: its maxmemory-policy is %s. A message "
+                "whose record is gone runs again when it comes again. Set it to noeviction.",
+                self._where,
+                said.get("maxmemory_policy"),
+            )
+
+
+def _is_doubtful(wanted: Wanted, memory: _Memory) -> bool:
+    """Would a record be missing only because Redis has lost it?"""
+    if wanted.stored is not None:
+        # What failed is known to the database with its steps. What was running is known to Redis alone.
+        return wanted.stored.state == State.RUNNING
+    if memory.since is None:
+        return False
+    return wanted.redelivered if wanted.sent_at is None else wanted.sent_at < memory.since
+
+
+def _cause(wanted: Wanted, same: int) -> DuplicateCause:
+    return cause_if_the_same(wanted.row, redelivered=wanted.redelivered) if same else DuplicateCause.BUSINESS
+
+
+def _forgotten(where: str) -> str:
+    return (
+        f"The lease store {where} has lost its memory since this message was created: whether it has been run can no longer be "
+        "known. Once you know that it has not, override this; else skip it."
+    )
+
+
+def _of_the_row(wanted: Wanted) -> tuple[int, int, int]:
+    return (0, 0, 0) if wanted.stored is None else (1, wanted.stored.attempts, wanted.stored.fence)
+
+
+def _record_of(row: NewRow) -> str:
+    # Hashed, because names may be long and hold any character.
+    return hashlib.sha256(json.dumps([row.handler, row.topic, row.biz_id]).encode()).hexdigest()[:32]
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_SHORT] if text else ""
+
+
+def _milliseconds(span: timedelta) -> int:
+    return max(int(span / _MILLISECONDS), 1)
+
+
+def _pairs(flat: list[str]) -> list[tuple[str, str]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))

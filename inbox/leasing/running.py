@@ -1,0 +1,207 @@
+"""One message under a lease: acquire, run, settle.
+
+The handler runs outside any transaction, with its lease kept alive, and what became of it is written by a statement that the
+store refuses once the lease has ended. So a message has one owner at a time, its effect happens at least once, and an owner
+that overslept can not undo what its successor did.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+from inbox.conf import InboxOptions
+from inbox.handlers import Handler, Message
+from inbox.leasing.autocommit import is_inside_a_transaction, refuse_left_open
+from inbox.leasing.heartbeat import heartbeat
+from inbox.leasing.opening import lease_store
+from inbox.leasing.steps import Steps
+from inbox.leasing.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStore, LeaseStoreAway, Wanted
+from inbox.models import InboxMessage, State
+from inbox.outcomes import (
+    Received,
+    announce,
+    announce_duplicate,
+    duplicate,
+    fail_stored,
+    failure_of,
+    handled,
+    store_failure,
+)
+from inbox.reading import Arrival, message_of, messages_of
+from inbox.store import DuplicateCause, Earlier, Failure, NewRow, give_back, leases, store_due
+from inbox.transactions import DatabaseAway, call, decided
+from outbox.kernel.databases import drop_unusable_connections
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.retry import Pause
+
+logger = logging.getLogger(__name__)
+
+_AWAY_REST = timedelta(seconds=5)
+"""How long a stored message rests that found the store of leases away."""
+_NEVER_ENDED = "Its attempts were begun and never ended: its process died, or the store of its lease went away."
+
+
+def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
+    """Take a delivery that may be run to its end.
+
+    Raises:
+        DatabaseAway, LeaseStoreAway: the database or the store of leases does not answer; nothing was run.
+        TwinBusy: its row is being inserted by another.
+    """
+    row, envelope = arrival.row, arrival.envelope
+    drop_unusable_connections()
+    sent_at = envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
+    wanted = Wanted(handler=handler, row=row, redelivered=redelivered, sent_at=sent_at)
+    store = lease_store(options)
+    verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
+    if isinstance(verdict, Lease):
+        return _run(store, verdict, next(messages_of(arrival, options)), envelope, options)
+    if isinstance(verdict, Forgotten):
+        return store_failure(handler, row, _quarantined(verdict, attempts=0), options, redelivered=redelivered)
+    if isinstance(verdict, Consumed) and verdict.counted:
+        _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
+        return Received.DUPLICATE
+    if isinstance(verdict, Kept) and decided(partial(store_due, handler.using, row, options.TWIN_TIMEOUT), handler.using):
+        return Received.STORED
+    if isinstance(verdict, Held) and _keep(handler, row, options, until=verdict.remaining, attempts=verdict.attempts):
+        _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
+        return Received.STORED
+    return duplicate(handler, row, redelivered=redelivered)
+
+
+def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Received:
+    """Run a stored message whose attempt has been claimed.
+
+    Raises:
+        DatabaseAway: the database does not answer.
+    """
+    row, store = _row_of(stored), lease_store(options)
+    message = message_of(envelope, options, needs_id=False, biz_id=stored.biz_id)
+    put_back = partial(leases.put_back, handler.using, stored.pk, stored.attempts)
+    try:
+        verdict = store.acquire(Wanted(handler=handler, row=row, stored=stored), twin_timeout=options.TWIN_TIMEOUT)
+    except LeaseStoreAway as away:
+        # Nobody's attempt, and no reason to let the messages of others wait.
+        logger.warning("%s: message %s is not run now: %s", handler.name, stored.message_id, away)
+        decided(partial(put_back, _AWAY_REST, running=False), handler.using)
+        return Received.PUT_OFF
+    except DatabaseAway as away:
+        away.owed = partial(give_back, handler.using, stored.pk, stored.attempts)
+        raise
+    if isinstance(verdict, Lease):
+        return _run(store, verdict, message, envelope, options)
+    if isinstance(verdict, Forgotten):
+        return fail_stored(handler, stored, _quarantined(verdict, attempts=stored.attempts - 1))
+    if isinstance(verdict, Held):
+        decided(partial(put_back, verdict.remaining, running=True), handler.using)
+        return Received.PUT_OFF
+    if isinstance(verdict, Consumed):
+        decided(partial(leases.finish_kept, handler.using, row), handler.using)
+    return Received.DUPLICATE
+
+
+def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Received:
+    handler, row, steps = lease.wanted.handler, lease.wanted.row, Steps(store, lease)
+    message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
+    with heartbeat.keeping(store, lease):
+        failure = _attempt(lease, message, steps, envelope, options)
+        lease.settling = True
+        if failure is None:
+            settled = _settle(lease, partial(store.consume, lease))
+        else:
+            settled = _settle(lease, partial(store.free, lease, failure))
+    if not settled:
+        return _overtaken(lease, options)
+    if failure is None:
+        return handled(handler, message)
+    if steps.in_doubt:
+        # Only now: the message is dead, so whoever runs it again has been told to by a person.
+        _settle(lease, partial(store.forget, lease, steps.in_doubt))
+    return announce(handler, row.message_id, row.biz_id, failure)
+
+
+def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, options: InboxOptions) -> Failure | None:
+    """Run the handler; why it failed, or None when it did not."""
+    if lease.attempt > options.MAX_ATTEMPTS:
+        return Failure(error=_NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
+    handler = lease.wanted.handler
+    if is_inside_a_transaction(handler.using):
+        raise RuntimeError(f"{handler.name} runs under a lease, outside transactions, but is called inside one.")
+    try:
+        call(handler, message, envelope)
+        refuse_left_open(handler.using)
+    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    except BaseException as error:  # noqa: BLE001
+        return failure_of(steps.interrupted or error, lease.attempt, options)
+    # The handler may have caught it, and then the message must stop all the same.
+    return failure_of(steps.interrupted, lease.attempt, options) if steps.interrupted else None
+
+
+def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
+    """Write the outcome down; a store that is away is asked again for as long as the lease can still be ours.
+
+    Raises:
+        DatabaseAway: it was away for longer than that.
+    """
+    pause = Pause()
+    while True:
+        try:
+            return write() is not False
+        except DatabaseAway as away:
+            if lease.is_over:
+                raise
+            logger.warning("%s: it has been run, and that cannot be written down yet: %s", lease, away)
+            time.sleep(pause.next_seconds())
+
+
+def _overtaken(lease: Lease, options: InboxOptions) -> Received:
+    """Whoever holds it now decides. The database keeps it, so that somebody will look at it when nobody does."""
+    handler, row = lease.wanted.handler, lease.wanted.row
+    logger.error(
+        "%s: its run has ended, but its lease had ended before, so nothing was settled and it may be run again. Make its lease "
+        "or lease_limit longer than its longest run.",
+        lease,
+    )
+    if lease.pk is None:
+        _keep(handler, row, options, until=timedelta(), attempts=lease.attempt)
+    return Received.STORED
+
+
+def _keep(handler: Handler, row: NewRow, options: InboxOptions, *, until: timedelta, attempts: int) -> bool:
+    """Have a delivery looked at again after `until`. False: the database has a row of it."""
+    return decided(
+        partial(leases.keep, handler.using, row, options.TWIN_TIMEOUT, until=until, attempts=attempts), handler.using
+    )
+
+
+def _announce_duplicate(handler: Handler, row: NewRow, cause: DuplicateCause, *, conflicting: bool) -> None:
+    announce_duplicate(handler, row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
+
+
+def _quarantined(verdict: Forgotten, *, attempts: int) -> Failure:
+    return Failure(error=verdict.reason, retry_after=None, attempts=attempts, quarantined=True)
+
+
+def _row_of(stored: InboxMessage) -> NewRow:
+    return NewRow(
+        handler=stored.handler,
+        topic=stored.topic,
+        biz_id=stored.biz_id,
+        message_id=stored.message_id,
+        key=stored.key,
+        content_type=stored.content_type,
+        body=bytes(stored.body),
+        digest=stored.digest,
+        headers=json.dumps(stored.headers),
+        source=stored.source,
+        correlation_id=stored.correlation_id,
+        causation_id=stored.causation_id,
+        traceparent=stored.traceparent,
+        created_at=stored.created_at,
+    )

@@ -1,0 +1,140 @@
+"""What Redis does for a lease, in Lua: each script is one atomic step by Redis's own clock.
+
+Keys: 1 what Redis remembers of itself (`incarnation`, and how many `writes` it has seen), 2 the record of one message, 3 the
+counts. Arguments 1 and 2 of every script are the incarnation that the caller knows and the writes it has heard of. A Redis that
+was emptied has another incarnation or none; one that came back from an older state, by a restart or a failover, has seen
+fewer writes than it once told. Both answer "lost" and do nothing.
+
+A record's fields: `state` (running, free, consumed), `owner`, `fence`, `until` (milliseconds), `attempts`, `digest` and
+`message` (short hashes of body and message id), `row` (1: the database has a row of it, which decides from then on), `under`
+(the incarnation in which it was last run), `step:…`.
+"""
+
+_OPEN = """
+local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes')
+local writes = tonumber(memory[2] or 0)
+if memory[1] ~= ARGV[1] or writes < tonumber(ARGV[2]) then return {'lost', 0} end
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function written() return redis.call('HINCRBY', KEYS[1], 'writes', 1) end
+local function instant(milliseconds) return string.format('%.0f', milliseconds) end
+"""
+
+_OURS = (
+    _OPEN
+    + """
+local owner, fence, keep = ARGV[3], ARGV[4], ARGV[5]
+local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'row', 'digest', 'message', 'attempts')
+local state, row = found[1], found[5] or '0'
+local same = found[3] == fence
+local ours = state == 'running' and same and found[2] == owner and tonumber(found[4]) > now
+"""
+)
+
+ACQUIRE = (
+    _OPEN
+    + """
+local owner, span, keep = ARGV[3], tonumber(ARGV[4]), ARGV[5]
+local stored, attempt, fence_before, doubtful = ARGV[6] == '1', tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9] == '1'
+local digest, message, handler, cause = ARGV[10], ARGV[11], ARGV[12], ARGV[13]
+local under = string.sub(ARGV[1], 1, 8)
+local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'attempts', 'row', 'digest', 'message', 'under')
+local state, row = found[1], found[6] or '0'
+local differs = (state and found[7] ~= digest) and 1 or 0
+local same = (found[8] == message and (message ~= '' or cause == 'redelivery')) and 1 or 0
+if state == 'consumed' then
+  if not stored then
+    redis.call('HINCRBY', KEYS[3], 'duplicates:' .. handler, 1)
+    redis.call('HINCRBY', KEYS[3], (same == 1 and cause or 'business') .. ':' .. handler, 1)
+    if differs == 1 then redis.call('HINCRBY', KEYS[3], 'conflicts:' .. handler, 1) end
+  end
+  return {'consumed', written(), same, differs}
+end
+local running = state == 'running' and tonumber(found[4]) > now
+local mine = running and found[2] == owner
+if running and not mine then
+  redis.call('HSET', KEYS[2], 'row', 1)
+  return {'held', written(), same, differs, instant(tonumber(found[4]) - now), found[5]}
+end
+if state and not stored and row == '1' then return {'kept', writes} end
+if doubtful and (not state or found[9] ~= under) then return {'forgotten', writes} end
+local fence, attempts = tonumber(found[3] or 0), tonumber(found[5] or 0)
+if not mine then
+  fence = math.max(fence, fence_before) + 1
+  attempts = stored and attempt or attempts + 1
+end
+redis.call('HSET', KEYS[2], 'state', 'running', 'owner', owner, 'fence', fence, 'until', instant(now + span),
+  'attempts', attempts, 'row', stored and 1 or row, 'digest', digest, 'message', message, 'under', under)
+redis.call('PEXPIRE', KEYS[2], keep)
+return {'lease', written(), fence, attempts, state and redis.call('HGETALL', KEYS[2]) or {}}
+"""
+)
+
+EXTEND = (
+    _OURS
+    + """
+if not ours then return {'refused', writes} end
+redis.call('HSET', KEYS[2], 'until', instant(now + tonumber(ARGV[6])))
+redis.call('PEXPIRE', KEYS[2], keep)
+return {'done', written()}
+"""
+)
+
+REMEMBER = (
+    _OURS
+    + """
+if not ours then return {'refused', writes} end
+redis.call('HSET', KEYS[2], 'step:' .. ARGV[6], ARGV[7])
+return {'done', written()}
+"""
+)
+
+CONSUME = (
+    _OURS
+    + """
+if state == 'consumed' and same then return {'done', writes, row} end
+if not ours then return {'refused', writes} end
+redis.call('DEL', KEYS[2])
+redis.call('HSET', KEYS[2], 'state', 'consumed', 'fence', fence, 'row', row, 'digest', found[6], 'message', found[7])
+redis.call('PEXPIRE', KEYS[2], keep)
+if row == '0' then redis.call('HINCRBY', KEYS[3], 'handled:' .. ARGV[6], 1) end
+return {'done', written(), row}
+"""
+)
+
+FREE = (
+    _OURS
+    + """
+if state == 'free' and same then return {'done', writes} end
+if not ours then return {'refused', writes} end
+redis.call('HDEL', KEYS[2], 'owner', 'until')
+redis.call('HSET', KEYS[2], 'state', 'free', 'row', 1, 'attempts', ARGV[6])
+redis.call('PEXPIRE', KEYS[2], keep)
+return {'done', written()}
+"""
+)
+
+FORGET = (
+    _OURS
+    + """
+if state == 'consumed' or not same then return {'refused', writes} end
+if redis.call('HGET', KEYS[2], 'step:' .. ARGV[6]) == '' then redis.call('HDEL', KEYS[2], 'step:' .. ARGV[6]) end
+return {'done', written()}
+"""
+)
+
+REMEMBERS = """
+redis.call('HSETNX', KEYS[1], 'incarnation', ARGV[1])
+local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes')
+return {memory[1], tonumber(memory[2] or 0)}
+"""
+"""What Redis knows of itself; ARGV[1] becomes its incarnation when it has none."""
+
+BREAK = """
+local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes')
+if memory[1] == ARGV[1] and tonumber(memory[2] or 0) < tonumber(ARGV[2]) then
+  redis.call('HSET', KEYS[1], 'incarnation', ARGV[3])
+end
+return 1
+"""
+"""Redis has come back from an older state: from now on it is another incarnation, so that everybody notices."""

@@ -1,0 +1,222 @@
+"""The right to run one message outside any transaction, kept in the message's own row.
+
+A row that is `running` belongs to whoever got its latest *fence*, until `next_attempt_at`. Every statement here that acts for
+an owner names its fence and is refused once the lease has ended or another has taken it, by the database's clock.
+
+Also here: what the database remembers about a store of leases elsewhere, and the rows of messages whose lease is kept there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db import connections, transaction
+
+from inbox.models import DUE, InboxMessage, LeaseMemory, State
+from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.fresh import store_running
+from inbox.store.rows import Failure, NewRow
+from inbox.store.steps import remember_all
+from outbox.kernel.clock import DatabaseTime, now_after
+from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A lease on a row: which row, which try, and the fencing token."""
+
+    row: int
+    attempt: int
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The row that a delivery without a lease met.
+
+    Attributes:
+        remaining: how much of its lease is left, when it is running.
+    """
+
+    state: str
+    remaining: timedelta
+
+
+def lease_fresh(alias: str, row: NewRow, lease: timedelta, twin_timeout: timedelta) -> Granted | None:
+    """∅ → running, its first attempt counted. None: the row exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    pk = store_running(alias, row, twin_timeout, ends_after=lease, attempts=1, fence=1)
+    return None if pk is None else Granted(pk, 1, 1)
+
+
+def lease_over(alias: str, row: NewRow, lease: timedelta) -> Granted | None:
+    """running, past its lease → running, one attempt and one fence on. None: it is not that, or says something else.
+
+    For a delivery of a message whose process has died; a runner would take it over as well, a little later.
+    """
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)} "
+            "WHERE handler = %s AND topic = %s AND biz_id = %s AND digest = %s AND state = 'running' "
+            f"AND next_attempt_at <= {now(connection)} RETURNING id, attempts, fence",
+            [lease.total_seconds(), row.handler, row.topic, row.biz_id, row.digest],
+        )
+        found = cursor.fetchall()
+    return Granted(*found[0]) if found else None
+
+
+def lease_stored(alias: str, pk: int, attempts: int, lease: timedelta) -> Granted | None:
+    """received | retrying | running, claimed → running, one fence on. None: it is not ours any more."""
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
+            "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') AND next_attempt_at IS NOT NULL "
+            "RETURNING id, attempts, fence",
+            [lease.total_seconds(), pk, attempts],
+        )
+        found = cursor.fetchall()
+    return Granted(*found[0]) if found else None
+
+
+def standing(alias: str, row: NewRow) -> Standing | None:
+    """How the stored row of this message stands; None when there is none."""
+    connection = connections[alias]
+    left = (
+        f"EXTRACT(EPOCH FROM next_attempt_at - {now(connection)})"
+        if is_postgresql(connection)
+        else f"(JULIANDAY(next_attempt_at) - JULIANDAY({now(connection)})) * 86400"
+    )
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT state, {left} FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s",
+            [row.handler, row.topic, row.biz_id],
+        )
+        found = cursor.fetchone()
+    return None if found is None else Standing(found[0], timedelta(seconds=max(float(found[1] or 0), 0)))
+
+
+def extend(alias: str, pk: int, fence: int, lease: timedelta) -> bool:
+    """running → running, until `lease` from now. False: it is not ours any more."""
+    return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease)))
+
+
+def consume(alias: str, pk: int, fence: int) -> bool:
+    """running → done. False: it is not ours any more."""
+    done = _owned(alias, pk, fence).update(
+        state=State.DONE, settled_at=DatabaseTime(), next_attempt_at=None, last_error="", traceback=""
+    )
+    # A connection that is lost with the answer to a commit has us ask twice.
+    return bool(done) or _was_left(alias, pk, fence, State.DONE)
+
+
+def free(alias: str, pk: int, fence: int, failure: Failure) -> bool:
+    """running → retrying | dead, which ends the lease. False: it is not ours any more."""
+    freed = _owned(alias, pk, fence).update(**_failed(failure))
+    return bool(freed) or _was_left(alias, pk, fence, State.RETRYING, State.DEAD)
+
+
+def keep(alias: str, row: NewRow, twin_timeout: timedelta, *, until: timedelta, attempts: int) -> bool:
+    """∅ → running, for a delivery that found another at work by a lease kept elsewhere: it is looked at again when that ends.
+
+    False: the row exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    return store_running(alias, row, twin_timeout, ends_after=until, attempts=attempts, fence=0) is not None
+
+
+def show_running(alias: str, pk: int, attempts: int, fence: int, lease: timedelta) -> bool:
+    """received | retrying | running, claimed → running under a lease kept elsewhere. False: it is not ours any more."""
+    ours = _claimed(alias, pk, attempts)
+    return bool(ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease)))
+
+
+def put_back(alias: str, pk: int, attempts: int, until: timedelta, *, running: bool) -> None:
+    """Uncount a claimed attempt that could not be made now; `running`: because another has it in hand."""
+    state = {"state": State.RUNNING} if running else {}
+    _claimed(alias, pk, attempts).update(attempts=attempts - 1, next_attempt_at=DatabaseTime(until), **state)
+
+
+def finish_kept(alias: str, row: NewRow) -> bool:
+    """received | retrying | running → done, on the word of the store that keeps its lease. False: there is no such row."""
+    return bool(
+        _the_row(alias, row).update(
+            state=State.DONE, settled_at=DatabaseTime(), next_attempt_at=None, last_error="", traceback=""
+        )
+    )
+
+
+def fail_kept(
+    alias: str, row: NewRow, failure: Failure, fence: int, steps: Mapping[str, str | None], twin_timeout: timedelta
+) -> int | None:
+    """∅ | received | retrying | running → retrying | dead, on the word of the store that keeps its lease; the row.
+
+    It has its steps from now on, and says what the failed message said: a delivery with other content may have been kept here
+    meanwhile. None: its row is settled.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    content = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
+    with transaction.atomic(using=alias):
+        keep(alias, row, twin_timeout, until=timedelta(), attempts=failure.attempts)
+        ours = _the_row(alias, row)
+        if not ours.update(**_failed(failure), **content, fence=fence, headers=json.loads(row.headers)):
+            return None
+        pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
+        remember_all(alias, pk, steps)
+    return pk
+
+
+def memory_of(alias: str, store: str, incarnation: str) -> tuple[str, datetime | None]:
+    """What the database knows of a store of leases elsewhere: its incarnation, and since when it remembers everything.
+
+    `incarnation` is written down when nothing is known yet; a store that is used for the first time has lost nothing.
+    """
+    memory, _ = LeaseMemory.objects.using(alias).get_or_create(store=store, defaults={"incarnation": incarnation})
+    return memory.incarnation, memory.remembers_since
+
+
+def note_loss(alias: str, store: str, *, known: str, found: str) -> bool:
+    """That store is another incarnation than the one we knew: it remembers from now on. False: somebody noted it before."""
+    lost = LeaseMemory.objects.using(alias).filter(store=store, incarnation=known)
+    return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
+
+
+def _owned(alias: str, pk: int, fence: int) -> Any:
+    return InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
+
+
+def _claimed(alias: str, pk: int, attempts: int) -> Any:
+    return InboxMessage.objects.using(alias).filter(pk=pk, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
+
+
+def _the_row(alias: str, row: NewRow) -> Any:
+    return InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id, state__in=DUE)
+
+
+def _was_left(alias: str, pk: int, fence: int, *states: State) -> bool:
+    found: bool = InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state__in=states).exists()
+    return found
+
+
+def _failed(failure: Failure) -> dict[str, Any]:
+    dead = failure.retry_after is None
+    return {
+        "state": State.DEAD if dead else State.RETRYING,
+        "attempts": failure.attempts,
+        "last_error": printable(failure.error, ERROR_LENGTH),
+        "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
+        "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
+        "settled_at": DatabaseTime() if dead else None,
+    }

@@ -1,0 +1,59 @@
+"""What the named steps of a message returned, so that a retry does not take them again.
+
+A step whose result is SQL's NULL was begun and has not said how it ended; JSON's null is a result like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from django.db import connections
+
+from inbox.models import Step
+from inbox.store.dialect import TABLE, is_postgresql, now
+
+STEPS = Step._meta.db_table
+_WRITE = "ON CONFLICT (message_id, name) DO UPDATE SET result = excluded.result, taken_at = excluded.taken_at"
+
+
+def steps_of(alias: str, row: int) -> dict[str, str | None]:
+    """The results of its steps as JSON, by name; None for one that was begun."""
+    with connections[alias].cursor() as cursor:
+        # As text: PostgreSQL's own kind of JSON would come decoded, and then null and NULL are one.
+        as_text = "result::text" if is_postgresql(connections[alias]) else "result"
+        cursor.execute(f"SELECT name, {as_text} FROM {STEPS} WHERE message_id = %s", [row])
+        return dict(cursor.fetchall())
+
+
+def remember(alias: str, row: int, fence: int, step: str, result: str | None) -> bool:
+    """Write down what a step returned, or with None that it has begun. False: the lease is not ours any more."""
+    connection = connections[alias]
+    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
+    # Locked, because a takeover that commits between reading and inserting would not see the step.
+    lock = "FOR UPDATE" if is_postgresql(connection) else ""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {STEPS} (message_id, name, result, taken_at) "
+            f"SELECT id, %s, {as_json}, {now(connection)} FROM {TABLE} "
+            f"WHERE id = %s AND fence = %s AND state = 'running' AND next_attempt_at > {now(connection)} {lock} {_WRITE}",
+            [step, result, row, fence],
+        )
+        return bool(cursor.rowcount == 1)
+
+
+def remember_all(alias: str, row: int, steps: Mapping[str, str | None]) -> None:
+    """Write down what is known of the steps of a message that failed under a lease kept elsewhere."""
+    connection = connections[alias]
+    as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
+    with connection.cursor() as cursor:
+        for step, result in steps.items():
+            cursor.execute(
+                f"INSERT INTO {STEPS} (message_id, name, result, taken_at) "
+                f"VALUES (%s, %s, {as_json}, {now(connection)}) {_WRITE}",
+                [row, step, result],
+            )
+
+
+def forget_begun(alias: str, row: int, fence: int, step: str) -> None:
+    """Take a step that was begun and has not ended as never begun, unless the message has got a later fence."""
+    Step.objects.using(alias).filter(message_id=row, message__fence=fence, name=step, result__isnull=True).delete()

@@ -1,0 +1,355 @@
+"""What every store of leases promises, asked of each of them with the real thing behind it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+
+from inbox import store as inbox_store
+from inbox.leasing.opening import lease_store
+from inbox.leasing.stores import Consumed, Held, Kept, Lease, Wanted
+from inbox.models import State
+from inbox.reading import read
+from inbox.store import Failure
+from outbox.kernel.clock import monotonic
+from tests.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row, wait_until
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+SHORT = timedelta(milliseconds=300)
+LONG = timedelta(minutes=10)
+
+
+@pytest.fixture(params=["database", "redis"])
+def given(request):
+    """The options that name the store."""
+    return options(LEASE_STORE="database" if request.param == "database" else request.getfixturevalue("redis_url"))
+
+
+@pytest.fixture
+def leases(given):
+    return lease_store(given)
+
+
+@pytest.fixture
+def lasting(handles):
+    """A handler whose leases last that long."""
+
+    def register(lease=LONG, **arguments):
+        return handles(lambda message: None, mode="lease", lease=lease, **arguments)
+
+    return register
+
+
+def a_delivery(handler, envelope=None, **attributes):
+    arrival = read(handler, envelope or an_envelope(), OPTIONS)
+    return Wanted(handler=handler, row=arrival.row, sent_at=arrival.envelope.created_at, **attributes)
+
+
+def ask(leases, wanted):
+    return leases.acquire(wanted, twin_timeout=OPTIONS.TWIN_TIMEOUT)
+
+
+def get(leases, wanted):
+    lease = ask(leases, wanted)
+    assert isinstance(lease, Lease), lease
+    return lease
+
+
+def claimed(wanted):
+    """The stored row of that message, taken as a runner does."""
+    make_due()
+    stored = inbox_store.claim_due(wanted.handler.using, [wanted.handler.name], timedelta(hours=1))
+    assert stored is not None
+    return Wanted(handler=wanted.handler, row=wanted.row, stored=stored)
+
+
+def let_end(leases, lease):
+    """Wait until it has ended, also by the store's clock."""
+    wait_until(lambda: lease.is_over)
+    wait_until(lambda: not leases.extend(lease, timedelta(milliseconds=1)))
+
+
+def after(leases, lease):
+    """The lease of the one who asks when that one has ended."""
+    let_end(leases, lease)
+    return get(leases, lease.wanted)
+
+
+def failed(attempts=1, retry_after=timedelta(hours=1)):
+    return Failure(error="ValueError: no", traceback="here", retry_after=retry_after, attempts=attempts)
+
+
+def settlements(leases, lease):
+    """Whether each of the things an owner may do was granted."""
+    return {
+        "extend": leases.extend(lease, LONG),
+        "remember": leases.remember(lease, "a step", "1"),
+        "consume": leases.consume(lease),
+        "free": leases.free(lease, failed()),
+    }
+
+
+NOTHING = {"extend": False, "remember": False, "consume": False, "free": False}
+
+
+class TestOneOwnerAtATime:
+    def test_the_first_who_asks_gets_a_lease(self, leases, lasting):
+        lease = get(leases, a_delivery(lasting()))
+
+        assert (lease.attempt, lease.steps) == (1, {})
+        assert lease.fence >= 1
+        assert not lease.is_over
+
+    def test_others_meanwhile_are_told_how_long_it_lasts(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        get(leases, wanted)
+
+        held = ask(leases, wanted)
+
+        assert isinstance(held, Held)
+        assert timedelta(minutes=9) < held.remaining <= LONG
+        assert not held.conflicting
+
+    def test_of_twenty_who_ask_at_once_one_gets_it(self, leases, lasting):
+        wanted = a_delivery(lasting())
+
+        answers = at_once([lambda: ask(leases, wanted)] * 20)
+
+        assert len([answer for answer in answers if isinstance(answer, Lease)]) == 1
+        assert len([answer for answer in answers if isinstance(answer, Held | Kept)]) == 19
+
+    def test_being_held_off_burns_no_attempt(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        lease = get(leases, wanted)
+        for _ in range(5):
+            ask(leases, wanted)
+
+        leases.free(lease, failed())
+
+        assert get(leases, claimed(wanted)).attempt == 2
+
+    def test_messages_of_other_handlers_topics_and_biz_ids_are_others(self, leases, lasting):
+        one, another = lasting(), lasting()
+        envelope = an_envelope(biz_id="the same")
+        get(leases, a_delivery(one, envelope))
+
+        get(leases, a_delivery(another, envelope))
+        get(leases, a_delivery(lasting(topic="shop.order.paid"), an_envelope(topic="shop.order.paid", biz_id="the same")))
+        get(leases, a_delivery(one, an_envelope(biz_id="another")))
+
+    @pytest.mark.parametrize("biz_id", ["ä 🍰 'quoted' {braced}", "x" * 255], ids=["odd", "long"])
+    def test_names_may_be_anything(self, leases, lasting, biz_id):
+        wanted = a_delivery(lasting(), an_envelope(biz_id=biz_id))
+        lease = get(leases, wanted)
+
+        assert leases.remember(lease, "Schritt №1 🍰", '"ä"')
+        assert leases.consume(lease)
+        assert isinstance(ask(leases, wanted), Consumed)
+
+
+class TestConsumed:
+    def test_is_for_ever(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        began_at = monotonic()
+        assert leases.consume(get(leases, wanted))
+
+        wait_until(lambda: monotonic() > began_at + SHORT.total_seconds())
+
+        assert isinstance(ask(leases, wanted), Consumed)
+
+    def test_twice_says_the_same_because_the_first_answer_may_have_been_lost(self, leases, lasting):
+        lease = get(leases, a_delivery(lasting()))
+
+        assert [leases.consume(lease), leases.consume(lease)] == [True, True]
+
+    def test_leaves_nothing_else_to_settle(self, leases, lasting):
+        lease = get(leases, a_delivery(lasting()))
+        leases.consume(lease)
+
+        assert settlements(leases, lease) == NOTHING | {"consume": True}
+
+
+class TestTheEndOfALease:
+    def test_met_by_one_who_was_held_off_before_leaves_it_to_the_row_that_one_has_stored(self, leases, lasting):
+        """In Redis; where the record is the row itself, the delivery may as well take it."""
+        lease = get(leases, a_delivery(lasting(SHORT)))
+        assert isinstance(ask(leases, lease.wanted), Held)
+        let_end(leases, lease)
+
+        assert isinstance(ask(leases, lease.wanted), Kept | Lease)
+
+    def test_lets_another_have_it_with_a_greater_fence_and_the_attempt_counted(self, leases, lasting):
+        stalled = get(leases, a_delivery(lasting(SHORT)))
+
+        successor = after(leases, stalled)
+
+        assert successor.fence > stalled.fence
+        assert successor.attempt == 2
+
+    def test_leaves_its_owner_nothing_to_settle_though_nobody_has_taken_it_yet(self, leases, lasting):
+        lease = get(leases, a_delivery(lasting(SHORT)))
+        let_end(leases, lease)
+
+        assert settlements(leases, lease) == NOTHING
+
+    def test_leaves_an_overtaken_owner_nothing_and_its_successor_everything(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        stalled = get(leases, wanted)
+        successor = after(leases, stalled)
+        assert leases.extend(successor, LONG)
+
+        assert settlements(leases, stalled) == NOTHING
+        assert leases.remember(successor, "a step", '"mine"')
+        assert leases.consume(successor)
+        assert settlements(leases, stalled) == NOTHING
+        assert isinstance(ask(leases, wanted), Consumed)
+
+    def test_is_moved_by_extending(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        lease = get(leases, wanted)
+
+        assert leases.extend(lease, LONG)
+        wait_until(lambda: lease.is_over)
+
+        held = ask(leases, wanted)
+        assert isinstance(held, Held)
+        assert held.remaining > timedelta(minutes=9)
+        assert leases.consume(lease)
+
+    def test_fences_grow_through_failures_and_takeovers(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        given_out = [get(leases, wanted)]
+        given_out.append(after(leases, given_out[-1]))
+        leases.free(given_out[-1], failed(attempts=2))
+        given_out.append(get(leases, claimed(wanted)))
+        let_end(leases, given_out[-1])
+        given_out.append(get(leases, claimed(wanted)))
+
+        assert [lease.attempt for lease in given_out] == [1, 2, 3, 4]
+        assert all(earlier.fence < later.fence for earlier, later in pairwise(given_out))
+
+
+class TestAFailure:
+    def test_frees_the_message_and_stores_it(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        lease = get(leases, wanted)
+
+        assert leases.free(lease, failed())
+
+        row = the_row()
+        assert (row.state, row.attempts, row.last_error, row.traceback) == (State.RETRYING, 1, "ValueError: no", "here")
+        assert bytes(row.body) == wanted.row.body
+        assert get(leases, claimed(wanted)).attempt == 2
+
+    def test_of_a_stored_message_is_written_to_its_row(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        leases.free(get(leases, wanted), failed())
+
+        assert leases.free(get(leases, claimed(wanted)), failed(attempts=2))
+
+        row = the_row()
+        assert (row.state, row.attempts) == (State.RETRYING, 2)
+
+    def test_for_good_is_a_dead_letter(self, leases, lasting):
+        wanted = a_delivery(lasting())
+
+        leases.free(get(leases, wanted), failed(retry_after=None))
+
+        row = the_row()
+        assert (row.state, row.next_attempt_at) == (State.DEAD, None)
+        assert row.settled_at is not None
+
+    @pytest.mark.parametrize("retry_after", [timedelta(hours=1), None], ids=["retrying", "dead"])
+    def test_leaves_the_decision_to_the_row_whatever_is_delivered(self, leases, lasting, retry_after):
+        wanted = a_delivery(lasting())
+        leases.free(get(leases, wanted), failed(retry_after=retry_after))
+
+        assert isinstance(ask(leases, wanted), Kept)
+
+    def test_twice_says_the_same(self, leases, lasting):
+        lease = get(leases, a_delivery(lasting()))
+
+        assert [leases.free(lease, failed()), leases.free(lease, failed())] == [True, True]
+
+    def test_leaves_nothing_else_to_settle(self, leases, lasting):
+        lease = get(leases, a_delivery(lasting()))
+        leases.free(lease, failed())
+
+        assert settlements(leases, lease) == NOTHING | {"free": True}
+
+    def test_a_claim_that_another_has_overtaken_gets_nothing(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        leases.free(get(leases, wanted), failed())
+        overtaken, latest = claimed(wanted), claimed(wanted)
+
+        assert isinstance(ask(leases, overtaken), Kept)
+        assert get(leases, latest).attempt == 3
+
+    def test_a_stored_message_is_run_by_one_and_finished(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        leases.free(get(leases, wanted), failed())
+        lease = get(leases, claimed(wanted))
+        running = the_row()
+
+        assert (running.state, running.fence) == (State.RUNNING, lease.fence)
+        assert leases.consume(lease)
+
+        row = the_row()
+        assert (row.state, row.next_attempt_at, row.last_error) == (State.DONE, None, "")
+        assert isinstance(ask(leases, wanted), Consumed)
+
+
+class TestSteps:
+    def test_are_remembered_for_whoever_takes_over(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        lease = get(leases, wanted)
+        assert leases.remember(lease, "lock", '{"lock": 7}')
+        assert leases.remember(lease, "nothing", "null")
+        assert leases.remember(lease, "begun", None)
+
+        assert after(leases, lease).steps == {"lock": '{"lock": 7}', "nothing": "null", "begun": None}
+
+    def test_are_remembered_after_a_failure(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        lease = get(leases, wanted)
+        leases.remember(lease, "lock", "7")
+        lease.steps["lock"] = "7"
+        leases.free(lease, failed())
+
+        assert get(leases, claimed(wanted)).steps == {"lock": "7"}
+
+    def test_one_that_was_begun_ends(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        lease = get(leases, wanted)
+        leases.remember(lease, "charge", None)
+        leases.remember(lease, "charge", '"paid"')
+
+        assert after(leases, lease).steps == {"charge": '"paid"'}
+
+    def test_one_that_was_begun_is_forgotten_on_request_and_one_that_ended_is_not(self, leases, lasting):
+        wanted = a_delivery(lasting())
+        lease = get(leases, wanted)
+        leases.remember(lease, "charge", None)
+        leases.remember(lease, "lock", "7")
+        lease.steps = {"charge": None, "lock": "7"}
+        leases.free(lease, failed())
+
+        leases.forget(lease, "charge")
+        leases.forget(lease, "lock")
+
+        assert get(leases, claimed(wanted)).steps == {"lock": "7"}
+
+    def test_an_owner_that_was_overtaken_makes_nobody_forget(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        stalled = get(leases, wanted)
+        successor = after(leases, stalled)
+        leases.remember(successor, "charge", None)
+
+        leases.forget(stalled, "charge")
+
+        assert after(leases, successor).steps == {"charge": None}
+
+
