@@ -43,11 +43,11 @@ class DatabaseLeases:
 
     def consume(self, lease: Lease) -> bool:
         alias, pk = _row_of(lease)
-        return decided(lambda: leases.consume(alias, pk, lease.fence), alias)
+        return decided(lambda: leases.consume(alias, pk, lease.fence, lease.wanted.order), alias)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         alias, pk = _row_of(lease)
-        return decided(lambda: leases.free(alias, pk, lease.fence, failure), alias)
+        return decided(lambda: leases.free(alias, pk, lease.fence, failure, lease.wanted.leaves(failure)), alias)
 
     def forget(self, lease: Lease, step: str) -> None:
         alias, pk = _row_of(lease)
@@ -60,7 +60,7 @@ class DatabaseLeases:
 def _grant(wanted: Wanted, twin_timeout: timedelta) -> leases.Granted | None:
     handler, stored = wanted.handler, wanted.stored
     if stored is not None:
-        return leases.lease_stored(handler.using, stored.pk, stored.attempts, handler.lease)
+        return leases.lease_stored(handler.using, stored.pk, stored.attempts, handler.lease, wanted.alone_in)
     return leases.lease_fresh(handler.using, wanted.row, handler.lease, twin_timeout) or leases.lease_over(
         handler.using, wanted.row, handler.lease
     )

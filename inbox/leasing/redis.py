@@ -18,6 +18,7 @@ import threading
 import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import redis
@@ -28,10 +29,10 @@ from inbox.conf import InboxOptions
 from inbox.leasing import scripts
 from inbox.leasing.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStoreAway, Verdict, Wanted
 from inbox.models import InboxMessage, State
-from inbox.store import DuplicateCause, Failure, NewRow, leases
+from inbox.store import DuplicateCause, Failure, KeyBusy, NewRow, leases
 from inbox.store import steps as steps_table
 from inbox.store.fresh import cause_if_the_same
-from inbox.transactions import decided
+from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.broker import masked
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
@@ -109,17 +110,24 @@ class RedisLeases:
         said, *has_row = self._ours(scripts.CONSUME, lease, lease.wanted.row.handler)
         if said == _DONE and has_row == ["1"]:
             alias, row = lease.wanted.handler.using, lease.wanted.row
-            decided(lambda: leases.finish_kept(alias, row), alias)
+            decided(lambda: leases.finish_kept(alias, row, lease.wanted.order), alias)
         return bool(said == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         if self._ours(scripts.FREE, lease, failure.attempts)[0] != _DONE:
             return False
-        alias, row, known = lease.wanted.handler.using, lease.wanted.row, lease.steps
-        lease.pk = decided(
-            lambda: leases.fail_kept(alias, row, failure, lease.fence, known, self._twin_timeout),
-            alias,
+        wanted = lease.wanted
+        store_it = partial(
+            leases.fail_kept,
+            wanted.handler.using,
+            wanted.row,
+            failure,
+            fence=lease.fence,
+            steps=lease.steps,
+            twin_timeout=self._twin_timeout,
+            leaves=wanted.leaves(failure),
         )
+        lease.pk = decided(store_it, wanted.handler.using)
         return True
 
     def forget(self, lease: Lease, step: str) -> None:
@@ -151,10 +159,13 @@ class RedisLeases:
         handler, lease.pk = lease.wanted.handler, stored.pk
         if stored.fence:
             lease.steps = decided(lambda: steps_table.steps_of(handler.using, stored.pk), handler.using) | lease.steps
-        if decided(
-            lambda: leases.show_running(handler.using, stored.pk, stored.attempts, lease.fence, handler.lease), handler.using
-        ):
-            return lease
+        show = partial(leases.show_running, handler.using, stored.pk, stored.attempts, lease.fence, handler.lease)
+        try:
+            if decided(partial(show, lease.wanted.alone_in), handler.using):
+                return lease
+        except (KeyBusy, DatabaseAway):
+            self._ours(scripts.FREE, lease, lease.attempt - 1)
+            raise
         self._ours(scripts.FREE, lease, lease.attempt - 1)
         return Kept()
 

@@ -34,7 +34,7 @@ from inbox.outcomes import (
     store_failure,
 )
 from inbox.reading import Arrival, message_of, messages_of
-from inbox.store import DuplicateCause, Earlier, Failure, NewRow, give_back, leases, store_due
+from inbox.store import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, give_back, leases, store_due
 from inbox.transactions import DatabaseAway, call, decided
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _AWAY_REST = timedelta(seconds=5)
 """How long a stored message rests that found the store of leases away."""
+_KEY_BUSY_REST = timedelta(seconds=0.5)
 _NEVER_ENDED = "Its attempts were begun and never ended: its process died, or the store of its lease went away."
 
 
@@ -81,28 +82,32 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     Raises:
         DatabaseAway: the database does not answer.
     """
-    row, store = _row_of(stored), lease_store(options)
+    row, store, alias = _row_of(stored), lease_store(options), handler.using
     message = message_of(envelope, options, needs_id=False, biz_id=stored.biz_id)
-    put_back = partial(leases.put_back, handler.using, stored.pk, stored.attempts)
+    wanted = Wanted(handler=handler, row=row, stored=stored)
+    give_it_back = partial(give_back, alias, stored.pk, stored.attempts)
     try:
-        verdict = store.acquire(Wanted(handler=handler, row=row, stored=stored), twin_timeout=options.TWIN_TIMEOUT)
+        verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
     except LeaseStoreAway as away:
         # Nobody's attempt, and no reason to let the messages of others wait.
         logger.warning("%s: message %s is not run now: %s", handler.name, stored.message_id, away)
-        decided(partial(put_back, _AWAY_REST, running=False), handler.using)
-        return Received.PUT_OFF
+        decided(partial(give_it_back, _AWAY_REST), alias)
+        return Received.STORED
+    except KeyBusy:
+        decided(partial(give_it_back, _KEY_BUSY_REST), alias)
+        return Received.STORED
     except DatabaseAway as away:
-        away.owed = partial(give_back, handler.using, stored.pk, stored.attempts)
+        away.owed = give_it_back
         raise
     if isinstance(verdict, Lease):
         return _run(store, verdict, message, envelope, options)
     if isinstance(verdict, Forgotten):
         return fail_stored(handler, stored, _quarantined(verdict, attempts=stored.attempts - 1))
     if isinstance(verdict, Held):
-        decided(partial(put_back, verdict.remaining, running=True), handler.using)
-        return Received.PUT_OFF
+        decided(partial(leases.wait_for, alias, stored.pk, stored.attempts, verdict.remaining), alias)
+        return Received.STORED
     if isinstance(verdict, Consumed):
-        decided(partial(leases.finish_kept, handler.using, row), handler.using)
+        decided(partial(leases.finish_kept, alias, row, wanted.order), alias)
     return Received.DUPLICATE
 
 

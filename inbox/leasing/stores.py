@@ -15,7 +15,7 @@ from typing import Protocol
 
 from inbox.handlers import Handler
 from inbox.models import InboxMessage
-from inbox.store import DuplicateCause, Failure, NewRow
+from inbox.store import DuplicateCause, Failure, NewRow, OrderedKey
 from inbox.transactions import DatabaseAway
 from outbox.kernel.clock import monotonic
 
@@ -40,6 +40,23 @@ class Wanted:
     stored: InboxMessage | None = None
     redelivered: bool = False
     sent_at: datetime | None = None
+
+    @property
+    def order(self) -> OrderedKey | None:
+        """The order that its row has a place in."""
+        stored = self.stored
+        return OrderedKey(stored.handler, stored.key) if stored is not None and stored.ordered and stored.key else None
+
+    @property
+    def alone_in(self) -> OrderedKey | None:
+        """The key of which no other message may run meanwhile; also when it has lost its place in the order."""
+        stored = self.stored
+        wanted = stored is not None and stored.key and (stored.ordered or self.handler.ordered)
+        return OrderedKey(stored.handler, stored.key) if stored is not None and wanted else None
+
+    def leaves(self, failure: Failure) -> OrderedKey | None:
+        """The order that it loses its place in when it has failed like this."""
+        return self.order if failure.retry_after is None and self.handler.on_dead == "skip" else None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -137,6 +154,7 @@ class LeaseStore(Protocol):
 
         Raises:
             TwinBusy: a transaction is inserting its row right now and does not end within `twin_timeout`.
+            KeyBusy: another message of its key is running; nothing was decided.
         """
 
     def extend(self, lease: Lease, by: timedelta) -> bool:

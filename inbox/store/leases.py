@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -19,7 +20,8 @@ from django.db import connections, transaction
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.fresh import store_running
-from inbox.store.rows import Failure, NewRow
+from inbox.store.ordering import deciding, hold_gates, promote_next
+from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey
 from inbox.store.steps import remember_all
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
@@ -73,10 +75,17 @@ def lease_over(alias: str, row: NewRow, lease: timedelta) -> Granted | None:
     return Granted(*found[0]) if found else None
 
 
-def lease_stored(alias: str, pk: int, attempts: int, lease: timedelta) -> Granted | None:
-    """received | retrying | running, claimed → running, one fence on. None: it is not ours any more."""
+def lease_stored(alias: str, pk: int, attempts: int, lease: timedelta, alone_in: OrderedKey | None = None) -> Granted | None:
+    """received | retrying | running, claimed → running, one fence on. None: it is not ours any more.
+
+    Args:
+        alone_in: no other message of this key may run at the same time.
+
+    Raises:
+        KeyBusy: one does. Give the row back.
+    """
     connection = connections[alias]
-    with connection.cursor() as cursor:
+    with _in_order(alias, alone_in), connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
             "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') AND next_attempt_at IS NOT NULL "
@@ -84,6 +93,7 @@ def lease_stored(alias: str, pk: int, attempts: int, lease: timedelta) -> Grante
             [lease.total_seconds(), pk, attempts],
         )
         found = cursor.fetchall()
+        _refuse_company(alias, pk, alone_in)
     return Granted(*found[0]) if found else None
 
 
@@ -109,18 +119,24 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta) -> bool:
     return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease)))
 
 
-def consume(alias: str, pk: int, fence: int) -> bool:
-    """running → done. False: it is not ours any more."""
-    done = _owned(alias, pk, fence).update(
-        state=State.DONE, settled_at=DatabaseTime(), next_attempt_at=None, last_error="", traceback=""
-    )
+def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
+    """running → done, and the next one of its `order` follows. False: it is not ours any more."""
+    with _in_order(alias, order):
+        done = _owned(alias, pk, fence).update(**_done())
+        _pass_on(alias, order)
     # A connection that is lost with the answer to a commit has us ask twice.
     return bool(done) or _was_left(alias, pk, fence, State.DONE)
 
 
-def free(alias: str, pk: int, fence: int, failure: Failure) -> bool:
-    """running → retrying | dead, which ends the lease. False: it is not ours any more."""
-    freed = _owned(alias, pk, fence).update(**_failed(failure))
+def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey | None = None) -> bool:
+    """running → retrying | dead, which ends the lease. False: it is not ours any more.
+
+    A dead letter keeps its place in the order of its key, unless it `leaves` that order and lets the next one follow.
+    """
+    written = _failed(failure, leaves)
+    with _in_order(alias, leaves):
+        freed = _owned(alias, pk, fence).update(**written)
+        _pass_on(alias, leaves)
     return bool(freed) or _was_left(alias, pk, fence, State.RETRYING, State.DEAD)
 
 
@@ -135,29 +151,41 @@ def keep(alias: str, row: NewRow, twin_timeout: timedelta, *, until: timedelta, 
     return store_running(alias, row, twin_timeout, ends_after=until, attempts=attempts, fence=0) is not None
 
 
-def show_running(alias: str, pk: int, attempts: int, fence: int, lease: timedelta) -> bool:
-    """received | retrying | running, claimed → running under a lease kept elsewhere. False: it is not ours any more."""
-    ours = _claimed(alias, pk, attempts)
-    return bool(ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease)))
+def show_running(alias: str, pk: int, attempts: int, fence: int, lease: timedelta, alone_in: OrderedKey | None = None) -> bool:
+    """received | retrying | running, claimed → running under a lease kept elsewhere. False: it is not ours any more.
+
+    Raises:
+        KeyBusy: see `lease_stored`.
+    """
+    with _in_order(alias, alone_in):
+        ours = _claimed(alias, pk, attempts)
+        shown = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
+        _refuse_company(alias, pk, alone_in)
+    return bool(shown)
 
 
-def put_back(alias: str, pk: int, attempts: int, until: timedelta, *, running: bool) -> None:
-    """Uncount a claimed attempt that could not be made now; `running`: because another has it in hand."""
-    state = {"state": State.RUNNING} if running else {}
-    _claimed(alias, pk, attempts).update(attempts=attempts - 1, next_attempt_at=DatabaseTime(until), **state)
+def wait_for(alias: str, pk: int, attempts: int, until: timedelta) -> None:
+    """A claimed row that another runs by a lease kept elsewhere → running until that ends; no attempt is counted."""
+    _claimed(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
 
 
-def finish_kept(alias: str, row: NewRow) -> bool:
+def finish_kept(alias: str, row: NewRow, order: OrderedKey | None = None) -> bool:
     """received | retrying | running → done, on the word of the store that keeps its lease. False: there is no such row."""
-    return bool(
-        _the_row(alias, row).update(
-            state=State.DONE, settled_at=DatabaseTime(), next_attempt_at=None, last_error="", traceback=""
-        )
-    )
+    with _in_order(alias, order):
+        done = _the_row(alias, row).update(**_done())
+        _pass_on(alias, order)
+    return bool(done)
 
 
 def fail_kept(
-    alias: str, row: NewRow, failure: Failure, fence: int, steps: Mapping[str, str | None], twin_timeout: timedelta
+    alias: str,
+    row: NewRow,
+    failure: Failure,
+    *,
+    fence: int,
+    steps: Mapping[str, str | None],
+    twin_timeout: timedelta,
+    leaves: OrderedKey | None = None,
 ) -> int | None:
     """∅ | received | retrying | running → retrying | dead, on the word of the store that keeps its lease; the row.
 
@@ -168,13 +196,14 @@ def fail_kept(
         TwinBusy: see `begin_fresh`.
     """
     content = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
-    with transaction.atomic(using=alias):
+    with transaction.atomic(using=alias), _in_order(alias, leaves):
         keep(alias, row, twin_timeout, until=timedelta(), attempts=failure.attempts)
-        ours = _the_row(alias, row)
-        if not ours.update(**_failed(failure), **content, fence=fence, headers=json.loads(row.headers)):
+        written = _failed(failure, leaves)
+        if not _the_row(alias, row).update(**written, **content, fence=fence, headers=json.loads(row.headers)):
             return None
         pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
         remember_all(alias, pk, steps)
+        _pass_on(alias, leaves)
     return pk
 
 
@@ -210,7 +239,17 @@ def _was_left(alias: str, pk: int, fence: int, *states: State) -> bool:
     return found
 
 
-def _failed(failure: Failure) -> dict[str, Any]:
+def _done() -> dict[str, Any]:
+    return {
+        "state": State.DONE,
+        "settled_at": DatabaseTime(),
+        "next_attempt_at": None,
+        "last_error": "",
+        "traceback": "",
+    }
+
+
+def _failed(failure: Failure, leaves: OrderedKey | None) -> dict[str, Any]:
     dead = failure.retry_after is None
     return {
         "state": State.DEAD if dead else State.RETRYING,
@@ -219,4 +258,28 @@ def _failed(failure: Failure) -> dict[str, Any]:
         "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
         "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
         "settled_at": DatabaseTime() if dead else None,
+        **({"ordered": False} if leaves else {}),
     }
+
+
+def _in_order(alias: str, order: OrderedKey | None) -> AbstractContextManager[None]:
+    """A transaction for what the order of a key is changed with; a message without one needs none."""
+    return deciding(alias) if order else nullcontext()
+
+
+def _pass_on(alias: str, order: OrderedKey | None) -> None:
+    if order:
+        hold_gates(alias, order.handler, [order.key])
+        promote_next(alias, *order)
+
+
+def _refuse_company(alias: str, pk: int, alone_in: OrderedKey | None) -> None:
+    """Under the gate, so that of two who begin at once one sees the other."""
+    if alone_in is None:
+        return
+    hold_gates(alias, alone_in.handler, [alone_in.key])
+    others = InboxMessage.objects.using(alias).filter(
+        handler=alone_in.handler, key=alone_in.key, state=State.RUNNING, next_attempt_at__gt=DatabaseTime()
+    )
+    if others.exclude(pk=pk).exists():
+        raise KeyBusy

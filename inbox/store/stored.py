@@ -121,6 +121,7 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
         "next_attempt_at": None if failure.retry_after is None else DatabaseTime(failure.retry_after),
         "settled_at": DatabaseTime() if dead else None,
+        "quarantined": failure.quarantined,
     }
     ours = InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
     if not dead or leaves is None:
