@@ -9,8 +9,9 @@ from datetime import timedelta
 
 import kombu.pools
 import pytest
-from celery import _state
+from celery import Celery, _state
 
+from inbox.celery import IdempotentTask
 from tests.celery_inbox.project import make_app
 from tests.workers import ROOT, Process, as_environment
 
@@ -42,11 +43,10 @@ def app(broker, results):
 
 
 @pytest.fixture
-def current(app):
-    """It is the app of this process, as a project's own is."""
+def current():
+    """Make an app that of this process, as a project's own is: `current(app)`."""
     before = _state._tls.current_app
-    app.set_current()
-    yield app
+    yield lambda app: app.set_current()
     _state._set_current_app(before)
 
 
@@ -70,6 +70,45 @@ def worker(broker, results, process_environment, tmp_path):
         return Worker({**environment, **given}, tmp_path / f"worker{count}.log", pool, concurrency)
 
     return make
+
+
+@pytest.fixture
+def local_app(settings):
+    """An app of this test's own: its broker and its results are in this process's memory."""
+    settings.INBOX = INBOX
+    app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.broker_transport_options = {"polling_interval": 0.01}
+    # The process has one memory for all of them.
+    app.control.purge()
+    yield app
+    close(app)
+
+
+@pytest.fixture
+def a_task(local_app):
+    """Make a task of a function: `a_task(function, biz_id="order_id")`."""
+
+    def make(function, *, base=IdempotentTask, name="tests.task", **options):
+        local_app.task(function, base=base, name=name, shared=False, **options)
+        return local_app.tasks[name]
+
+    return make
+
+
+@pytest.fixture
+def sent(local_app):
+    """The messages that lie in the queue of the tasks."""
+
+    def take():
+        taken = []
+        with local_app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+            while queue.qsize():
+                message = queue.get(block=False)
+                message.ack()
+                taken.append(message)
+        return taken
+
+    return take
 
 
 class Worker(Process):

@@ -9,7 +9,6 @@ from decimal import Decimal
 
 import pytest
 from celery import Celery, Task, states
-from celery.app.trace import build_tracer
 from celery.exceptions import Ignore, Reject
 from django.db import DatabaseError, connections, transaction
 from django.test import TestCase
@@ -22,52 +21,12 @@ from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
 from tests.app.models import Effect, Unique
-from tests.celery_inbox.conftest import INBOX, close
+from tests.celery_inbox.conftest import close
+from tests.celery_inbox.tracing import deliver
 from tests.deliveries import InAThread, effects, the_row, wait_until
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 committing = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture(autouse=True)
-def _options(settings):
-    settings.INBOX = INBOX
-
-
-@pytest.fixture
-def app():
-    """An app of this test's own: its broker and its results are in this process's memory."""
-    app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
-    app.conf.broker_transport_options = {"polling_interval": 0.01}
-    yield app
-    close(app)
-
-
-@pytest.fixture
-def a_task(app):
-    """Make a task of a function: `a_task(function, biz_id="order_id")`."""
-
-    def make(function, *, base=IdempotentTask, name="tests.task", **options):
-        app.task(function, base=base, name=name, shared=False, **options)
-        return app.tasks[name]
-
-    return make
-
-
-@pytest.fixture
-def sent(app):
-    """The messages that lie in the queue of the tasks."""
-
-    def take():
-        taken = []
-        with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
-            while queue.qsize():
-                message = queue.get(block=False)
-                message.ack()
-                taken.append(message)
-        return taken
-
-    return take
 
 
 @pytest.fixture
@@ -84,21 +43,6 @@ def heard():
     yield said
     for name, listen in listeners.items():
         getattr(signals, name).disconnect(listen)
-
-
-def deliver(task, *args, task_id=None, redelivered=False, retries=0, kwargs=None, **request):
-    """What a worker does with one message; the state it comes to, and what was returned or raised."""
-    given = {
-        "id": task_id or str(uuid.uuid4()),
-        "retries": retries,
-        "delivery_info": {"exchange": "", "routing_key": "celery", "priority": None, "redelivered": redelivered},
-        **request,
-    }
-    trace = build_tracer(task.name, task, app=task.app)
-    traced = trace(given["id"], args, kwargs or {}, given)
-    if traced.info is None:
-        return states.SUCCESS, traced.retval
-    return traced.info.state, traced.info.retval
 
 
 def the_effect(order_id, amount=0):
@@ -216,7 +160,7 @@ class TestMistakes:
 
 
 class TestTheDecorator:
-    def test_it_passes_on_what_celery_takes(self, app):
+    def test_it_passes_on_what_celery_takes(self, local_app, current):
         class Base(Task):
             color = "red"
 
@@ -224,8 +168,8 @@ class TestTheDecorator:
         def decorated(order_id):
             """Its words."""
 
-        app.set_current()
-        task = app.tasks["tests.decorated"]
+        current(local_app)
+        task = local_app.tasks["tests.decorated"]
 
         assert isinstance(task, IdempotentTask)
         assert isinstance(task, Base)
@@ -241,7 +185,7 @@ class TestTheDecorator:
 
         assert (effects(), InboxMessage.objects.count()) == (2, 0)
 
-    def test_a_task_class(self, app):
+    def test_a_task_class(self, local_app):
         class Charge(IdempotentTask):
             name = "tests.charge"
             biz_id = "order_id"
@@ -250,7 +194,7 @@ class TestTheDecorator:
                 Effect.objects.create(name=order_id)
                 return self.name
 
-        task = app.register_task(Charge())
+        task = local_app.register_task(Charge())
 
         assert [deliver(task, "o-1"), deliver(task, "o-1")] == [(states.SUCCESS, "tests.charge")] * 2
         assert effects() == 1
@@ -267,6 +211,21 @@ class TestTheDecorator:
         written = OutboxMessage.objects.get()
         assert (str(written.message_id), written.topic) == (result.id, "celery.tests.task")
         assert "sent_at" in json.loads(written.wire)["headers"]
+
+
+class TestAnotherDatabase:
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_row_and_effect_are_there(self, a_task):
+        def take(order_id):
+            Effect.objects.using("other").create(name=order_id)
+
+        task = a_task(take, biz_id="order_id", using="other")
+        for _ in range(2):
+            assert deliver(task, "o-1")[0] == states.SUCCESS
+
+        assert Effect.objects.using("other").count() == 1
+        assert InboxMessage.objects.using("other").get().duplicates == 1
+        assert not InboxMessage.objects.exists()
 
 
 class TestDuplicates:
@@ -294,14 +253,14 @@ class TestDuplicates:
             assert deliver(task, "o-1", redelivered=redelivered, chain=[]) == (states.SUCCESS, returned)
 
     @pytest.mark.parametrize("returned", [object(), float("nan"), "a\0b", "\ud800", {1, 2}])
-    def test_an_answer_that_cannot_be_kept_is_missed_only_by_a_task_that_waits_for_it(self, app, a_task, returned):
+    def test_an_answer_that_cannot_be_kept_is_missed_only_by_a_task_that_waits_for_it(self, local_app, a_task, returned):
         def answer(order_id):
             return returned
 
         def follow(before):
             pass
 
-        app.conf.result_serializer = "pickle"
+        local_app.conf.result_serializer = "pickle"
         task = a_task(answer, biz_id="order_id", ignore_result=True)
         follow = a_task(follow, name="tests.follow").s()
 
@@ -646,8 +605,8 @@ class TestEager:
         assert (effects(), the_row().duplicates) == (1, 1)
 
     @committing
-    def test_inside_a_transaction_it_is_part_of_it(self, app, a_task):
-        app.conf.task_always_eager = True
+    def test_inside_a_transaction_it_is_part_of_it(self, local_app, a_task):
+        local_app.conf.task_always_eager = True
         task = a_task(the_effect, biz_id="order_id")
 
         with transaction.atomic():

@@ -160,7 +160,8 @@ def test_a_chain_goes_on_after_a_duplicate_of_its_head(tasks, worker):
     assert Effect.objects.get(name="followed o-1").detail == "done o-1"
 
 
-def test_a_task_that_kills_its_worker_ends_as_a_dead_letter_until_an_operator_sends_it_again(current, tasks, worker):
+def test_a_task_that_kills_its_worker_ends_as_a_dead_letter_until_an_operator_sends_it_again(app, current, tasks, worker):
+    current(app)
     with worker() as running:
         result = tasks["shop.work"].apply_async(["o-1", "die"], link=tasks["shop.follow"].s("o-1"))
         with pytest.raises(Exception, match="never ended"):
