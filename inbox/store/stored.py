@@ -35,30 +35,29 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
     another fence.
     """
     connection = connections[alias]
-    # Reading first costs nothing on an idle inbox, while an UPDATE of no row would still take SQLite's write lock.
-    if not handlers or not next_due(alias, handlers):
+    if not handlers:
         return None
-    at = now(connection)
+    at, later = now(connection), now_after(connection)
     due = (
         f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying', 'running') AND next_attempt_at <= {at} "
         f"AND handler IN ({', '.join(['%s'] * len(handlers))}) ORDER BY next_attempt_at LIMIT 1"
     )
-    later = now_after(connection)
     counted = "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END"
-    with connection.cursor() as cursor:
-        if is_postgresql(connection):
-            # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
-            sql = (
-                f"WITH due AS MATERIALIZED ({due} FOR UPDATE SKIP LOCKED) UPDATE {TABLE} m SET {counted}, "
-                f"next_attempt_at = {later} FROM due WHERE m.id = due.id RETURNING m.id"
-            )
-            parameters: list[Any] = [*handlers, redelivery_after.total_seconds()]
-        else:
-            sql = f"UPDATE {TABLE} SET {counted}, next_attempt_at = {later} WHERE id = ({due}) RETURNING id"
-            parameters = [redelivery_after.total_seconds(), *handlers]
-        cursor.execute(sql, parameters)
-        found = cursor.fetchall()
-    return InboxMessage.objects.using(alias).get(pk=found[0][0]) if found else None
+    if is_postgresql(connection):
+        # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
+        sql = (
+            f"WITH due AS MATERIALIZED ({due} FOR UPDATE SKIP LOCKED) UPDATE {TABLE} m SET {counted}, "
+            f"next_attempt_at = {later} FROM due WHERE m.id = due.id RETURNING m.*"
+        )
+        parameters: list[Any] = [*handlers, redelivery_after.total_seconds()]
+    else:
+        # An UPDATE of no row would still take the write lock.
+        if not next_due(alias, handlers):
+            return None
+        sql = f"UPDATE {TABLE} SET {counted}, next_attempt_at = {later} WHERE id = ({due}) RETURNING *"
+        parameters = [redelivery_after.total_seconds(), *handlers]
+    claimed: list[InboxMessage] = list(InboxMessage.objects.using(alias).raw(sql, parameters))
+    return claimed[0] if claimed else None
 
 
 def begin_stored(alias: str, row: int, attempts: int, alone_in: OrderedKey | None = None) -> Guard | None:
