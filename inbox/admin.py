@@ -18,8 +18,10 @@ from django.utils.safestring import SafeString
 
 from inbox import store
 from inbox.conf import inbox_options
+from inbox.errors import TaskNotSent
 from inbox.handlers import registry
-from inbox.models import InboxMessage, State
+from inbox.models import SETTLED, InboxMessage, State
+from inbox.resending import resending
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import (
     NOTHING,
@@ -39,13 +41,13 @@ from outbox.kernel.display import (
 from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter, counted
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
-"""States in which a message may hold back the later ones of its key."""
+"""States of a message that holds back the later ones of its key."""
 _STEPS = 100
 
 
 class InboxStuckFilter(StuckFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [*super().lookups(request, model_admin), ("quarantined", "Held back by the age fence")]
+        return [*super().lookups(request, model_admin), ("quarantined", "In quarantine")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         before = DatabaseTime(-inbox_options().STUCK_AFTER)
@@ -106,9 +108,9 @@ class SkipForm(forms.Form):
 
 class OverrideForm(forms.Form):
     danger = (
-        "These messages are outside of the deduplication window. If one of them has been handled before, its row has been "
-        "purged, and running it has the effect a second time. Look first: at the data that it would write, at the logs of the "
-        "day it was published, at the publisher's own books. Skip those that were handled."
+        "These messages are in quarantine, because nothing here remembers whether they have been handled before. One that has "
+        "been would have its effect a second time. Look first: at the data that it would write, at the logs of the day it was "
+        "published, at the publisher's own books. Skip those that were handled."
     )
     reason = forms.CharField(
         max_length=500,
@@ -131,6 +133,7 @@ class InboxMessageAdmin(MessageAdmin):
         State.SHED: Tone.OVER,
     }
     large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
+    refusals = (TaskNotSent,)
     allowed_in: ClassVar[Any] = {
         "retry": store.RETRYABLE,
         "skip": store.SKIPPABLE,
@@ -207,9 +210,9 @@ class InboxMessageAdmin(MessageAdmin):
         action = request.POST.get("action")
         row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
         if row is not None and row.quarantined and action == "retry":
-            return "the age fence holds it back, and only “Retry past the age fence…” runs it"
+            return "it is in quarantine, and only “Retry past the age fence…” runs it"
         if row is not None and not row.quarantined and action == "override_age_fence":
-            return "the age fence does not hold it back, so “Retry now” runs it"
+            return "it is not in quarantine, so “Retry now” runs it"
         return super().why_not(request, alias, pk)
 
     # what is shown
@@ -228,7 +231,7 @@ class InboxMessageAdmin(MessageAdmin):
         """In the list: with what sets this message apart from others in its state."""
         lines = [self.badge_of(row)]
         if row.quarantined and row.state == State.DEAD:
-            lines.append(format_html("{}", "held back"))
+            lines.append(format_html("{}", "in quarantine"))
         if row.conflicts:
             lines.append(badge(f"{row.conflicts:,} conflicting", Tone.STOPPED))
         elif row.duplicates:
@@ -242,21 +245,20 @@ class InboxMessageAdmin(MessageAdmin):
 
     def _explanation(self, row: Any) -> SafeString:
         if row.state == State.DEAD and row.quarantined:
-            return warning("The age fence holds it back: whether it has been handled before can no longer be known.")
+            return warning("In quarantine: whether it has been handled before can no longer be known.")
         if row.state == State.WAITING:
             return self._behind(row)
         if row.state == State.RUNNING:
             return self._lease(row)
-        if row.ordered and row.state in _HEADS and not self._is_passed_by(row):
+        if row.ordered and row.state in _HEADS:
             held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
             return note(f"The later messages of its ordering key wait for it: {counted(held)}.")
         return format_html("{}", "")
 
     def _behind(self, row: Any) -> SafeString:
-        earlier = self._of_its_key(row).filter(pk__lt=row.pk, state__in=_HEADS).order_by("pk")
-        head = next((one for one in earlier[:_STEPS] if not self._is_passed_by(one)), None)
+        head = self._of_its_key(row).filter(pk__lt=row.pk).exclude(state__in=SETTLED).order_by("pk").first()
         if head is None:
-            return note("No earlier message of its ordering key is open any more: it is run as soon as a consumer looks.")
+            return note("No earlier message of its ordering key is open any more: a consumer lets it go on in a moment.")
         words = format_html(
             'It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).',
             self.own_url(head.pk),
@@ -277,12 +279,6 @@ class InboxMessageAdmin(MessageAdmin):
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
         same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)
         return same.defer(*self.large_columns)
-
-    @staticmethod
-    def _is_passed_by(row: Any) -> bool:
-        """A dead letter that its handler goes on without."""
-        handler = registry.get(row.handler)
-        return row.state == State.DEAD and handler is not None and handler.on_dead == "skip"
 
     @admin.display(description="handler")
     def handler_name(self, row: Any) -> SafeString:
@@ -393,7 +389,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.action(permissions=["retry"], description="Retry now")
     def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="due for a retry now", transition=store.retry)
+        return self.carry_out(request, queryset, done="due for a retry now", transition=resending(store.retry))
 
     @admin.action(permissions=["skip"], description="Skip…")
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
@@ -419,7 +415,7 @@ class InboxMessageAdmin(MessageAdmin):
                 request,
                 queryset,
                 done="due past the age fence now",
-                transition=store.override_age_fence,
+                transition=resending(store.override_age_fence),
                 reason=form.cleaned_data["reason"],
             )
         return self.ask(

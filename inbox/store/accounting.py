@@ -38,7 +38,7 @@ class Balance:
 
     Attributes:
         states: how many rows are in each; every state is named.
-        quarantined: how many of the dead the age fence holds back.
+        quarantined: how many of the dead only an override runs, see `operating.override_age_fence`.
     """
 
     states: Mapping[str, int]

@@ -18,8 +18,9 @@ from inbox import RetryLater, store
 from inbox.batching import receive_together
 from inbox.holding import store_for_later
 from inbox.models import SETTLED, InboxMessage, State
+from inbox.ordering import take_in
+from inbox.outcomes import Received
 from inbox.reading import read
-from inbox.receiving import Received
 from inbox.shedding import receive_shed
 from outbox.kernel.clock import utcnow
 from tests.app.models import Effect
@@ -68,57 +69,76 @@ def assert_balanced(delivered):
 
 
 class World:
-    """One handler, some facts, and everything that deliveries and operators do to them."""
+    """Three handlers, some facts, and everything that deliveries and operators do to them."""
 
-    def __init__(self, handler):
-        self.handler = handler
+    def __init__(self, **handlers):
+        self.handlers = handlers
         self.delivered = 0
         self.sent = {}
         """By fact: the first message about it."""
 
+    def deliver(self, to, envelope, *, redelivered=False):
+        handler = self.handlers[to]
+        if handler.ordered:
+            (received,) = take_in(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
+        else:
+            received = deliver(handler, envelope, redelivered=redelivered)
+        self.note(received)
+
     def note(self, received):
         self.delivered += received is not Received.PUT_OFF
 
-    def envelope(self, fact, way="succeed", **attributes):
-        envelope = an_envelope({"do": way}, biz_id=f"fact-{fact}", **attributes)
-        return self.sent.setdefault(fact, envelope)
+    def envelope(self, fact, way="succeed"):
+        return self.sent.setdefault(fact, self.a_message(fact, way))
 
-    def fresh(self, fact, way):
-        self.note(deliver(self.handler, self.envelope(fact, way)))
+    @staticmethod
+    def a_message(fact, way="succeed", **attributes):
+        return an_envelope({"do": way}, biz_id=f"fact-{fact}", key=f"key-{fact % 2}", **attributes)
 
-    def redelivered(self, fact, way):
-        self.note(deliver(self.handler, self.envelope(fact, way), redelivered=True))
+    def fresh(self, to, fact, way):
+        self.deliver(to, self.envelope(fact, way))
 
-    def replayed(self, fact):
-        self.note(deliver(self.handler, self.envelope(fact)._replace(replayed=True)))
+    def redelivered(self, to, fact, way):
+        self.deliver(to, self.envelope(fact, way), redelivered=True)
 
-    def said_again(self, fact, way):
+    def replayed(self, to, fact):
+        self.deliver(to, self.envelope(fact)._replace(replayed=True))
+
+    def said_again(self, to, fact, way):
         """By the business: with an id of its own, and perhaps other content."""
-        self.note(deliver(self.handler, an_envelope({"do": way}, biz_id=f"fact-{fact}")))
+        self.deliver(to, self.a_message(fact, way))
 
-    def unreadable(self, fact, *, redelivered):
-        self.note(deliver(self.handler, an_envelope(body=b"not JSON", id=f"bad-{fact}"), redelivered=redelivered))
+    def unreadable(self, to, fact, *, redelivered):
+        self.deliver(to, an_envelope(body=b"not JSON", id=f"bad-{fact}"), redelivered=redelivered)
 
-    def too_old(self, fact):
-        envelope = an_envelope({"do": "succeed"}, biz_id=f"fact-{fact}", created_at=utcnow() - timedelta(days=40))
-        self.note(deliver(self.handler, envelope))
+    def too_old(self, to, fact):
+        self.deliver(to, self.a_message(fact, created_at=utcnow() - timedelta(days=40)))
 
     def held_for_its_turn(self, fact, *, redelivered):
-        arrival = read(self.handler, self.envelope(fact), OPTIONS)
-        self.note(store_for_later(self.handler, arrival, OPTIONS, redelivered=redelivered))
+        plain = self.handlers["plain"]
+        self.note(store_for_later(plain, read(plain, self.envelope(fact), OPTIONS), OPTIONS, redelivered=redelivered))
 
     def shed(self, facts):
-        arrivals = [read(self.handler, self.envelope(fact), OPTIONS) for fact in facts]
-        for received in receive_shed(self.handler, arrivals, "too many wait", OPTIONS):
+        plain = self.handlers["plain"]
+        for received in receive_shed(plain, self._arrivals(plain, facts), "too many wait", OPTIONS):
             self.note(received)
 
     def together(self, facts, way):
-        arrivals = [read(self.handler, self.envelope(fact, way), OPTIONS) for fact in facts]
-        received = receive_together(self.handler, arrivals, OPTIONS)
+        plain = self.handlers["plain"]
+        arrivals = self._arrivals(plain, facts, way)
+        received = receive_together(plain, arrivals, OPTIONS)
         if received is None:  # one of them failed, so that nothing has happened
-            received = [deliver(self.handler, arrival.envelope) for arrival in arrivals]
+            received = [deliver(plain, arrival.envelope) for arrival in arrivals]
         for one in received:
             self.note(one)
+
+    def in_order(self, facts, way):
+        ordered = self.handlers["ordered"]
+        for received in take_in(ordered, [(one, False) for one in self._arrivals(ordered, facts, way)], OPTIONS):
+            self.note(received)
+
+    def _arrivals(self, handler, facts, way="succeed"):
+        return [read(handler, self.envelope(fact, way), OPTIONS) for fact in facts]
 
     def time_passes(self):
         make_due()
@@ -142,30 +162,36 @@ def a_step():
         return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
     way, some = st.sampled_from(WAYS), st.lists(FACTS, min_size=1, max_size=4)
+    to = st.sampled_from(["plain", "ordered", "leased"])
     decisions = [store.retry, partial(store.skip, reason="not wanted"), store.override_age_fence]
     return st.one_of(
-        step("fresh", fact=FACTS, way=way),
-        step("redelivered", fact=FACTS, way=way),
-        step("replayed", fact=FACTS),
-        step("said_again", fact=FACTS, way=way),
-        step("unreadable", fact=FACTS, redelivered=st.booleans()),
-        step("too_old", fact=FACTS),
+        step("fresh", to=to, fact=FACTS, way=way),
+        step("redelivered", to=to, fact=FACTS, way=way),
+        step("replayed", to=to, fact=FACTS),
+        step("said_again", to=to, fact=FACTS, way=way),
+        step("unreadable", to=to, fact=FACTS, redelivered=st.booleans()),
+        step("too_old", to=to, fact=FACTS),
         step("held_for_its_turn", fact=FACTS, redelivered=st.booleans()),
         step("shed", facts=some),
         step("together", facts=some, way=way),
+        step("in_order", facts=some, way=way),
         step("time_passes"),
-        step("operator", decide=st.sampled_from(decisions), which=FACTS),
+        step("operator", decide=st.sampled_from(decisions), which=st.integers(0, 20)),
         step("purge"),
     )
 
 
 @every_database
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(a_step(), min_size=5, max_size=30))
 def test_the_books_balance_after_every_step(handles, steps):
     InboxMessage.objects.all().delete()
     Effect.objects.all().delete()
-    world = World(handles(as_told))
+    world = World(
+        plain=handles(as_told, name="tests.plain"),
+        ordered=handles(as_told, name="tests.ordered", ordered=True),
+        leased=handles(as_told, name="tests.leased", mode="lease"),
+    )
     for name, arguments in steps:
         getattr(world, name)(**arguments)
         assert_balanced(world.delivered)

@@ -168,7 +168,7 @@ class TestTheList:
 
         text = text_of(somebody(VIEW).get(reverse(LIST)))
 
-        for expected in ("Dead held back", "Done 1,234 more", "Done ✕ 2 conflicting"):
+        for expected in ("Dead in quarantine", "Done 1,234 more", "Done ✕ 2 conflicting"):
             assert expected in text
 
     def test_filters_by_duplicates_and_conflicts(self):
@@ -229,23 +229,19 @@ class TestTheDetailPage:
         assert f"{head.topic} {head.biz_id} (retrying)" in text_of(response)
         assert "wait for it: 3." in text_of(client.get(reverse(DETAIL, args=[head.pk])))
 
-    def test_of_one_that_waits_knows_that_its_handler_goes_on_without_dead_letters(self, monkeypatch):
-        handler = Handler(
-            name="shop.bill", topic="t", function=print, biz_id=None, using="default", ordered=True, on_dead="skip"
-        )
-        monkeypatch.setattr(registry, "_handlers", {handler.name: handler})
-        ordered = {"key": "customer-4", "ordered": True, "handler": handler.name}
-        dead, head = a_message(State.DEAD, **ordered), a_message(State.RECEIVED, **ordered)
-        waiting = a_message(State.WAITING, **ordered)
+    def test_of_one_that_was_passed_over_holds_nobody(self):
+        passed = a_message(State.DEAD, key="customer-4")
+        head = a_message(State.RECEIVED, key="customer-4", ordered=True)
+        waiting = a_message(State.WAITING, key="customer-4", ordered=True)
         client = somebody(VIEW)
 
         assert reverse(DETAIL, args=[head.pk]) in html(client.get(reverse(DETAIL, args=[waiting.pk])))
-        assert "wait for it" not in text_of(client.get(reverse(DETAIL, args=[dead.pk])))
+        assert "wait for it" not in text_of(client.get(reverse(DETAIL, args=[passed.pk])))
 
     def test_of_one_that_waits_for_nothing_any_more_says_so(self):
         waiting = a_message(State.WAITING, key="customer-4", ordered=True)
 
-        assert "as soon as a consumer looks" in text_of(somebody(VIEW).get(reverse(DETAIL, args=[waiting.pk])))
+        assert "a consumer lets it go on" in text_of(somebody(VIEW).get(reverse(DETAIL, args=[waiting.pk])))
 
     def test_of_one_that_runs_tells_of_its_lease(self):
         running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5), fence=2)
@@ -441,7 +437,7 @@ class TestThePastOfTheAgeFence:
         ((level, words),) = said(act(somebody(VIEW, RETRY, SKIP), "retry", row))
 
         assert level == "warning"
-        assert words.endswith("the age fence holds it back, and only “Retry past the age fence…” runs it")
+        assert words.endswith("it is in quarantine, and only “Retry past the age fence…” runs it")
         assert state_of(row) == State.DEAD
 
     @pytest.mark.parametrize("others", [[], [RETRY, SKIP]])
@@ -461,7 +457,7 @@ class TestThePastOfTheAgeFence:
         page = text_of(act(client, "override_age_fence", row))
         again = html(act(client, "override_age_fence", row, confirmed="yes", reason=" "))
 
-        assert "has the effect a second time" in page
+        assert "would have its effect a second time" in page
         assert row.message_id in page
         assert 'class="errorlist"' in again
         assert state_of(row) == State.DEAD
@@ -476,7 +472,7 @@ class TestThePastOfTheAgeFence:
         (level, words), (other_level, other_words) = said(response)
         assert (level, other_level) == ("success", "warning")
         assert words.endswith("due past the age fence now")
-        assert other_words.endswith("the age fence does not hold it back, so “Retry now” runs it")
+        assert other_words.endswith("it is not in quarantine, so “Retry now” runs it")
         assert (state_of(held), state_of(ordinary)) == (State.RETRYING, State.DEAD)
         assert not InboxMessage.objects.get(pk=held.pk).quarantined
         assert LogEntry.objects.get().change_message == "Due past the age fence now: not in the books of May"

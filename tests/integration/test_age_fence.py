@@ -114,7 +114,7 @@ class TestAPlainRetry:
     def test_does_not_run_it_and_says_what_would(self, held_back):
         said = retry(all=True)
 
-        assert said.startswith("0 messages are due now. The age fence holds back 1")
+        assert said.startswith("0 messages are due now. In quarantine: 1.")
         assert "--override-age-fence" in said
         run_to_the_end()
         assert (the_row().state, effects()) == (State.DEAD, 1)
@@ -130,7 +130,7 @@ class TestAPlainRetry:
         deliver(handler)
         run_to_the_end()
 
-        assert retry(all=True).startswith("1 messages are due now. The age fence holds back 1")
+        assert retry(all=True).startswith("1 messages are due now. In quarantine: 1.")
 
         assert sorted(InboxMessage.objects.values_list("handler", "state")) == [
             ("tests.fails", State.RETRYING),
@@ -177,8 +177,13 @@ class TestTheOverride:
 
         assert retry(held_back.id) == "1 messages are due now."
 
+    def test_is_written_to_the_log(self, held_back, caplog):
+        retry(held_back.id, override_age_fence=True)
+
+        assert f"overridden for message {held_back.id} of tests.handler0" in caplog.text
+
     def test_is_counted_beforehand(self, held_back):
-        assert retry(all=True, dry_run=True).startswith("0 messages would be retried. The age fence holds back 1")
+        assert retry(all=True, dry_run=True).startswith("0 messages would be retried. In quarantine: 1.")
         assert retry(all=True, dry_run=True, override_age_fence=True) == "1 messages would be retried."
 
         assert the_row().quarantined

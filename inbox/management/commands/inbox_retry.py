@@ -1,3 +1,4 @@
+import logging
 from collections.abc import Collection
 from typing import Any
 
@@ -12,6 +13,8 @@ from inbox.resending import resending
 from outbox.kernel.console import Progress
 from outbox.kernel.databases import require_table
 from outbox.kernel.wire import CELERY_TOPICS
+
+logger = logging.getLogger(__name__)
 
 
 class Command(BaseCommand):
@@ -46,21 +49,26 @@ class Command(BaseCommand):
             raise CommandError("Say which messages: MESSAGE_ID …, --handler NAME, --topic TOPIC, or --all.")
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
-        rows = list(chosen.order_by("pk").values_list("pk", "quarantined"))
-        held_back = set() if options["override_age_fence"] else {pk for pk, quarantined in rows if quarantined}
+        rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
+        held_back = set() if options["override_age_fence"] else {pk for pk, quarantined, *_ in rows if quarantined}
         left = len(rows) - len(held_back)
         if options["dry_run"]:
             self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
             return
         progress = Progress("retried", left)
         unsent: list[TaskNotSent] = []
-        for pk, quarantined in rows:
+        for pk, quarantined, message_id, handler in rows:
             if pk not in held_back:
                 transition = resending(store.override_age_fence if quarantined else store.retry)
                 try:
-                    progress.advance(int(transition(options["database"], pk)))
+                    done = transition(options["database"], pk)
                 except TaskNotSent as error:
                     unsent.append(error)
+                    continue
+                if done and quarantined:
+                    # Whoever asks later why an effect happened twice must find it.
+                    logger.warning("The age fence was overridden for message %s of %s.", message_id or "without id", handler)
+                progress.advance(int(done))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
         if held_back and options["message_ids"]:
@@ -79,6 +87,6 @@ def _about(held_back: Collection[int]) -> str:
     if not held_back:
         return ""
     return (
-        f" The age fence holds back {len(held_back)}: whether they have been handled before can no longer be known. Once you "
-        "know that they have not, run them with --override-age-fence."
+        f" In quarantine: {len(held_back)}. Whether they have been handled before can no longer be known. Once you know that "
+        "they have not, run them with --override-age-fence."
     )

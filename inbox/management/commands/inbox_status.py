@@ -79,7 +79,7 @@ def _drawn(alias: str, *, with_conflicts: bool) -> str:
             *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
             ("delivered, the sum", f"{balance.delivered:,}"),
             ("duplicates with other content", f"{duplicates.conflicting:,}"),
-            ("dead, held back by the age fence", f"{balance.quarantined:,}"),
+            ("dead, in quarantine", f"{balance.quarantined:,}"),
             ("oldest waiting", age(store.oldest_waiting(alias))),
         ]
     )
