@@ -67,7 +67,7 @@ class Limiter:
         Never waits and never touches a database. What was short is leased meanwhile, for whoever asks next.
         """
         taken = self._take(most)
-        if taken < most:
+        if self.is_wanted:
             self._lessor.wake(self)
         return taken
 
@@ -78,7 +78,7 @@ class Limiter:
     def give_back(self, tokens: int) -> None:
         """They were taken just now and nothing was run: another thread of this process may have them."""
         with self._lock:
-            self._purse.give_back(tokens)
+            self._purse.give_back(tokens, monotonic())
 
     def wait_seconds(self) -> float:
         """When to `take` again: 0 when a token is there or is to be asked for, else seconds until one may be there."""
@@ -90,18 +90,19 @@ class Limiter:
 
     @property
     def is_wanted(self) -> bool:
-        """Was more asked for than was there, a moment ago?"""
+        """Was more asked for than was there, or nearly all of it, a moment ago?"""
         wanted_at = self._wanted_at
         return wanted_at is not None and monotonic() - wanted_at < _DEMAND_SECONDS
 
     def lease(self) -> bool:
-        """Lease the next portion when it is time to; are there tokens now? Waits for the database."""
+        """Lease the next portion when it is time to; are there enough tokens now? Waits for the database."""
         # One thread of this process at a time; what it brings is for all of them.
         with self._leasing:
             with self._lock:
                 purse, now = self._purse, monotonic()
-                if purse.tokens(now) or now < purse.ask_at:
-                    return purse.tokens(now) > 0
+                enough = purse.tokens(now) > 0 and not purse.wants_more(now)
+                if enough or now < purse.ask_at:
+                    return enough
             drop_unusable_connections()
             try:
                 leased = lease_tokens(self._alias, self._name, rate=purse.rate, burst=purse.burst, most=purse.portion)
@@ -117,7 +118,7 @@ class Limiter:
         with self._lock:
             now = monotonic()
             taken = self._purse.take(most, now)
-            self._wanted_at = now if taken < most else None
+            self._wanted_at = now if taken < most or self._purse.wants_more(now) else None
             return taken
 
     def _grant_nothing(self, error: Exception) -> None:

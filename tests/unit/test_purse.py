@@ -53,7 +53,7 @@ class TestThePurse:
     def test_what_is_given_back_may_be_taken_by_another(self):
         purse = Purse(2000.0)
         purse.put_in(1, left=0.0, now=1.0)
-        purse.give_back(purse.take(1, now=1.01))
+        purse.give_back(purse.take(1, now=1.01), now=1.01)
 
         assert purse.take(1, now=1.02) == 1
 
@@ -63,7 +63,33 @@ class TestThePurse:
 
         assert purse.take(7, now=1.0 + purse.keep + 0.001) == 0
 
-    def test_is_doubled_while_it_is_used_up_early(self):
+    def test_portions_are_lost_each_in_its_time(self):
+        purse = Purse(2000.0)
+        purse.put_in(7, left=0.0, now=1.0)
+        purse.put_in(5, left=0.0, now=1.06)
+
+        assert purse.take(1, now=1.07) == 1
+        assert purse.tokens(now=1.0 + purse.keep + 0.001) == 5
+        assert purse.tokens(now=1.06 + purse.keep + 0.001) == 0
+
+    def test_wants_more_before_a_large_portion_is_used_up(self):
+        purse = Purse(2000.0)
+        purse.portion = 8
+        purse.put_in(8, left=0.0, now=1.0)
+        assert not purse.wants_more(now=1.01)
+
+        purse.take(4, now=1.01)
+
+        assert purse.wants_more(now=1.01)
+
+    def test_wants_none_before_a_small_portion_is_used_up(self):
+        purse = Purse(10.0)
+        purse.put_in(1, left=0.0, now=1.0)
+        purse.take(1, now=1.01)
+
+        assert not purse.wants_more(now=1.01)
+
+    def test_is_doubled_while_more_is_asked_for_early(self):
         purse, asked = Purse(2000.0), []
 
         for turn in range(9):
@@ -76,13 +102,21 @@ class TestThePurse:
     def test_is_not_doubled_when_the_bucket_had_no_more(self):
         purse = Purse(2000.0)
         purse.put_in(1, left=5.0, now=1.0)
-        purse.take(1, now=1.01)
+        purse.take(2, now=1.01)
         assert purse.portion == 2
 
         purse.put_in(1, left=0.5, now=1.02)
-        purse.take(1, now=1.03)
+        purse.take(2, now=1.03)
 
         assert purse.portion == 2
+
+    def test_is_not_doubled_for_what_nobody_asks_for(self):
+        purse = Purse(2000.0)
+        purse.put_in(1, left=5.0, now=1.0)
+        purse.take(1, now=1.01)
+        purse.take(1, now=1.11)
+
+        assert purse.portion == 1
 
     def test_follows_what_a_slow_process_uses(self):
         purse = Purse(2000.0)
@@ -115,7 +149,7 @@ def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
     purses = [Purse(rate) for _ in speeds]
     level, filled_at = purses[0].burst, 0.0
     free_at, polled_at = [0.0] * len(speeds), [0.0] * len(speeds)
-    coming = [None] * len(speeds)
+    coming, wants = [None] * len(speeds), [False] * len(speeds)
     used, uses = [0] * len(speeds), []
     order = list(range(len(speeds)))
     for now in (step / 1000 for step in range(int(seconds * 1000))):
@@ -128,16 +162,18 @@ def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
                 purse.put_in(leased.tokens, leased.left, now)
             while max(free_at[one], polled_at[one]) <= now:
                 taken = purse.take(1, now)
+                wants[one] = not taken or purse.wants_more(now)
                 if taken:
                     used[one] += 1
                     uses.append((now, 1))
                     free_at[one] = now if speed is None else max(free_at[one], now - 0.001) + 1 / speed
                     continue
                 polled_at[one] = now + poll
-                if coming[one] is None and now >= purse.ask_at:
-                    leased = pour(level, now - filled_at, rate=rate, burst=purse.burst, most=purse.portion)
-                    level, filled_at = leased.left, now
-                    coming[one] = now + roundtrip, leased
+            if wants[one] and coming[one] is None and now >= purse.ask_at:
+                wants[one] = False
+                leased = pour(level, now - filled_at, rate=rate, burst=purse.burst, most=purse.portion)
+                level, filled_at = leased.left, now
+                coming[one] = now + roundtrip, leased
     return used, uses
 
 
@@ -160,7 +196,10 @@ CROWDS = [
     (2000.0, [150.0] * 20),  # each far too slow for a portion of the whole rate
     (2000.0, [1100.0] * 2),
     (2000.0, [3000.0, 100.0, 100.0]),
+    (2000.0, [1300.0] * 2),
+    (2000.0, [200.0] * 20),
     (100.0, [20.0] * 10),
+    (80.0, [10.0] * 10),
     (20.0, [None] * 3),
     (5.0, [None] * 2),
     (1.0, [None] * 5),
