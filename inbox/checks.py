@@ -15,7 +15,7 @@ from inbox.conf import LOCAL_BROKER, InboxOptions, inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage
 from outbox.kernel import options
-from outbox.kernel.broker import SEVERAL_HINT, masked, scheme_of, why_unusable
+from outbox.kernel.broker import SEVERAL_HINT, masked, scheme_of, speaks_amqp, why_unusable
 from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."
@@ -123,6 +123,27 @@ def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
             "queues and what waits in them belong to it.",
             id="inbox.W002",
         )
+    ]
+
+
+@register()
+def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.E006: ordered handlers on a broker that does not give a queue to one consumer at a time."""
+    try:
+        url = inbox_options().broker_url
+    except ImproperlyConfigured:
+        return []
+    if scheme_of(url) == scheme_of(LOCAL_BROKER) or speaks_amqp(url):
+        return []
+    return [
+        Error(
+            f"The handler {handler.name} has ordered=True, and the inbox receives from {masked(url)!r}, where several "
+            "consumers of a queue would mix up its messages.",
+            hint="Use RabbitMQ (amqp://user:password@host//), whose queues can have a single active consumer, or local://.",
+            id="inbox.E006",
+        )
+        for handler in registry.all()
+        if handler.ordered
     ]
 
 

@@ -73,6 +73,24 @@ def test_two_halves_on_the_same_broker_are_not(handles):
         assert found() == {}
 
 
+def test_an_ordered_handler_on_a_broker_that_cannot_keep_its_order_is_an_error(handles):
+    handles(the_effect)
+    handles(the_effect, ordered=True, name="tests.ordered")
+    redis = {"BROKER_URL": "redis://user:secret@host/0"}
+    with override_settings(OUTBOX=redis, INBOX={"GROUP": "shop"}):
+        problem = found()["inbox.E006"]
+
+    assert "tests.ordered" in problem.msg
+    assert "secret" not in problem.msg
+
+
+@pytest.mark.parametrize("url", ["amqp://host//", "local://"])
+def test_an_ordered_handler_elsewhere_is_not(handles, url):
+    handles(the_effect, ordered=True)
+    with override_settings(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": "shop"}):
+        assert found() == {}
+
+
 def test_a_broker_without_a_group_is_told_about_when_deploying(handles):
     handles(the_effect, biz_id=lambda message: message.id)
     with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}):
