@@ -29,7 +29,7 @@ from outbox.kernel.clock import utcnow
 
 BizId = str | Callable[..., object] | None
 
-_SENT_AT = "sent_at"
+_SENT_AT = "inbox_sent_at"
 """The header that says when a task was called, for the age fence: Celery's own messages do not say."""
 
 

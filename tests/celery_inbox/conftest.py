@@ -13,13 +13,18 @@ from celery import Celery, _state
 
 from inbox.celery import IdempotentTask
 from tests.celery_inbox.project import make_app
+from tests.crash import conftest as crash
 from tests.workers import ROOT, Process, as_environment
 
 INBOX = {
     "MAX_ATTEMPTS": 3,
+    "RETRY_BASE": timedelta(seconds=1),
     "TWIN_TIMEOUT": timedelta(milliseconds=200),
     "REDELIVERY_AFTER": timedelta(hours=1),
 }
+
+
+mortal_database = crash.mortal_database
 
 
 @pytest.fixture(params=["rabbitmq", "redis"])
@@ -60,16 +65,25 @@ def worker(broker, results, process_environment, tmp_path):
     """Make workers: `with worker(pool="threads") as running`. It has begun to take tasks."""
     count = 0
 
-    def make(*, pool="prefork", concurrency=2, visibility_seconds=3600, **settings):
+    def make(*, pool="prefork", concurrency=2, visibility_seconds=3600, database=None, **settings):
         nonlocal count
         count += 1
         if broker.startswith("redis"):
             settings["broker_transport_options"] = {"visibility_timeout": visibility_seconds}
         given = {"CELERY_BROKER": broker, "CELERY_RESULTS": results, "CELERY_SETTINGS": json.dumps(settings)}
         environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.worker.settings", **as_environment(INBOX=INBOX)}
+        if database:
+            environment["DATABASE_URL"] = database
         return Worker({**environment, **given}, tmp_path / f"worker{count}.log", pool, concurrency)
 
     return make
+
+
+@pytest.fixture
+def migrated_mortal_database(mortal_database, process_environment):
+    environment = {**process_environment, "DATABASE_URL": mortal_database}
+    subprocess.run([sys.executable, "-m", "django", "migrate", "-v0"], cwd=ROOT, env=environment, check=True)
+    return mortal_database
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ class TestTheDecorator:
 
         written = OutboxMessage.objects.get()
         assert (str(written.message_id), written.topic) == (result.id, "celery.tests.task")
-        assert "sent_at" in json.loads(written.wire)["headers"]
+        assert "inbox_sent_at" in json.loads(written.wire)["headers"]
 
 
 class TestAnotherDatabase:
@@ -508,7 +508,7 @@ class TestTwins:
         task = a_task(wait, biz_id="order_id", max_retries=0)
         with InAThread(lambda: deliver(task, "o-1", task_id="t-1")) as first:
             wait_until(lambda: go)
-            state, reason = deliver(task, "o-1", task_id="t-2", retries=5, sent_at="2026-01-02T00:00:00+00:00")
+            state, reason = deliver(task, "o-1", task_id="t-2", retries=5, inbox_sent_at="2026-01-02T00:00:00+00:00")
             again, _ = deliver(task, "o-1", task_id="t-1", redelivered=True)
             go.append("go")
 
@@ -521,7 +521,7 @@ class TestTwins:
         copies = sent()
         headers = copies[0].headers
         assert [copy.headers["id"] for copy in copies] == ["t-2", "t-1"]
-        assert (headers["retries"], headers["sent_at"], headers["task"]) == (5, "2026-01-02T00:00:00+00:00", "tests.task")
+        assert (headers["retries"], headers["inbox_sent_at"], headers["task"]) == (5, "2026-01-02T00:00:00+00:00", "tests.task")
         assert headers["eta"]
         assert effects() == 1
 
@@ -553,16 +553,16 @@ class TestAge:
         task = a_task(again, bind=True)
         task.delay()
         [first] = sent()
-        deliver(task, sent_at=first.headers["sent_at"])
+        deliver(task, inbox_sent_at=first.headers["inbox_sent_at"])
         [second] = sent()
 
-        assert first.headers["sent_at"] == second.headers["sent_at"]
-        assert datetime.fromisoformat(first.headers["sent_at"]).tzinfo
+        assert first.headers["inbox_sent_at"] == second.headers["inbox_sent_at"]
+        assert datetime.fromisoformat(first.headers["inbox_sent_at"]).tzinfo
 
     def test_one_that_is_older_than_the_window_is_quarantined(self, a_task, heard):
         task = a_task(the_effect, biz_id="order_id")
 
-        state, error = deliver(task, "o-1", sent_at=self.sent(days=31))
+        state, error = deliver(task, "o-1", inbox_sent_at=self.sent(days=31))
 
         assert (state, type(error), effects()) == (states.FAILURE, NotRun, 0)
         row = the_row()
@@ -572,29 +572,29 @@ class TestAge:
 
     def test_one_that_is_older_and_known_still_is_a_duplicate(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
-        deliver(task, "o-1", sent_at=self.sent(days=1))
+        deliver(task, "o-1", inbox_sent_at=self.sent(days=1))
 
-        assert deliver(task, "o-1", sent_at=self.sent(days=31)) == (states.SUCCESS, {"order": "o-1"})
+        assert deliver(task, "o-1", inbox_sent_at=self.sent(days=31)) == (states.SUCCESS, {"order": "o-1"})
         assert the_row().duplicates == 1
 
     def test_an_operators_override_runs_it(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
-        deliver(task, "o-1", sent_at=self.sent(days=31))
+        deliver(task, "o-1", inbox_sent_at=self.sent(days=31))
         assert not store.retry("default", the_row().pk)
         assert store.override_age_fence("default", the_row().pk)
 
-        assert deliver(task, "o-1", sent_at=self.sent(days=31))[0] == states.SUCCESS
+        assert deliver(task, "o-1", inbox_sent_at=self.sent(days=31))[0] == states.SUCCESS
         assert (the_row().state, effects()) == (State.DONE, 1)
 
     @pytest.mark.parametrize("eta", [{"days": 1}, {"days": 29}])
     def test_a_task_that_waited_for_its_time_is_as_old_as_that(self, a_task, eta):
         eta = (datetime.now(UTC) - timedelta(days=eta["days"] - 0.5)).isoformat()
 
-        assert deliver(a_task(the_effect), "o-1", sent_at=self.sent(days=400), eta=eta)[0] == states.SUCCESS
+        assert deliver(a_task(the_effect), "o-1", inbox_sent_at=self.sent(days=400), eta=eta)[0] == states.SUCCESS
 
     @pytest.mark.parametrize("said", [None, "", "yesterday", 17, "2020-01-01T00:00:00", {}])
     def test_one_that_does_not_say_is_run(self, a_task, said):
-        assert deliver(a_task(the_effect), "o-1", sent_at=said)[0] == states.SUCCESS
+        assert deliver(a_task(the_effect), "o-1", inbox_sent_at=said)[0] == states.SUCCESS
 
 
 class TestEager:

@@ -125,13 +125,13 @@ def test_an_override_of_the_age_fence_sends_it_too(a_task, local_app, current, s
         Effect.objects.create(name=order_id)
 
     task = a_task(take, biz_id="order_id")
-    deliver(task, "o-1", sent_at="2020-01-01T00:00:00+00:00", task_id="t-1")
+    deliver(task, "o-1", inbox_sent_at="2020-01-01T00:00:00+00:00", task_id="t-1")
 
     call_command("inbox_retry", "t-1", "--override-age-fence", verbosity=0)
 
     [message] = sent()
-    assert message.headers["sent_at"] == "2020-01-01T00:00:00+00:00"
-    assert deliver(task, "o-1", sent_at=message.headers["sent_at"], task_id="t-1")[0] == "SUCCESS"
+    assert message.headers["inbox_sent_at"] == "2020-01-01T00:00:00+00:00"
+    assert deliver(task, "o-1", inbox_sent_at=message.headers["inbox_sent_at"], task_id="t-1")[0] == "SUCCESS"
     assert (the_row().state, effects()) == (State.DONE, 1)
 
 

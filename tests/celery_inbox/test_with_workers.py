@@ -200,3 +200,21 @@ def test_a_plain_task_with_late_acknowledgement_does_it_twice(tasks, worker):
         result.get(**WAIT)
 
     assert effects("o-1") == 2
+
+
+def test_a_database_that_is_killed_in_the_middle_fails_nobody(tasks, worker, mortal_postgres, migrated_mortal_database):
+    """Its tasks go back to the broker until it is there again."""
+    with worker(database=migrated_mortal_database) as running:
+        in_the_middle = tasks["shop.work"].delay("o-1", "wait for the word")
+        running.until(lambda: begun("o-1"))
+        mortal_postgres.kill()
+        come_later = [tasks["shop.charge"].delay({"id": f"o-{n}"}) for n in (2, 3)]
+        running.until(lambda: running.said().count("the database is away") >= 2)
+        go_on("o-1")
+        running.until(lambda: in_the_middle.id in running.said().partition("comes again")[2])
+        mortal_postgres.start()
+
+        assert in_the_middle.get(**WAIT) == "done o-1"
+        assert all(result.get(**WAIT) for result in come_later)
+
+    assert [effects(f"o-{n}") for n in (1, 2, 3)] == [1, 1, 1]
