@@ -19,11 +19,11 @@ def acknowledges_before_the_commit() -> None:
     def consume(original: Any) -> Any:
         return lambda consumer, no_ack=None: original(consumer, no_ack=True)
 
-    def ack(original: Any) -> Any:
-        return lambda message, *args, **kwargs: None
+    def settle(original: Any) -> Any:
+        return lambda acks, message: acks._outstanding.pop(message.delivery_tag)
 
     patch("kombu.messaging.Consumer.consume", consume)
-    patch("kombu.message.Message.ack", ack)
+    patch("inbox.consumer.acks.Acks.settle", settle)
 
 
 def has_no_sentinel() -> None:

@@ -21,7 +21,7 @@ STORE_FAILED = "inbox.store.store_failed"
 FAIL_STORED = "inbox.store.fail_stored"
 FINISH = "inbox.store.finish"
 EFFECT = "tests.app.models.Effect.save"
-ACK = "kombu.message.Message.ack"
+ACK = "amqp.channel.Channel.basic_ack"
 COMMIT = "django.db.backends.base.base.BaseDatabaseWrapper._commit"
 HAND_OVER = "inbox.local.LocalTransport.send"
 
@@ -67,8 +67,8 @@ CONSUMER_POINTS = {
     "in the handler, effect written": f"after {EFFECT} 3",
     "handler returned, before the sentinel": f"before {FINISH} 3",
     "after the sentinel, before the commit": f"after {FINISH} 3",
-    "committed, not acknowledged": f"before {ACK} 3",
-    "acknowledged": f"after {ACK} 3",
+    "committed, not acknowledged": f"before {ACK} 1",
+    "acknowledged": f"after {ACK} 1",
 }
 
 
