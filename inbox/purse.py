@@ -3,7 +3,8 @@
 A portion is meant to last for some fifty milliseconds, so that the database is asked some twenty times a second at any rate.
 What is not used in twice that time is lost: so what is used in any span is never more than what the bucket gave out in that
 span and the moment before it, however many processes there are. The size of the next portion follows what this process uses,
-doubled while more is asked for early (slow start, Jacobson 1988), or a slow process would keep others from theirs.
+doubled while more is asked for early and halved when some is lost (Jacobson 1988), or a slow process would keep others from
+theirs.
 
 Pure arithmetic: the caller says what time it is (monotonic, in seconds) and keeps other threads out.
 """
@@ -59,7 +60,8 @@ class Purse:
         while self._portions and now - self._portions[0].leased_at > self.keep:
             lost = self._portions.popleft()
             if lost.left:
-                self.portion = max(1, lost.leased - lost.left)
+                # Half of it at least: a process that only stood still for a moment goes on as fast as before.
+                self.portion = max(1, lost.leased - lost.left, self.portion // 2)
         return sum(portion.left for portion in self._portions)
 
     def wants_more(self, now: float) -> bool:

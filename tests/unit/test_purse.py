@@ -118,14 +118,17 @@ class TestThePurse:
 
         assert purse.portion == 1
 
-    def test_follows_what_a_slow_process_uses(self):
-        purse = Purse(2000.0)
+    def test_falls_by_half_to_what_a_slow_process_uses(self):
+        purse, asked = Purse(2000.0), []
         purse.portion = 64
-        purse.put_in(64, left=100.0, now=1.0)
-        purse.take(5, now=1.01)
 
-        assert purse.tokens(now=1.0 + purse.keep + 0.001) == 0
-        assert purse.portion == 5
+        for turn in range(6):
+            asked.append(purse.portion)
+            purse.put_in(purse.portion, left=100.0, now=float(turn))
+            purse.take(5, now=turn + 0.06)
+            purse.tokens(now=turn + 0.2)
+
+        assert asked == [64, 32, 16, 8, 5, 5]
 
     def test_asks_again_at_once_while_the_bucket_has_more(self):
         purse = Purse(2000.0)
