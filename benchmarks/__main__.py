@@ -24,7 +24,7 @@ from benchmarks.lab.report import table
 from benchmarks.lab.servers import Lab
 
 RELAY_SIDE = ("relay", "peers", "publish", "backlog", "relays", "latency", "footprint", "horizon", "order")
-INBOX_SIDE = ("inbox", "group_commit", "batch", "ordered", "effect_latency", "rate_limit", "celery")
+INBOX_SIDE = ("inbox", "group_commit", "batch", "ordered", "lease", "effect_latency", "rate_limit", "celery")
 NAMES = (*RELAY_SIDE, *INBOX_SIDE)
 RESULTS = Path(__file__).parent / ".results"
 FULL_RUNS, QUICK_RUNS = 5, 2

@@ -12,7 +12,7 @@ import sys
 
 from benchmarks.lab.actors import acting
 from benchmarks.lab.arrivals import delete_queues
-from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of
+from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of, written
 from benchmarks.lab.handling import LONGEST_SECONDS, PREFETCH
 from benchmarks.lab.plan import Plan
 from benchmarks.lab.processes import running, until
@@ -38,13 +38,13 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 
 
 def _work_off(project: Project, record: Record, task: str, count: int) -> None:
-    database, side = project.database, SIDES[task]
-    database.empty()
+    side = SIDES[task]
+    project.database.empty()
     delete_queues(project)
     with acting(project, "celery_worker", task, count) as sender:
         sender.wait(LONGEST_SECONDS)
     with running([*WORKER, *ALONE], project) as worker:
-        until(lambda: database.value("SELECT count(*) FROM shop_effect") >= count, worker, seconds=LONGEST_SECONDS, every=0.5)
+        until(lambda: written(project, count), worker, seconds=LONGEST_SECONDS)
         worker.stop()
     found = effects(project)
     record.judge(judged(project, side, count, found))

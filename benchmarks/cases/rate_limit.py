@@ -10,7 +10,7 @@ from collections import Counter
 from statistics import mean
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.deliveries import effects, handled_by, judged
+from benchmarks.lab.deliveries import effects, handled_by, judged, written
 from benchmarks.lab.handling import declare
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.processes import until
@@ -35,8 +35,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     with consuming(project, 2) as consumers, acting(project, "flood", count, IN) as flood:
         flood.wait(PATIENCE * seconds)
         sent = flood.answer()
-        written = "SELECT count(*) FROM shop_effect"
-        until(lambda: project.database.value(written) >= count, *consumers, seconds=PATIENCE * seconds, every=1.0)
+        until(lambda: written(project, count), *consumers, seconds=PATIENCE * seconds)
     found = effects(project)
     record.add(SENT, sent["messages"] / sent["seconds"], "msg/s")
     record.judge(judged(project, "two processes", count, found))

@@ -29,6 +29,7 @@ UNTIMED = 500
 """Effects that are committed before the clock starts."""
 
 EFFECTS = "SELECT number, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_effect ORDER BY id"
+COUNT = "SELECT count(*) FROM shop_effect"
 UNSETTLED = "SELECT state, count(*) FROM inbox_inboxmessage WHERE state <> 'done' GROUP BY state"
 
 
@@ -88,6 +89,12 @@ def _message(sent: Envelope) -> amqp.Message:
         delivery_mode=PERSISTENT,
         priority=0,
     )
+
+
+def written(project: Project, count: int) -> bool:
+    """Are there so many effects? While there are not, asking costs next to nothing."""
+    value = project.database.value
+    return bool(value("SELECT last_value FROM shop_effect_id_seq") >= count and value(COUNT) >= count)
 
 
 def effects(project: Project) -> list[tuple[int, float]]:

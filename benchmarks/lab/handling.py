@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.lab.actors import acting
 from benchmarks.lab.arrivals import delete_queues, fresh_queue
-from benchmarks.lab.deliveries import UNTIMED, effects, enqueue, judged, rate_of
+from benchmarks.lab.deliveries import UNTIMED, effects, enqueue, judged, rate_of, written
 from benchmarks.lab.plan import Plan
-from benchmarks.lab.processes import running
+from benchmarks.lab.processes import running, until
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
-from benchmarks.lab.relays import CONSUMER
+from benchmarks.lab.relays import CONSUMER, consuming
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.workload import Keys, many_customers
 
@@ -43,7 +43,8 @@ class Bench:
         """One `inbox_consume` empties the queue of the project's handler."""
         declare(project)
         enqueue(project, self.count, self._keys)
-        _drain(project, concurrency)
+        with consuming(project, concurrency=concurrency) as consumers:
+            until(lambda: written(project, self.count), *consumers, seconds=LONGEST_SECONDS)
         self._settle(project, side, ordered=ordered)
 
     def hand_written(self, side: str = HAND_WRITTEN) -> None:
@@ -66,9 +67,5 @@ def declare(project: Project) -> None:
     """No rows, and the handler's queues, new and empty, as the consumer itself declares them."""
     project.database.empty()
     delete_queues(project)
-    _drain(project)
-
-
-def _drain(project: Project, concurrency: int = 1) -> None:
-    with running([*CONSUMER, "--drain", "--concurrency", str(concurrency)], project) as consumer:
+    with running([*CONSUMER, "--drain"], project) as consumer:
         consumer.wait(LONGEST_SECONDS)

@@ -28,9 +28,9 @@ def relaying(project: Project, relays: int = 1, **outbox: Any) -> AbstractContex
     return _workers(RELAY, project, relays, **outbox)
 
 
-def consuming(project: Project, consumers: int = 1) -> AbstractContextManager[list[Process]]:
-    """So many processes that run the handler of `benchmarks.shop`."""
-    return _workers(CONSUMER, project, consumers)
+def consuming(project: Project, consumers: int = 1, *, concurrency: int = 0) -> AbstractContextManager[list[Process]]:
+    """So many processes that run the handler of `benchmarks.shop`, each with so many threads; 0 leaves it to the inbox."""
+    return _workers([*CONSUMER, *(["--concurrency", str(concurrency)] if concurrency else [])], project, consumers)
 
 
 def drain(project: Project, **outbox: Any) -> Ended:
