@@ -6,6 +6,7 @@ is a new one and sees every message for the first time, so give `name=` before y
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from functools import update_wrapper
 from typing import Any, Literal, Protocol, TypeVar
 from uuid import UUID
 
-from asgiref.sync import async_to_sync
+from asgiref.sync import AsyncToSync, async_to_sync
 from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 
@@ -163,7 +164,7 @@ class Handler:
             NotCallable: it returned something that is still to be run, so nothing has happened yet.
             HandlerTimeout: it took longer than `timeout`.
         """
-        with bounded(self.name, self.timeout):
+        with bounded(self.name, self.timeout, by_itself=isinstance(self.function, AsyncToSync)):
             result = self.function(list(messages) if self.batch else messages[0])
             if inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator):
                 if inspect.iscoroutine(result):
@@ -197,16 +198,14 @@ class Handler:
 def why_contradictory(handler: Handler) -> str | None:
     """Why these options cannot hold together, or None when they can."""
     leased, together = handler.mode == "lease", bool(handler.batch) or handler.group_commit > 1
+    spans = [handler.batch_wait, handler.lease, handler.lease_limit, *([] if handler.timeout is None else [handler.timeout])]
     wrong = {
         f"on_dead is {handler.on_dead!r}, and it must be 'block' or 'skip'": handler.on_dead not in {"block", "skip"},
         f"mode is {handler.mode!r}, and it must be 'transaction' or 'lease'": handler.mode not in {"transaction", "lease"},
         f"batch is {handler.batch}, and it must be 0 or more": handler.batch < 0,
         f"group_commit is {handler.group_commit}, and it must be 1 or more": handler.group_commit < 1,
         f"partitions is {handler.partitions}, and it must be 1 or more": handler.partitions < 1,
-        "timeout, batch_wait, lease and lease_limit must be longer than nothing": min(
-            handler.timeout or handler.lease, handler.batch_wait, handler.lease, handler.lease_limit
-        )
-        <= timedelta(),
+        "timeout, batch_wait, lease and lease_limit must be longer than nothing": min(spans) <= timedelta(),
         "lease_limit is shorter than lease": handler.lease_limit < handler.lease,
         "on_dead='skip' and partitions need ordered=True": not handler.ordered
         and (handler.on_dead == "skip" or handler.partitions > 1),
@@ -316,7 +315,7 @@ def idempotent_handler(
             raise NotCallable(f"The biz_id of {_origin(function)} is async: it must answer at once, from the message alone.")
         runnable: Callable[..., Any] = function
         if inspect.iscoroutinefunction(function):
-            runnable = async_to_sync(_as_coroutine(function))
+            runnable = async_to_sync(_as_coroutine(function, timeout))
         known_as = name or _default_name(function)
         if reason := why_unfit(known_as):
             raise ValueError(f"The name {known_as!r} cannot be a handler's: {reason}.")
@@ -361,9 +360,10 @@ def _field(path: str) -> BizId:
     return follow
 
 
-def _as_coroutine(function: Callable[..., Any]) -> Callable[..., Coroutine[Any, Any, Any]]:
+def _as_coroutine(function: Callable[..., Any], limit: timedelta | None) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def run(given: Message | list[Message]) -> Any:
-        return await function(given)
+        async with asyncio.timeout(limit.total_seconds() if limit else None):
+            return await function(given)
 
     return update_wrapper(run, function)
 

@@ -1,0 +1,17 @@
+"""An app whose handlers are bounded, batched and grouped; it lives in processes that tests start."""
+
+BOUNDED = "workshop.bounded"
+SINGLE = "workshop.single"
+BATCHED = "workshop.batched"
+GROUPED = "workshop.grouped"
+TOPICS = (BOUNDED, SINGLE, BATCHED, GROUPED)
+SIZE = 20
+LIMIT_SECONDS = 0.5
+EXIT = 13
+EXITS_BEFORE = "exits before its commit"
+EXITS_AFTER = "exits after its commit"
+EXITS_ALWAYS = "exits whenever it is run"
+
+
+def name_of(topic):
+    return f"test{topic}"
