@@ -71,4 +71,10 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
 
 
 def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:
-    return duplicate(handler, row) if message is None else handled(handler, message)
+    if message is not None:
+        return handled(handler, message)
+    try:
+        return duplicate(handler, row)
+    except DatabaseAway:
+        # Its neighbours are committed, and running all of them again would count them as duplicates.
+        return Received.PUT_OFF

@@ -103,6 +103,11 @@ class InboxOptions:
         return self.GROUP or str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0] or "django"
 
     @property
+    def longest_silence(self) -> float:
+        """Seconds after which a delivery that nobody runs yet is stored and acknowledged: the other half is for running it."""
+        return self.ACK_TIMEOUT.total_seconds() / 2
+
+    @property
     def oldest_run(self) -> timedelta:
         """The age past which a delivery is not run any more."""
         return self.RETENTION - self.AGE_FENCE_MARGIN

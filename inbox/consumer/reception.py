@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from inbox.reading import Arrival, message_of, read
 from inbox.receiving import receive
 from inbox.shedding import receive_shed, shedder_of
 from inbox.transactions import DatabaseAway, decided
+from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.outage import Outage
@@ -37,6 +38,10 @@ class _Read:
 
     delivery: Delivery
     arrival: Arrival
+
+    def again(self) -> _Read:
+        """For another run: its handler gets a message anew, because it may have changed the payload of this one."""
+        return replace(self, arrival=replace(self.arrival, message=None))
 
 
 _Run = Callable[[list[_Read]], list[Received] | None]
@@ -81,9 +86,12 @@ class Reception:
         parts = self._parts(handler, [_Read(delivery, self._read(delivery)) for delivery in load if self._is_wanted(delivery)])
         while parts:
             part, run = parts.popleft()
+            if self._is_late(part):
+                run = self._later(handler)
             if not self._end(part, run):
-                half = len(part) // 2 if handler.batch else 1
-                smaller = [part[:half], part[half:]] if handler.batch else [[one] for one in part]
+                anew = [one.again() for one in part]
+                half = len(part) // 2
+                smaller = [anew[:half], anew[half:]] if handler.batch else [[one] for one in anew]
                 parts.extendleft(
                     (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
                 )
@@ -160,6 +168,11 @@ class Reception:
             return ""
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
+    def _is_late(self, part: list[_Read]) -> bool:
+        """Have others of its load taken so long that it can only be stored before the broker takes us for dead?"""
+        first = part[0].delivery
+        return not first.handler.ordered and monotonic() - first.at > self._options.longest_silence
+
     def _is_wanted(self, delivery: Delivery) -> bool:
         return not self._closing and self._is_current(delivery.epoch)
 
@@ -176,6 +189,7 @@ class Reception:
             except DatabaseAway as error:
                 owed = error.owed or owed
                 self._database.wait(error, self._stop)
+                part = [one.again() for one in part]
                 continue
             except BaseException:
                 # Nothing may end the worker while the process goes on receiving.
