@@ -93,6 +93,7 @@ class Consumer:
         self._unordered: set[str] = set()
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
+        self._put_off: list[Answer] = []
         self._answered = Bell()
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
@@ -105,6 +106,7 @@ class Consumer:
             size=options.CONCURRENCY if concurrency is None else concurrency,
             receive=self._reception.receive,
             sift=self._reception.sift,
+            at_rest=self._push_answers,
         )
 
     @property
@@ -119,8 +121,7 @@ class Consumer:
         try:
             while not self._stop:
                 self._watchdog.beat()
-                if self._pool.alive < self._pool.size:
-                    raise RuntimeError("A worker thread has ended; this process must be started anew.")
+                self._pool.refuse_if_ended()
                 try:
                     self._connect()
                     self._pump()
@@ -152,11 +153,10 @@ class Consumer:
         self._speaks_amqp = speaks_amqp(url)
         if self._speaks_amqp:
             read_in_chunks(self._connection.connection.transport)
-        shared = None if self._speaks_amqp else self._connection.channel()
         for lane, declared in self._lanes:
             if lane.handler.name in self._unordered:
                 continue
-            channel = shared or self._connection.channel()
+            channel = self._connection.channel()
             queue = declared(channel)
             acks = self._acks.setdefault(channel, Acks(channel, multiple=self._speaks_amqp))
             on_delivery = partial(self._on_delivery, self._epoch, lane, acks)
@@ -226,13 +226,14 @@ class Consumer:
 
     def _answer(self) -> None:
         now = monotonic()
-        for _ in range(len(self._answers)):
-            answer = self._answers.popleft()
+        answers = [*self._put_off, *(self._answers.popleft() for _ in range(len(self._answers)))]
+        self._put_off = []
+        for answer in answers:
             if answer.delivery.epoch != self._epoch:
                 continue
             acks = self._acks[answer.delivery.message.channel]
             if answer.at > now:
-                self._answers.append(answer)
+                self._put_off.append(answer)
             elif answer.requeue:
                 acks.requeue(answer.delivery.message)
             else:
@@ -248,8 +249,12 @@ class Consumer:
         """Called by the workers."""
         put_off = received is Received.PUT_OFF
         self._answers.append(Answer(delivery, requeue=put_off, at=monotonic() + (_PUT_OFF_SECONDS if put_off else 0)))
-        # Not for each: the connection's thread takes them by the dozen, or at its next tick, or when there is nothing else.
-        if len(self._answers) >= _MANY_ANSWERS or self._pool.idle:
+        # Not for each: the connection's thread takes them by the dozen, at its next tick, or when a worker rests.
+        if self._is_answer_due():
+            self._answered.ring()
+
+    def _push_answers(self) -> None:
+        if self._answers:
             self._answered.ring()
 
     def _is_current(self, epoch: int) -> bool:
@@ -274,7 +279,7 @@ class Consumer:
 
     def _store_stale(self, now: float) -> None:
         """Let nothing wait here unanswered until the broker takes us for dead and closes the channel (consumer_timeout)."""
-        if stale := self._pool.stale(now - self._options.ACK_TIMEOUT.total_seconds() / 2):
+        if stale := self._pool.stale(now - self._options.longest_silence):
             self._pool.submit(partial(self._reception.hold, stale))
 
     def _watch(self, now: float) -> None:

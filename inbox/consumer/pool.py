@@ -37,7 +37,8 @@ class Busy:
 class Pool:
     """`size` threads that run loads of `lanes` by `receive`, and between them what `runner` finds due.
 
-    While too many wait for a lane's handler, `sift` drops some of its loads and answers with the rest.
+    While too many wait for a lane's handler, `sift` drops some of its loads and answers with the rest. `at_rest` is called,
+    and must be quick, whenever a thread finds nothing to do.
     """
 
     def __init__(
@@ -48,12 +49,14 @@ class Pool:
         size: int,
         receive: Callable[[list[Delivery]], object] = len,
         sift: Callable[[list[Delivery]], list[Delivery]] = list,
+        at_rest: Callable[[], object] = dict,
     ) -> None:
         self._lanes = list(lanes)
         self._runner = runner
         runner.on_ring = self._wake
         self._receive = receive
         self._sift = sift
+        self._at_rest = at_rest
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._stored_next = False
@@ -70,9 +73,10 @@ class Pool:
     def alive(self) -> int:
         return sum(thread.is_alive() for thread in self._threads)
 
-    @property
-    def size(self) -> int:
-        return len(self._threads)
+    def refuse_if_ended(self) -> None:
+        """Raises RuntimeError when a thread has ended before `close`, which none should."""
+        if self.alive < len(self._threads):
+            raise RuntimeError("A worker thread has ended; this process must be started anew.")
 
     def put(self, lane: Lane, delivery: Delivery) -> None:
         with self._changed:
@@ -141,6 +145,7 @@ class Pool:
                 if job := self._choose(now):
                     self._changed.notify()  # there may be more, for somebody who is resting
                     return job
+                self._at_rest()
                 left = min((lane.seconds_left(now, hurry=self._hurry) for lane in self._lanes), default=_LONGEST_WAIT_SECONDS)
                 self._changed.wait(min(left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None

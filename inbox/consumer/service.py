@@ -55,6 +55,7 @@ def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog
     logger.info("Running what is stored, on %d threads.", size)
     while not stop:
         watchdog.beat()
+        pool.refuse_if_ended()
         stop.wait(_BEAT_SECONDS)
     pool.close()
     while pool.alive:

@@ -400,7 +400,7 @@ class TestTwins:
         with consuming([handler], broker_options(rabbitmq_url, PREFETCH=1)):
             assert begun.wait(A_WHILE)
             with consuming([handler], options) as second:
-                wait_until(lambda: any(answer.requeue for answer in list(second._answers)))
+                wait_until(lambda: second._put_off)
                 assert not InboxMessage.objects.exists()
                 release.set()
                 wait_until(lambda: length(handler) == 0)
