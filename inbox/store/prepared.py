@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-_MISSING = "26000"
+_MISSING, _EXISTS = "26000", "42P05"
 _AT_HAND = "_inbox_prepared"
 
 
 class StatementLost(OperationalError):
-    """Somebody has dropped what was prepared on this connection. The transaction is over; run it again."""
+    """What is prepared on this connection is not what we know of. The transaction is over; run it again."""
 
     sqlstate = SERIALIZATION_FAILURE
 
@@ -61,9 +61,13 @@ class Prepared:
                     at_hand.known.add(self._name)
                 return at_hand.cursor.execute(self._execute, parameters)
             except Exception as error:
-                if getattr(error, "sqlstate", None) != _MISSING:
+                sqlstate = getattr(error, "sqlstate", None)
+                if sqlstate not in {_MISSING, _EXISTS}:
                     raise
-                at_hand.known.clear()
+                at_hand.known.discard(self._name)
+                if sqlstate == _EXISTS:
+                    # Somebody else's: a proxy after all, whose server processes change hands.
+                    at_hand.cursor = None
                 raise StatementLost(str(error)) from None
 
 
