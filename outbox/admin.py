@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -19,7 +20,9 @@ from outbox.kernel.display import (
     NOTHING,
     Tone,
     age,
+    as_json,
     as_payload,
+    as_text,
     badge,
     identifier,
     moment,
@@ -30,6 +33,7 @@ from outbox.kernel.display import (
 )
 from outbox.kernel.envelope import JSON
 from outbox.kernel.message_admin import MessageAdmin, ReadOnlyAdmin, StateFilter, StuckFilter, counted
+from outbox.kernel.wire import CELERY_TOPICS
 from outbox.models import IN_TROUBLE, OutboxMessage, RelayHeartbeat, State
 
 _OPEN = (State.SCHEDULED, State.READY, State.WAITING)
@@ -63,6 +67,7 @@ class OutboxMessageAdmin(MessageAdmin):
         State.ROLLED_BACK: Tone.OVER,
     }
     allowed_in: ClassVar[Any] = {"requeue": store.REQUEUEABLE, "cancel": store.CANCELLABLE}
+    large_columns = (*MessageAdmin.large_columns, "wire")
     confirmation_template = "outbox/admin/confirm.html"
     change_form_template = "outbox/admin/message.html"
     change_list_template = "outbox/admin/messages.html"
@@ -80,6 +85,7 @@ class OutboxMessageAdmin(MessageAdmin):
         "attempts",
         "payload",
         "headers_text",
+        "form_text",
         "error_text",
         "created",
         "deliver",
@@ -96,7 +102,7 @@ class OutboxMessageAdmin(MessageAdmin):
     fieldsets = (
         (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
         ("Failure", {"fields": ("attempts", "error_text")}),
-        ("Content", {"fields": ("payload", "headers_text")}),
+        ("Content", {"fields": ("payload", "headers_text", "form_text")}),
         ("Times", {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
         ("Routing", {"fields": ("priority", "shard", "is_unique")}),
         ("Origin", {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
@@ -109,10 +115,12 @@ class OutboxMessageAdmin(MessageAdmin):
         return outbox_options().STUCK_AFTER
 
     def called(self, term: str) -> Q:
+        """Also the name of a Celery task names its messages."""
+        named = super().called(term) | Q(topic=f"{CELERY_TOPICS}{term}")
         try:
-            return super().called(term) | Q(message_id=uuid.UUID(term))
+            return named | Q(message_id=uuid.UUID(term))
         except ValueError:
-            return super().called(term)
+            return named
 
     @admin.display(description="state")
     def state_explained(self, row: Any) -> SafeString:
@@ -154,7 +162,17 @@ class OutboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:
-        return as_payload(bytes(row.body), JSON).as_html()
+        form = _form_of(row)
+        content_type = form.get("content_type") if isinstance(form, dict) else None
+        return as_payload(bytes(row.body), str(content_type or JSON)).as_html()
+
+    @admin.display(description="form on the wire")
+    def form_text(self, row: Any) -> SafeString:
+        """Of a message in the form of another protocol: where it goes, with which properties and headers."""
+        form = _form_of(row)
+        if form is None:
+            return format_html("{}", NOTHING)
+        return (as_text(form) if isinstance(form, str) else as_json(form)).as_html()
 
     @admin.display(description="deliver at")
     def deliver(self, row: Any) -> SafeString:
@@ -190,6 +208,16 @@ class OutboxMessageAdmin(MessageAdmin):
             "outstanding may be in the broker already.",
             button="Cancel the messages",
         )
+
+
+def _form_of(row: Any) -> Any:
+    """What is kept of the other protocol, as JSON; as text when somebody has made it unreadable; None when there is none."""
+    if row.wire is None:
+        return None
+    try:
+        return json.loads(row.wire)
+    except (ValueError, RecursionError):
+        return row.wire
 
 
 @admin.register(RelayHeartbeat)

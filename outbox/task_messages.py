@@ -30,6 +30,8 @@ from outbox.transports.frames import FrameWriter
 _PROTOCOL = 2
 _USUAL_FRAME_BYTES = 128 * 1024
 """RabbitMQ's frame_max, unless it is told otherwise; the headers of a message must fit into one frame."""
+_LONGEST_EXPIRATION = 2**32 - 1
+"""In milliseconds, some 50 days."""
 _AT_ONCE = timedelta(microseconds=1)
 
 
@@ -90,9 +92,13 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
     ) -> None:
         """What kombu calls with everything prepared, to write it to a channel."""
         due, end = (self._instant(headers.get(name)) for name in ("eta", "expires"))
-        if due is not None and end is not None and "expiration" in properties:
+        deliver_at = due if due is not None and due > utcnow() else None
+        if deliver_at is not None and end is not None and "expiration" in properties:
             # Celery counts it from the call, and the broker from when it gets the message.
-            properties["expiration"] = str(max(int((end - due).total_seconds() * 1000), 0))
+            properties["expiration"] = str(max(int((end - deliver_at).total_seconds() * 1000), 0))
+        if int(properties.get("expiration", 0)) > _LONGEST_EXPIRATION:
+            # RabbitMQ would refuse the message. The worker goes by the header anyway.
+            del properties["expiration"]
         wire = Wire(
             exchange=exchange,
             exchange_type=self._type_of(exchange, declare),
@@ -103,9 +109,9 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
             headers=headers,
             properties=properties,
         )
-        row = _row(body.encode() if isinstance(body, str) else bytes(body), wire, due, end)
+        row = _row(body.encode() if isinstance(body, str) else bytes(body), wire, deliver_at, end)
         _write(self._alias, row, _text(wire, row))
-        if row.deliver_at is None:
+        if deliver_at is None:
             doorbell.ring_after_commit(self._alias)
 
     def _type_of(self, exchange: str, declare: Iterable[Any]) -> str:
@@ -123,10 +129,9 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
         return instant
 
 
-def _row(body: bytes, wire: Wire, due: datetime | None, end: datetime | None) -> store.NewRow:
-    headers, cause, now = wire.headers, current_cause(), utcnow()
+def _row(body: bytes, wire: Wire, deliver_at: datetime | None, end: datetime | None) -> store.NewRow:
+    headers, cause = wire.headers, current_cause()
     task_id = str(headers["id"])
-    deliver_at = due if due is not None and due > now else None
     limit = outbox_options().BODY_LIMIT_BYTES
     if len(body) > limit:
         raise PayloadTooLarge(
@@ -148,7 +153,7 @@ def _row(body: bytes, wire: Wire, due: datetime | None, end: datetime | None) ->
         is_unique=False,
         delay=None,
         deliver_at=deliver_at,
-        expires_in=None if end is None else max(end - (deliver_at or now), _AT_ONCE),
+        expires_in=None if end is None else max(end - (deliver_at or utcnow()), _AT_ONCE),
     )
 
 
