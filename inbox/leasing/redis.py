@@ -16,6 +16,8 @@ import json
 import logging
 import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -139,6 +141,20 @@ class RedisLeases:
     def close(self) -> None:
         self._client.close()
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """By handler, what has left no row: `handled`, `duplicates` of these by cause, and `conflicts`.
+
+        Raises:
+            LeaseStoreAway: Redis does not answer.
+        """
+        counted: dict[str, dict[str, int]] = {}
+        with self._asking():
+            told: Any = self._client.hgetall(self._key("counts"))
+        for name, count in told.items():
+            what, _, handler = name.partition(":")
+            counted.setdefault(handler, {})[what] = int(count)
+        return counted
+
     # ---------------------------------------------------------------------------------------------------------- asking Redis
 
     def _verdict(self, wanted: Wanted, answer: list[Any], owner: str, began_at: float) -> Verdict:
@@ -188,11 +204,16 @@ class RedisLeases:
     def _call(self, script: str, keys: list[str], arguments: list[Any]) -> list[Any]:
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(script)
-        try:
+        with self._asking():
             answer: list[Any] = self._scripts[script](keys, arguments)
+        return answer
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
         except (redis.RedisError, OSError) as error:
             raise LeaseStoreAway(f"the lease store {self._where}: {describe(error)}") from error
-        return answer
 
     def _key(self, name: str) -> str:
         return f"inbox:{self._group}:{name}"
@@ -232,13 +253,12 @@ class RedisLeases:
     def _warn_of_eviction(self) -> None:
         if self._told_of_eviction:
             return
-        try:
-            said: Any = self._client.info("memory")
-        except redis.ResponseError:
-            # Not everybody may ask.
-            return
-        except (redis.RedisError, OSError) as error:
-            raise LeaseStoreAway(f"the lease store {self._where}: {describe(error)}") from error
+        with self._asking():
+            try:
+                said: Any = self._client.info("memory")
+            except redis.ResponseError:
+                # Not everybody may ask.
+                said = {}
         self._told_of_eviction = True
         if said.get("maxmemory") and said.get("maxmemory_policy") != "noeviction":
             logger.error(

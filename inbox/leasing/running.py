@@ -117,10 +117,8 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
     with heartbeat.keeping(store, lease):
         failure = _attempt(lease, message, steps, envelope, options)
         lease.settling = True
-        if failure is None:
-            settled = _settle(lease, partial(store.consume, lease))
-        else:
-            settled = _settle(lease, partial(store.free, lease, failure))
+        write = partial(store.consume, lease) if failure is None else partial(store.free, lease, failure)
+        settled = not lease.lost and _settle(lease, write)
     if not settled:
         return _overtaken(lease, options)
     if failure is None:

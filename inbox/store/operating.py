@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from django.db import OperationalError
+from django.db import OperationalError, connections, transaction
 from django.db.models import Min
 
-from inbox.models import DUE, SETTLED, InboxMessage, State
+from inbox.models import DUE, SETTLED, InboxMessage, State, Step
+from inbox.store.dialect import TABLE
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
@@ -106,7 +107,16 @@ def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> It
     """
     old = _settled_before(alias, older_than)
     while ids := list(old.order_by("settled_at").values_list("pk", flat=True)[:chunk]):
-        yield InboxMessage.objects.using(alias).filter(pk__in=ids, state__in=SETTLED).delete()[0]
+        yield _delete(alias, ids)
+
+
+def _delete(alias: str, ids: Sequence[int]) -> int:
+    """Django's own delete() would read every row with its body first, because steps refer to it."""
+    with transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+        Step.objects.using(alias).filter(message_id__in=ids).delete()
+        places = ", ".join(["%s"] * len(ids))
+        cursor.execute(f"DELETE FROM {TABLE} WHERE id IN ({places}) AND state IN ('done', 'skipped', 'shed')", ids)
+        return int(cursor.rowcount)
 
 
 def purgeable(alias: str, older_than: timedelta) -> int:
