@@ -15,6 +15,7 @@ import pytest
 from django.db import connection, connections, transaction
 
 from inbox.models import InboxMessage
+from inbox.store.buckets import lease_tokens
 from outbox import Draft, doorbell, publish_many
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
@@ -283,3 +284,13 @@ class TestTheDoorbell:
                 outside.execute(f"NOTIFY {CHANNEL}")
 
             assert bell.wait(SECONDS, never)
+
+
+def test_tokens_are_leased_and_no_connection_keeps_a_setting_of_the_lease(pooled):
+    leased = at_once([lambda: lease_tokens("default", "limited", rate=1e-9, burst=20.0, most=15)] * 4)
+
+    assert sum(one.tokens for one in leased) == 20
+    with connection.cursor() as cursor:
+        for _ in range(10):
+            cursor.execute("SHOW synchronous_commit")
+            assert cursor.fetchone() == ("on",)
