@@ -25,10 +25,10 @@ def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
     return Delivery(1, handler, message, monotonic() - waited)
 
 
-def receive_load(load, given=OPTIONS):
+def receive_load(load, given=OPTIONS, *, stop=None):
     """What a worker answers to each delivery of a load, in the load's order; None to those it leaves with the broker."""
     answers = {}
-    stop = StopRequest()
+    stop = StopRequest() if stop is None else stop
     reception = Reception(
         given,
         stop,
