@@ -11,7 +11,7 @@ from statistics import mean
 
 from benchmarks.lab.actors import acting
 from benchmarks.lab.deliveries import effects, handled_by, judged, written
-from benchmarks.lab.handling import declare
+from benchmarks.lab.handling import LONGEST_SECONDS, declare
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.processes import until
 from benchmarks.lab.record import Record
@@ -22,20 +22,17 @@ IN, LIMIT = 10_000, 2_000
 SENT, HANDLED, OVERALL = "sent", "handled, each second", "handled, all in all"
 WITHIN = "seconds within 5 % of the limit"
 TOLERANCE = 0.05
-PATIENCE = 3.0
-"""How many times as long as the limit asks for the whole may take."""
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
     count = IN * plan.choose(full=60, quick=5)
     project = handled_by(lab.new_project(), "bulk", batch=50, batch_wait=0.2, rate_limit=f"{LIMIT}/s")
     declare(project)
-    seconds = count / LIMIT
-    say(f"{record.name}: {count:,} messages in, {seconds:.0f} s to work them off")
+    say(f"{record.name}: {count:,} messages in, {count / LIMIT:.0f} s to work them off")
     with consuming(project, 2) as consumers, acting(project, "flood", count, IN) as flood:
-        flood.wait(PATIENCE * seconds)
+        flood.wait(LONGEST_SECONDS)
         sent = flood.answer()
-        until(lambda: written(project, count), *consumers, seconds=PATIENCE * seconds)
+        until(lambda: written(project, count), *consumers, seconds=LONGEST_SECONDS)
     found = effects(project)
     record.add(SENT, sent["messages"] / sent["seconds"], "msg/s")
     record.judge(judged(project, "two processes", count, found))
