@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -220,9 +221,11 @@ def _come_again(call: Call, rest: timedelta, why: str) -> NoReturn:
     """Send a copy of this delivery, with its task id, to come after `rest`; it counts as no retry."""
     if call.eager:
         raise NotRun(f"{call.handler.name} was not run: {why}.")
+    # On quorum queues Celery delays by whole seconds and refuses less than one.
+    countdown = math.ceil(rest.total_seconds())
     try:
-        call.task.signature_from_request(countdown=rest.total_seconds()).apply_async()
+        call.task.signature_from_request(countdown=countdown).apply_async()
     except Exception as error:
         raise Reject(f"{why}, and it cannot be sent again: {describe(error)}", requeue=True) from error
-    logger.info("%s: task %s comes again in %.1f s: %s.", call.handler.name, call.message.id, rest.total_seconds(), why)
+    logger.info("%s: task %s comes again in %d s: %s.", call.handler.name, call.message.id, countdown, why)
     raise Ignore(why)

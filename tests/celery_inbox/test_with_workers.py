@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 WAIT = {"timeout": 60, "interval": 0.05}
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 def test_sent_eight_times_under_eight_ids_it_happens_once(tasks, worker, pool):
     with worker(pool=pool, concurrency=4):
         sent = [tasks["shop.charge"].delay({"id": "o-1"}) for _ in range(8)]
@@ -94,6 +94,26 @@ def test_a_twin_that_is_at_work_is_waited_for_outside_the_worker(tasks, worker):
     assert the_row().duplicates == 1
 
 
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_on_quorum_queues(app, tasks, worker):
+    """There Celery has RabbitMQ do the delaying, in whole seconds."""
+    quorum = {"task_default_queue_type": "quorum", "task_default_exchange_type": "topic"}
+    app.conf.update(quorum)
+    with worker(**quorum) as running:
+        first = tasks["shop.work"].delay("o-1", "wait for the word")
+        [victim] = running.until(lambda: begun("o-1"))
+        second = tasks["shop.work"].delay("o-1", "wait for the word")
+        running.until(lambda: running.said().count("comes again in") >= 2)
+        os.kill(victim, signal.SIGKILL)
+        running.until(lambda: len(begun("o-1")) == 2)
+        go_on("o-1")
+
+        assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
+        assert tasks["shop.try_again"].apply_async(["o-2"], countdown=1).get(**WAIT) == 1
+
+    assert (effects("o-1"), effects("o-2")) == (1, 1)
+
+
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_redis_delivers_a_long_task_again_while_it_runs(tasks, worker):
     """Its transport looks for such messages some seconds after a start and then seldom, so a second worker is started."""
@@ -111,13 +131,13 @@ def test_redis_delivers_a_long_task_again_while_it_runs(tasks, worker):
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-@pytest.mark.parametrize("name", ["shop.try_again", "shop.by_itself"])
-def test_a_retry_is_no_duplicate_of_the_try_that_failed(tasks, worker, name, pool):
+def test_a_retry_is_no_duplicate_of_the_try_that_failed(tasks, worker, pool):
     with worker(pool=pool):
-        assert tasks[name].delay("o-1").get(**WAIT) == 1
+        assert tasks["shop.try_again"].delay("o-1").get(**WAIT) == 1
+        assert tasks["shop.by_itself"].delay("o-2").get(**WAIT) == 1
 
-    assert list(Effect.objects.values_list("name", "detail")) == [("o-1", "1")]
-    assert (the_row().state, the_row().attempts, the_row().duplicates) == (State.DONE, 2, 0)
+    assert list(Effect.objects.order_by("name").values_list("name", "detail")) == [("o-1", "1"), ("o-2", "1")]
+    assert list(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == [(State.DONE, 2, 0)] * 2
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
