@@ -122,6 +122,15 @@ class Process:
     def terminate(self):
         self._process.send_signal(signal.SIGTERM)
 
+    def kill(self):
+        self._process.kill()
+
+    def freeze(self):
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self):
+        self._process.send_signal(signal.SIGCONT)
+
     def ends(self):
         """Its exit status, once it has one."""
         try:
