@@ -34,7 +34,7 @@ from inbox.outcomes import (
     taken_in,
 )
 from inbox.reading import Arrival, identify_late, message_of, messages_of, stored_envelope
-from inbox.store import Failure, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.store import Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
 from inbox.transactions import DatabaseAway, call, decided, in_transaction, persistently
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope, Undecodable
@@ -106,8 +106,8 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     return (known[stored.handler], stored) if stored else None
 
 
-def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) -> Received:
-    """Run a stored message whose attempt has been claimed."""
+def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Received:
+    """Run a stored message whose attempt has been claimed. When it is handled, `follower` has claimed who follows it."""
     attempt = stored.attempts
     if attempt > options.MAX_ATTEMPTS:
         error = stored.last_error or "Its attempts were begun and never ended: its process died, or its database went away."
@@ -124,10 +124,12 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions) ->
     stored.biz_id = biz_id
     if handler.mode == "lease":
         return leased.run_stored(handler, stored, envelope, options)
-    return _run_in_transaction(handler, stored, envelope, options)
+    return _run_in_transaction(handler, stored, envelope, options, follower)
 
 
-def _run_in_transaction(handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Received:
+def _run_in_transaction(
+    handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions, follower: Follower | None
+) -> Received:
     attempt, biz_id = stored.attempts, stored.biz_id
     alone_in = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
 
@@ -135,7 +137,7 @@ def _run_in_transaction(handler: Handler, stored: InboxMessage, envelope: Envelo
         message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
         ran = in_transaction(
             handler,
-            lambda: store.begin_stored(handler.using, stored.pk, attempt, alone_in),
+            lambda: store.begin_stored(handler.using, stored.pk, attempt, alone_in, follower),
             lambda: call(handler, message, envelope),
             of=message.id,
             attempt=attempt,

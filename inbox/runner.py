@@ -19,8 +19,9 @@ from inbox.conf import InboxOptions
 from inbox.handlers import Handler, registry
 from inbox.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage
+from inbox.outcomes import Received
 from inbox.receiving import claim_next, run_stored
-from inbox.store import OrderedKey
+from inbox.store import Follower, OrderedKey
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 _SHORTEST_REST_SECONDS = 0.01
 _LONGEST_NAP_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
+_IN_A_ROW_SECONDS = 0.1
 
 
 def _nobody() -> None:
@@ -136,8 +138,7 @@ class Runner:
                 self._sweep(alias, handlers)
                 if claimed := self._claim(handlers, alias):
                     self.ring()
-                    run_stored(*claimed, self._options)
-                    ran += 1
+                    ran += self._run(*claimed)
             except DatabaseAway as error:
                 away = error
                 if error.owed is not None:
@@ -156,6 +157,18 @@ class Runner:
         elif not ran:
             self._database.wait(away, self._stop)
         return ran
+
+    def _run(self, handler: Handler, stored: InboxMessage) -> int:
+        """Run it, and for a moment those that follow it in the order of its key: each spares a search and a commit."""
+        ran, enough_at = 0, monotonic() + _IN_A_ROW_SECONDS
+        while True:
+            more = handler.rate_limit is None and monotonic() < enough_at and not self._stop
+            follower = Follower(self._options.REDELIVERY_AFTER) if more else None
+            became = run_stored(handler, stored, self._options, follower)
+            ran += 1
+            if follower is None or follower.row is None or became is not Received.HANDLED:
+                return ran
+            stored = decided(partial(InboxMessage.objects.using(handler.using).get, pk=follower.row), handler.using)
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""

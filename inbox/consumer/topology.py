@@ -98,8 +98,8 @@ def _refuse_other_partitions(connection: kombu.Connection, handler: Handler, opt
         raise Unordered(
             f"The handler {handler.name} has partitions={count}, but the broker has queues of it from when that was another "
             "number. Keys would change their queues while messages wait, and lose their order. Stop the relays, let the old "
-            f"consumers run {queue_name(handler, options)} and {queue_name(handler, options)}.0, .1 and so on empty, delete these "
-            "queues, and the exchange of that name if there is one, and start again."
+            f"consumers run {queue_name(handler, options)} and {queue_name(handler, options)}.0, .1 and so on empty, delete "
+            "these queues, and the exchange of that name if there is one, and start again."
         )
 
 

@@ -20,7 +20,7 @@ from inbox.store.operating import (
     skip,
 )
 from inbox.store.ordering import Released, deciding, hold_gates, promote_next, release_stuck
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Follower, Guard, KeyBusy, NewRow, OrderedKey, TwinBusy
 from inbox.store.sentinel import ENDED, finish, refuse_if_ended
 from inbox.store.stored import (
     ABANDONED,
@@ -47,6 +47,7 @@ __all__ = [
     "Duplicates",
     "Earlier",
     "Failure",
+    "Follower",
     "Guard",
     "Incoming",
     "KeyBusy",

@@ -30,19 +30,33 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, transaction
 
 from inbox.models import InboxMessage, State
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE, is_postgresql
+from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import OrderedKey
+from outbox.kernel.clock import NOW_AFTER, now_after
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 OPEN = "ordered AND state IN ('received', 'retrying', 'waiting', 'running', 'dead')"
 """Who has a place in the order, as the index `inbox_order` knows it."""
+GATE = (
+    "pg_advisory_xact_lock({gate}), set_config('idle_in_transaction_session_timeout', "
+    "coalesce({bound}, current_setting('idle_in_transaction_session_timeout')), true)"
+)
+"""For the RETURNING of the statement that settles a row: hold its gate, and bound how long this process may sleep with it."""
+_HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY id LIMIT 1"
+_PROMOTE = f"UPDATE {TABLE} SET state = 'received', attempts = attempts + {{attempts}}, next_attempt_at = {{due}}"
 _READ_COMMITTED = "read committed"
 _LONGEST_SLEEP_MS = 10_000
 """After which the server ends the transaction of a process that was frozen with a gate in its hands."""
 _LONGEST_WAIT = timedelta(seconds=10)
 _KEYS_AT_ONCE = 10_000
+
+
+def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey) -> list[Any]:
+    """The parameters of `GATE`: which one, and how long. Inside the transaction of a test the bound would outlive it."""
+    return [_gate(*order), f"{_LONGEST_SLEEP_MS}ms" if len(connection.atomic_blocks) == 1 else None]
 
 
 def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
@@ -52,38 +66,56 @@ def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
     statement, and the transaction must be READ COMMITTED: any other would see what was there before the wait.
     """
     connection = connections[alias]
-    gates = sorted({_lock("gate", handler, key) for key in keys if key})
+    gates = sorted({_gate(handler, key) for key in keys if key})
     if not gates or not is_postgresql(connection):
         return
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(gate) FROM unnest(%s::bigint[]) gate", [gates])
 
 
-def promote_next(alias: str, handler: str, key: str) -> bool:
-    """waiting → received, due now, for the head of the key; False when the head is none that waits, or there is none.
+def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta | None = None) -> int | None:
+    """waiting → received, due now, for the head of the key; its row. None when the head is none that waits, or there is none.
 
-    Under the gate, after a row of the key was settled (done, skipped) or has lost its place, in the same transaction.
+    Under the gate, after a row of the key was settled (done, skipped) or has lost its place, in the same transaction. With
+    `claimed_for` it is claimed at once, as `claim_due` does: its attempt is counted, and it is due when that time is over.
     """
     connection = connections[alias]
-    head = f"SELECT id, state FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} ORDER BY id LIMIT 1"
-    promote = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = {now(connection)}"
-    with connection.cursor() as cursor:
-        if not is_postgresql(connection):
-            cursor.execute(f"{promote} WHERE state = 'waiting' AND id = (SELECT id FROM ({head}))", [handler, key])
-            return bool(cursor.rowcount)
-        while True:
+    claim = [0 if claimed_for is None else 1, (claimed_for or timedelta()).total_seconds()]
+    if not is_postgresql(connection):
+        promote = _PROMOTE.format(attempts="%s", due=now_after(connection))
+        with connection.cursor() as cursor:
             cursor.execute(
-                f"WITH head AS MATERIALIZED ({head}), promoted AS ({promote} FROM head WHERE {TABLE}.id = head.id AND "
-                f"head.state = 'waiting' AND {TABLE}.state = 'waiting' RETURNING {TABLE}.id) "
-                "SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true",
-                [handler, key],
+                f"{promote} WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')})) RETURNING id",
+                [*claim, handler, key],
             )
-            found = cursor.fetchall()
-            if not found or found[0][0] != State.WAITING:
-                return False
-            if found[0][1] is not None:
-                return True
-            # An operator has skipped that one between our look and our write; look again.
+            return next((row for (row,) in cursor.fetchall()), None)
+    while True:
+        ((state, row),) = _promote(connection, [handler, key, *claim]) or [("", None)]
+        if row is not None or state != State.WAITING:
+            return row
+        # An operator has skipped that one between our look and our write; look again.
+
+
+def _promote(connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[str, int | None]]:
+    """What state the head was in, and which row was promoted; nothing when there is no head."""
+    if is_usable(connection):
+        found: list[tuple[str, int | None]] = _PROMOTE_HEAD.execute(connection, given).fetchall()
+        return found
+    with connection.cursor() as cursor:
+        cursor.execute(_promote_head(*["%s"] * 4), given)
+        return list(cursor.fetchall())
+
+
+def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
+    promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
+    return (
+        f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
+        f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' AND {TABLE}.state = 'waiting' RETURNING {TABLE}.id) "
+        "SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true"
+    )
+
+
+_PROMOTE_HEAD = Prepared("promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
 
 
 def is_head(alias: str, handler: str, key: str, row: int) -> bool:
@@ -115,16 +147,6 @@ def passes_on(alias: str, order: OrderedKey, isolation: str) -> OrderedKey | Non
         return order
     transaction.on_commit(partial(_promote_by_itself, alias, order), using=alias, robust=True)
     return None
-
-
-def held(connection: BaseDatabaseWrapper, order: OrderedKey) -> tuple[str, list[Any]]:
-    """For the RETURNING of the statement that settles a row: its gate, and a bound on how long one may sleep with it."""
-    if not is_postgresql(connection):
-        return "''", []
-    gate = "pg_advisory_xact_lock(%s)"
-    if len(connection.atomic_blocks) == 1:  # inside the transaction of a test the bound would outlive this
-        gate += f", set_config('idle_in_transaction_session_timeout', '{_LONGEST_SLEEP_MS}', true)"
-    return gate, [_lock("gate", *order)]
 
 
 @contextmanager
@@ -172,7 +194,7 @@ def release_stuck(alias: str, passing: Sequence[str], after: OrderedKey | None) 
     normal = not stuck or _sees_every_commit(alias)
     # Elsewhere a key is released just after the commit, and we may have looked in between.
     return Released(
-        stuck=sum(_promote_by_itself(alias, order) for order in stuck) * normal,
+        stuck=sum(_promote_by_itself(alias, order) is not None for order in stuck) * normal,
         passed=sum(_pass_over(alias, order, row) for order, row in dead),
         up_to=heads[-1][0] if len(heads) == _KEYS_AT_ONCE else None,
     )
@@ -201,7 +223,7 @@ def _heads(alias: str, after: OrderedKey) -> list[tuple[OrderedKey, int, str]]:
         return [(OrderedKey(handler, key), row, state) for handler, key, row, state in cursor.fetchall()]
 
 
-def _promote_by_itself(alias: str, order: OrderedKey) -> bool:
+def _promote_by_itself(alias: str, order: OrderedKey) -> int | None:
     with deciding(alias):
         hold_gates(alias, order.handler, [order.key])
         return promote_next(alias, *order)
@@ -223,6 +245,10 @@ def _sees_every_commit(alias: str) -> bool:
     with transaction.atomic(using=alias), connection.cursor() as cursor:
         cursor.execute("SHOW transaction_isolation")
         return bool(cursor.fetchone()[0] == _READ_COMMITTED)
+
+
+def _gate(handler: str, key: str) -> int:
+    return _lock("gate", handler, key)
 
 
 def _lock(space: str, handler: str, key: str) -> int:

@@ -50,18 +50,33 @@ class NewRow:
     replayed: bool = False
 
 
+@dataclass(slots=True)
+class Follower:
+    """The message that follows in an order the one which is being run, for whoever will run it at once.
+
+    Attributes:
+        claimed_for: after which it is due again, when whoever claimed it has died.
+        row: which one it is, its attempt counted, once the other is done; None when none follows.
+    """
+
+    claimed_for: timedelta
+    row: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Guard:
     """The rows that the open transaction began with, and what proves that it is still the same transaction.
 
     Attributes:
         order: the order that its one row has a place in, to be passed on to the next.
+        follower: claims the next for the one who runs this; None leaves it to be found.
     """
 
     alias: str
     rows: tuple[int, ...]
     transaction: str
     order: OrderedKey | None = None
+    follower: Follower | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,7 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.store.dialect import TABLE, is_postgresql, now
-from inbox.store.ordering import held, promote_next
+from inbox.store.ordering import GATE, for_gate, promote_next
 from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import PARTLY, Guard
 from outbox.kernel.faults import is_collision, is_outage
@@ -32,12 +32,18 @@ _FINISH = Prepared(
     f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
     f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3",
 )
+_FINISH_IN_ORDER = Prepared(
+    "finish_in_order",
+    ["bigint", "int", "text", "bigint", "text"],
+    f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
+    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$4', bound='$5')}",
+)
 
 
 def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
-    A row with a place in an order passes it on to the next, which is no part of the proof.
+    A row with a place in an order passes it on to the next, which is then its follower; that is no part of the proof.
 
     Args:
         result: what the handler returned, as JSON, where somebody may ask for it again.
@@ -66,14 +72,20 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     if hit != len(guard.rows):
         raise TransactionEnded(ENDED)
     if guard.order is not None:
-        promote_next(guard.alias, *guard.order)
+        follower = guard.follower
+        row = promote_next(guard.alias, *guard.order, claimed_for=follower.claimed_for if follower else None)
+        if follower:
+            follower.row = row
 
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
     """How many rows were hit."""
-    if result is None and len(guard.rows) == 1 and guard.order is None and is_usable(connection):
+    if result is None and len(guard.rows) == 1 and is_usable(connection):
         connection.validate_no_broken_transaction()
-        return int(_FINISH.execute(connection, [guard.rows[0], attempts, guard.transaction]).rowcount)
+        given = [guard.rows[0], attempts, guard.transaction]
+        if guard.order is None:
+            return int(_FINISH.execute(connection, given).rowcount)
+        return int(_FINISH_IN_ORDER.execute(connection, [*given, *for_gate(connection, guard.order)]).rowcount)
     sql = (
         f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{'' if result is None else ', result = %s'} "
         f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_OURS}"
@@ -82,13 +94,12 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
     if is_postgresql(connection):
         sql += " AND pg_current_xact_id()::text = %s"
         parameters.append(guard.transaction)
-    if guard.order is not None:
-        gate, for_gate = held(connection, guard.order)
-        sql += f" RETURNING {gate}"
-        parameters += for_gate
+        if guard.order is not None:
+            sql += f" RETURNING {GATE.format(gate='%s', bound='%s')}"
+            parameters += for_gate(connection, guard.order)
     with connection.cursor() as cursor:
         cursor.execute(sql, parameters)
-        return int(cursor.rowcount) if guard.order is None else len(cursor.fetchall())
+        return int(cursor.rowcount)
 
 
 def refuse_if_ended(guard: Guard) -> None:

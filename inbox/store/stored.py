@@ -17,7 +17,7 @@ from django.db.models import Count
 from inbox.models import DUE, InboxMessage, State
 from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
-from inbox.store.rows import PARTLY, Failure, Guard, KeyBusy, OrderedKey
+from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey
 from inbox.store.sentinel import SAVEPOINT
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
@@ -60,17 +60,22 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
     return claimed[0] if claimed else None
 
 
-def begin_stored(alias: str, row: int, attempts: int, alone_in: OrderedKey | None = None) -> Guard | None:
+def begin_stored(
+    alias: str, row: int, attempts: int, alone_in: OrderedKey | None = None, follower: Follower | None = None
+) -> Guard | None:
     """Lock a claimed row as the first statement of the handler's transaction. None: it is not ours any more.
 
     Args:
         alone_in: no other message of this key may run at the same time.
+        follower: gets to know who follows it in its order.
 
     Raises:
         KeyBusy: one does. Roll back, and give the row back.
     """
     connection = connections[alias]
     postgresql = is_postgresql(connection)
+    if follower is not None:
+        follower.row = None
     returned = "pg_current_xact_id()::text" if postgresql else "''"
     parameters: list[Any] = [row, attempts]
     if alone_in is not None:
@@ -78,9 +83,10 @@ def begin_stored(alias: str, row: int, attempts: int, alone_in: OrderedKey | Non
         returned += f", ordered, {columns}"
         parameters += for_columns
     with connection.cursor() as cursor:
+        # In a CASE, or the planner may take the whole index of what is due for a shorter way to one row than its primary key.
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL "
-            "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') AND next_attempt_at IS NOT NULL "
+            f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL WHERE id = %s AND attempts = %s AND "
+            "CASE WHEN state IN ('received', 'retrying', 'running') THEN next_attempt_at IS NOT NULL ELSE false END "
             f"RETURNING {returned}",
             parameters,
         )
@@ -94,7 +100,7 @@ def begin_stored(alias: str, row: int, attempts: int, alone_in: OrderedKey | Non
     ((proof, ordered, isolation, alone),) = found
     if not alone:
         raise KeyBusy
-    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None)
+    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None, follower)
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:
