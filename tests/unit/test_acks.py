@@ -1,0 +1,155 @@
+"""Acknowledging many at once: whatever the order of the answers, what is not answered is never acknowledged."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inbox.consumer.acks import Acks
+
+
+class Channel:
+    """Keeps the books that a broker keeps of one channel."""
+
+    def __init__(self):
+        self.outstanding = []
+        self.acked = []
+        self.requeued = []
+        self.frames = []
+
+    def deliver(self, tag):
+        self.outstanding.append(tag)
+        return Delivered(self, tag)
+
+    def basic_ack(self, tag, multiple=False):
+        assert tag in self.outstanding, f"an ack for {tag}, which is not outstanding, ends the channel"
+        answered = [one for one in self.outstanding if one <= tag] if multiple else [tag]
+        self.acked += answered
+        self.outstanding = [one for one in self.outstanding if one not in answered]
+        self.frames.append((tag, multiple))
+
+
+class Delivered:
+    def __init__(self, channel, tag):
+        self._channel = channel
+        self.delivery_tag = tag
+
+    def requeue(self):
+        self._channel.outstanding.remove(self.delivery_tag)
+        self._channel.requeued.append(self.delivery_tag)
+
+
+class Client:
+    """A channel, the acks under test, and deliveries 1, 2, 3, … on it."""
+
+    def __init__(self, count, *, multiple=True):
+        self.channel = Channel()
+        self.acks = Acks(self.channel, multiple=multiple)
+        self.messages = {}
+        for _ in range(count):
+            self.delivered()
+
+    def delivered(self):
+        tag = len(self.messages) + 1
+        self.messages[tag] = self.channel.deliver(tag)
+        self.acks.delivered(self.messages[tag])
+
+    def settle(self, *tags):
+        for tag in tags:
+            self.acks.settle(self.messages[tag])
+        self.acks.flush()
+
+
+def test_what_is_answered_at_the_front_goes_with_one_frame():
+    client = Client(5)
+
+    client.settle(1, 2, 3)
+
+    assert client.channel.frames == [(3, True)]
+    assert client.channel.outstanding == [4, 5]
+    assert len(client.acks) == 2
+
+
+def test_what_is_answered_behind_an_unanswered_one_goes_singly():
+    client = Client(5)
+
+    client.settle(2, 4)
+
+    assert sorted(client.channel.frames) == [(2, False), (4, False)]
+    assert client.channel.outstanding == [1, 3, 5]
+
+
+def test_the_front_goes_on_over_those_that_went_before():
+    client = Client(5)
+    client.settle(2, 4)
+
+    client.settle(1, 3)
+
+    assert client.channel.frames[-1] == (3, True)
+    assert client.channel.outstanding == [5]
+
+
+def test_both_at_the_same_time():
+    client = Client(6)
+
+    client.settle(5, 2, 1)
+
+    assert client.channel.frames == [(2, True), (5, False)]
+    assert client.channel.outstanding == [3, 4, 6]
+
+
+def test_what_was_given_back_is_no_longer_in_the_way():
+    client = Client(3)
+    client.acks.requeue(client.messages[1])
+
+    client.settle(2, 3)
+
+    assert client.channel.frames == [(3, True)]
+    assert (client.channel.acked, client.channel.requeued, len(client.acks)) == ([2, 3], [1], 0)
+
+
+def test_nothing_is_sent_when_nothing_is_answered():
+    client = Client(3)
+
+    client.acks.flush()
+
+    assert client.channel.frames == []
+
+
+def test_a_broker_that_takes_no_many_gets_each_singly():
+    client = Client(3, multiple=False)
+
+    client.settle(1, 2, 3)
+
+    assert sorted(client.channel.frames) == [(1, False), (2, False), (3, False)]
+    assert len(client.acks) == 0
+
+
+@pytest.mark.parametrize("multiple", [True, False])
+@given(data=st.data())
+def test_whatever_the_order_exactly_what_is_answered_is_acknowledged_and_once(data, multiple):
+    client = Client(0, multiple=multiple)
+    settled, given_back = set(), set()
+    for _ in range(data.draw(st.integers(1, 15))):
+        for _ in range(data.draw(st.integers(0, 4))):
+            client.delivered()
+        open_ones = sorted(set(client.messages) - settled - given_back)
+        answered = data.draw(st.permutations(open_ones)) if open_ones else []
+        answered = answered[: data.draw(st.integers(0, len(answered)))]
+        for tag in answered:
+            if data.draw(st.integers(0, 5)) == 0:
+                client.acks.requeue(client.messages[tag])
+                given_back.add(tag)
+            else:
+                client.acks.settle(client.messages[tag])
+                settled.add(tag)
+        if data.draw(st.booleans()):
+            client.acks.flush()
+
+    client.acks.flush()
+
+    assert sorted(client.channel.acked) == sorted(settled)
+    assert sorted(client.channel.requeued) == sorted(given_back)
+    assert client.channel.outstanding == sorted(set(client.messages) - settled - given_back)
+    assert len(client.acks) == len(client.channel.outstanding)

@@ -1,0 +1,289 @@
+"""The pool: what its threads do next, how many at once, and how they end."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+
+import kombu
+import pytest
+
+from inbox.consumer.lanes import Delivery, Lane
+from inbox.consumer.pool import Pool
+from inbox.handlers import Handler
+from outbox.kernel.clock import monotonic
+from tests.deliveries import A_WHILE, wait_until
+
+
+class Store:
+    """What a runner is to a pool: so many stored messages that are due, each taking its turn."""
+
+    def __init__(self, due=0, do=lambda: None):
+        self.due = due
+        self.ran = 0
+        self.on_ring = None
+        self._do = do
+        self._lock = threading.Lock()
+
+    def seconds_left(self, now):
+        return 0.0 if self.due else 60.0
+
+    def turn(self):
+        with self._lock:
+            if not self.due:
+                return 0
+            self.due -= 1
+            self.ran += 1
+        self._do()
+        return 1
+
+    def add(self, count):
+        self.due += count
+        self.on_ring()
+
+
+def a_lane(name="tests.pool", **options):
+    return Lane(Handler(name=name, topic="t", function=print, biz_id=None, using="default", **options))
+
+
+def a_delivery(lane, number=0):
+    return Delivery(1, lane.handler, kombu.Message(body=b"", delivery_tag=number), monotonic())
+
+
+@contextmanager
+def running(lanes, store=None, *, size=1, **work):
+    pool = Pool(lanes, store or Store(), size=size, **work)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.close()
+        wait_until(lambda: not pool.alive)
+
+
+class Work:
+    """What the workers were given, in order; with a gate they wait at it."""
+
+    def __init__(self, *, gate=None):
+        self.done = []
+        self.at_once = self.most = 0
+        self._gate = gate
+        self._lock = threading.Lock()
+
+    def __call__(self, load):
+        with self._lock:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        if self._gate is not None:
+            assert self._gate.wait(A_WHILE)
+        with self._lock:
+            self.at_once -= 1
+            self.done.append((load[0].handler.name, [delivery.message.delivery_tag for delivery in load]))
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def test_what_comes_is_run_in_order():
+    lane, work = a_lane(), Work()
+    with running([lane], receive=work) as pool:
+        for number in range(20):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: len(work.done) == 20)
+
+    assert [numbers for _, numbers in work.done] == [[number] for number in range(20)]
+
+
+def test_so_many_run_at_once_and_no_more(gate):
+    lane, work = a_lane(), Work(gate=gate)
+    with running([lane], receive=work, size=3) as pool:
+        for number in range(10):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: work.at_once == 3)
+        assert len(pool.busy()) == 3
+        gate.set()
+        wait_until(lambda: len(work.done) == 10)
+
+    assert work.most == 3
+
+
+def test_stored_and_delivered_ones_share_the_threads(gate):
+    lane, work = a_lane(), Work(gate=gate)
+    store = Store(5, do=lambda: work([a_delivery(lane, "stored")]))
+    with running([lane], store, receive=work, size=2) as pool:
+        for number in range(5):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: work.at_once == 2)
+        gate.set()
+        wait_until(lambda: len(work.done) == 10)
+
+    assert work.most == 2
+
+
+def test_stored_and_delivered_ones_take_turns():
+    lane, order = a_lane(), []
+    store = Store(10, do=lambda: order.append("stored"))
+    pool = Pool([lane], store, size=1, receive=lambda load: order.append("delivered"))
+    for number in range(10):
+        pool.put(lane, a_delivery(lane, number))
+    pool.start()
+    wait_until(lambda: len(order) == 20)
+    pool.close()
+
+    assert order == ["delivered", "stored"] * 10
+
+
+def test_lanes_take_turns():
+    lanes, work = [a_lane("a"), a_lane("b"), a_lane("c")], Work()
+    pool = Pool(lanes, Store(), size=1, receive=work)
+    for number in range(3):
+        for lane in lanes:
+            pool.put(lane, a_delivery(lane, number))
+    pool.start()
+    wait_until(lambda: len(work.done) == 9)
+    pool.close()
+
+    assert [name for name, _ in work.done] == ["a", "b", "c"] * 3
+
+
+def test_a_lane_that_waits_for_its_batch_keeps_no_other_waiting():
+    batch, single, work = a_lane("batch", batch=10, batch_wait=timedelta(hours=1)), a_lane("single"), Work()
+    with running([batch, single], receive=work) as pool:
+        pool.put(batch, a_delivery(batch))
+        pool.put(single, a_delivery(single))
+        wait_until(lambda: work.done == [("single", [0])])
+
+
+def test_a_batch_is_run_when_its_wait_is_over():
+    lane, work = a_lane(batch=10, batch_wait=timedelta(seconds=0.1)), Work()
+    with running([lane], receive=work) as pool:
+        pool.put(lane, a_delivery(lane, 1))
+        pool.put(lane, a_delivery(lane, 2))
+        wait_until(lambda: work.done)
+
+    assert work.done == [("tests.pool", [1, 2])]
+
+
+def test_in_a_hurry_no_batch_is_waited_for():
+    lane, work = a_lane(batch=10, batch_wait=timedelta(hours=1)), Work()
+    with running([lane], receive=work) as pool:
+        pool.put(lane, a_delivery(lane))
+        pool.hurry()
+        wait_until(lambda: work.done)
+
+
+def test_an_ordered_lane_is_in_the_hands_of_one(gate):
+    lane, work = a_lane(ordered=True), Work(gate=gate)
+    with running([lane], receive=work, size=3) as pool:
+        pool.put(lane, a_delivery(lane, 0))
+        wait_until(lambda: work.at_once == 1)
+        for number in range(1, 4):
+            pool.put(lane, a_delivery(lane, number))
+        gate.set()
+        wait_until(lambda: len(work.done) == 2)
+
+    assert work.most == 1
+    assert [numbers for _, numbers in work.done] == [[0], [1, 2, 3]]
+
+
+def test_what_is_rung_for_is_run_at_once():
+    store = Store()
+    with running([], store, size=2):
+        store.add(3)
+        wait_until(lambda: store.ran == 3)
+
+
+def test_an_errand_goes_first(gate):
+    lane, work, order = a_lane(), Work(gate=gate), []
+    with running([lane], receive=work) as pool:
+        for number in range(3):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: work.at_once == 1)
+        pool.submit(lambda: order.append(len(work.done)))
+        gate.set()
+        wait_until(lambda: order)
+
+    assert order == [1]
+
+
+def test_who_finds_nothing_to_do_says_so_each_time():
+    lane, work, rests = a_lane(), Work(), []
+    with running([lane], receive=work, at_rest=lambda: rests.append(len(work.done))) as pool:
+        for number in range(3):
+            pool.put(lane, a_delivery(lane, number))
+            wait_until(lambda number=number: number + 1 in rests)
+
+
+def test_what_was_taken_out_is_not_run(gate):
+    lane, work = a_lane(), Work(gate=gate)
+    with running([lane], receive=work) as pool:
+        for number in range(3):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: work.at_once == 1)
+        stale = pool.stale(monotonic() + 1)
+        gate.set()
+        wait_until(lambda: pool.idle)
+
+    assert [delivery.message.delivery_tag for delivery in stale] == [1, 2]
+    assert work.done == [("tests.pool", [0])]
+
+
+def test_another_life_forgets_what_nobody_has_in_hand(gate):
+    lane, work = a_lane(), Work(gate=gate)
+    with running([lane], receive=work) as pool:
+        for number in range(3):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: work.at_once == 1)
+        pool.drop_others(2)
+        gate.set()
+        wait_until(lambda: pool.idle)
+
+    assert work.done == [("tests.pool", [0])]
+
+
+def test_closing_ends_what_is_in_hand_and_begins_nothing(gate):
+    lane, work, store = a_lane(), Work(gate=gate), Store()
+    pool = Pool([lane], store, size=2, receive=work)
+    pool.start()
+    for number in range(5):
+        pool.put(lane, a_delivery(lane, number))
+    wait_until(lambda: work.at_once == 2)
+
+    pool.close()
+    store.add(3)
+    gate.set()
+    wait_until(lambda: not pool.alive)
+
+    assert Counter(number for _, (number,) in work.done) == {0: 1, 1: 1}
+    assert (len(lane), store.ran) == (3, 0)
+
+
+def test_it_says_what_is_in_hand_and_since_when(gate):
+    lane, work = a_lane(), Work(gate=gate)
+    with running([lane], receive=work) as pool:
+        before = monotonic()
+        pool.put(lane, a_delivery(lane, 7))
+        (busy,) = wait_until(pool.busy)
+        assert not pool.idle
+        gate.set()
+        wait_until(lambda: pool.idle)
+
+    assert [delivery.message.delivery_tag for delivery in busy.load] == [7]
+    assert before <= busy.since <= monotonic()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_ended_by_itself_is_missed():
+    lane = a_lane()
+    with running([lane], receive=lambda load: 1 / 0, size=2) as pool:
+        pool.refuse_if_ended()
+        pool.put(lane, a_delivery(lane))
+        wait_until(lambda: pool.alive < 2)
+        with pytest.raises(RuntimeError, match="started anew"):
+            pool.refuse_if_ended()
