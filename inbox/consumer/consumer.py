@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 import kombu
 from amqp.exceptions import ChannelError
+from django.db import connections
 
 from inbox.conf import InboxOptions
 from inbox.consumer.acks import Acks
@@ -94,6 +96,7 @@ class Consumer:
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._put_off: list[Answer] = []
+        self._holder: threading.Thread | None = None
         self._answered = Bell()
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
@@ -278,9 +281,21 @@ class Consumer:
                 shedder.saw(*self._length_of(subscription.queue))
 
     def _store_stale(self, now: float) -> None:
-        """Let nothing wait here unanswered until the broker takes us for dead and closes the channel (consumer_timeout)."""
+        """Let nothing wait here unanswered until the broker takes us for dead and closes the channel (consumer_timeout).
+
+        On a thread of its own: when things wait for that long, no worker is free.
+        """
+        if self._holder is not None and self._holder.is_alive():
+            return
         if stale := self._pool.stale(now - self._options.longest_silence):
-            self._pool.submit(partial(self._reception.hold, stale))
+            self._holder = threading.Thread(target=self._hold, args=[stale], name="holder", daemon=True)
+            self._holder.start()
+
+    def _hold(self, stale: list[Delivery]) -> None:
+        try:
+            self._reception.hold(stale)
+        finally:
+            connections.close_all()
 
     def _watch(self, now: float) -> None:
         """Tell about a handler that does not end: its inbox row is not committed, so nobody else can see it."""
@@ -355,6 +370,9 @@ class Consumer:
         while self._pool.alive:
             self._watchdog.beat()
             self._pool.join(_TICK_SECONDS)
+        while self._holder is not None and self._holder.is_alive():
+            self._watchdog.beat()
+            self._holder.join(_TICK_SECONDS)
         if self._connection is None:
             return
         try:

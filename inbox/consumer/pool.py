@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +59,6 @@ class Pool:
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._stored_next = False
-        self._errands: deque[Callable[[], object]] = deque()
         self._next_lane = 0
         self._busy: dict[int, Busy] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
@@ -81,12 +79,6 @@ class Pool:
     def put(self, lane: Lane, delivery: Delivery) -> None:
         with self._changed:
             lane.put(delivery)
-            self._changed.notify()
-
-    def submit(self, errand: Callable[[], object]) -> None:
-        """Have something else done by the next thread that is free."""
-        with self._changed:
-            self._errands.append(errand)
             self._changed.notify()
 
     def hurry(self) -> None:
@@ -151,8 +143,6 @@ class Pool:
         return None
 
     def _choose(self, now: float) -> Callable[[], object] | None:
-        if self._errands:
-            return self._errands.popleft()
         if self._stored_next and self._runner.seconds_left(now) <= 0:
             self._stored_next = False
             return self._run_stored

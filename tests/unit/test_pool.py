@@ -199,19 +199,6 @@ def test_what_is_rung_for_is_run_at_once():
         wait_until(lambda: store.ran == 3)
 
 
-def test_an_errand_goes_first(gate):
-    lane, work, order = a_lane(), Work(gate=gate), []
-    with running([lane], receive=work) as pool:
-        for number in range(3):
-            pool.put(lane, a_delivery(lane, number))
-        wait_until(lambda: work.at_once == 1)
-        pool.submit(lambda: order.append(len(work.done)))
-        gate.set()
-        wait_until(lambda: order)
-
-    assert order == [1]
-
-
 def test_who_finds_nothing_to_do_says_so_each_time():
     lane, work, rests = a_lane(), Work(), []
     with running([lane], receive=work, at_rest=lambda: rests.append(len(work.done))) as pool:
