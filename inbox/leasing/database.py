@@ -6,6 +6,7 @@ message whose process has died is taken over by any runner when its lease has en
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 from inbox.conf import InboxOptions
@@ -53,8 +54,8 @@ class DatabaseLeases:
         alias, pk = _row_of(lease)
         decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
 
-    def close(self) -> None:
-        pass
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        return {}
 
 
 def _grant(wanted: Wanted, twin_timeout: timedelta) -> leases.Granted | None:

@@ -111,8 +111,9 @@ class RedisLeases:
     def consume(self, lease: Lease) -> bool:
         said, *has_row = self._ours(scripts.CONSUME, lease, lease.wanted.row.handler)
         if said == _DONE and has_row == ["1"]:
-            alias, row = lease.wanted.handler.using, lease.wanted.row
-            decided(lambda: leases.finish_kept(alias, row, lease.wanted.order), alias)
+            wanted = lease.wanted
+            finish = partial(leases.finish_kept, wanted.handler.using, wanted.row, wanted.order)
+            decided(partial(finish, delivered=wanted.stored is None), wanted.handler.using)
         return bool(said == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
@@ -137,9 +138,6 @@ class RedisLeases:
         alias, pk = lease.wanted.handler.using, lease.pk
         if pk is not None:
             decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
-
-    def close(self) -> None:
-        self._client.close()
 
     def counts(self) -> dict[str, dict[str, int]]:
         """By handler, what has left no row: `handled`, `duplicates` of these by cause, and `conflicts`.

@@ -70,7 +70,7 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
         return Received.DUPLICATE
     if isinstance(verdict, Kept) and decided(partial(store_due, handler.using, row, options.TWIN_TIMEOUT), handler.using):
         return Received.STORED
-    if isinstance(verdict, Held) and _keep(handler, row, options, until=verdict.remaining, attempts=verdict.attempts):
+    if isinstance(verdict, Held) and _keep(wanted, options, verdict):
         _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
         return Received.STORED
     return duplicate(handler, row, redelivered=redelivered)
@@ -165,22 +165,32 @@ def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
 
 def _overtaken(lease: Lease, options: InboxOptions) -> Received:
     """Whoever holds it now decides. The database keeps it, so that somebody will look at it when nobody does."""
-    handler, row = lease.wanted.handler, lease.wanted.row
     logger.error(
         "%s: its run has ended, but its lease had ended before, so nothing was settled and it may be run again. Make its lease "
         "or lease_limit longer than its longest run.",
         lease,
     )
     if lease.pk is None:
-        _keep(handler, row, options, until=timedelta(), attempts=lease.attempt)
+        _keep(lease.wanted, options, Held(timedelta(), lease.attempt), counting=False)
     return Received.STORED
 
 
-def _keep(handler: Handler, row: NewRow, options: InboxOptions, *, until: timedelta, attempts: int) -> bool:
-    """Have a delivery looked at again after `until`. False: the database has a row of it."""
-    return decided(
-        partial(leases.keep, handler.using, row, options.TWIN_TIMEOUT, until=until, attempts=attempts), handler.using
+def _keep(wanted: Wanted, options: InboxOptions, held: Held, *, counting: bool = True) -> bool:
+    """Have a message looked at again when the lease ends that another has; `counting` this delivery as its duplicate.
+
+    False: the database has a row of it.
+    """
+    keep = partial(
+        leases.keep,
+        wanted.handler.using,
+        wanted.row,
+        options.TWIN_TIMEOUT,
+        until=held.remaining,
+        attempts=held.attempts,
+        duplicate=held.cause if counting else None,
+        conflicting=held.conflicting,
     )
+    return decided(keep, wanted.handler.using)
 
 
 def _announce_duplicate(handler: Handler, row: NewRow, cause: DuplicateCause, *, conflicting: bool) -> None:

@@ -9,6 +9,7 @@ A store that cannot be asked raises, and then nothing is run: no lease is ever a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Protocol
@@ -172,5 +173,5 @@ class LeaseStore(Protocol):
     def forget(self, lease: Lease, step: str) -> None:
         """This step, which was begun and has not ended, counts as never begun; unless there was a later lease."""
 
-    def close(self) -> None:
-        """Let go of connections."""
+    def counts(self) -> Mapping[str, Mapping[str, int]]:
+        """By handler, what has left no row: `handled`, its `duplicates`, these by cause, and `conflicts` among them."""

@@ -13,7 +13,7 @@ from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import SAVEPOINT
-from outbox.kernel.clock import now_after
+from outbox.kernel.clock import now_after, utcnow
 from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
@@ -113,16 +113,32 @@ def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timede
 
 
 def store_running(
-    alias: str, row: NewRow, twin_timeout: timedelta, *, ends_after: timedelta, attempts: int, fence: int
+    alias: str,
+    row: NewRow,
+    twin_timeout: timedelta,
+    *,
+    ends_after: timedelta,
+    attempts: int,
+    fence: int,
+    duplicate: DuplicateCause | None = None,
+    conflicting: bool = False,
 ) -> int | None:
     """∅ → running, under a lease that ends after `ends_after`; the row. None: it exists.
+
+    Args:
+        duplicate: the row stands for a delivery that has none and is being run, and counts this one as its duplicate.
+        conflicting: that one says something else.
 
     Raises:
         TwinBusy: see `begin_fresh`.
     """
-    inserted = _insert(
-        alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also={"attempts": attempts, "fence": fence}
-    )
+    also: dict[str, Any] = {"attempts": attempts, "fence": fence}
+    if duplicate is not None:
+        also |= {"duplicates": 1, **({_COUNTED_AS[duplicate]: 1} if duplicate in _COUNTED_AS else {})}
+    if conflicting:
+        at = connections[alias].ops.adapt_datetimefield_value(utcnow())
+        also |= {"conflicts": 1, "conflicting_id": row.message_id, "conflicting_body": row.body, "conflicting_at": at}
+    inserted = _insert(alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also=also)
     return inserted.rows[0] if inserted else None
 
 
@@ -156,8 +172,6 @@ def _insert(
         ("state", state.value),
         ("last_error", printable(failure.error, ERROR_LENGTH) if failure else ""),
         ("traceback", printable(failure.traceback, TRACEBACK_LENGTH) if failure else ""),
-        ("duplicates", 0),
-        ("conflicts", 0),
         *(also or {"attempts": failure.attempts if failure else 0}).items(),
     ]
     if failure and failure.quarantined:

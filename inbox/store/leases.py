@@ -21,7 +21,7 @@ from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.fresh import store_running
 from inbox.store.ordering import deciding, hold_gates, promote_next
-from inbox.store.rows import Failure, KeyBusy, NewRow, OrderedKey
+from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey
 from inbox.store.steps import remember_all
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
@@ -140,15 +140,31 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
     return bool(freed) or _was_left(alias, pk, fence, State.RETRYING, State.DEAD)
 
 
-def keep(alias: str, row: NewRow, twin_timeout: timedelta, *, until: timedelta, attempts: int) -> bool:
-    """∅ → running, for a delivery that found another at work by a lease kept elsewhere: it is looked at again when that ends.
+def keep(
+    alias: str,
+    row: NewRow,
+    twin_timeout: timedelta,
+    *,
+    until: timedelta,
+    attempts: int,
+    duplicate: DuplicateCause | None = None,
+    conflicting: bool = False,
+) -> bool:
+    """∅ → running, for a message that is at work by a lease kept elsewhere: it is looked at again when that ends.
 
-    False: the row exists.
-
-    Raises:
-        TwinBusy: see `begin_fresh`.
+    False: the row exists. For `duplicate` and `conflicting` see `store_running`, which see for its errors, too.
     """
-    return store_running(alias, row, twin_timeout, ends_after=until, attempts=attempts, fence=0) is not None
+    kept = store_running(
+        alias,
+        row,
+        twin_timeout,
+        ends_after=until,
+        attempts=attempts,
+        fence=0,
+        duplicate=duplicate,
+        conflicting=conflicting,
+    )
+    return kept is not None
 
 
 def show_running(alias: str, pk: int, attempts: int, fence: int, lease: timedelta, alone_in: OrderedKey | None = None) -> bool:
@@ -169,10 +185,14 @@ def wait_for(alias: str, pk: int, attempts: int, until: timedelta) -> None:
     _claimed(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
 
 
-def finish_kept(alias: str, row: NewRow, order: OrderedKey | None = None) -> bool:
-    """received | retrying | running → done, on the word of the store that keeps its lease. False: there is no such row."""
+def finish_kept(alias: str, row: NewRow, order: OrderedKey | None = None, *, delivered: bool = False) -> bool:
+    """received | retrying | running → done, on the word of the store that keeps its lease. False: there is no such row.
+
+    Args:
+        delivered: a delivery was run, and the row may have been made of a duplicate; from now on it says what that said.
+    """
     with _in_order(alias, order):
-        done = _the_row(alias, row).update(**_done())
+        done = _the_row(alias, row).update(**_done(), **(_said_by(row) if delivered else {}))
         _pass_on(alias, order)
     return bool(done)
 
@@ -189,17 +209,16 @@ def fail_kept(
 ) -> int | None:
     """∅ | received | retrying | running → retrying | dead, on the word of the store that keeps its lease; the row.
 
-    It has its steps from now on, and says what the failed message said: a delivery with other content may have been kept here
-    meanwhile. None: its row is settled.
+    It has its steps from now on, and says what the failed message said: it may have been made of a duplicate. None: its row
+    is settled.
 
     Raises:
         TwinBusy: see `begin_fresh`.
     """
-    content = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
     with transaction.atomic(using=alias), _in_order(alias, leaves):
         keep(alias, row, twin_timeout, until=timedelta(), attempts=failure.attempts)
         written = _failed(failure, leaves)
-        if not _the_row(alias, row).update(**written, **content, fence=fence, headers=json.loads(row.headers)):
+        if not _the_row(alias, row).update(**written, **_said_by(row), fence=fence):
             return None
         pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
         remember_all(alias, pk, steps)
@@ -237,6 +256,11 @@ def _the_row(alias: str, row: NewRow) -> Any:
 def _was_left(alias: str, pk: int, fence: int, *states: State) -> bool:
     found: bool = InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state__in=states).exists()
     return found
+
+
+def _said_by(row: NewRow) -> dict[str, Any]:
+    content: dict[str, Any] = {name: getattr(row, name) for name in ("message_id", "content_type", "body", "digest")}
+    return {**content, "headers": json.loads(row.headers)}
 
 
 def _done() -> dict[str, Any]:

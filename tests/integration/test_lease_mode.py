@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -13,6 +14,7 @@ from django.core.management import call_command
 from django.db import connection, transaction
 
 from inbox import Reject, RetryLater, signals, store
+from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.leasing.opening import lease_store
 from inbox.leasing.stores import LeaseStoreAway
@@ -247,7 +249,8 @@ class TestADuplicate:
 
         assert first.answer is Received.HANDLED
         assert slow.runs == effects() == 1
-        assert the_row().state == State.DONE
+        row = the_row()
+        assert (row.state, row.duplicates, row.redeliveries, row.resends) == (State.DONE, 2, 1, 1)
         assert names_of(told) == ["duplicate_suppressed", "duplicate_suppressed", "message_handled"]
 
     def test_while_it_runs_does_not_lose_it_when_that_run_fails(self, leased, given):
@@ -273,7 +276,10 @@ class TestADuplicate:
             deliver(handler, an_envelope({"order_id": 2}, biz_id=envelope.biz_id), given=given)
             slow.go_on.set()
 
-        assert bytes(the_row().body) == envelope.body
+        row = the_row()
+        assert bytes(row.body) == envelope.body
+        assert (row.conflicts, bytes(row.conflicting_body)) == (1, b'{"order_id": 2}')
+        assert row.conflicting_at is not None
         assert "conflicting_duplicate" in names_of(told)
 
     def test_of_a_dead_letter_does_not_run_it(self, leased, given):
@@ -758,6 +764,25 @@ class TestAStoreThatIsAway:
             assert first.answer is Received.HANDLED
             assert deliver(handler, envelope) is Received.DUPLICATE
         assert ran == [1]
+
+
+def test_the_status_tells_what_has_left_no_row(leased, redis_server, redis_url, settings, capsys):
+    settings.INBOX = {"LEASE_STORE": redis_url}
+    handler, envelope = leased(the_effect), an_envelope()
+    deliver(handler, envelope, given=inbox_options())
+    deliver(handler, envelope, given=inbox_options())
+
+    call_command("inbox_status", "--json")
+    told = json.loads(capsys.readouterr().out)
+    call_command("inbox_status")
+    drawn = capsys.readouterr().out
+    redis_server.kill()
+    call_command("inbox_status")
+    redis_server.start()
+
+    assert told["without_rows"] == {handler.name: {"handled": 1, "duplicates": 1, "resend": 1}}
+    assert "under leases, without a row: handled" in drawn
+    assert "does not answer" in capsys.readouterr().out
 
 
 class TestALostMemory:

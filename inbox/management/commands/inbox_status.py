@@ -1,4 +1,6 @@
 import json
+from collections import Counter
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
@@ -6,6 +8,9 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
+from inbox.conf import inbox_options
+from inbox.leasing.opening import lease_store
+from inbox.leasing.stores import LeaseStoreAway
 from inbox.models import InboxMessage
 from outbox.kernel.console import age, table, watch
 from outbox.kernel.databases import require_table
@@ -51,6 +56,7 @@ def _told(alias: str, *, with_conflicts: bool) -> dict[str, Any]:
         "delivered": balance.delivered,
         "quarantined": balance.quarantined,
         "oldest_waiting": _iso(store.oldest_waiting(alias)),
+        "without_rows": _without_rows(),
     }
     if with_conflicts:
         told["conflicts"] = [
@@ -81,6 +87,7 @@ def _drawn(alias: str, *, with_conflicts: bool) -> str:
             ("duplicates with other content", f"{duplicates.conflicting:,}"),
             ("dead, in quarantine", f"{balance.quarantined:,}"),
             ("oldest waiting", age(store.oldest_waiting(alias))),
+            *_leased(),
         ]
     )
     return f"{drawn}\n\n{_conflicts(alias)}" if with_conflicts else drawn
@@ -108,6 +115,24 @@ def _conflicts(alias: str) -> str:
             ),
         ]
     )
+
+
+def _leased() -> list[tuple[str, str]]:
+    counts = _without_rows()
+    if counts is None:
+        return [("the store of leases", "does not answer")]
+    sums = Counter[str]()
+    for of_handler in counts.values():
+        sums.update(of_handler)
+    return [(f"under leases, without a row: {what}", f"{count:,}") for what, count in sorted(sums.items(), reverse=True)]
+
+
+def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
+    """What has left no row, of the handlers of all databases; None when nobody answers."""
+    try:
+        return lease_store(inbox_options()).counts()
+    except LeaseStoreAway:
+        return None
 
 
 def _by_cause(duplicates: store.Duplicates) -> dict[str, int]:
