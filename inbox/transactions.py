@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from inbox import store
+from inbox.blocks import none_left_open
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers import Handler, Message
 from inbox.store import Guard
@@ -78,7 +79,7 @@ def in_transaction(
             if guard is None:
                 return False
             try:
-                with _Supervision(handler):
+                with _Supervision(handler), none_left_open():
                     returned = run()
                 result = remember(returned) if remember else None
             except BaseException:
@@ -120,13 +121,13 @@ class _Supervision:
 
     def __enter__(self) -> None:
         handler = self._handler
+        # First, because it may fail: then nothing has been begun that must be ended.
+        if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
+            with connections[handler.using].cursor() as cursor:
+                cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
         for alias in connections:
             connection = connections[alias]
-            ours = alias == handler.using
-            if ours and handler.timeout is not None and connection.vendor == "postgresql":
-                with connection.cursor() as cursor:
-                    cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")
-            watch = self._refuse_transaction_control if ours else self._warn_of_writes
+            watch = self._refuse_transaction_control if alias == handler.using else self._warn_of_writes
             connection.execute_wrappers.append(watch)
             self._watched.append((connection.execute_wrappers, watch))
 

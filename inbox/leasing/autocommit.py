@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from django.db import connections
 
+from inbox.blocks import abandon, none_left_open
 from inbox.errors import TransactionBroken
+from outbox.kernel.databases import has_begun
 
 
 def is_inside_a_transaction(alias: str) -> bool:
@@ -15,30 +18,33 @@ def is_inside_a_transaction(alias: str) -> bool:
     return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
 
 
-def refuse_left_open(alias: str) -> None:
-    """A handler that began a transaction behind Django's back and left it open has written nothing, and would take our own
-    next write into it.
+@contextmanager
+def autocommit(alias: str) -> Iterator[None]:
+    """A handler that begins a transaction on `alias` and leaves it open has written nothing, and would take our own next write
+    into it, also when it has failed.
 
     Raises:
         TransactionBroken: it has. The connection is closed, and that transaction rolled back.
     """
+    try:
+        with none_left_open():
+            yield
+    except BaseException:
+        with suppress(TransactionBroken):
+            _refuse_left_open(alias)
+        raise
+    _refuse_left_open(alias)
+
+
+def _refuse_left_open(alias: str) -> None:
+    """One begun behind Django's back."""
     connection = connections[alias]
-    inside = is_inside_a_transaction(alias)
-    in_a_test_case = connection.in_atomic_block and not inside
+    in_a_test_case = connection.in_atomic_block
     if connection.connection is None or in_a_test_case:
         return
-    if inside or not connection.autocommit or _is_open(connection.vendor, connection.connection):
-        # An atomic() that was entered and never left would keep the connection from being closed.
-        connection.in_atomic_block = False
-        connection.close()
+    if not connection.autocommit or has_begun(connection):
+        abandon(connection)
         raise TransactionBroken(
             "The handler returned and left a transaction open, so what it wrote in it was rolled back. Use "
             "`with transaction.atomic():`."
         )
-
-
-def _is_open(vendor: str, driver: Any) -> bool:
-    if vendor == "sqlite":
-        return bool(driver.in_transaction)
-    # Of psycopg 3 and of psycopg2; 0 is idle.
-    return int(driver.info.transaction_status) != 0

@@ -17,7 +17,7 @@ from functools import partial
 
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
-from inbox.leasing.autocommit import is_inside_a_transaction, refuse_left_open
+from inbox.leasing.autocommit import autocommit, is_inside_a_transaction
 from inbox.leasing.heartbeat import heartbeat
 from inbox.leasing.opening import lease_store
 from inbox.leasing.steps import Steps
@@ -137,8 +137,8 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease, outside transactions, but is called inside one.")
     try:
-        call(handler, message, envelope)
-        refuse_left_open(handler.using)
+        with autocommit(handler.using):
+            call(handler, message, envelope)
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
         return failure_of(steps.interrupted or error, lease.attempt, options)

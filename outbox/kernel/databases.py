@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 from django.conf import settings
 from django.core.management.base import CommandError
@@ -100,16 +102,28 @@ def drop_unusable_connections() -> None:
     a new connection for every message costs more than handling it.
     """
     for connection in connections.all(initialized_only=True):
-        if connection.connection is not None and not connection.autocommit and not connection.in_atomic_block:
-            # Left behind by somebody's set_autocommit(False): on such a connection atomic() commits nothing.
+        if connection.connection is None or connection.in_atomic_block:
+            continue
+        if not connection.autocommit or has_begun(connection):
+            # Left behind by somebody's set_autocommit(False) or BEGIN: on such a connection nothing is ever committed.
             connection.close()
         elif connection.settings_dict["CONN_MAX_AGE"]:
             connection.close_if_unusable_or_obsolete()
-        elif connection.connection is not None and connection.errors_occurred and not connection.in_atomic_block:
+        elif connection.errors_occurred:
             if connection.is_usable():
                 connection.errors_occurred = False
             else:
                 connection.close()
+
+
+def has_begun(connection: Any) -> bool:
+    """Is a connection, which is open, in a transaction? It is also asked about those that Django knows nothing of."""
+    driver = connection.connection
+    if connection.vendor == "sqlite":
+        with suppress(sqlite3.ProgrammingError):  # closed behind Django's back
+            return bool(driver.in_transaction)
+    # Of psycopg 3 and of psycopg2; 0 is idle.
+    return connection.vendor == "postgresql" and int(driver.info.transaction_status) != 0
 
 
 def _holding(model: type[Model], aliases: list[str]) -> list[str]:

@@ -448,6 +448,53 @@ def writes_from_another_thread(message):
         pass
 
 
+# ------------------------------------------------------------ transactions left open
+
+
+_LEFT_OPEN = []
+"""Blocks that nobody collects: closing one would end it."""
+
+
+def _leave_open(alias="default"):
+    _LEFT_OPEN.append(transaction.atomic(using=alias))
+    _LEFT_OPEN[-1].__enter__()
+
+
+@fails("left a transaction open")
+def leaves_an_atomic_block_open(message):
+    the_effect(message)
+    _leave_open()
+
+
+@fails("left a transaction open")
+def leaves_an_atomic_block_open_on_another_database(message):
+    the_effect(message)
+    _leave_open("other")
+
+
+@fails("on purpose")
+def leaves_an_atomic_block_open_and_fails(message):
+    the_effect(message)
+    _leave_open()
+    raise ValueError("on purpose")
+
+
+@fails("on purpose")
+def is_struck_while_it_leaves_an_atomic_block(message):
+    """By its timeout, in the middle of Django's own code: of two stacks one has been put back."""
+    the_effect(message)
+    _leave_open()
+    connection.atomic_blocks.pop()
+    raise ValueError("on purpose")
+
+
+@fails("left a transaction open")
+def closes_the_connection_in_a_block_and_leaves_it_open(message):
+    the_effect(message)
+    _leave_open()
+    connection.close()
+
+
 def _whereabouts():
     known = connection.get_connection_params()
     return {name: known[name] for name in ("dbname", "user", "host", "port") if name in known}
@@ -508,6 +555,27 @@ def test_it_is_never_acknowledged_without_its_effect_and_has_it_once_at_most(ani
     assert effects(envelope.biz_id) == animal.takes_effect
     assert row.state == animal.ends
     assert animal.reason in row.last_error
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("animal", HERE, ids=str)
+def test_what_its_thread_does_afterwards_is_committed(animal, handles):
+    bad, good, elsewhere = (
+        handles(animal.handle),
+        handles(the_effect, topic="shop.good"),
+        handles(the_effect, topic="shop.good", using="other"),
+    )
+
+    def work():
+        deliver(bad)
+        return [deliver(one, an_envelope(topic="shop.good")) for one in (good, elsewhere)]
+
+    with InAThread(work) as thread:
+        pass
+
+    assert thread.answer == [Received.HANDLED, Received.HANDLED]
+    for one in (good, elsewhere):
+        assert InboxMessage.objects.using(one.using).get(handler=one.name).state == State.DONE
 
 
 @pytest.mark.every_database

@@ -193,6 +193,23 @@ class TestARun:
         assert "left a transaction open" in the_row().last_error
         assert effects() == 0
 
+    @pytest.mark.parametrize(
+        "begin", [lambda: connection.cursor().execute("BEGIN"), transaction.atomic().__enter__], ids=["sql", "atomic"]
+    )
+    def test_that_leaves_a_transaction_open_and_fails_is_stored(self, leased, given, begin):
+        def leave_it_open(message):
+            begin()
+            the_effect(message)
+            raise ValueError("on purpose")
+
+        handler = leased(leave_it_open)
+        with InAThread(lambda: deliver(handler, given=given)) as thread:
+            pass
+
+        assert thread.answer is Received.STORED
+        assert the_row().state == State.RETRYING
+        assert effects() == 0
+
     def test_of_a_message_that_a_relay_handed_over(self, leased, given):
         handed_over(leased(the_effect), {}, biz_id="local-1")
         drain(given)
