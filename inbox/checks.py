@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from django.apps import AppConfig, apps
@@ -11,7 +12,7 @@ from django.core.checks import CheckMessage, Error, Info, Tags, Warning, registe
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from inbox.conf import LOCAL_BROKER, InboxOptions, inbox_options
+from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage
 from outbox.kernel import options
@@ -88,6 +89,24 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
 
 
 @register()
+def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.E007: leases are to be kept in Redis, and its library is missing."""
+    try:
+        chosen = inbox_options().LEASE_STORE
+    except ImproperlyConfigured:
+        return []
+    if chosen == IN_THE_DATABASE or find_spec("redis") is not None:
+        return []
+    return [
+        Error(
+            f"INBOX['LEASE_STORE'] is {masked(chosen)!r}, but the library for Redis is not installed.",
+            hint='Run `pip install "django-exactly-once[redis]"`, or set LEASE_STORE to "database".',
+            id="inbox.E007",
+        )
+    ]
+
+
+@register()
 def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """inbox.W001: the two halves of this service speak to different brokers."""
     try:
@@ -109,18 +128,19 @@ def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
 
 @register(deploy=True)
 def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W002, with --deploy: two services of one name would share queues, and a message would reach only one of them."""
+    """inbox.W002, with --deploy: two services of one name would share queues or leases, and a message would reach only one."""
     try:
         chosen = inbox_options()
     except ImproperlyConfigured:
         return []
-    if chosen.GROUP or scheme_of(chosen.broker_url) == scheme_of(LOCAL_BROKER) or not registry.all():
+    local = scheme_of(chosen.broker_url) == scheme_of(LOCAL_BROKER) and chosen.LEASE_STORE == IN_THE_DATABASE
+    if chosen.GROUP or local or not registry.all():
         return []
     return [
         Warning(
-            f"INBOX['GROUP'] is not set; this service's queues are named after its project, {chosen.group!r}.",
+            f"INBOX['GROUP'] is not set; this service's queues and leases are named after its project, {chosen.group!r}.",
             hint="Another service with the same project name would share them. Set GROUP to a name of this service, once: "
-            "queues and what waits in them belong to it.",
+            "queues and what waits in them belong to it, and so do leases in Redis.",
             id="inbox.W002",
         )
     ]

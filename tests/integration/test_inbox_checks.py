@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from django.core import checks
 from django.test import override_settings
@@ -109,3 +111,23 @@ def test_a_keyless_handler_behind_a_broker_is_told_about_when_deploying(handles)
 
 def test_the_databases_of_the_tests_are_supported():
     assert ours.check_databases(None, ["default", "other"]) == []
+
+
+def test_leases_in_redis_need_its_library(monkeypatch):
+    with override_settings(INBOX={"LEASE_STORE": "redis://:secret@host/0"}):
+        assert "inbox.E007" not in found()
+        monkeypatch.setitem(sys.modules, "redis", None)
+
+        problem = found()["inbox.E007"]
+
+    assert "redis://:***@host/0" in problem.msg
+    assert "django-exactly-once[redis]" in problem.hint
+
+
+def test_leases_in_redis_are_named_after_the_group_too(handles):
+    handles(the_effect)
+
+    with override_settings(INBOX={"LEASE_STORE": "redis://host/0"}):
+        assert "inbox.W002" in found(deploy=True)
+    with override_settings(INBOX={"LEASE_STORE": "redis://host/0", "GROUP": "shop"}):
+        assert "inbox.W002" not in found(deploy=True)

@@ -51,6 +51,7 @@ class TestRefusing:
             ({"RETRY_BASE": 10}, "timedelta"),
             ({"TWIN_TIMEOUT": timedelta()}, "greater than zero"),
             ({"QUEUE_TYPE": "stream"}, "'quorum' or 'classic'"),
+            ({"LEASE_STORE": "memcached://:secret@host"}, "it must be 'database' or a URL"),
             ({"RETENTION": timedelta(hours=1)}, "AGE_FENCE_MARGIN"),
             ({"ACCEPT": "application/json"}, "list or tuple"),
             ([], "must be a dict"),
