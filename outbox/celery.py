@@ -22,9 +22,25 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, timedelta
 from typing import Any, ClassVar
+from weakref import WeakSet
 
+from celery import _state
 from celery.contrib.django.task import DjangoTask
 
+LAYOUT_OPTIONS = frozenset(
+    {
+        "fanout_patterns",
+        "fanout_prefix",
+        "global_keyprefix",
+        "predefined_queues",
+        "priority_steps",
+        "queue_name_prefix",
+        "sep",
+    }
+)
+"""Those of `broker_transport_options` that say under which names messages lie on a broker that is not RabbitMQ."""
+
+_bound: WeakSet[Any] = WeakSet()
 _at_once: ContextVar[bool] = ContextVar("sent at once, whatever transaction is open", default=False)
 
 
@@ -74,6 +90,11 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
         finally:
             rows.release()
 
+    @classmethod
+    def on_bound(cls, app: Any) -> None:
+        _bound.add(app)
+        super().on_bound(app)
+
     def retry(self, *args: Any, **options: Any) -> Any:
         """As Celery's, sent at once: `Retry`, which it raises, rolls back the transaction it leaves, and a row with it."""
         with _sent_at_once():
@@ -85,6 +106,15 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
             return super().on_replace(sig)
         with _sent_at_once():
             return super().on_replace(sig)
+
+
+def apps() -> list[Any]:
+    """Celery apps whose tasks go through the outbox, as far as this process has made their tasks; else its default app.
+
+    Nothing is made for it: a task is made when it is first used.
+    """
+    open_apps = list(_state._get_active_apps())  # noqa: SLF001 - Celery tells nobody else which apps are closed
+    return [app for app in open_apps if app in _bound] or [app for app in open_apps if app is _state.default_app]
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+import kombu
 from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
@@ -117,3 +119,57 @@ def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
         )
         for alias in deferred_sqlite(OutboxMessage)
     ]
+
+
+@register()
+def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """outbox.W004, W005: workers that would not find the tasks that go through the outbox."""
+    # An extra, and it says something only where it is used.
+    if "outbox.celery" not in sys.modules:
+        return []
+    try:
+        url = outbox_options().BROKER_URL
+    except ImproperlyConfigured:
+        return []
+    celery: Any = sys.modules["outbox.celery"]
+    found: list[CheckMessage] = []
+    for app in celery.apps():
+        with app.connection_for_write() as connection:
+            theirs = connection.alt or [connection.as_uri(include_password=True)]
+        if not set(map(_place, theirs)) & set(map(_place, url.split(";"))):
+            found.append(
+                Warning(
+                    f"OUTBOX['BROKER_URL'] is {masked(url)!r} and the Celery app {app.main!r} uses "
+                    f"{masked(';'.join(theirs))!r}. Tasks of the class OutboxTask that are called inside a transaction go to "
+                    "the first, and workers look into the second.",
+                    hint="Use one broker for both. Silence this check if these are two names of one.",
+                    id="outbox.W004",
+                )
+            )
+        odd = celery.LAYOUT_OPTIONS & set(app.conf.broker_transport_options or ())
+        if odd and not speaks_amqp(url):
+            found.append(
+                Warning(
+                    f"broker_transport_options of the Celery app {app.main!r} has {', '.join(sorted(odd))}, which the relay "
+                    "does not know: it would put tasks of the class OutboxTask where no worker looks.",
+                    hint="Leave these options out, or use RabbitMQ.",
+                    id="outbox.W005",
+                )
+            )
+    return found
+
+
+def _place(url: str) -> tuple[object, ...]:
+    """Which broker a URL names, whoever logs in."""
+    kind = "amqp" if speaks_amqp(url) else scheme_of(url)
+    if kind == "local" or why_unusable(url):
+        return kind, url
+    broker = kombu.Connection(url)
+    host = broker.hostname or "localhost"
+    vhost = (broker.virtual_host or "").strip("/")
+    return (
+        kind,
+        "localhost" if host in {"127.0.0.1", "::1"} else host.lower(),
+        broker.port or broker.get_transport_cls().default_port,
+        vhost or ("0" if kind == "redis" else ""),
+    )

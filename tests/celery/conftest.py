@@ -12,7 +12,9 @@ import kombu.pools
 import pytest
 from django.db import transaction
 
+from outbox.models import OutboxMessage, State
 from tests.celery.project import make_app
+from tests.deliveries import wait_until
 from tests.workers import ROOT, Process
 
 QUEUES = ("celery", "aside")
@@ -103,11 +105,19 @@ def called(call):
         return call()
 
 
+def published():
+    """All rows, once the relay has written down what the broker said."""
+    wait_until(lambda: not OutboxMessage.objects.exclude(state=State.PUBLISHED).exists())
+    return list(OutboxMessage.objects.order_by("pk"))
+
+
 def close(app):
     """Leave no socket behind."""
     kombu.pools.reset()  # they are kombu's, one for each broker
     backend = app.backend
     if hasattr(backend, "result_consumer"):
+        # A result that outlives its test would ask a server that is gone to forget it, again and again.
+        backend.result_consumer.cancel_for = lambda task_id: None
         backend.result_consumer.stop()
         backend.client.connection_pool.disconnect()
     app.close()

@@ -6,6 +6,7 @@ The tests make one in their own process, for calls; a worker's process makes one
 from celery import Celery
 from django.db import transaction
 
+from inbox.celery import IdempotentTask
 from outbox.celery import OutboxTask
 from tests.app.models import Effect, Unique
 from tests.deliveries import wait_until
@@ -16,17 +17,21 @@ VISIBILITY_SECONDS = 2
 
 def make_app(broker, results, task_cls=None, **settings):
     app = Celery("tests", broker=broker, backend=results, set_as_current=False, task_cls=task_cls)
-    of_redis, of_rabbitmq = {"visibility_timeout": VISIBILITY_SECONDS}, {"confirm_publish": True}
+    of_redis = {"visibility_timeout": VISIBILITY_SECONDS, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
     usual = {
         "accept_content": ["json", "pickle", "yaml"],
         "broker_connection_retry_on_startup": True,
-        "broker_transport_options": of_redis if broker.startswith("redis") else of_rabbitmq,
+        "broker_transport_options": of_redis if broker.startswith("redis") else {"confirm_publish": True},
     }
     app.conf.update({**usual, **settings})
     for function, options in _TASKS:
-        app.task(function, base=OutboxTask, name=f"tests.{function.__name__}", shared=False, **options)
+        app.task(function, **{"base": OutboxTask, "name": f"tests.{function.__name__}", "shared": False, **options})
     app.finalize()
     return app
+
+
+class Once(IdempotentTask, OutboxTask):
+    """Both halves."""
 
 
 _TASKS = []
@@ -107,6 +112,14 @@ def hand_on(self, name):
     with transaction.atomic():
         Effect.objects.create(name=f"replaced {name}")
         raise self.replace(self.app.tasks["tests.write"].si(f"in its place {name}"))
+
+
+@_task(base=Once, bind=True, biz_id="order_id", max_retries=3)
+def charge(self, order_id, *, retries=0):
+    Effect.objects.create(name=f"charged {order_id}", detail=str(self.request.retries))
+    if self.request.retries < retries:
+        raise self.retry(countdown=0)
+    return order_id
 
 
 @_task(acks_late=True)

@@ -7,9 +7,10 @@ import pytest
 from celery import chain, chord, group
 from django.db import transaction
 
+from inbox.models import InboxMessage
 from outbox.models import OutboxMessage, State
 from tests.app.models import Effect
-from tests.celery.conftest import SECONDS, Worker, called
+from tests.celery.conftest import SECONDS, Worker, called, published
 from tests.deliveries import effects, wait_until
 from tests.relaying import relaying
 
@@ -75,7 +76,7 @@ class TestACall:
 
         assert result.get(timeout=SECONDS) == "one"
         assert [effect.detail for effect in Effect.objects.filter(name="one")] == ["ä 🍰"]
-        assert OutboxMessage.objects.get().state == State.PUBLISHED
+        assert len(published()) == 1
 
     def test_that_is_rolled_back_never_runs(self, tasks):
         with suppress(ZeroDivisionError), transaction.atomic():
@@ -131,7 +132,7 @@ class TestACall:
 
         told = result.get(timeout=SECONDS)
 
-        row.refresh_from_db()
+        [row] = published()
         assert row.settled_at >= row.deliver_at == datetime.fromisoformat(told["eta"])
 
     def test_that_comes_after_its_end_does_not_run(self, tasks):
@@ -161,6 +162,30 @@ class TestACall:
 
         assert result.get(timeout=SECONDS) == "in its place it"
         assert (effects("replaced it"), effects("in its place it")) == (0, 1)
+
+
+@pytest.mark.usefixtures("running")
+class TestBothHalves:
+    def test_a_message_that_the_relay_sends_twice_has_one_effect(self, tasks):
+        result = called(lambda: tasks["tests.charge"].delay("o-1"))
+        assert result.get(timeout=SECONDS) == "o-1"
+        published()
+
+        OutboxMessage.objects.update(state=State.READY)  # as if the relay had died before it wrote down what the broker said
+
+        wait_until(lambda: InboxMessage.objects.filter(duplicates=1).exists())
+        assert effects("charged o-1") == 1
+
+    def test_two_calls_for_one_business_id_have_one_effect(self, tasks):
+        first, second = called(lambda: [tasks["tests.charge"].delay("o-2") for _ in range(2)])
+
+        assert first.get(timeout=SECONDS) == second.get(timeout=SECONDS) == "o-2"
+        assert effects("charged o-2") == 1
+
+    def test_a_retry_survives_the_transaction_that_it_rolls_back(self, tasks):
+        assert called(lambda: tasks["tests.charge"].delay("o-3", retries=2)).get(timeout=SECONDS) == "o-3"
+
+        assert [effect.detail for effect in Effect.objects.filter(name="charged o-3")] == ["2"]
 
 
 @pytest.mark.usefixtures("running")

@@ -1,0 +1,90 @@
+"""System checks for tasks that go through the outbox."""
+
+import pytest
+from celery import Celery, _state
+from django.core.checks import run_checks
+
+from outbox.celery import OutboxTask
+
+RABBITMQ = "amqp://user:secret@rabbit.example//"
+
+
+def nothing():
+    pass
+
+
+@pytest.fixture
+def told(settings):
+    """What the checks say of an app that has a task."""
+
+    apps = []
+
+    def ask(outbox, broker, **transport_options):
+        settings.OUTBOX = {"BROKER_URL": outbox}
+        app = Celery("checked", broker=broker, set_as_current=False)
+        apps.append(app)
+        app.conf.broker_transport_options = transport_options
+        app.task(nothing, base=OutboxTask, name="tests.nothing", shared=False).name  # noqa: B018 - it is made when it is used
+        return {found.id: found.msg for found in run_checks() if "'checked'" in found.msg}
+
+    yield ask
+    for app in apps:
+        app.close()
+
+
+@pytest.mark.parametrize(
+    ("outbox", "broker"),
+    [
+        (RABBITMQ, RABBITMQ),
+        (RABBITMQ, "pyamqp://another:login@RABBIT.example:5672"),
+        (RABBITMQ, "amqp://other.example;amqp://rabbit.example"),
+        ("amqp://one.example//;amqp://rabbit.example//", RABBITMQ),
+        ("amqp://guest@127.0.0.1//", "amqp://guest@localhost//"),
+        ("amqp://localhost//", None),
+        ("redis://localhost", "redis://127.0.0.1:6379/0"),
+    ],
+)
+def test_one_broker_is_one_however_it_is_named(outbox, broker, told):
+    assert told(outbox, broker) == {}
+
+
+@pytest.mark.parametrize(
+    ("outbox", "broker"),
+    [
+        (RABBITMQ, "amqp://user:secret@other.example//"),
+        (RABBITMQ, "amqp://user:secret@rabbit.example/shop"),
+        (RABBITMQ, "amqp://user:secret@rabbit.example:5673//"),
+        (RABBITMQ, "redis://rabbit.example"),
+        ("redis://localhost/0", "redis://localhost/1"),
+        ("local://", RABBITMQ),
+    ],
+)
+def test_two_brokers_are_told_of_without_their_passwords(outbox, broker, told):
+    [(check, words)] = told(outbox, broker).items()
+
+    assert check == "outbox.W004"
+    assert "secret" not in words
+    assert outbox.partition("://")[0] in words
+
+
+def test_the_default_app_is_asked_while_no_task_has_been_made(settings, monkeypatch):
+    settings.OUTBOX = {"BROKER_URL": RABBITMQ}
+    app = Celery("the default one", broker="amqp://other.example", set_as_current=False)
+    monkeypatch.setattr(_state, "default_app", app)
+    try:
+        [found] = [found for found in run_checks() if found.id == "outbox.W004"]
+    finally:
+        app.close()
+
+    assert "'the default one'" in found.msg
+
+
+def test_names_that_the_relay_does_not_know_are_told_of(told):
+    found = told("redis://localhost", "redis://localhost", global_keyprefix="shop:", visibility_timeout=60)
+
+    assert list(found) == ["outbox.W005"]
+    assert "has global_keyprefix, which" in found["outbox.W005"]
+
+
+def test_on_rabbitmq_there_are_no_such_names(told):
+    assert told(RABBITMQ, RABBITMQ, global_keyprefix="shop:") == {}
