@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import kombu
@@ -178,6 +179,7 @@ class Consumer:
         """
         unordered = set()
         for handler in self._handlers:
+            self._watchdog.beat()
             try:
                 complaint = declare(self._connection, handler, self._options)
             except Unordered as error:
@@ -322,7 +324,9 @@ class Consumer:
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers or not self._pool.idle:
             return False
-        return not any(self._length_of(subscription.queue)[0] for subscription in self._subscriptions)
+        waiting = any(self._length_of(subscription.queue)[0] for subscription in self._subscriptions)
+        # The broker counts what is on its way to us as ours, and it may have come while we asked.
+        return not waiting and not self._unanswered
 
     def _length_of(self, queue: kombu.Queue) -> tuple[int, int]:
         """How many messages wait in it, and how many consumers it has."""
@@ -354,6 +358,8 @@ class Consumer:
         logger.info("Stopping: finishing what is in hand. Signal again to end at once.")
         self._reception.close()
         self._pool.close()
+        # From here on a queue without our subscription is as it should be.
+        self._checked_at = inf
         try:
             if self._connection is not None:
                 for subscription in self._subscriptions:
