@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _SHORTEST_REST_SECONDS = 0.01
 _LONGEST_NAP_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
+_AFTER_AN_ERROR_SECONDS = 1.0
 _IN_A_ROW_SECONDS = 0.1
 
 
@@ -58,7 +60,8 @@ class Runner:
     def __init__(self, options: InboxOptions, stop: StopRequest | None = None) -> None:
         self._options = options
         self._stop = StopRequest() if stop is None else stop
-        self._database = Outage("the database")
+        self._outages: defaultdict[str, Outage] = defaultdict(partial(Outage, "the database"))
+        self._ask_at: dict[str, float] = {}
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._rest = _SHORTEST_REST_SECONDS
@@ -104,9 +107,10 @@ class Runner:
         while not stop:
             now = self._turn(raising=True)
             done += now
-            if now or self._database.ongoing:
+            if now:
                 continue
-            rest = self._rest_for_tokens()
+            away = any(outage.ongoing for outage in self._outages.values())
+            rest = _LONGEST_NAP_SECONDS if away else self._rest_for_tokens()
             if rest is None:
                 break
             stop.wait(rest)
@@ -130,8 +134,10 @@ class Runner:
     def _turn(self, *, raising: bool = False) -> int:
         handlers = registry.all()
         ran = 0
-        away: DatabaseAway | None = None
         for alias in sorted({handler.using for handler in handlers}):
+            # Nobody waits for one that is away: this thread is wanted elsewhere.
+            if monotonic() < self._ask_at.get(alias, 0.0):
+                continue
             try:
                 self._tell_orphans(alias, handlers)
                 self._settle_debts(alias)
@@ -139,8 +145,9 @@ class Runner:
                 if claimed := self._claim(handlers, alias):
                     self.ring()
                     ran += self._run(*claimed)
+                self._outages[alias].over()
             except DatabaseAway as error:
-                away = error
+                self._ask_at[alias] = monotonic() + self._outages[alias].note(error)
                 if error.owed is not None:
                     self._owed.append((alias, error.owed))
             except BaseException:
@@ -149,13 +156,9 @@ class Runner:
                     raise
                 logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
                 connections.close_all()
-                self._stop.wait(1.0)
+                self._ask_at[alias] = monotonic() + _AFTER_AN_ERROR_SECONDS
         with self._lock:
             self.ran += ran
-        if away is None:
-            self._database.over()
-        elif not ran:
-            self._database.wait(away, self._stop)
         return ran
 
     def _run(self, handler: Handler, stored: InboxMessage) -> int:

@@ -29,6 +29,10 @@ class Outage:
 
     def wait(self, reason: object, stop: StopRequest) -> None:
         """It did not answer, for `reason`: pause, longer each time, at most the cap. Another reason is told as well."""
+        stop.wait(self.note(reason))
+
+    def note(self, reason: object) -> float:
+        """As `wait`, for a caller with something else to do meanwhile: how many seconds not to ask."""
         told, self._reason = self._reason, str(reason).strip() or repr(reason)
         if self._since is None:
             self._since = monotonic()
@@ -39,7 +43,7 @@ class Outage:
             )
         elif self._reason != told:
             logger.info("%s is still away, now because: %s", self._what.capitalize(), self._reason)
-        stop.wait(self._pause.next_seconds())
+        return self._pause.next_seconds()
 
     def over(self) -> None:
         """It answered."""

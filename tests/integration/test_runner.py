@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ from inbox.models import InboxMessage, State
 from inbox.reading import read
 from inbox.receiving import Received
 from inbox.runner import Runner
-from outbox.kernel.clock import utcnow
+from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest
 from tests.app.models import Effect
 from tests.deliveries import (
@@ -154,24 +155,38 @@ def test_what_a_handler_committed_by_itself_is_buried_on_every_database(handles,
     assert (row.state, row.last_error) == (State.DEAD, store.ABANDONED)
 
 
+@contextmanager
+def the_default_away(monkeypatch):
+    with monkeypatch.context() as away:
+        if connections["default"].vendor == "sqlite":
+            away.setitem(connections["default"].settings_dict, "NAME", "/nowhere/at/all.sqlite3")
+        else:
+            away.setitem(connections["default"].settings_dict, "PORT", "1")
+        connections["default"].close()
+        yield
+
+
 def test_a_database_that_is_away_does_not_starve_the_other(handles, monkeypatch):
-    if connections["default"].vendor == "sqlite":
-        monkeypatch.setitem(connections["default"].settings_dict, "NAME", "/nowhere/at/all.sqlite3")
-    else:
-        monkeypatch.setitem(connections["default"].settings_dict, "PORT", "1")
     handler = handles(lambda message: Effect.objects.using("other").create(name="there"), using="other")
     stored(handler)
     handles(the_effect, topic="here")
-    connections["default"].close()
     stop = StopRequest()
-    try:
-        with InAThread(lambda: Runner(OPTIONS).run(stop)):
-            try:
-                wait_until(lambda: Effect.objects.using("other").count() == 1, within=20)
-            finally:
-                stop.set()
-    finally:
-        monkeypatch.undo()
+    with the_default_away(monkeypatch), InAThread(lambda: Runner(OPTIONS).run(stop)):
+        try:
+            wait_until(lambda: Effect.objects.using("other").count() == 1, within=20)
+        finally:
+            stop.set()
+
+
+def test_nobody_waits_for_a_database_that_is_away(handles, monkeypatch):
+    """The threads that take turns are those that handle what comes from the broker."""
+    handles(the_effect)
+    runner, began_at = Runner(OPTIONS), monotonic()
+    with the_default_away(monkeypatch):
+        for _ in range(30):
+            assert runner.turn() == 0
+
+    assert monotonic() - began_at < 10
 
 
 def test_a_purge_takes_what_is_settled_and_old_and_nothing_else(handles):
