@@ -28,6 +28,7 @@ from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.outage import Outage
+from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,10 @@ class Reception:
         return True
 
     def _read(self, delivery: Delivery) -> Arrival:
-        envelope, refused = envelope_of(delivery.message)
+        try:
+            envelope, refused = envelope_of(delivery.message)
+        except Exception as error:  # noqa: BLE001 - whatever a foreign producer thought of, it must not end the worker
+            envelope, refused = _opaque(delivery.message), f"It cannot be read: {type(error).__name__}: {describe(error)}"
         return read(delivery.handler, envelope, self._options, refused=delivery.refused or refused)
 
 
@@ -228,3 +232,11 @@ def envelope_of(message: kombu.Message) -> tuple[Envelope, str]:
     except Undecodable as error:
         # What can be told without the body: its binary-mode attributes and AMQP properties.
         return read_as(properties={**properties, "content_type": OPAQUE}), str(error)
+
+
+def _opaque(message: kombu.Message) -> Envelope:
+    """What can be told of a delivery that says nothing in a form we know: its body, for people to look at."""
+    body: Any = message.body
+    if not isinstance(body, bytes):
+        body = str(body).encode("utf-8", "surrogatepass")
+    return from_delivery(properties={"content_type": OPAQUE}, headers={}, body=body, routing_key="")

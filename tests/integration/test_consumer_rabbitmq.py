@@ -204,6 +204,7 @@ class TestForeignProducers:
             pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, id="no text"),
             pytest.param(b"{}", {"content_encoding": "no-such-encoding"}, id="an encoding nobody knows"),
             pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, id="text of another encoding"),
+            pytest.param(b"{}", {"content_encoding": "idna"}, id="an encoding that goes one way"),
             pytest.param(b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, id="pickle"),
             pytest.param(b"{}", {"message_id": None}, id="no identity"),
             pytest.param(b"{}", {"headers": {"compression": "application/x-gzip"}}, id="says it is gzip and is not"),

@@ -154,6 +154,28 @@ def test_what_another_client_wrote_without_base64_never_holds_up_the_next(handle
     assert InboxMessage.objects.get(message_id="odd").state in {State.DEAD, State.DONE}
 
 
+@pytest.mark.parametrize("odd", [{"body": "\ud800"}, {"body": None}, {"body": [1]}], ids=str)
+def test_what_is_no_text_at_all_is_a_dead_letter_and_ends_no_consumer(handles, redis_url, waiting, odd):
+    handler, options = handles(the_effect), broker_options(redis_url)
+    declare(handler, options)
+    written = {
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {},
+        "properties": {"message_id": "odd", "delivery_info": {"exchange": "outbox", "routing_key": TOPIC}, "delivery_tag": "1"},
+        **odd,
+    }
+    with redis.Redis.from_url(redis_url) as client:
+        client.lpush(queue_name(handler, options), json.dumps(written))
+    send(redis_url, TOPIC, {}, message_id="good")
+
+    with consuming([handler], options):
+        wait_until(lambda: effects("good") == 1)
+        wait_until(lambda: waiting(handler) == (0, 0))
+
+    assert InboxMessage.objects.exclude(message_id="good").get().state == State.DEAD
+
+
 def test_stopping_finishes_what_is_in_hand_and_gives_the_rest_back(handles, redis_url, waiting):
     begun, go_on = threading.Event(), threading.Event()
 
