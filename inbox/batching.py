@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from django.db import connections
+
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
@@ -49,6 +51,9 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
             return
         for row, message in messages.items():
             call(handler, message, of[row].envelope)
+        # Of single calls each would have its own commit: a hook that raises must not cost the others theirs.
+        connection = connections[handler.using]
+        connection.run_on_commit = [(savepoints, hook, True) for savepoints, hook, _ in connection.run_on_commit]
 
     of: dict[int, Arrival] = {id(arrival.row): arrival for arrival in arrivals}
     fresh = {row: messages_of(arrival, options) for row, arrival in of.items()}

@@ -208,7 +208,21 @@ class TestOneTransaction:
         assert receive_together(together(handle), named("a", "b")) == [HANDLED] * 2
 
         assert effects() == 2
-        assert "on_commit hook" in caplog.text
+        assert "on_commit" in caplog.text
+
+    def test_a_hook_of_one_call_does_not_cost_the_others_theirs(self, handles):
+        ran = []
+
+        def handle(message):
+            transaction.on_commit(partial(fail, message) if message.biz_id == "m1" else partial(ran.append, message.biz_id))
+
+        def fail(message):
+            raise RuntimeError(f"the hook of {message.biz_id}")
+
+        handler = handles(handle, group_commit=50)
+
+        assert receive_together(handler, named("m0", "m1", "m2")) == [HANDLED] * 3
+        assert ran == ["m0", "m2"]
 
 
 @every_database
