@@ -10,7 +10,8 @@ Source of the idea: group commit in databases (DeWitt et al. 1984), for the roun
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from django.db import connections
 
@@ -53,7 +54,9 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
             call(handler, message, of[row].envelope)
         # Of single calls each would have its own commit: a hook that raises must not cost the others theirs.
         connection = connections[handler.using]
-        connection.run_on_commit = [(savepoints, hook, True) for savepoints, hook, _ in connection.run_on_commit]
+        connection.run_on_commit = [
+            (savepoints, partial(_run_hook, handler, hook), False) for savepoints, hook, _ in connection.run_on_commit
+        ]
 
     of: dict[int, Arrival] = {id(arrival.row): arrival for arrival in arrivals}
     fresh = {row: messages_of(arrival, options) for row, arrival in of.items()}
@@ -73,6 +76,13 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
         )
         return None
     return [_told(handler, arrival.row, messages.get(id(arrival.row))) for arrival in arrivals]
+
+
+def _run_hook(handler: Handler, hook: Callable[[], object]) -> None:
+    try:
+        hook()
+    except Exception:
+        logger.exception("An on_commit hook of %s failed after its effect was committed.", handler.name)
 
 
 def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:

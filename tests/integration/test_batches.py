@@ -208,7 +208,7 @@ class TestOneTransaction:
         assert receive_together(together(handle), named("a", "b")) == [HANDLED] * 2
 
         assert effects() == 2
-        assert "on_commit" in caplog.text
+        assert "on_commit hook" in caplog.text
 
     def test_a_hook_of_one_call_does_not_cost_the_others_theirs(self, handles):
         ran = []
