@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from django.db import connections
 
@@ -53,7 +54,7 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
         for row, message in messages.items():
             call(handler, message, of[row].envelope)
         # Of single calls each would have its own commit: a hook that raises must not cost the others theirs.
-        connection = connections[handler.using]
+        connection: Any = connections[handler.using]
         connection.run_on_commit = [
             (savepoints, partial(_run_hook, handler, hook), False) for savepoints, hook, _ in connection.run_on_commit
         ]
