@@ -207,6 +207,16 @@ class TestTheEndOfALease:
         assert settlements(leases, stalled) == NOTHING
         assert isinstance(ask(leases, wanted), Consumed)
 
+    def test_leaves_nothing_to_an_owner_whose_row_was_claimed_though_not_leased_yet(self, leases, lasting):
+        wanted = a_delivery(lasting(SHORT))
+        leases.free(get(leases, wanted), failed())
+        stalled = get(leases, claimed(wanted))
+        let_end(leases, stalled)
+        again = claimed(wanted)
+
+        assert settlements(leases, stalled) == NOTHING
+        assert leases.consume(get(leases, again))
+
     def test_is_moved_by_extending(self, leases, lasting):
         wanted = a_delivery(lasting(SHORT))
         lease = get(leases, wanted)
