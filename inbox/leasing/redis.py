@@ -170,12 +170,13 @@ class RedisLeases:
         return Kept()
 
     def _on_its_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
-        handler, lease.pk = lease.wanted.handler, stored.pk
-        if stored.fence:
-            lease.steps = decided(lambda: steps_table.steps_of(handler.using, stored.pk), handler.using) | lease.steps
-        show = partial(leases.show_running, handler.using, stored.pk, stored.attempts, lease.fence, handler.lease)
+        alias, pk, handler = lease.wanted.handler.using, stored.pk, lease.wanted.handler
+        lease.pk = pk
+        show = partial(leases.show_running, alias, pk, stored.attempts, lease.fence, handler.lease, lease.wanted.alone_in)
         try:
-            if decided(partial(show, lease.wanted.alone_in), handler.using):
+            if stored.fence:
+                lease.steps = decided(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
+            if decided(show, alias):
                 return lease
         except (KeyBusy, DatabaseAway):
             self._ours(scripts.FREE, lease, lease.attempt - 1)

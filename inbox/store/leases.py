@@ -152,7 +152,7 @@ def keep(
 ) -> bool:
     """∅ → running, for a message that is at work by a lease kept elsewhere: it is looked at again when that ends.
 
-    False: the row exists. For `duplicate` and `conflicting` see `store_running`, which see for its errors, too.
+    False: the row exists. For the arguments and errors see `store_running`.
     """
     kept = store_running(
         alias,
