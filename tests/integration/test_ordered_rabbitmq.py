@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
-import zlib
-from collections import Counter, defaultdict
-from contextlib import ExitStack, contextmanager
+from collections import defaultdict
+from contextlib import ExitStack
 
 import kombu
 import pytest
 from django.db import transaction
 
-from inbox import store
-from inbox.consumer import consumer as consumer_module
-from inbox.consumer.topology import queue_name, queue_of
 from inbox.consumer.topology import declare as declare_queues
+from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from outbox import Draft, publish_many
 from tests.app.models import Effect
 from tests.deliveries import TOPIC, effects, the_effect, wait_until
-from tests.workers import EXCHANGE, broker_options, consuming, declare, relay, send
+from tests.workers import EXCHANGE, broker_options, consuming, relay
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
