@@ -35,6 +35,7 @@ from inbox.outcomes import (
 )
 from inbox.reading import Arrival, identify_late, message_of, messages_of, stored_envelope
 from inbox.store import Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.suspects import is_suspect, one_suspect
 from inbox.transactions import DatabaseAway, call, decided, in_transaction, persistently
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope, Undecodable
@@ -96,18 +97,30 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
         DatabaseAway: the database does not answer.
     """
     known = {handler.name: handler for handler in handlers if handler.using == alias}
+    stored: InboxMessage | None = None
+    suspects = one_suspect.take()
     try:
         drop_unusable_connections()
-        stored = store.claim_due(alias, list(known), options.REDELIVERY_AFTER)
+        stored = store.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects)
     except (DatabaseError, InterfaceError) as error:
         if is_collision(error):
             return None
         raise DatabaseAway(str(error)) from error
+    finally:
+        if stored is None or not is_suspect(stored):
+            one_suspect.leave()
     return (known[stored.handler], stored) if stored else None
 
 
 def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Received:
     """Run a stored message whose attempt has been claimed. When it is handled, `follower` has claimed who follows it."""
+    try:
+        return _run_claimed(handler, stored, options, follower)
+    finally:
+        one_suspect.leave()
+
+
+def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
     attempt = stored.attempts
     if attempt > options.MAX_ATTEMPTS:
         error = stored.last_error or "Its attempts were begun and never ended: its process died, or its database went away."

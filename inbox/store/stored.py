@@ -23,16 +23,22 @@ from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 from outbox.kernel.wire import CELERY_TOPICS
 
+_NO_SUSPECTS = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
 ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
-def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) -> InboxMessage | None:
+def claim_due(
+    alias: str, handlers: Sequence[str], redelivery_after: timedelta, *, suspects: bool = True
+) -> InboxMessage | None:
     """Take one due message of these handlers and count the attempt, in a commit of its own.
 
     A process that dies in the middle leaves it due again after `redelivery_after`, with the attempt counted, so that a
     message which kills its process runs out of attempts. Nobody waits: a row that another transaction is running is locked
     and skipped, whatever its `next_attempt_at` says. A running row whose lease has ended is taken from its owner: it gets
     another fence.
+
+    Args:
+        suspects: also those whose last attempt was begun and never ended.
     """
     connection = connections[alias]
     if not handlers:
@@ -40,7 +46,8 @@ def claim_due(alias: str, handlers: Sequence[str], redelivery_after: timedelta) 
     at, later = now(connection), now_after(connection)
     due = (
         f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying', 'running') AND next_attempt_at <= {at} "
-        f"AND handler IN ({', '.join(['%s'] * len(handlers))}) ORDER BY next_attempt_at LIMIT 1"
+        f"AND handler IN ({', '.join(['%s'] * len(handlers))}) {'' if suspects else _NO_SUSPECTS} "
+        "ORDER BY next_attempt_at LIMIT 1"
     )
     counted = "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END"
     if is_postgresql(connection):

@@ -261,7 +261,7 @@ def test_messages_of_a_handler_that_was_renamed_are_told_about(handles, caplog):
 def test_an_error_nobody_foresaw_ends_a_drain_and_is_not_taken_for_nothing_due(handles, monkeypatch):
     stored(handles(the_effect))
 
-    def fail(*arguments):
+    def fail(*arguments, **options):
         raise ZeroDivisionError
 
     monkeypatch.setattr(store, "claim_due", fail)
