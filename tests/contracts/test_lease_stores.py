@@ -18,7 +18,7 @@ from tests.deliveries import OPTIONS, an_envelope, at_once, make_due, options, t
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
-SHORT = timedelta(milliseconds=300)
+SHORT = timedelta(seconds=1)
 LONG = timedelta(minutes=10)
 
 
@@ -361,5 +361,3 @@ class TestSteps:
         leases.forget(stalled, "charge")
 
         assert after(leases, successor).steps == {"charge": None}
-
-

@@ -18,7 +18,7 @@ from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.leasing.opening import lease_store
 from inbox.leasing.stores import LeaseStoreAway
-from inbox.models import InboxMessage, LeaseMemory, State, Step
+from inbox.models import DUE, InboxMessage, LeaseMemory, State, Step
 from inbox.outcomes import Received
 from inbox.reading import read
 from inbox.receiving import hand_over
@@ -46,7 +46,7 @@ from tests.deliveries import (
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
-SHORT = timedelta(milliseconds=600)
+SHORT = timedelta(seconds=1)
 LONG = timedelta(minutes=10)
 
 
@@ -909,12 +909,17 @@ class TestALostMemory:
             states.append(snapshot(remembers))
             the_effect(message)
 
-        handler, envelope = leased(handle, timedelta(milliseconds=100)), an_envelope()
-        deliver(handler, envelope, given=given)
+        def is_settled():
+            make_due()
+            drain(given)
+            return the_row().state not in DUE
+
+        handler, envelope = leased(handle, 5 * SHORT), an_envelope()
+        assert deliver(handler, envelope, given=given) is Received.HANDLED
         restore(remembers, states[0])
 
-        wait_until(lambda: deliver(handler, envelope, given=given) is not Received.STORED)
-        run_to_the_end(given)
+        assert deliver(handler, envelope, given=given) is Received.STORED, "it found it running"
+        wait_until(is_settled)
         assert (the_row().state, effects()) == (State.DEAD, 1)
 
     def test_is_told_of_when_it_may_come(self, leased, redis_server, redis_url, caplog):
