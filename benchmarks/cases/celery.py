@@ -12,7 +12,7 @@ import sys
 
 from benchmarks.lab.actors import acting
 from benchmarks.lab.arrivals import delete_queues
-from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of, written
+from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of, remember, written
 from benchmarks.lab.handling import LONGEST_SECONDS, PREFETCH
 from benchmarks.lab.plan import Plan
 from benchmarks.lab.processes import running, until
@@ -40,6 +40,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 def _work_off(project: Project, record: Record, task: str, count: int) -> None:
     side = SIDES[task]
     project.database.empty()
+    remember(project)
     delete_queues(project)
     with acting(project, "celery_worker", task, count) as sender:
         sender.wait(LONGEST_SECONDS)

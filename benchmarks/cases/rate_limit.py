@@ -10,7 +10,7 @@ from collections import Counter
 from statistics import mean
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.deliveries import effects, handled_by, judged, written
+from benchmarks.lab.deliveries import effects, handled_by, judged, remember, written
 from benchmarks.lab.handling import LONGEST_SECONDS, declare
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.processes import until
@@ -28,6 +28,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     count = IN * plan.choose(full=60, quick=5)
     project = handled_by(lab.new_project(), "bulk", batch=50, batch_wait=0.2, rate_limit=f"{LIMIT}/s")
     declare(project)
+    remember(project)
     say(f"{record.name}: {count:,} messages in, {count / LIMIT:.0f} s to work them off")
     with consuming(project, 2) as consumers, acting(project, "flood", count, IN) as flood:
         flood.wait(LONGEST_SECONDS)

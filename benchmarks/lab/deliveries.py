@@ -18,7 +18,7 @@ from benchmarks.lab.arrivals import connected
 from benchmarks.lab.confirms import Unconfirmed
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Verdict
-from benchmarks.lab.workload import CUSTOMERS, EXCHANGE, TOPIC, Keys, biz_id, payload, serialised
+from benchmarks.lab.workload import CUSTOMERS, EXCHANGE, HANDLER, TOPIC, Keys, biz_id, payload, serialised
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.identity import new_message_id
 
@@ -28,6 +28,19 @@ SILENCE_SECONDS = 30.0
 UNTIMED = 500
 """Effects that are committed before the clock starts."""
 
+REMEMBERED = 20_000
+"""Messages that were handled over the last month."""
+
+HISTORY = """
+INSERT INTO inbox_inboxmessage (
+    handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
+    correlation_id, causation_id, traceparent, attempts, state, created_at, received_at, settled_at
+)
+SELECT
+    %(handler)s, %(topic)s, 'past-' || n, gen_random_uuid(), 'customer-' || n %% 1000, 'application/json', %(body)s,
+    encode(sha256(%(body)s), 'hex'), '{}', '/benchmarks', '', '', '', 1, 'done', at, at, at
+FROM (SELECT n, now() - (%(count)s - n) * interval '2 minutes' AS at FROM generate_series(1, %(count)s) n) AS past
+"""
 EFFECTS = "SELECT number, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_effect ORDER BY id"
 COUNT = "SELECT count(*) FROM shop_effect"
 UNSETTLED = "SELECT state, count(*) FROM inbox_inboxmessage WHERE state <> 'done' GROUP BY state"
@@ -37,6 +50,13 @@ def handled_by(project: Project, kind: str, *, inbox: dict[str, Any] | None = No
     """The same project, whose handler is written like `kind` and has these options; spans in seconds."""
     variables = {"BENCH_HANDLER": json.dumps({"kind": kind, **options}), "BENCH_INBOX": json.dumps(inbox or {})}
     return replace(project, extra={**project.extra, **variables})
+
+
+def remember(project: Project) -> None:
+    """An inbox that has a history, as it has in production, and statistics that know of it."""
+    connection = project.database.connection
+    connection.execute(HISTORY, {"handler": HANDLER, "topic": TOPIC, "body": serialised(payload(0)), "count": REMEMBERED})
+    connection.execute("VACUUM (ANALYZE) inbox_inboxmessage")
 
 
 def enqueue(project: Project, count: int, keys: Keys, *, first: int = 0) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from benchmarks.lab.actors import acting
 from benchmarks.lab.arrivals import delete_queues, fresh_queue
-from benchmarks.lab.deliveries import UNTIMED, effects, enqueue, judged, rate_of, written
+from benchmarks.lab.deliveries import UNTIMED, effects, enqueue, judged, rate_of, remember, written
 from benchmarks.lab.plan import Plan
 from benchmarks.lab.processes import running, until
 from benchmarks.lab.project import Project
@@ -42,6 +42,7 @@ class Bench:
     def consume(self, project: Project, side: str, *, ordered: bool = False, concurrency: int = 1) -> None:
         """One `inbox_consume` empties the queue of the project's handler."""
         declare(project)
+        remember(project)
         enqueue(project, self.count, self._keys)
         with consuming(project, concurrency=concurrency) as consumers:
             until(lambda: written(project, self.count), *consumers, seconds=LONGEST_SECONDS)
@@ -51,6 +52,7 @@ class Bench:
         """The program written by hand empties its queue."""
         project = self._by_hand
         project.database.empty()
+        remember(project)
         fresh_queue(project)
         enqueue(project, self.count, self._keys)
         with acting(project, "hand_written", self.count, PREFETCH, *(["lean"] if side == LEAN else [])) as consumer:
