@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
 
@@ -164,6 +165,31 @@ def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
         )
         for handler in registry.all()
         if handler.ordered
+    ]
+
+
+@register()
+def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """inbox.W004: handlers that may keep the broker waiting until it takes this consumer for dead."""
+    try:
+        chosen = inbox_options()
+    except ImproperlyConfigured:
+        return []
+    if scheme_of(chosen.broker_url) == scheme_of(LOCAL_BROKER):
+        return []
+    patience = timedelta(seconds=chosen.longest_silence)
+    return [
+        Warning(
+            f"The handler {handler.name} may take {handler.timeout * handler.group_commit} before its deliveries are "
+            f"acknowledged (timeout={handler.timeout}{f', group_commit={handler.group_commit}' * (handler.group_commit > 1)}).",
+            hint=f"The broker waits for {chosen.ACK_TIMEOUT}, half of which may pass before the handler begins. Then it closes "
+            "the channel and delivers everything again. Give the handler less time, or the broker a longer consumer_timeout, "
+            "and say so in INBOX['ACK_TIMEOUT'].",
+            id="inbox.W004",
+        )
+        for handler in registry.all()
+        # What is ordered is acknowledged when it is stored, before it is run.
+        if handler.timeout is not None and not handler.ordered and handler.timeout * handler.group_commit > patience
     ]
 
 

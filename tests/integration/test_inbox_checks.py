@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 
 import pytest
 from django.core import checks
@@ -107,6 +108,27 @@ def test_a_keyless_handler_behind_a_broker_is_told_about_when_deploying(handles)
 
     assert "tests.keyless" in problem.msg
     assert "tests.keyed" not in problem.msg
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"timeout": timedelta(minutes=16)}, {"timeout": timedelta(minutes=1), "group_commit": 20}],
+    ids=["one call", "a group"],
+)
+def test_a_handler_that_may_outlast_the_brokers_patience_is_warned_about(handles, given):
+    handles(the_effect, name="tests.slow", **given)
+    handles(the_effect, name="tests.quick", timeout=timedelta(minutes=1), group_commit=15)
+    handles(the_effect, name="tests.unbounded")
+    handles(the_effect, name="tests.ordered", ordered=True, timeout=given["timeout"] * 20)
+
+    assert "inbox.W004" not in found()
+    with override_settings(INBOX={"BROKER_URL": "amqp://host//"}):
+        (problem,) = ours.check_timeouts(None)
+    with override_settings(INBOX={"BROKER_URL": "amqp://host//", "ACK_TIMEOUT": timedelta(hours=1)}):
+        assert "inbox.W004" not in found()
+
+    assert (problem.id, "tests.slow" in problem.msg) == ("inbox.W004", True)
+    assert "0:30:00" in problem.hint
 
 
 def test_the_databases_of_the_tests_are_supported():
