@@ -81,6 +81,7 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
     if _is_partitioned(handler, options):
         # And then what feeds them: a key that does not find all of them bound would begin in another one.
         with connection.channel() as channel:
+            _topic_exchange(options)(channel).declare()
             _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=handler.topic)
     return " ".join(filter(None, complaints))
 
