@@ -91,7 +91,8 @@ class InboxMessage(models.Model):
                 condition=Q(state__in=["received", "retrying", "running"]),
             ),
             models.Index(
-                fields=["state", "handler"],
+                # The handler is not to be searched by, or the head of a key would be sought among all of its open messages.
+                fields=["state"],
                 name="inbox_open",
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),

@@ -110,7 +110,9 @@ def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
     promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
     return (
         f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
-        f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' AND {TABLE}.state = 'waiting' RETURNING {TABLE}.id) "
+        # Not by an index of all that waits: see the sentinel.
+        f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' "
+        f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {TABLE}.id) "
         "SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true"
     )
 

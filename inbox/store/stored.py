@@ -46,7 +46,8 @@ def claim_due(
     at, later = now(connection), now_after(connection)
     due = (
         f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying', 'running') AND next_attempt_at <= {at} "
-        f"AND handler IN ({', '.join(['%s'] * len(handlers))}) {'' if suspects else _NO_SUSPECTS} "
+        # Not by the unique index, which has every message that these handlers ever had.
+        f"AND handler || '' IN ({', '.join(['%s'] * len(handlers))}) {'' if suspects else _NO_SUSPECTS} "
         "ORDER BY next_attempt_at LIMIT 1"
     )
     counted = "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END"
