@@ -171,7 +171,7 @@ class Runner:
             ran += 1
             if follower is None or follower.row is None or became is not Received.HANDLED:
                 return ran
-            stored = decided(partial(InboxMessage.objects.using(handler.using).get, pk=follower.row), handler.using)
+            stored = decided(partial(store.claimed, handler.using, follower.row), handler.using)
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""

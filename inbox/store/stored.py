@@ -68,6 +68,12 @@ def claim_due(
     return claimed[0] if claimed else None
 
 
+def claimed(alias: str, row: int) -> InboxMessage:
+    """The message that has been claimed as a follower."""
+    found: InboxMessage = InboxMessage.objects.using(alias).raw(f"SELECT * FROM {TABLE} WHERE id = %s", [row])[0]
+    return found
+
+
 def begin_stored(
     alias: str, row: int, attempts: int, alone_in: OrderedKey | None = None, follower: Follower | None = None
 ) -> Guard | None:
