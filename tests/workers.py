@@ -25,6 +25,7 @@ from tests.worker import JOB
 
 EXCHANGE = "outbox"
 GROUP = "tests"
+CONFIRMED = {"confirm_publish": True}
 ROOT = Path(__file__).parent.parent
 OF_THE_WORKERS = Handler(name="testworker.work", topic=JOB, function=print, biz_id=None, using="default")
 """As far as its queue goes; the function lives in the processes."""
@@ -76,9 +77,12 @@ def declare(handler, options):
 
 
 def send(url, topic, payload, *, body=None, **properties):
-    """As a foreign producer does. Persistent; the payload is JSON unless `body` says otherwise."""
+    """As a foreign producer does. Persistent; the payload is JSON unless `body` says otherwise.
+
+    Confirmed: RabbitMQ may lose the last messages of a channel that is closed at once, without a word.
+    """
     properties = {"content_type": "application/json", "content_encoding": "utf-8", "delivery_mode": 2, **properties}
-    with kombu.Connection(url) as connection:
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
         producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
         producer.publish(json.dumps(payload) if body is None else body, routing_key=topic, **properties)
 

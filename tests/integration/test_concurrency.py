@@ -27,7 +27,7 @@ from tests.aliases import the_default_at
 from tests.app.models import Effect, Unique
 from tests.deliveries import A_WHILE, OPTIONS, TOPIC, an_envelope, at_once, deliver, effects, the_effect, the_row, wait_until
 from tests.servers import FaultProxy
-from tests.workers import EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of, send
+from tests.workers import CONFIRMED, EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of, send
 from tests.workshop import BATCHED, BOUNDED, EXIT, EXITS_AFTER, EXITS_ALWAYS, EXITS_BEFORE, GROUPED, SINGLE, TOPICS, name_of
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -55,7 +55,7 @@ def undelivered(url, handler):
 
 def send_all(url, topic, payloads):
     """Each payload under its name, on one connection."""
-    with kombu.Connection(url) as connection:
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
         producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
         for name, payload in payloads:
             producer.publish(payload, routing_key=topic, serializer="json", delivery_mode=2, message_id=name)
