@@ -73,7 +73,7 @@ def test_a_process_without_broker_that_is_asked_to_end_under_load(local_world):
 def test_a_handler_that_does_not_end_is_cut_off(world):
     """The grace ends; the process goes without a commit and without an acknowledgement, so another does it whole."""
     world.relay()
-    consumer = world.consumer(inbox={"SHUTDOWN_GRACE": 1}, failpoint="sleep before inbox.store.finish")
+    consumer = world.consumer(inbox={"SHUTDOWN_GRACE": 1, "CONCURRENCY": 1}, failpoint="sleep before inbox.store.finish")
     world.operate(3)
     world.wait_until(lambda: world.runs().total() > 0, "the handler is stuck")
     consumer.ask_to_end()
