@@ -65,6 +65,7 @@ class TestStatus:
             "delivered": 0,
             "quarantined": 0,
             "oldest_waiting": None,
+            "without_rows": {},
         }
 
     def test_it_counts_states_and_duplicates(self, handles, dead):
