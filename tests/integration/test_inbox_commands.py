@@ -13,8 +13,8 @@ from django.core.management import CommandError, call_command
 from inbox.conf import inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
-from outbox.kernel.clock import utcnow
-from tests.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
+from outbox.kernel.clock import DatabaseTime, utcnow
+from tests.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row, wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -96,6 +96,8 @@ class TestStatus:
         for biz_id in ("order-2", "order-1"):
             other = an_envelope({"total": 2}, biz_id=biz_id)
             deliver(handler, other)
+            # SQLite's clock counts milliseconds.
+            wait_until(InboxMessage.objects.filter(biz_id=biz_id, conflicting_at__lt=DatabaseTime()).exists)
 
         listed = status(conflicts=True)["conflicts"]
 
