@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -73,7 +73,7 @@ class Reception:
         self._answer = answer
         self._ring = ring
         self._closing = False
-        self._database = Outage("the database")
+        self._outages: defaultdict[str, Outage] = defaultdict(partial(Outage, "the database"))
         self._counting = threading.Lock()
         self.received: Counter[Received] = Counter()
 
@@ -189,7 +189,7 @@ class Reception:
                 became = run(part)
             except DatabaseAway as error:
                 owed = error.owed or owed
-                self._database.wait(error, self._stop)
+                self._outages[handler.using].wait(error, self._stop)
                 part = [one.again() for one in part]
                 continue
             except BaseException:
@@ -198,7 +198,7 @@ class Reception:
                 connections.close_all()
                 became = [Received.PUT_OFF] * len(part)
             else:
-                self._database.over()
+                self._outages[handler.using].over()
             if became is None:
                 return False
             with self._counting:

@@ -27,6 +27,7 @@ from tests.aliases import the_default_at
 from tests.app.models import Effect, Unique
 from tests.deliveries import A_WHILE, OPTIONS, TOPIC, an_envelope, at_once, deliver, effects, the_effect, the_row, wait_until
 from tests.servers import FaultProxy
+from tests.servers.private import free_port
 from tests.workers import CONFIRMED, EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of, send
 from tests.workshop import BATCHED, BOUNDED, EXIT, EXITS_AFTER, EXITS_ALWAYS, EXITS_BEFORE, GROUPED, SINGLE, TOPICS, name_of
 
@@ -247,6 +248,36 @@ class TestAcknowledging:
             wait_until(lambda: length(handler) == 0)
 
         assert (effects("one"), the_row().duplicates, the_row().attempts) == (1, 19, 1)
+
+
+@pytest.fixture
+def _the_other_database_away():
+    other = connections["other"]
+    before = other.settings_dict["PORT"]
+    other.close()
+    other.settings_dict["PORT"] = str(free_port())
+    yield
+    other.close()
+    other.settings_dict["PORT"] = before
+
+
+@pytest.mark.usefixtures("_the_other_database_away")
+def test_a_database_that_is_away_is_told_of_once_while_another_is_there(handles, rabbitmq_url, caplog):
+    away, here = handles(the_effect, name="tests.away", topic="away", using="other"), handles(the_effect, name="tests.here")
+    options = broker_options(rabbitmq_url, CONCURRENCY=2)
+    for handler in (away, here):
+        declare(handler, options)
+    send_all(rabbitmq_url, "away", [("waits", {})])
+
+    with consuming([away, here], options) as consumer:
+        wait_until(lambda: consumer._reception._outages["other"].ongoing)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
+        wait_until(lambda: effects() == 20)
+        assert consumer._reception._outages["other"].ongoing
+
+    # The runner, which looks into it as well, tells of it for itself.
+    assert caplog.text.count("The database is away") <= 2
+    assert "is back" not in caplog.text
 
 
 class TestTheBrokersPatience:
