@@ -15,7 +15,7 @@ from inbox import Shed
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State, TokenBucket
 from tests.app.models import Effect
-from tests.deliveries import effects, the_effect, wait_until
+from tests.deliveries import InAThread, effects, the_effect, wait_until
 from tests.limited import ABOVE, NAME, RATE, TOPIC
 from tests.taker import database_clock
 from tests.workers import EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of
@@ -94,8 +94,10 @@ def last_settled():
 
 def test_the_rate_holds_for_both_together_and_the_backlog_drains(two_consumers, rabbitmq_url, length):
     with two_consumers() as consumers:
-        burst(rabbitmq_url, ["order"] * A_BURST)
-        begun = just_before_the_first_token()
+        # Watched from before the first message: it may be handled before the last one is sent.
+        with InAThread(just_before_the_first_token) as watch:
+            burst(rabbitmq_url, ["order"] * A_BURST)
+        begun = watch.answer
         wait_until(lambda: length() == 0)
         for consumer in consumers:
             consumer.terminate()
@@ -109,8 +111,9 @@ def test_the_rate_holds_for_both_together_and_the_backlog_drains(two_consumers, 
 
 def test_nothing_is_lost_or_done_twice_when_one_of_them_is_killed(two_consumers, rabbitmq_url, length):
     with two_consumers() as (first, second):
-        burst(rabbitmq_url, ["order"] * A_BURST)
-        begun = just_before_the_first_token()
+        with InAThread(just_before_the_first_token) as watch:
+            burst(rabbitmq_url, ["order"] * A_BURST)
+        begun = watch.answer
         second.until(lambda: effects() > A_BURST / 4)
         first._process.send_signal(signal.SIGKILL)
         assert first.ends() == -signal.SIGKILL
