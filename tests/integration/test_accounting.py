@@ -25,7 +25,7 @@ from inbox.shedding import receive_shed
 from outbox.kernel.clock import utcnow
 from tests.app.models import Effect
 from tests.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect, wait_until
-from tests.workers import EXCHANGE, broker_options, consuming, declare, length_of
+from tests.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -245,7 +245,7 @@ class TestManyAtOnce:
         options = broker_options(rabbitmq_url, RETRY_BASE=timedelta(milliseconds=50), RETRY_CAP=timedelta(milliseconds=50))
         declare(handler, options)
         sent = 300
-        with kombu.Connection(rabbitmq_url) as broker:
+        with kombu.Connection(rabbitmq_url, transport_options=CONFIRMED) as broker:
             producer = kombu.Producer(broker.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
             for _ in range(sent):
                 producer.publish(

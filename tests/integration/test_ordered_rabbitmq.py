@@ -23,7 +23,7 @@ from inbox.outcomes import Received
 from outbox import Draft, publish_many
 from tests.app.models import Effect
 from tests.deliveries import TOPIC, effects, the_effect, wait_until
-from tests.workers import EXCHANGE, broker_options, consuming, declare, relay, send
+from tests.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, relay, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -41,7 +41,7 @@ def published(names, *, keys=4):
 
 def sent(url, numbers, *, keys=4, **properties):
     """As a foreign producer sends them: in their order, on one connection."""
-    with kombu.Connection(url) as connection:
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
         producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
         for n in numbers:
             key = {"cloudEvents:orderingkey": f"key-{n % keys}"} if keys else {}
