@@ -501,12 +501,12 @@ class TestProcesses:
         with the_default_at(HOST="127.0.0.1", PORT=mortal_postgres.port, NAME=name, USER="postgres", PASSWORD=""):
             call_command("migrate", verbosity=0)
             connections.close_all()
+            for topic, its in sent.items():
+                declare(as_known(topic), broker_options(rabbitmq_url))
+                send_all(rabbitmq_url, topic, [(one, {}) for one in its])
             with a_process(
                 process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
             ) as process:
-                process.until(lambda: "Consuming" in process.said())
-                for topic, its in sent.items():
-                    send_all(rabbitmq_url, topic, [(one, {}) for one in its])
                 for _ in range(2):
                     seen = counted(url)
                     process.until(lambda seen=seen: counted(url) >= min(seen + 50, 900))
