@@ -166,7 +166,7 @@ class Handler:
         """
         with bounded(self.name, self.timeout, by_itself=isinstance(self.function, AsyncToSync)):
             result = self.function(list(messages) if self.batch else messages[0])
-            if inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator):
+            if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
                 if inspect.iscoroutine(result):
                     result.close()
                 raise NotCallable(

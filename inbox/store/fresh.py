@@ -81,12 +81,12 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | Non
 def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: timedelta) -> Guard | None:
     given = [getattr(row, column) for column in _BEGUN_WITH]
     try:
-        found = _BEGIN.execute(connection, [*given, _milliseconds(twin_timeout)]).fetchone()
+        rows = _BEGIN.execute(connection, [*given, _milliseconds(twin_timeout)]).rows
     except OperationalError as error:
         if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
             raise TwinBusy from error
         raise
-    return Guard(connection.alias, (found[0],), found[1]) if found else None
+    return next((Guard(connection.alias, (int(row),), begun) for row, begun, _ in rows), None)
 
 
 def _milliseconds(span: timedelta) -> str:

@@ -99,8 +99,7 @@ def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta |
 def _promote(connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[str, int | None]]:
     """What state the head was in, and which row was promoted; nothing when there is no head."""
     if is_usable(connection):
-        found: list[tuple[str, int | None]] = _PROMOTE_HEAD.execute(connection, given).fetchall()
-        return found
+        return [(state, int(row) if row else None) for state, row in _PROMOTE_HEAD.execute(connection, given).rows]
     with connection.cursor() as cursor:
         cursor.execute(_promote_head(*["%s"] * 4), given)
         return list(cursor.fetchall())

@@ -4,25 +4,28 @@ Django switches psycopg's own preparing off, for good reason: behind a proxy tha
 another server process, where nothing is prepared. Such a proxy is seen by this: the process that answers is not the one that
 greeted us. Then everything is sent as text.
 
-They go through one cursor of the driver for each connection: making one of Django's takes as long as half the statement.
+They go straight to libpq, by the connection that psycopg documents for that (`Connection.pgconn`): a cursor and the adapting of
+parameters whose types are known beforehand take longer than PostgreSQL takes to run the statement.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from django.db import OperationalError
+from django.db import DataError, OperationalError
+from kombu.utils.compat import detect_environment
 
 from outbox.kernel.faults import SERIALIZATION_FAILURE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _MISSING, _EXISTS = "26000", "42P05"
 _AT_HAND = "_inbox_prepared"
+_TEXT, _BINARY = 0, 1
 
 
 class StatementLost(OperationalError):
@@ -31,35 +34,50 @@ class StatementLost(OperationalError):
     sqlstate = SERIALIZATION_FAILURE
 
 
+class Answer(NamedTuple):
+    """What PostgreSQL answered.
+
+    Attributes:
+        rows: in its text format.
+        hit: how many rows the statement wrote or found.
+    """
+
+    rows: list[list[Any]]
+    hit: int
+
+
 @dataclass(slots=True)
 class _AtHand:
-    """What belongs to one connection of the driver; `cursor` is None when it leads through a proxy."""
+    """What belongs to one connection of the driver."""
 
-    cursor: Any
-    known: set[str]
+    may_prepare: bool
+    known: set[bytes]
 
 
 class Prepared:
-    """A statement with the types of its parameters. In `text` they are `$1`, `$2`, …."""
+    """A statement with the types of its parameters, as PostgreSQL calls them. In `text` they are `$1`, `$2`, …."""
 
     def __init__(self, name: str, types: Sequence[str], text: str) -> None:
-        self._name = f"inbox_{name}"
-        self._prepare = f"PREPARE {self._name} ({', '.join(types)}) AS {text}"
-        self._execute = f"EXECUTE {self._name} ({', '.join(['%s'] * len(types))})"
+        self._name = f"inbox_{name}".encode()
+        self._prepare = f"PREPARE inbox_{name} ({', '.join(types)}) AS {text}".encode()
+        self._formats = [_BINARY if kind == "bytea" else _TEXT for kind in types]
 
-    def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> Any:
-        """Run it in the open transaction; the driver's cursor with its result. Only when `is_usable`.
+    def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> Answer:
+        """Run it in the open transaction. Only when `is_usable`.
 
         Raises:
             StatementLost: see there.
+            django.db.Error: what PostgreSQL refused, or its connection was lost.
         """
         at_hand = _at_hand(connection)
+        raw: Any = connection.connection
         with connection.wrap_database_errors:
             try:
+                _begin(raw)
                 if self._name not in at_hand.known:
-                    at_hand.cursor.execute(self._prepare)
+                    _checked(raw, raw.pgconn.exec_(self._prepare))
                     at_hand.known.add(self._name)
-                return at_hand.cursor.execute(self._execute, parameters)
+                result = _checked(raw, raw.pgconn.exec_prepared(self._name, [*map(_given, parameters)], self._formats))
             except Exception as error:
                 sqlstate = getattr(error, "sqlstate", None)
                 if sqlstate not in {_MISSING, _EXISTS}:
@@ -67,8 +85,49 @@ class Prepared:
                 at_hand.known.discard(self._name)
                 if sqlstate == _EXISTS:
                     # Somebody else's: a proxy after all, whose server processes change hands.
-                    at_hand.cursor = None
+                    at_hand.may_prepare = False
                 raise StatementLost(str(error)) from None
+        columns = range(result.nfields)
+        rows = [[_text(result.get_value(row, column)) for column in columns] for row in range(result.ntuples)]
+        return Answer(rows, result.command_tuples or 0)
+
+
+def _given(value: Any) -> bytes | None:
+    match value:
+        case None | bytes():
+            return value
+        case datetime():
+            return value.isoformat().encode()
+    text = str(value).encode()
+    if b"\0" in text:
+        # libpq would end it there.
+        raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
+    return text
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode()
+
+
+def _begin(raw: Any) -> None:
+    """Begin the transaction that psycopg begins with its first statement."""
+    if raw.autocommit or int(raw.pgconn.transaction_status):
+        return
+    if raw.isolation_level is raw.read_only is raw.deferrable is None:
+        _checked(raw, raw.pgconn.exec_(b"BEGIN"))
+    else:
+        raw.execute("SELECT")
+
+
+def _checked(raw: Any, result: Any) -> Any:
+    if not result.error_message:
+        return result
+    from psycopg import OperationalError as Lost  # noqa: PLC0415 - an extra
+    from psycopg.errors import error_from_result  # noqa: PLC0415
+
+    if raw.broken:
+        raise Lost(result.get_error_message())
+    raise error_from_result(result)
 
 
 def is_usable(connection: BaseDatabaseWrapper) -> bool:
@@ -76,24 +135,22 @@ def is_usable(connection: BaseDatabaseWrapper) -> bool:
     if connection.vendor != "postgresql" or connection.queries_logged or connection.execute_wrappers:
         return False
     connection.ensure_connection()
-    return _at_hand(connection).cursor is not None
+    return _at_hand(connection).may_prepare
 
 
 def _at_hand(connection: BaseDatabaseWrapper) -> _AtHand:
     raw: Any = connection.connection
     at_hand: _AtHand | None = getattr(raw, _AT_HAND, None)
     if at_hand is None:
-        at_hand = _AtHand(_own_cursor(connection, raw), set())
+        at_hand = _AtHand(_may_prepare(connection, raw), set())
         setattr(raw, _AT_HAND, at_hand)
     return at_hand
 
 
-def _own_cursor(connection: BaseDatabaseWrapper, raw: Any) -> Any:
-    if not hasattr(raw, "pgconn"):  # psycopg 2
-        return None
-    from psycopg import ClientCursor  # noqa: PLC0415 - an extra
-
-    cursor: Any = ClientCursor(raw)
+def _may_prepare(connection: BaseDatabaseWrapper, raw: Any) -> bool:
+    # libpq would hold up all greenlets of a thread; psycopg 2 does not show it.
+    if detect_environment() != "default" or not hasattr(raw, "pgconn"):
+        return False
     with connection.wrap_database_errors:
-        (answering,) = cursor.execute("SELECT pg_backend_pid()").fetchone()
-    return cursor if answering == raw.info.backend_pid else None
+        (answering,) = raw.execute("SELECT pg_backend_pid()").fetchone()
+    return bool(answering == raw.info.backend_pid)

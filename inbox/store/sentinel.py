@@ -85,8 +85,8 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         connection.validate_no_broken_transaction()
         given = [guard.rows[0], attempts, guard.transaction]
         if guard.order is None:
-            return int(_FINISH.execute(connection, given).rowcount)
-        return int(_FINISH_IN_ORDER.execute(connection, [*given, *for_gate(connection, guard.order)]).rowcount)
+            return _FINISH.execute(connection, given).hit
+        return _FINISH_IN_ORDER.execute(connection, [*given, *for_gate(connection, guard.order)]).hit
     sql = (
         f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{'' if result is None else ', result = %s'} "
         f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_OURS}"

@@ -26,9 +26,9 @@ JSON = "application/json"
 STRUCTURED_JSON = "application/cloudevents+json"
 OPAQUE = "application/octet-stream"
 SPECVERSION = "1.0"
-_PREFIXES = ("cloudEvents:", "cloudEvents_")
-REPLAY_HEADER = "cloudEvents:replay"
+_COLON, _UNDERSCORE = "cloudEvents:", "cloudEvents_"
 ORDERING_KEY_HEADER = "cloudEvents:orderingkey"
+REPLAY_HEADER = "cloudEvents:replay"
 """Says that somebody has had the message sent again on purpose, and who: "operator"."""
 BY_OPERATOR = "operator"
 _RESERVED = ("cloudevents", "x-", "ce-")
@@ -125,14 +125,9 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
         Undecodable: a structured-mode body that is no CloudEvent.
     """
     content_type = str(properties.get("content_type") or JSON)
-    attributes = _attributes(headers)
+    attributes, own_headers = _divided(headers)
     if media_type(content_type) == STRUCTURED_JSON:
         attributes, body, content_type = _structured(body)
-    own_headers = {
-        printable(str(name), NAME_LENGTH): _json_safe(value)
-        for name, value in headers.items()
-        if not str(name).startswith(_PREFIXES)
-    }
 
     def text(name: str, otherwise: object = "") -> str:
         value = attributes.get(name)
@@ -173,13 +168,20 @@ def decode_payload(body: bytes, content_type: str) -> Any:
         raise Undecodable(f"The body ({len(body)} bytes, {content_type}) is not JSON: {error}") from error
 
 
-def _attributes(headers: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        str(name)[len(prefix) :]: value
-        for prefix in reversed(_PREFIXES)
-        for name, value in headers.items()
-        if str(name).startswith(prefix)
-    }
+def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:
+    """The CloudEvents attributes, and the publisher's own headers. Of an attribute with both prefixes the colon's counts."""
+    attributes: dict[str, Any] = {}
+    own: dict[str, HeaderValue] = {}
+    for given, value in headers.items():
+        name = str(given)
+        if name.startswith(_COLON):
+            attributes[name[len(_COLON) :]] = value
+        elif name.startswith(_UNDERSCORE):
+            attribute = name[len(_UNDERSCORE) :]
+            attributes[attribute] = headers.get(_COLON + attribute, value)
+        else:
+            own[printable(name, NAME_LENGTH)] = _json_safe(value)
+    return attributes, own
 
 
 def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str]:
