@@ -15,7 +15,7 @@ BATCHES = "bulk handler, batch=100"
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    bench = Bench(lab, record, count=plan.choose(full=20_000, quick=3_000))
+    bench = Bench(lab, record, count=plan.choose(full=10_000, quick=3_000))
     in_batches = handled_by(bench.project, "bulk", batch=100, batch_wait=0.2)
     sides = {
         HAND_WRITTEN: bench.hand_written,

@@ -20,6 +20,8 @@ LEAN = "hand-written, row inserted as settled"
 PREFETCH = 50
 """As the inbox's default."""
 LONGEST_SECONDS = 900.0
+BLOCKS = 3
+"""In every run: many short blocks see the same machine more than a few long ones do."""
 
 
 class Bench:
@@ -34,10 +36,11 @@ class Bench:
         record.note(f"{count:,} messages in the queue; the clock runs from the {UNTIMED}th effect's commit to the last one's.")
 
     def alternate(self, plan: Plan, sides: Mapping[str, Callable[[], object]]) -> None:
-        """Every side once in each run, every second time in the opposite order."""
+        """Every side in turn, so many times in each run, every second time in the opposite order."""
         for run in plan.each_run(self._record.name):
-            for side in list(sides) if run % 2 else list(reversed(sides)):
-                sides[side]()
+            for block in range(plan.choose(full=BLOCKS, quick=1)):
+                for side in list(sides) if (run + block) % 2 else list(reversed(sides)):
+                    sides[side]()
 
     def consume(self, project: Project, side: str, *, ordered: bool = False, concurrency: int = 1) -> None:
         """One `inbox_consume` empties the queue of the project's handler."""

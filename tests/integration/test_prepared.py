@@ -6,11 +6,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import DataError, connection, transaction
 from django.test.utils import CaptureQueriesContext
+from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
+from inbox.store.prepared import Prepared
 from outbox.kernel.clock import utcnow
 from tests.aliases import the_default_at
 from tests.app.models import Effect
@@ -177,6 +179,45 @@ def test_a_twin_in_hand_is_waited_for_only_so_long(handles, way):
         transaction.set_rollback(True)
 
     assert deliver(handler, envelope) is Received.HANDLED
+
+
+def test_the_transaction_is_begun_as_the_project_says(handles):
+    shown = []
+    handler = handles(lambda message: shown.extend(execute("SHOW transaction_isolation")))
+    with the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ}):
+        for _ in range(2):
+            assert deliver(handler) is Received.HANDLED
+
+        assert (shown, prepared()) == (["repeatable read"] * 2, OURS)
+
+
+def test_a_server_process_that_ended_between_two_messages_costs_nothing(handles):
+    handler = handles(the_effect)
+    deliver(handler)
+    (pid,) = execute("SELECT pg_backend_pid()")
+    with InAThread(lambda: execute(f"SELECT pg_terminate_backend({pid}, 5000)")):
+        pass
+
+    assert deliver(handler) is Received.HANDLED
+    assert (effects(), prepared()) == (2, OURS)
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "\ud800"], ids=["nul", "surrogate"])
+def test_text_that_no_column_takes_is_refused_and_not_cut(text):
+    """Neither gets this far: names are made fit when a message is read."""
+    statement = Prepared("test", ["text"], "SELECT $1")
+    with transaction.atomic():
+        with pytest.raises((DataError, UnicodeEncodeError)):
+            statement.execute(connection, [text])
+
+        assert statement.execute(connection, ["a"]).rows == [["a"]]
+
+
+def test_nothing_is_prepared_among_greenlets(handles, monkeypatch):
+    monkeypatch.setattr("inbox.store.prepared.detect_environment", lambda: "gevent")
+
+    assert deliver(handles(the_effect)) is Received.HANDLED
+    assert (effects(), prepared()) == (1, set())
 
 
 @pytest.fixture(scope="module")
