@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -35,6 +36,7 @@ class Call:
     """One delivery of a task, read.
 
     Attributes:
+        arguments: the args and kwargs that came, even after the function has changed what it was given.
         row: what it would be in the inbox.
         redelivered: the broker says that it has delivered this very message before.
         eager: there is no message and no broker: it runs inside its caller.
@@ -43,6 +45,7 @@ class Call:
     """
 
     task: Any
+    arguments: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
     handler: Handler
     message: Message
     envelope: Envelope
@@ -80,11 +83,11 @@ def read_call(
     bound.apply_defaults()
     said = _by_name(bound)
     name, task_id = handler_name(task.name), fit(str(request.id))
+    as_they_came = _as_they_came(args, kwargs)
     handler = Handler(
         name=name,
         topic=name,
-        # The message does not carry the arguments as they are: what is not JSON could not be read from it again.
-        function=lambda message: function(*args, **kwargs),
+        function=_again_and_again(function, args, kwargs, as_they_came),
         biz_id=_identity(type(task).biz_id, bound),
         using=task.using,
     )
@@ -117,9 +120,10 @@ def read_call(
     biz_id = handler.identify(message)
     outside = "" if request.is_eager else outside_window(envelope, options)
     # How it was sent is written down for those that an operator may have to send again.
-    kept = _signature(task) if outside or _is_redelivered(request) else "{}"
+    kept = as_sent(task, args, kwargs) if outside or _is_redelivered(request) else "{}"
     return Call(
         task=task,
+        arguments=as_they_came,
         handler=handler,
         message=replace(message, biz_id=biz_id),
         envelope=envelope,
@@ -147,6 +151,16 @@ def remembered(text: str) -> Any:
     return loads(text)
 
 
+def as_sent(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """How the task that is being run was sent, as headers of its row, for an operator who has it sent again."""
+    signature = dict(task.signature_from_request(None, args, kwargs))
+    # Of this delivery, and not of the call. An operator's word is newer than the time when the call was to expire.
+    signature["options"] = {
+        name: value for name, value in signature["options"].items() if name not in {"redelivered", "expires"}
+    }
+    return to_remember({_SIGNATURE: signature}) or "{}"
+
+
 def signature_of(row: InboxMessage) -> dict[str, Any] | None:
     """How the task of a stored row was sent, for Celery to send it again; None when that is not known."""
     kept = row.headers.get(_SIGNATURE)
@@ -157,6 +171,31 @@ def signature_of(row: InboxMessage) -> dict[str, Any] | None:
         return None
     kwargs = loads(bytes(row.body))
     return {"task": row.handler.removeprefix(CELERY_TOPICS), "kwargs": kwargs, "options": {"task_id": row.message_id}}
+
+
+def _as_they_came(*arguments: Any) -> Callable[[], Any]:
+    """Answers with the arguments as they are now, whatever a run makes of them meanwhile."""
+    try:
+        kept = pickle.dumps(arguments)
+    except Exception:  # noqa: BLE001 - whatever their classes raise; such arguments came from no broker
+        return lambda: arguments
+    return lambda: pickle.loads(kept)  # noqa: S301 - ours, of a moment ago
+
+
+def _again_and_again(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], as_they_came: Callable[[], Any]
+) -> Callable[[Message], object]:
+    """Calls it with the arguments, and when a run that collided with another is begun again, with the unchanged ones.
+
+    The message does not carry them as they are: what is not JSON could not be read from it again.
+    """
+    first = iter([(args, kwargs)])
+
+    def call(message: Message) -> object:
+        given_args, given_kwargs = next(first, None) or as_they_came()
+        return function(*given_args, **given_kwargs)
+
+    return call
 
 
 def _is_redelivered(request: Any) -> bool:
@@ -196,15 +235,6 @@ def _body(said: Mapping[str, Any]) -> tuple[str, bytes, str]:
     except (TypeError, ValueError, RecursionError):
         return _NOT_JSON, repr(said).encode("utf-8", "backslashreplace"), hashlib.sha256().hexdigest()
     return JSON, body, hashlib.sha256(body).hexdigest()
-
-
-def _signature(task: Any) -> str:
-    signature = dict(task.signature_from_request())
-    # Of this delivery, and not of the call. An operator's word is newer than the time when the call was to expire.
-    signature["options"] = {
-        name: value for name, value in signature["options"].items() if name not in {"redelivered", "expires"}
-    }
-    return to_remember({_SIGNATURE: signature}) or "{}"
 
 
 def _row(envelope: Envelope, *, biz_id: str, digest: str, headers: str) -> NewRow:

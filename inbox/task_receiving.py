@@ -21,7 +21,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NoReturn
 
-from celery.exceptions import Ignore, Reject, TaskPredicate
+from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
 from django.db import transaction
 
 from inbox import store, transactions
@@ -30,12 +30,20 @@ from inbox.errors import NotRun, TransactionEnded
 from inbox.models import DUE, InboxMessage, State
 from inbox.outcomes import Received, announce, duplicate, fail_stored, handled, store_failure
 from inbox.store import Failure, Guard, TwinBusy
-from inbox.store.tasks import claim_met, forget, outcome
-from inbox.task_calls import Call, read_call, remembered, to_remember
+from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
+from inbox.task_calls import Call, as_sent, read_call, remembered, to_remember
 from inbox.transactions import DatabaseAway, decided, in_transaction, persistently
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
+
+
+class PutBack(Reject):  # type: ignore[misc] # celery is not typed
+    """This delivery cannot be run now, and the broker is to keep it."""
+
+
+REFUSALS = (NotRun, PutBack)
+"""What `autoretry_for` must not take for a failure. It would make of a PutBack that cannot be sent again a lost message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,7 @@ def receive_task(
     Raises:
         NotRun: it is not to be run.
         Ignore: a copy comes later.
-        Reject: it cannot be run now, and no copy could be sent.
+        PutBack: it cannot be run now, and no copy could be sent.
         Exception: what the task raised; its effect is rolled back.
     """
     options = inbox_options()
@@ -94,6 +102,7 @@ def _run_fresh(call: Call, options: InboxOptions) -> Answer | None:
     except TransactionEnded as error:
         # Its effect may be there in part, and Celery must not begin it anew.
         store_failure(call.handler, call.row, _last_failure(error, call.message.attempt), options)
+        decided(lambda: keep_how_sent(call.handler.using, call.row, as_sent(call.task, *call.arguments())), call.handler.using)
         raise
 
 
@@ -177,7 +186,16 @@ def _let_go(call: Call, stored: InboxMessage, error: Exception) -> None:
 
 
 def _celery_tries_again(task: Any, error: Exception) -> bool:
-    return isinstance(error, (TaskPredicate, *getattr(task, "autoretry_for", ())))
+    """Will this very task come once more? As `celery.app.autoretry`, which is asked after us, will decide."""
+    if isinstance(error, TaskPredicate):
+        return isinstance(error, Retry) or getattr(error, "requeue", False)
+    if isinstance(error, tuple(getattr(task, "dont_autoretry_for", ()))) or not isinstance(
+        error, tuple(getattr(task, "autoretry_for", ()))
+    ):
+        return False
+    most = getattr(task, "override_max_retries", getattr(task, "retry_kwargs", {}).get("max_retries"))
+    most = task.max_retries if most is None else most
+    return most is None or task.request.retries < most
 
 
 def _last_failure(error: Exception, attempts: int) -> Failure:
@@ -224,8 +242,8 @@ def _come_again(call: Call, rest: timedelta, why: str) -> NoReturn:
     # On quorum queues Celery delays by whole seconds and refuses less than one.
     countdown = math.ceil(rest.total_seconds())
     try:
-        call.task.signature_from_request(countdown=countdown).apply_async()
+        call.task.signature_from_request(None, *call.arguments(), countdown=countdown).apply_async()
     except Exception as error:
-        raise Reject(f"{why}, and it cannot be sent again: {describe(error)}", requeue=True) from error
+        raise PutBack(f"{why}, and it cannot be sent again: {describe(error)}", requeue=True) from error
     logger.info("%s: task %s comes again in %d s: %s.", call.handler.name, call.message.id, countdown, why)
     raise Ignore(why)

@@ -6,6 +6,7 @@ that fails in the ordinary way leaves none: what comes next is Celery's to say.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,6 +55,12 @@ def forget(alias: str, row: int, attempts: int) -> bool:
         pk=row, attempts=attempts, state=State.RECEIVED, next_attempt_at__isnull=False
     )
     return bool(ours.delete()[0])
+
+
+def keep_how_sent(alias: str, row: NewRow, headers: str) -> None:
+    """Write down how the task of `row` was sent, after what was written by itself has turned out to be a dead letter."""
+    written = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+    written.filter(message_id=row.message_id).update(headers=json.loads(headers))
 
 
 def outcome(alias: str, row: NewRow) -> Outcome | None:

@@ -142,6 +142,12 @@ class TestMistakes:
         with pytest.raises(ValueError, match="acks_late=False"):
             a_task(the_effect, acks_late=False)
 
+    def test_a_death_that_is_acknowledged(self, a_task):
+        with pytest.raises(ValueError, match="when its process dies in the middle"):
+            idempotent_task(reject_on_worker_lost=False)(the_effect)
+        with pytest.raises(ValueError, match="reject_on_worker_lost=False"):
+            a_task(the_effect, reject_on_worker_lost=False)
+
     def test_many_calls_inside_one_task(self, a_task):
         task = a_task(the_effect)
 

@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from celery.exceptions import Ignore, Reject
 from django.contrib.auth.models import User
 from django.contrib.messages import get_messages
 from django.core.management import CommandError, call_command
+from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
@@ -188,6 +190,64 @@ def test_a_retried_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, l
     assert deliver(task, "o-1", task_id="t-1")[0] == "FAILURE"
 
     assert (the_row().state, the_row().last_error) == (State.DEAD, "ValueError: out of stock")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"autoretry_for": [Exception], "dont_autoretry_for": [ValueError]},
+        {"autoretry_for": [ValueError], "max_retries": 0},
+        {"autoretry_for": [ValueError], "retry_kwargs": {"max_retries": 0}},
+    ],
+    ids=str,
+)
+def test_a_retried_task_that_autoretry_gives_up_is_a_dead_letter(a_task, local_app, current, sent, options):
+    current(local_app)
+    a_row(body=b"{}", content_type="application/json")
+    resending(store.retry)("default", the_row().pk)
+    sent()
+
+    def fail(order_id):
+        raise ValueError("out of stock")
+
+    task = a_task(fail, biz_id="order_id", **options)
+
+    assert deliver(task, "o-1", task_id="t-1")[0] == "FAILURE"
+    assert sent() == []
+    assert (the_row().state, the_row().last_error) == (State.DEAD, "ValueError: out of stock")
+
+
+@pytest.mark.parametrize(("raised", "state"), [(Ignore(), "IGNORED"), (Reject("bad", requeue=False), "REJECTED")], ids=str)
+def test_a_retried_task_that_takes_itself_away_is_a_dead_letter(a_task, local_app, current, raised, state):
+    current(local_app)
+    a_row(body=b"{}", content_type="application/json")
+    resending(store.retry)("default", the_row().pk)
+
+    def leave(order_id):
+        raise raised
+
+    assert deliver(a_task(leave, biz_id="order_id"), "o-1", task_id="t-1")[0] == state
+    assert the_row().state == State.DEAD
+    assert type(raised).__name__ in the_row().last_error
+
+
+@pytest.mark.django_db(transaction=True)
+def test_one_that_ended_its_own_transaction_is_sent_again_as_it_was_sent(a_task, local_app, current, sent):
+    """At its first delivery, of which nothing had been written down."""
+    current(local_app)
+
+    def commit(order_id):
+        connections["default"].connection.commit()
+
+    task = a_task(commit, biz_id="order_id")
+    follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
+    deliver(task, "o-1", task_id="t-1", chain=[follow], tenant="acme")
+
+    assert resending(store.retry)("default", the_row().pk)
+
+    [message] = sent()
+    args, _, embedded = message.payload
+    assert (args, message.headers["tenant"], embedded["chain"][0]["options"]["task_id"]) == (["o-1"], "acme", "f-1")
 
 
 @pytest.mark.parametrize("by_autoretry", [False, True])
