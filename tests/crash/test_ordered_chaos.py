@@ -5,7 +5,9 @@ ORDERED_CHAOS_MESSAGES and ORDERED_CHAOS_KEYS make it as long as one likes, such
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import logging
 import os
 import random
 import time
@@ -30,10 +32,22 @@ LONGEST_SECONDS = 900.0
 ONE_IN = 50
 """So many messages of which one fails at its first attempt."""
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(1000)]
+logger = logging.getLogger(__name__)
+
+pytestmark = [
+    pytest.mark.django_db(transaction=True, databases=["default", "other"]),
+    pytest.mark.timeout(LONGEST_SECONDS + 100),
+    pytest.mark.usefixtures("_as_long_as_it_takes"),
+]
 
 HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=True)
 """As far as its queue goes; the function lives in the processes."""
+
+
+@pytest.fixture
+def _as_long_as_it_takes():
+    """The suite ends any test after a few minutes; this one has a limit of its own."""
+    faulthandler.dump_traceback_later(LONGEST_SECONDS + 200, exit=True)
 
 
 @pytest.fixture
@@ -66,16 +80,20 @@ def send_all(url):
             )
 
 
-def test_consumers_killed_every_second_have_every_effect_once_and_every_key_in_order(consumer, rabbitmq_server, rabbitmq_url):
+def test_consumers_killed_every_second_have_every_effect_once_and_every_key_in_order(
+    consumer, rabbitmq_server, rabbitmq_url, record_property
+):
     send_all(rabbitmq_url)
     chance = random.Random(20_000)
     kills = 0
     with ExitStack() as stack:
         consumers = [stack.enter_context(consumer(number)) for number in range(CONSUMERS)]
         lives = dict.fromkeys(consumers, 1)
-        deadline = time.monotonic() + LONGEST_SECONDS
-        while InboxMessage.objects.filter(state=State.DONE).count() < MESSAGES:
-            assert time.monotonic() < deadline, consumers[0].said()
+        begun_at = time.monotonic()
+        while (so_far := InboxMessage.objects.filter(state=State.DONE).count()) < MESSAGES:
+            assert time.monotonic() - begun_at < LONGEST_SECONDS, (
+                f"{so_far} are done after {kills} kills\n{consumers[0].said()}"
+            )
             # The nemesis has a rhythm; nothing here waits for anything to have happened.
             time.sleep(SECONDS_BETWEEN_KILLS)
             if at_work := [one for one in consumers if one.said().count("Consuming") == lives[one]]:
@@ -85,6 +103,9 @@ def test_consumers_killed_every_second_have_every_effect_once_and_every_key_in_o
                 kills += 1
                 victim.start()
                 lives[victim] += 1
+        seconds = round(time.monotonic() - begun_at)
+        logger.info("%d messages on %d keys took %d s; %d kills.", MESSAGES, KEYS, seconds, kills)
+        record_property("seconds, kills", (seconds, kills))
         for one in consumers:
             one.until(lambda one=one: one.said().count("Consuming") == lives[one])
             one.terminate()

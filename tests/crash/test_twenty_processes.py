@@ -1,0 +1,134 @@
+"""Twenty processes and one biz-id: a hundred copies, all of them in somebody's hands at once, and one effect."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from datetime import timedelta
+
+import kombu
+import pytest
+from django.db import connections, transaction
+
+from inbox import store
+from inbox.handlers import Handler
+from inbox.leasing.opening import lease_store
+from inbox.models import State
+from inbox.reading import read
+from tests.app.models import Effect, Unique
+from tests.deliveries import OPTIONS, an_envelope, the_row, wait_until
+from tests.leased import LEASED_JOB
+from tests.worker import JOB
+from tests.workers import CONFIRMED, EXCHANGE, OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of
+
+PROCESSES = 20
+IN_HAND = 5
+COPIES = PROCESSES * IN_HAND
+STARTING_SECONDS = 180.0
+"""Twenty interpreters on two cores."""
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
+
+OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", mode="lease")
+"""As far as its queue goes; the function lives in the processes."""
+
+
+@pytest.fixture
+def processes(process_environment, rabbitmq_url, tmp_path):
+    """All of them, each with one worker and five copies at most, and known to PostgreSQL by its name."""
+
+    def start(stack, settings, **given):
+        given = {"GROUP": "tests", "EXCHANGE": EXCHANGE, "CONCURRENCY": 1, "PREFETCH": IN_HAND, **given}
+        environment = {
+            **process_environment,
+            **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given}, OUTBOX={"BROKER_URL": rabbitmq_url}),
+            "DJANGO_SETTINGS_MODULE": settings,
+        }
+        return [
+            stack.enter_context(Process({**environment, "PGAPPNAME": name}, tmp_path / f"{name}.log", "inbox_consume"))
+            for name in (f"twin-{number}" for number in range(PROCESSES))
+        ]
+
+    return start
+
+
+def send_copies(url, topic, payload):
+    """Half of them were sent twice by a relay, the others were published again."""
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
+        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        for number in range(COPIES):
+            producer.publish(
+                payload,
+                routing_key=topic,
+                serializer="json",
+                delivery_mode=2,
+                message_id="first" if number < COPIES // 2 else f"again-{number}",
+                headers={"cloudEvents:bizid": "one"},
+            )
+
+
+def who_waits_for_a_lock():
+    with connections["other"].cursor() as cursor:
+        cursor.execute(
+            "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'twin-%%' AND wait_event_type = 'Lock'"
+        )
+        return {name for (name,) in cursor.fetchall()}
+
+
+def all_end(processes):
+    for process in processes:
+        process.terminate()
+    assert [process.ends() for process in processes] == [0] * PROCESSES, [process.said() for process in processes]
+
+
+def test_that_wait_for_the_same_row_have_one_effect(processes, rabbitmq_server, rabbitmq_url):
+    """The test holds the place of the row until each of them waits for it, and then lets go: one of twenty gets it."""
+    options = broker_options(rabbitmq_url)
+    declare(OF_THE_WORKERS, options)
+    send_copies(rabbitmq_url, JOB, {})
+    row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="one"), OPTIONS).row
+    with ExitStack() as stack:
+        with transaction.atomic():
+            assert store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            twins = processes(stack, "tests.worker.settings", TWIN_TIMEOUT=timedelta(seconds=2 * STARTING_SECONDS))
+            wait_until(lambda: len(who_waits_for_a_lock()) == PROCESSES, STARTING_SECONDS)
+            transaction.set_rollback(True)
+        wait_until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 0)
+        all_end(twins)
+
+    assert list(Effect.objects.values_list("name", "detail")) == [("one", "1")]
+    assert the_row().attempts == 1
+    assert_accounted_for(the_row(), counted_elsewhere={})
+
+
+@pytest.mark.parametrize("leases", ["database", "redis"])
+def test_under_a_lease_have_one_run(request, processes, rabbitmq_server, rabbitmq_url, leases):
+    """One runs until everybody else has been told that it does."""
+    options = broker_options(rabbitmq_url)
+    declare(OF_THE_LEASED, options)
+    with ExitStack() as stack:
+        kept_in = leases if leases == "database" else request.getfixturevalue("redis_url")
+        twins = processes(stack, "tests.leased.settings", LEASE_STORE=kept_in)
+        wait_until(lambda: all("Consuming" in twin.said() for twin in twins), STARTING_SECONDS)
+        send_copies(rabbitmq_url, LEASED_JOB, {"do": "wait for the word"})
+        # What the owner has fetched waits for its only worker.
+        wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) <= IN_HAND)
+        Unique.objects.create(name="go one")
+        wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) == 0)
+        wait_until(lambda: the_row().state == State.DONE)
+        all_end(twins)
+
+    assert list(Effect.objects.order_by("id").values_list("name", "detail")) == [("begun one", "1"), ("one", "1")]
+    counted = lease_store(broker_options(rabbitmq_url, LEASE_STORE=kept_in)).counts()
+    assert_accounted_for(the_row(), counted_elsewhere=counted.get(OF_THE_LEASED.name, {}))
+
+
+def assert_accounted_for(row, counted_elsewhere):
+    """In the row, or in Redis, which counts what comes after the end."""
+    elsewhere = Counter(counted_elsewhere)
+    assert (row.state, elsewhere["handled"]) == (State.DONE, 0)
+    assert 1 + row.duplicates + elsewhere["duplicates"] == COPIES
+    assert store.balance("default").delivered == COPIES - elsewhere["duplicates"]
+    # Whichever was first, all but its own copies are the business's. One that met another just being counted came again.
+    again = row.resends + row.redeliveries + elsewhere["resend"] + elsewhere["redelivery"]
+    assert again == (COPIES // 2 - 1 if row.message_id == "first" else 0)
