@@ -20,6 +20,8 @@ from inbox import store
 from inbox.conf import inbox_options
 from inbox.errors import TaskNotSent
 from inbox.handlers import registry
+from inbox.leasing.operating import once_ended
+from inbox.leasing.stores import LeaseStoreAway
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
 from outbox.kernel.clock import DatabaseTime
@@ -133,7 +135,7 @@ class InboxMessageAdmin(MessageAdmin):
         State.SHED: Tone.OVER,
     }
     large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
-    refusals = (TaskNotSent,)
+    refusals = (TaskNotSent, LeaseStoreAway)
     allowed_in: ClassVar[Any] = {
         "retry": store.RETRYABLE,
         "skip": store.SKIPPABLE,
@@ -204,6 +206,8 @@ class InboxMessageAdmin(MessageAdmin):
     def offers(self, action: str, row: Any) -> bool:
         if row.state == State.DEAD and action in {"retry", "override_age_fence"}:
             return bool(row.quarantined == (action == "override_age_fence"))
+        if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
+            return False
         return super().offers(action, row)
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
@@ -389,14 +393,14 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.action(permissions=["retry"], description="Retry now")
     def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="due for a retry now", transition=resending(store.retry))
+        return self.carry_out(request, queryset, done="due for a retry now", transition=once_ended(resending(store.retry)))
 
     @admin.action(permissions=["skip"], description="Skip…")
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         form = SkipForm(request.POST if self.is_confirmed(request) else None)
         if form.is_valid():
             reason = form.cleaned_data["reason"]
-            transition = partial(store.skip, reason=reason)
+            transition = once_ended(partial(store.skip, reason=reason))
             return self.carry_out(request, queryset, done="skipped", transition=transition, reason=reason)
         return self.ask(
             request,

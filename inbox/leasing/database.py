@@ -12,7 +12,7 @@ from datetime import timedelta
 from inbox.conf import InboxOptions
 from inbox.leasing.stores import Consumed, Held, Kept, Lease, Verdict, Wanted
 from inbox.models import SETTLED, State
-from inbox.store import Failure, leases
+from inbox.store import Failure, NewRow, leases
 from inbox.store import steps as steps_table
 from inbox.transactions import decided
 from outbox.kernel.clock import monotonic
@@ -53,6 +53,10 @@ class DatabaseLeases:
     def forget(self, lease: Lease, step: str) -> None:
         alias, pk = _row_of(lease)
         decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+
+    def is_held(self, alias: str, row: NewRow) -> bool:
+        standing = decided(lambda: leases.standing(alias, row), alias)
+        return standing is not None and standing.state == State.RUNNING and standing.remaining > timedelta()
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         return {}

@@ -139,6 +139,15 @@ class RedisLeases:
         if pk is not None:
             decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
 
+    def is_held(self, alias: str, row: NewRow) -> bool:
+        for _ in range(_OPENINGS):
+            memory = self._memory(alias)
+            (said,) = self._run(scripts.HELD, memory.incarnation, row)
+            if said != "lost":
+                return bool(said == "held")
+            self._reopen(memory)
+        raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
+
     def counts(self) -> dict[str, dict[str, int]]:
         """By handler, what has left no row: `handled`, `duplicates` of these by cause, and `conflicts`.
 

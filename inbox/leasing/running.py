@@ -7,7 +7,6 @@ that overslept can not undo what its successor did.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from inbox.leasing.autocommit import autocommit, is_inside_a_transaction
 from inbox.leasing.heartbeat import heartbeat
 from inbox.leasing.opening import lease_store
 from inbox.leasing.steps import Steps
-from inbox.leasing.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStore, LeaseStoreAway, Wanted
+from inbox.leasing.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStore, LeaseStoreAway, Wanted, stored_row
 from inbox.models import InboxMessage, State
 from inbox.outcomes import (
     Received,
@@ -82,7 +81,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     Raises:
         DatabaseAway: the database does not answer.
     """
-    row, store, alias = _row_of(stored), lease_store(options), handler.using
+    row, store, alias = stored_row(stored), lease_store(options), handler.using
     message = message_of(envelope, options, needs_id=False, biz_id=stored.biz_id)
     wanted = Wanted(handler=handler, row=row, stored=stored)
     give_it_back = partial(give_back, alias, stored.pk, stored.attempts)
@@ -199,22 +198,3 @@ def _announce_duplicate(handler: Handler, row: NewRow, cause: DuplicateCause, *,
 
 def _quarantined(verdict: Forgotten, *, attempts: int) -> Failure:
     return Failure(error=verdict.reason, retry_after=None, attempts=attempts, quarantined=True)
-
-
-def _row_of(stored: InboxMessage) -> NewRow:
-    return NewRow(
-        handler=stored.handler,
-        topic=stored.topic,
-        biz_id=stored.biz_id,
-        message_id=stored.message_id,
-        key=stored.key,
-        content_type=stored.content_type,
-        body=bytes(stored.body),
-        digest=stored.digest,
-        headers=json.dumps(stored.headers),
-        source=stored.source,
-        correlation_id=stored.correlation_id,
-        causation_id=stored.causation_id,
-        traceparent=stored.traceparent,
-        created_at=stored.created_at,
-    )

@@ -123,6 +123,16 @@ return {'done', written()}
 """
 )
 
+HELD = (
+    _OPEN
+    + """
+local found = redis.call('HMGET', KEYS[2], 'state', 'until')
+if not found[1] then return {'free', writes} end
+redis.call('HSET', KEYS[2], 'row', 1)
+return {found[1] == 'running' and tonumber(found[2]) > now and 'held' or 'free', written()}
+"""
+)
+
 REMEMBERS = """
 redis.call('HSETNX', KEYS[1], 'incarnation', ARGV[1])
 local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes')

@@ -9,6 +9,7 @@ A store that cannot be asked raises, and then nothing is run: no lease is ever a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -173,5 +174,28 @@ class LeaseStore(Protocol):
     def forget(self, lease: Lease, step: str) -> None:
         """This step, which was begun and has not ended, counts as never begun; unless there was a later lease."""
 
+    def is_held(self, alias: str, row: NewRow) -> bool:
+        """Does somebody run this stored message now? From here on its row decides about it, once that run has ended."""
+
     def counts(self) -> Mapping[str, Mapping[str, int]]:
         """By handler, what has left no row: `handled`, its `duplicates`, these by cause, and `conflicts` among them."""
+
+
+def stored_row(stored: InboxMessage) -> NewRow:
+    """A stored message as the delivery that it came with."""
+    return NewRow(
+        handler=stored.handler,
+        topic=stored.topic,
+        biz_id=stored.biz_id,
+        message_id=stored.message_id,
+        key=stored.key,
+        content_type=stored.content_type,
+        body=bytes(stored.body),
+        digest=stored.digest,
+        headers=json.dumps(stored.headers),
+        source=stored.source,
+        correlation_id=stored.correlation_id,
+        causation_id=stored.causation_id,
+        traceparent=stored.traceparent,
+        created_at=stored.created_at,
+    )

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import Min
+from django.db.models import F, Min
 
 from inbox.models import DUE, SETTLED, InboxMessage, State, Step
 from inbox.store.dialect import TABLE
@@ -19,8 +19,9 @@ from outbox.kernel.text import ERROR_LENGTH, printable
 
 _OPERATORS_WAIT = timedelta(seconds=10)
 
-RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED)
-SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.WAITING)
+RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
+SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
+"""Of these a running one only when its lease has ended."""
 _TRIED_AGAIN: Mapping[str, Any] = {
     "state": State.RETRYING,
     "attempts": 0,
@@ -32,8 +33,9 @@ _TRIED_AGAIN: Mapping[str, Any] = {
 def retry(alias: str, row: int) -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
-    False, too, for what the age fence has refused, see `override_age_fence`. While a handler is running the message this waits
-    for its end, for a while, and then tells the truth. In an order it is `waiting` while another is before it.
+    running, past its lease → running, due now; its owner settles nothing any more. False, too, for what the age fence has
+    refused, see `override_age_fence`. While a handler is running the message this waits for its end, for a while, and then
+    tells the truth. In an order it is `waiting` while another is before it.
     """
     return _decide(alias, row, RETRYABLE, quarantined=False, written=_TRIED_AGAIN)
 
@@ -49,6 +51,9 @@ def override_age_fence(alias: str, row: int) -> bool:
 
 def skip(alias: str, row: int, reason: str) -> bool:
     """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
+
+    running, past its lease → skipped; its owner settles nothing any more. A lease that is kept elsewhere may have been
+    extended without the row's knowing: see `inbox.leasing.operating`.
 
     While a handler is running the message this waits for its end, for a while, and then tells the truth. In an order the next
     one follows.
@@ -70,6 +75,7 @@ def _decide(alias: str, row: int, allowed: Sequence[State], *, written: Mapping[
     try:
         with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only)
+            found = found.exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
             message = found.select_for_update().only("handler", "key", "ordered", "state").first()
             if message is not None:
                 _write(alias, message, written)
@@ -82,6 +88,10 @@ def _decide(alias: str, row: int, allowed: Sequence[State], *, written: Mapping[
 
 def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> None:
     row = InboxMessage.objects.using(alias).filter(pk=message.pk)
+    if message.state == State.RUNNING:
+        # It stays one of which only the store of its lease knows whether it has been run, until somebody has that lease.
+        state = State.RUNNING if written["state"] == State.RETRYING else written["state"]
+        written = {**written, "state": state, "fence": F("fence") + 1}
     if not message.ordered or message.state == State.WAITING:
         # Whoever holds the gate may be waiting for the row of one that waits; and it is not the head.
         row.update(**written)

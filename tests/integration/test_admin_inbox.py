@@ -377,6 +377,23 @@ class TestRetrying:
         assert LogEntry.objects.get().object_id == str(dead.pk)
 
 
+class TestOneThatRunsUnderALease:
+    @pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
+    def test_is_decided_about_once_its_lease_has_ended(self, action, becomes):
+        running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9), fence=2, attempts=3)
+        ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=2, attempts=3)
+        client = somebody(VIEW, RETRY, SKIP)
+        offered = [f'value="{action}"' in html(client.get(reverse(DETAIL, args=[row.pk]))) for row in (running, ended)]
+        assert offered == [False, True]
+
+        response = act(client, action, running, ended, confirmed="yes", reason="because")
+
+        assert [level for level, _ in said(response)] == ["warning", "success"]
+        assert said(response)[0][1].endswith("it is running now, and somebody has it in hand; try again")
+        assert (state_of(running), state_of(ended)) == (State.RUNNING, becomes)
+        assert list(InboxMessage.objects.order_by("pk").values_list("fence", flat=True)) == [2, 3]
+
+
 class TestSkipping:
     def test_asks_for_a_reason_first(self):
         row = a_message()

@@ -7,6 +7,7 @@ import threading
 from contextlib import suppress
 from datetime import timedelta
 from decimal import Decimal
+from functools import partial
 
 import pytest
 import redis
@@ -17,6 +18,7 @@ from inbox import Reject, RetryLater, signals, store
 from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.leasing.opening import lease_store
+from inbox.leasing.operating import once_ended
 from inbox.leasing.stores import LeaseStoreAway
 from inbox.models import DUE, InboxMessage, LeaseMemory, State, Step
 from inbox.outcomes import Received
@@ -24,7 +26,7 @@ from inbox.reading import read
 from inbox.receiving import hand_over
 from inbox.transactions import DatabaseAway
 from outbox import publish
-from outbox.kernel.clock import monotonic, utcnow
+from outbox.kernel.clock import DatabaseTime, monotonic, utcnow
 from outbox.models import OutboxMessage
 from tests.aliases import the_default_at
 from tests.app.models import Effect
@@ -393,6 +395,122 @@ class TestAFailure:
 
         assert deliver(handler, envelope, given=given) is Received.DUPLICATE
         assert effects() == 1
+
+
+class TestAnOperator:
+    DECISIONS = (store.retry, partial(store.skip, reason="not wanted"))
+
+    @pytest.fixture(autouse=True)
+    def _the_settings(self, settings, given):
+        settings.INBOX = {"LEASE_STORE": given.LEASE_STORE}
+
+    @pytest.mark.parametrize("decide", DECISIONS, ids=["retry", "skip"])
+    def test_decides_nothing_while_it_runs(self, leased, given, decide):
+        slow = Slow()
+        handler, envelope = leased(slow), an_envelope()
+        with InAThread(lambda: deliver(handler, envelope, given=given)):
+            assert slow.begun.wait(A_WHILE)
+            deliver(handler, envelope, given=given)  # so that there is a row with every store
+            assert not decide("default", the_row().pk)
+            assert not once_ended(decide)("default", the_row().pk)
+            slow.go_on.set()
+
+        assert (the_row().state, the_row().attempts, slow.runs) == (State.DONE, 1, 1)
+
+    @pytest.mark.parametrize("error", [None, ValueError("no")], ids=["done", "failed"])
+    def test_skips_one_whose_lease_has_ended_and_its_owner_settles_nothing(self, leased, given, caplog, error):
+        handler, envelope, slow, first = self.overtaken(leased, given, caplog, self.DECISIONS[1], error)
+
+        assert (the_row().state, the_row().last_error) == (State.SKIPPED, "skipped: not wanted")
+        assert first.answer is Received.STORED
+        assert deliver(handler, envelope, given=given) is Received.DUPLICATE
+        assert drain(given) == 0
+        assert (the_row().state, slow.runs) == (State.SKIPPED, 1)
+
+    @pytest.mark.parametrize("error", [None, ValueError("no")], ids=["done", "failed"])
+    def test_retries_one_whose_lease_has_ended_and_its_owner_settles_nothing(self, leased, given, caplog, error):
+        _, _, slow, first = self.overtaken(leased, given, caplog, self.DECISIONS[0], error)
+
+        assert (the_row().state, the_row().attempts, the_row().last_error) == (State.RUNNING, 0, "")
+        assert first.answer is Received.STORED
+        slow.error = None
+        assert drain(given) == 1
+        assert (the_row().state, the_row().attempts, slow.runs) == (State.DONE, 1, 2)
+
+    def overtaken(self, leased, given, caplog, decide, error):
+        """A run outlasts its lease, an operator decides, and then it ends."""
+        slow = Slow(error)
+        handler, envelope = leased(slow, SHORT, lease_limit=SHORT), an_envelope()
+        with InAThread(lambda: deliver(handler, envelope, given=given)) as first:
+            assert slow.begun.wait(A_WHILE)
+            deliver(handler, envelope, given=given)
+            wait_until(lambda: once_ended(decide)("default", the_row().pk))
+            wait_until(lambda: "lease is lost" in caplog.text)
+            slow.go_on.set()
+        assert "nothing was settled" in caplog.text
+        return handler, envelope, slow, first
+
+    @pytest.mark.parametrize("decide", DECISIONS, ids=["retry", "skip"])
+    def test_waits_for_a_lease_that_redis_has_extended_and_the_row_knows_nothing_of(self, leased, given, decide):
+        if not is_redis(given):
+            pytest.skip("here the row is the lease")
+        slow = Slow()
+        handler, envelope = leased(slow, SHORT), an_envelope()
+        with InAThread(lambda: deliver(handler, envelope, given=given)):
+            assert slow.begun.wait(A_WHILE)
+            deliver(handler, envelope, given=given)
+            wait_until(lambda: InboxMessage.objects.filter(next_attempt_at__lt=DatabaseTime()).exists())
+            assert not once_ended(decide)("default", the_row().pk)
+            slow.go_on.set()
+
+        assert (the_row().state, slow.runs) == (State.DONE, 1)
+
+    def test_retries_nothing_that_redis_has_forgotten(self, leased, given, caplog, redis_server):
+        if not is_redis(given):
+            pytest.skip("the database forgets nothing")
+        slow = Slow()
+        handler, envelope = leased(slow, SHORT), an_envelope()
+        with InAThread(lambda: deliver(handler, envelope, given=given)):
+            assert slow.begun.wait(A_WHILE)
+            deliver(handler, envelope, given=given)
+            redis_server.flush()
+            wait_until(lambda: "lease is lost" in caplog.text)
+            slow.go_on.set()
+        wait_until(lambda: once_ended(store.retry)("default", the_row().pk))
+        drain(given)
+
+        assert (the_row().state, the_row().quarantined, slow.runs) == (State.DEAD, True, 1)
+
+    def test_who_skips_the_head_of_a_key_lets_the_next_one_follow(self, leased, given, caplog):
+        slow = Slow()
+        handler = leased(slow, SHORT, lease_limit=SHORT, ordered=True)
+        handed_over(handler, {}, key="k", biz_id="head")
+        handed_over(handler, {}, key="k", biz_id="next")
+        with InAThread(lambda: drain(given)):
+            assert slow.begun.wait(A_WHILE)
+            wait_until(lambda: once_ended(self.DECISIONS[1])("default", the_row(biz_id="head").pk))
+            wait_until(lambda: "lease is lost" in caplog.text)
+            slow.go_on.set()
+
+        assert [the_row(biz_id=name).state for name in ("head", "next")] == [State.SKIPPED, State.DONE]
+        assert effects("next") == 1
+
+    def test_is_told_when_the_store_is_away(self, leased, given, redis_server):
+        if not is_redis(given):
+            pytest.skip("a database that is away has no row to decide about")
+        slow = Slow()
+        handler, envelope = leased(slow, SHORT, lease_limit=SHORT), an_envelope()
+        with InAThread(lambda: deliver(handler, envelope, given=given)):
+            assert slow.begun.wait(A_WHILE)
+            deliver(handler, envelope, given=given)
+            slow.go_on.set()
+        InboxMessage.objects.update(state=State.RUNNING, next_attempt_at=DatabaseTime())
+        redis_server.stop()
+        with pytest.raises(LeaseStoreAway):
+            once_ended(store.retry)("default", the_row().pk)
+        redis_server.start()
+
+        assert the_row().state == State.RUNNING
 
 
 class TestTheHeartbeat:
