@@ -31,7 +31,6 @@ def receive_load(load, given=OPTIONS, *, stop=None):
     stop = StopRequest() if stop is None else stop
     reception = Reception(
         given,
-        stop,
         is_current=lambda epoch: not stop,
         answer=lambda delivery, received: answers.setdefault(id(delivery), []).append(received),
         ring=lambda: None,

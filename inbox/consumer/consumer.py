@@ -103,13 +103,14 @@ class Consumer:
         self._speaks_amqp = False
         self._acks: dict[Any, Acks] = {}
         self._runner = Runner(options, stop) if runner is None else runner
-        self._reception = Reception(options, stop, is_current=self._is_current, answer=self._put_answer, ring=self._runner.ring)
+        self._reception = Reception(options, is_current=self._is_current, answer=self._put_answer, ring=self._runner.ring)
         self._pool = Pool(
             [lane for lane, _ in self._lanes],
             self._runner,
             size=options.CONCURRENCY if concurrency is None else concurrency,
             receive=self._reception.receive,
             sift=self._reception.sift,
+            ask=self._reception.ask,
             at_rest=self._push_answers,
         )
 
@@ -293,9 +294,10 @@ class Consumer:
             self._holder = threading.Thread(target=self._hold, args=[stale], name="holder", daemon=True)
             self._holder.start()
 
-    def _hold(self, stale: list[Delivery]) -> None:
+    def _hold(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
         try:
-            self._reception.hold(stale)
+            for lane, load in stale:
+                self._pool.run(lane, load, self._reception.hold)
         finally:
             connections.close_all()
 

@@ -41,6 +41,22 @@ class Delivery:
         return bool(self.message.delivery_info.get("redelivered"))
 
 
+class Undecided(Exception):
+    """A worker could not end a load, because its database does not answer: it is to be taken again.
+
+    Attributes:
+        load: the deliveries of it that have no answer yet, in their order.
+        seconds: how long to leave them alone.
+        everywhere: the database answers nobody, so what others of its handlers have to do rests as well.
+    """
+
+    def __init__(self, load: list[Delivery], seconds: float, *, everywhere: bool) -> None:
+        super().__init__(f"{len(load)} deliveries are undecided")
+        self.load = load
+        self.seconds = seconds
+        self.everywhere = everywhere
+
+
 def size_of(handler: Handler) -> int:
     """How many deliveries of this handler one worker takes at once."""
     return TAKEN_IN_AT_ONCE if handler.ordered else max(handler.batch, handler.group_commit, 1)
@@ -65,6 +81,7 @@ class Lane:
         self._limiter = None if handler.ordered else limiter_of(handler)
         self._shedder = shedder_of(handler)
         self._in_hand = False
+        self._rests_until = self._rest = 0.0
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._waiting)
@@ -80,6 +97,9 @@ class Lane:
         if self._limiter is not None:
             most = self._limiter.take(most)
         self._in_hand = self.handler.ordered and most > 0
+        if self._rest and most:
+            # What could not be ended is tried by one worker; the next one tries only after another rest.
+            self._rests_until = now + self._rest
         return [(self._kept or self._waiting).popleft() for _ in range(most)]
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
@@ -89,14 +109,14 @@ class Lane:
         unfilled = 0.0
         if not hurry and self._ready < self._most:
             unfilled = self._wait - (now - (self._kept or self._waiting)[0].at)
-        return max(0.0, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
+        return max(0.0, self._rests_until - now, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
 
-    def take_to_sift(self) -> list[Delivery]:
+    def take_to_sift(self, now: float) -> list[Delivery]:
         """While too many wait in the queue: deliveries to be looked through. What is not dropped is to be kept.
 
         They cost no token of a rate limit: of what is dropped, nothing is run.
         """
-        if not self._is_shedding:
+        if not self._is_shedding or now < self._rests_until:
             return []
         return [self._waiting.popleft() for _ in range(min(SIFTED_AT_ONCE, len(self._waiting)))]
 
@@ -116,6 +136,19 @@ class Lane:
     def done(self) -> None:
         """A worker has ended a load of this lane: of an ordered handler only one is in hand at a time."""
         self._in_hand = False
+        self._rests_until = self._rest = 0.0
+
+    def put_back(self, load: list[Delivery], now: float, *, rest: float) -> None:
+        """A worker could not end these: they are next, after `rest` seconds."""
+        # In the order they came in, whichever worker gives its load back first.
+        self._waiting = deque(sorted([*load, *self._waiting], key=lambda delivery: delivery.at))
+        self._in_hand = False
+        self._rest, self._rests_until = rest, now + rest
+
+    def give_back_tokens(self, count: int) -> None:
+        """So many that were taken have not been handled, and will take tokens again."""
+        if self._limiter is not None:
+            self._limiter.give_back(count)
 
     def drop_others(self, epoch: int) -> None:
         """Forget what came in another life than `epoch`; the broker delivers it again."""

@@ -11,11 +11,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from math import inf
 
 from django.db import connections
 
-from inbox.consumer.lanes import Delivery, Lane
+from inbox.consumer.lanes import Delivery, Lane, Undecided
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic
 
@@ -36,8 +36,10 @@ class Busy:
 class Pool:
     """`size` threads that run loads of `lanes` by `receive`, and between them what `runner` finds due.
 
-    While too many wait for a lane's handler, `sift` drops some of its loads and answers with the rest. `at_rest` is called,
-    and must be quick, whenever a thread finds nothing to do.
+    While too many wait for a lane's handler, `sift` drops some of its loads and answers with the rest. What is left
+    `Undecided` goes back to the front of its lane. When that is because a database is away, all lanes of its handlers rest,
+    and one thread at a time may `ask` for it: that answers how many seconds to rest, or 0. `at_rest` is called, and must be
+    quick, whenever a thread finds nothing to do.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Pool:
         size: int,
         receive: Callable[[list[Delivery]], object] = len,
         sift: Callable[[list[Delivery]], list[Delivery]] = list,
+        ask: Callable[[str], float] = lambda alias: 0.0,
         at_rest: Callable[[], object] = dict,
     ) -> None:
         self._lanes = list(lanes)
@@ -55,11 +58,14 @@ class Pool:
         runner.on_ring = self._wake
         self._receive = receive
         self._sift = sift
+        self._ask = ask
         self._at_rest = at_rest
         self._changed = threading.Condition()
         self._closing = self._hurry = False
         self._stored_next = False
         self._next_lane = 0
+        self._epoch = 0
+        self._ask_at: dict[str, float] = {}
         self._busy: dict[int, Busy] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
 
@@ -95,6 +101,7 @@ class Pool:
 
     def drop_others(self, epoch: int) -> None:
         with self._changed:
+            self._epoch = epoch
             for lane in self._lanes:
                 lane.drop_others(epoch)
 
@@ -105,10 +112,39 @@ class Pool:
                 thread.join(seconds)
                 return
 
-    def stale(self, before: float) -> list[Delivery]:
-        """Take out the deliveries that have waited here since `before`."""
+    def stale(self, before: float) -> list[tuple[Lane, list[Delivery]]]:
+        """Take out the deliveries that have waited here since `before`, but none whose database is away."""
         with self._changed:
-            return list(chain.from_iterable(lane.stale(before) for lane in self._lanes))
+            return [(lane, stale) for lane in self._answering if (stale := lane.stale(before))]
+
+    def run(self, lane: Lane, load: list[Delivery], do: Callable[[list[Delivery]], object]) -> None:
+        """On this thread: what is left `Undecided` goes back to the front of its lane."""
+        left: Undecided | None = None
+        try:
+            do(load)
+        except Undecided as undecided:
+            left = undecided
+        finally:
+            with self._changed:
+                self._busy.pop(threading.get_ident(), None)
+                if left is None:
+                    lane.done()
+                else:
+                    self._put_back(lane, left)
+                self._changed.notify()
+
+    def _put_back(self, lane: Lane, left: Undecided) -> None:
+        now = monotonic()
+        # The connection may have ended meanwhile, and then the broker delivers them again.
+        current = [delivery for delivery in left.load if delivery.epoch >= self._epoch]
+        lane.put_back(current, now, rest=0.0 if left.everywhere else left.seconds)
+        if left.everywhere:
+            self._ask_at.setdefault(lane.handler.using, now + left.seconds)
+
+    @property
+    def _answering(self) -> list[Lane]:
+        """The lanes of databases that are there."""
+        return [lane for lane in self._lanes if lane.handler.using not in self._ask_at] if self._ask_at else self._lanes
 
     def _wake(self) -> None:
         with self._changed:
@@ -138,19 +174,26 @@ class Pool:
                     self._changed.notify()  # there may be more, for somebody who is resting
                     return job
                 self._at_rest()
-                left = min((lane.seconds_left(now, hurry=self._hurry) for lane in self._lanes), default=_LONGEST_WAIT_SECONDS)
-                self._changed.wait(min(left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
+                left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering]
+                left += [at - now for at in self._ask_at.values()]
+                self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
 
     def _choose(self, now: float) -> Callable[[], object] | None:
         if self._stored_next and self._runner.seconds_left(now) <= 0:
             self._stored_next = False
             return self._run_stored
+        for alias, at in self._ask_at.items():
+            if at <= now:
+                self._ask_at[alias] = inf
+                return partial(self._ask_for, alias)
         for turn in range(len(self._lanes)):
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
+            if lane.handler.using in self._ask_at:
+                continue
             if load := lane.take(now, hurry=self._hurry):
-                return self._job(lane, load, turn, now, self._receive)
-            if load := lane.take_to_sift():
+                return self._job(lane, load, turn, now, partial(self._receive_for, lane))
+            if load := lane.take_to_sift(now):
                 return self._job(lane, load, turn, now, partial(self._sift_for, lane))
         return self._run_stored if self._runner.seconds_left(now) <= 0 else None
 
@@ -161,21 +204,28 @@ class Pool:
         self._stored_next = True
         me = threading.get_ident()
         self._busy[me] = Busy(now, me, load)
-        return lambda: self._run(lane, load, do)
+        return partial(self.run, lane, load, do)
 
     def _run_stored(self) -> None:
         self._runner.turn()
+
+    def _receive_for(self, lane: Lane, load: list[Delivery]) -> None:
+        try:
+            self._receive(load)
+        except Undecided as left:
+            lane.give_back_tokens(len(left.load))
+            raise
 
     def _sift_for(self, lane: Lane, load: list[Delivery]) -> None:
         kept = self._sift(load)
         with self._changed:
             lane.keep(kept)
 
-    def _run(self, lane: Lane, load: list[Delivery], do: Callable[[list[Delivery]], object]) -> None:
-        try:
-            do(load)
-        finally:
-            with self._changed:
-                del self._busy[threading.get_ident()]
-                lane.done()
-                self._changed.notify()
+    def _ask_for(self, alias: str) -> None:
+        seconds = self._ask(alias)
+        with self._changed:
+            if seconds:
+                self._ask_at[alias] = monotonic() + seconds
+            else:
+                del self._ask_at[alias]
+            self._changed.notify_all()

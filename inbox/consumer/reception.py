@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import kombu
 from django.db import connections
 
+from inbox import store
 from inbox.batching import receive_together
 from inbox.conf import InboxOptions
-from inbox.consumer.lanes import Delivery
+from inbox.consumer.lanes import Delivery, Undecided
+from inbox.debts import Debts
 from inbox.handlers import Handler
 from inbox.holding import store_for_later
 from inbox.ordering import take_in
@@ -23,10 +26,9 @@ from inbox.outcomes import Received
 from inbox.reading import Arrival, message_of, read
 from inbox.receiving import receive
 from inbox.shedding import receive_shed, shedder_of
-from inbox.transactions import DatabaseAway, decided
+from inbox.transactions import DatabaseAway
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
-from outbox.kernel.loop import StopRequest
 from outbox.kernel.outage import Outage
 from outbox.kernel.text import describe
 
@@ -61,19 +63,21 @@ class Reception:
     def __init__(
         self,
         options: InboxOptions,
-        stop: StopRequest,
         *,
         is_current: Callable[[int], bool],
         answer: Callable[[Delivery, Received], None],
         ring: Callable[[], None],
     ) -> None:
         self._options = options
-        self._stop = stop
         self._is_current = is_current
         self._answer = answer
         self._ring = ring
         self._closing = False
         self._outages: defaultdict[str, Outage] = defaultdict(partial(Outage, "the database"))
+        self._stuck: defaultdict[str, Outage] = defaultdict(partial(Outage, "the database"))
+        self._reasons: dict[str, Exception] = {}
+        self._debts = Debts()
+        self._noting = threading.Lock()
         self._counting = threading.Lock()
         self.received: Counter[Received] = Counter()
 
@@ -82,14 +86,23 @@ class Reception:
         self._closing = True
 
     def receive(self, load: list[Delivery]) -> None:
-        """Take a load to its end, each delivery of it to an answer, or leave it with the broker."""
+        """Take a load to its end, each delivery of it to an answer, or leave it with the broker.
+
+        Raises:
+            Undecided: the database does not answer, so these of them are as they were. Nobody waits here for its return,
+                because the handlers of other databases want this thread.
+        """
         handler = load[0].handler
         parts = self._parts(handler, [_Read(delivery, self._read(delivery)) for delivery in load if self._is_wanted(delivery)])
         while parts:
             part, run = parts.popleft()
             if self._is_late(part):
                 run = self._later(handler)
-            if not self._end(part, run):
+            try:
+                ended = self._end(part, run)
+            except DatabaseAway as away:
+                raise self._undecided(handler, chain(part, *(later for later, _ in parts)), away) from away
+            if not ended:
                 anew = [one.again() for one in part]
                 half = len(part) // 2
                 smaller = [anew[:half], anew[half:]] if handler.batch else [[one] for one in anew]
@@ -97,26 +110,56 @@ class Reception:
                     (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
                 )
 
-    def hold(self, held: list[Delivery]) -> None:
-        """Store deliveries that have waited here too long to stay unanswered."""
-        for delivery in held:
-            read_ = _Read(delivery, self._read(delivery))
-            self._end([read_], self._later(delivery.handler))
+    def hold(self, load: list[Delivery]) -> None:
+        """Store deliveries of one lane that have waited here too long to stay unanswered.
+
+        Raises:
+            Undecided: see `receive`.
+        """
+        handler = load[0].handler
+        held = deque(_Read(delivery, self._read(delivery)) for delivery in load)
+        while held:
+            try:
+                self._end([held[0]], self._later(handler))
+            except DatabaseAway as away:
+                raise self._undecided(handler, held, away) from away
+            held.popleft()
 
     def sift(self, load: list[Delivery]) -> list[Delivery]:
-        """Drop what may be dropped of a load, because too many wait, and write it down; the rest, in its order."""
+        """Drop what may be dropped of a load, because too many wait, and write it down; the rest, in its order.
+
+        Raises:
+            Undecided: see `receive`; the rest is among them.
+        """
         handler = load[0].handler
         shed: dict[str, list[_Read]] = {}
-        kept: list[Delivery] = []
+        kept: list[_Read] = []
         for delivery in load:
             one = _Read(delivery, self._read(delivery))
             if reason := self._why_shed(handler, one.arrival):
                 shed.setdefault(reason, []).append(one)
             else:
-                kept.append(delivery)
-        for reason, part in shed.items():
-            self._end(part, self._shed(handler, reason))
-        return kept
+                kept.append(one)
+        while shed:
+            reason = next(iter(shed))
+            try:
+                self._end(shed[reason], self._shed(handler, reason))
+            except DatabaseAway as away:
+                raise self._undecided(handler, chain(kept, *shed.values()), away) from away
+            del shed[reason]
+        return [one.delivery for one in kept]
+
+    def ask(self, alias: str) -> float:
+        """Ask a database that was away, and do first what is owed to it: seconds to leave it alone, or 0: it is back."""
+        try:
+            self._debts.settle(alias)
+        except DatabaseAway as away:
+            self._reasons[alias] = away
+        else:
+            if self._is_there(alias):
+                self._outages[alias].over()
+                return 0.0
+        return self._outages[alias].note(self._reasons[alias])
 
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
         """The load in parts that are run alike, in its order."""
@@ -178,35 +221,54 @@ class Reception:
         return not self._closing and self._is_current(delivery.epoch)
 
     def _end(self, part: list[_Read], run: _Run) -> bool:
-        """Run a part, again while the database is away, and answer. False: it must be run in smaller parts."""
+        """Run a part, and answer. False: it must be run in smaller parts.
+
+        Raises:
+            DatabaseAway: nothing was decided.
+        """
         handler = part[0].delivery.handler
-        owed: Callable[[], None] | None = None
-        while self._is_wanted(part[0].delivery):
-            try:
-                if owed is not None:
-                    decided(owed, handler.using)
-                    owed = None
-                became = run(part)
-            except DatabaseAway as error:
-                owed = error.owed or owed
-                self._outages[handler.using].wait(error, self._stop)
-                part = [one.again() for one in part]
-                continue
-            except BaseException:
-                # Nothing may end the worker while the process goes on receiving.
-                logger.exception("%s: a delivery met an error nobody foresaw; it goes back to the broker.", handler.name)
-                connections.close_all()
-                became = [Received.PUT_OFF] * len(part)
-            else:
-                self._outages[handler.using].over()
-            if became is None:
-                return False
-            with self._counting:
-                self.received.update(became)
-            for one, received in zip(part, became, strict=True):
-                self._answer(one.delivery, received)
+        if not self._is_wanted(part[0].delivery):
             return True
+        try:
+            self._debts.settle(handler.using)
+            became = run(part)
+        except DatabaseAway:
+            raise
+        except BaseException:
+            # Nothing may end the worker while the process goes on receiving.
+            logger.exception("%s: a delivery met an error nobody foresaw; it goes back to the broker.", handler.name)
+            connections.close_all()
+            became = [Received.PUT_OFF] * len(part)
+        else:
+            self._outages[handler.using].over()
+            self._stuck[handler.name].over()
+        if became is None:
+            return False
+        with self._counting:
+            self.received.update(became)
+        for one, received in zip(part, became, strict=True):
+            self._answer(one.delivery, received)
         return True
+
+    def _undecided(self, handler: Handler, left: Iterable[_Read], away: DatabaseAway) -> Undecided:
+        alias = handler.using
+        self._debts.add(alias, away)
+        self._reasons[alias] = away
+        load = sorted((one.delivery for one in left), key=lambda delivery: delivery.at)
+        if self._is_there(alias):
+            # It is there for others: what this handler has to write does not get in, or its lease store is away.
+            return Undecided(load, self._stuck[handler.name].note(away), everywhere=False)
+        with self._noting:
+            outage = self._outages[alias]
+            # Of many threads that learn of it at once, one begins the rest, lest it be as long as after many tries.
+            return Undecided(load, 0.0 if outage.ongoing else outage.note(away), everywhere=True)
+
+    def _is_there(self, alias: str) -> bool:
+        try:
+            return store.is_reachable(alias)
+        except Exception as error:  # noqa: BLE001 - whatever the project's backend raises, it must not end the worker
+            self._reasons[alias] = error
+            return False
 
     def _read(self, delivery: Delivery) -> Arrival:
         try:

@@ -13,19 +13,35 @@ import kombu
 import psycopg
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection, connections
+from django.db import connection, connections, transaction
 
 from inbox import store
+from inbox.consumer.lanes import Undecided
 from inbox.consumer.pool import Pool
+from inbox.consumer.reception import Reception
 from inbox.consumer.topology import queue_name
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
 from inbox.reading import read
 from inbox.runner import Runner
+from outbox.kernel.clock import monotonic
 from tests.aliases import the_default_at
 from tests.app.models import Effect, Unique
-from tests.deliveries import A_WHILE, OPTIONS, TOPIC, an_envelope, at_once, deliver, effects, the_effect, the_row, wait_until
+from tests.deliveries import (
+    A_WHILE,
+    OPTIONS,
+    TOPIC,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    effects,
+    the_effect,
+    the_row,
+    wait_until,
+)
+from tests.loads import a_delivery
 from tests.servers import FaultProxy
 from tests.servers.private import free_port
 from tests.workers import CONFIRMED, EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of, send
@@ -251,33 +267,128 @@ class TestAcknowledging:
 
 
 @pytest.fixture
-def _the_other_database_away():
+def the_other_database_away():
+    """It comes back when this is called."""
     other = connections["other"]
     before = other.settings_dict["PORT"]
+
+    def back():
+        other.close()
+        other.settings_dict["PORT"] = before
+
     other.close()
     other.settings_dict["PORT"] = str(free_port())
-    yield
-    other.close()
-    other.settings_dict["PORT"] = before
+    yield back
+    back()
 
 
-@pytest.mark.usefixtures("_the_other_database_away")
-def test_a_database_that_is_away_is_told_of_once_while_another_is_there(handles, rabbitmq_url, caplog):
-    away, here = handles(the_effect, name="tests.away", topic="away", using="other"), handles(the_effect, name="tests.here")
-    options = broker_options(rabbitmq_url, CONCURRENCY=2)
-    for handler in (away, here):
+def an_effect_elsewhere(message):
+    Effect.objects.using("other").create(name=message.biz_id)
+
+
+class TestADatabaseThatIsAway:
+    def elsewhere(self, handles, options, **given):
+        """A handler on the other database, with ten messages."""
+        handler = handles(an_effect_elsewhere, name="tests.away", topic="away", using="other", **given)
         declare(handler, options)
-    send_all(rabbitmq_url, "away", [("waits", {})])
+        send_all(options.broker_url, "away", [(name, {}) for name in names(10, "waits ")])
+        return handler
 
-    with consuming([away, here], options) as consumer:
-        wait_until(lambda: consumer._reception._outages["other"].ongoing)
-        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
-        wait_until(lambda: effects() == 20)
-        assert consumer._reception._outages["other"].ongoing
+    @pytest.mark.parametrize("given", [{}, {"group_commit": 3}], ids=str)
+    def test_keeps_no_thread_from_the_handlers_of_another(
+        self, handles, rabbitmq_url, caplog, length, the_other_database_away, given
+    ):
+        here, options = handles(the_effect, name="tests.here"), broker_options(rabbitmq_url, CONCURRENCY=2)
+        declare(here, options)
+        away = self.elsewhere(handles, options, **given)
 
-    # The runner, which looks into it as well, tells of it for itself.
-    assert caplog.text.count("The database is away") <= 2
-    assert "is back" not in caplog.text
+        with consuming([away, here], options) as consumer:
+            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+            send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
+            wait_until(lambda: effects() == 20)
+            assert length(away) == 10
+            # The runner, which looks into it as well, tells of it for itself.
+            assert caplog.text.count("The database is away") <= 2
+            assert "is back" not in caplog.text
+            the_other_database_away()
+            wait_until(lambda: length(away) == 0)
+
+        handled = Effect.objects.using("other").values_list("name", flat=True)
+        assert Counter(handled) == dict.fromkeys(names(10, "waits "), 1)
+        assert set(InboxMessage.objects.using("other").values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
+        assert 1 <= caplog.text.count("The database is back") <= 2
+
+    def test_keeps_nobody_from_stopping(self, handles, rabbitmq_url, length, the_other_database_away):
+        options = broker_options(rabbitmq_url, CONCURRENCY=1)
+        away = self.elsewhere(handles, options)
+
+        with consuming([away], options) as consumer:
+            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+
+        assert length(away) == 10
+
+    def test_is_given_back_the_attempt_that_was_counted_before_it_is_tried_again(self, handles, the_other_database_away):
+        port, ran = connections["other"].settings_dict["PORT"], []
+
+        def handle(message):
+            ran.append(message.attempt)
+            if len(ran) == 1:
+                connections["other"].settings_dict["PORT"] = port
+                with connections["other"].cursor() as cursor:
+                    cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+        handler = handles(handle, using="other")
+        reception = Reception(OPTIONS, is_current=bool, answer=lambda *_: None, ring=lambda: None)
+        the_other_database_away()
+        with pytest.raises(Undecided) as left:
+            reception.receive([a_delivery(handler, redelivered=True)])
+        assert (left.value.everywhere, reception.ask("other") > 0) == (True, True)
+        the_other_database_away()
+
+        assert reception.ask("other") == 0
+        (row,) = InboxMessage.objects.using("other").all()
+        assert (row.state, row.attempts) == (State.RECEIVED, 0)
+        drain()
+        assert ran == [1, 1]
+
+    def test_is_not_asked_by_who_stores_what_is_stale(self, handles, rabbitmq_url, length, the_other_database_away):
+        options = broker_options(rabbitmq_url, CONCURRENCY=1, ACK_TIMEOUT=timedelta(seconds=1))
+        away = self.elsewhere(handles, options)
+
+        with consuming([away], options) as consumer:
+            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+            passed = monotonic() + options.longest_silence
+            wait_until(lambda: monotonic() > passed and consumer._ticked_at > passed)
+            assert consumer._holder is None or not consumer._holder.is_alive()
+            the_other_database_away()
+            wait_until(lambda: length(away) == 0)
+
+        assert InboxMessage.objects.using("other").count() == 10
+
+
+def test_an_ordered_queue_that_cannot_be_stored_keeps_no_thread_from_the_others(handles, rabbitmq_url, caplog, length):
+    stuck, here = handles(the_effect, name="tests.stuck", topic="stuck", ordered=True), handles(the_effect, name="tests.here")
+    options = broker_options(rabbitmq_url, CONCURRENCY=1)
+    for handler in (stuck, here):
+        declare(handler, options)
+    twin = read(stuck, an_envelope(topic="stuck", biz_id="/tests#1"), options).row
+    headers = {"cloudEvents:source": "/tests", "cloudEvents:type": "stuck", "cloudEvents:orderingkey": "key"}
+    with transaction.atomic():
+        assert store.store_due("default", twin, options.TWIN_TIMEOUT)
+        for number in "123":
+            send(rabbitmq_url, "stuck", {}, headers={**headers, "cloudEvents:id": number})
+        with ExitStack() as stack:
+            stack.enter_context(consuming([stuck, here], options))
+            wait_until(lambda: "has had one of these messages in hand" in caplog.text)
+            send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
+            wait_until(lambda: effects() == 20)
+            assert length(stuck) == 3
+            consumer = stack.pop_all()
+        transaction.set_rollback(True)
+    with consumer:
+        wait_until(lambda: effects() == 23)
+
+    assert list(Effect.objects.order_by("pk").values_list("name", flat=True))[-3:] == ["/tests#1", "/tests#2", "/tests#3"]
 
 
 class TestTheBrokersPatience:

@@ -178,16 +178,16 @@ class TestShedding:
     def test_nothing_is_taken_before_it_was_looked_through(self, shedding):
         assert (shedding.take(0.0), shedding.seconds_left(0.0)) == ([], NEVER)
 
-        sifted = shedding.take_to_sift()
+        sifted = shedding.take_to_sift(0.0)
         assert numbers(sifted) == list(range(SIFTED_AT_ONCE))
         shedding.keep(sifted[3:5])
         assert [numbers(shedding.take(0.0)) for _ in range(3)] == [[3], [4], []]
 
     def test_what_was_kept_comes_first_when_it_is_over(self, shedding):
-        shedding.keep(shedding.take_to_sift()[7:8])
+        shedding.keep(shedding.take_to_sift(0.0)[7:8])
         shedder_of(shedding.handler).saw(0)
 
-        assert shedding.take_to_sift() == []
+        assert shedding.take_to_sift(0.0) == []
         assert [numbers(shedding.take(0.0)) for _ in range(2)] == [[7], [SIFTED_AT_ONCE]]
 
 
@@ -199,6 +199,35 @@ class TestWhatIsForgotten:
         lane.drop_others(2)
 
         assert [numbers(lane.take(0.0)) for _ in range(3)] == [[2], [3], []]
+
+
+class TestWhatCouldNotBeEnded:
+    def test_is_next_in_its_order_after_a_rest(self):
+        lane = a_lane(5, ordered=True)
+        load = lane.take(0.0)
+        put(lane, 5)
+        lane.put_back(load[2:], 10.0, rest=2.0)
+
+        assert (lane.take(11.0), lane.seconds_left(11.0)) == ([], 1.0)
+        assert numbers(lane.take(12.0)) == [2, 3, 4, 5]
+
+    def test_is_tried_by_one_worker_until_something_is_ended(self):
+        lane = a_lane(5)
+        lane.put_back(lane.take(0.0), 10.0, rest=2.0)
+
+        assert [numbers(lane.take(12.0)) for _ in range(2)] == [[0], []]
+        assert numbers(lane.take(14.0)) == [1]
+        lane.done()
+        assert [numbers(lane.take(14.0)) for _ in range(2)] == [[2], [3]]
+
+    def test_is_not_looked_through_meanwhile(self):
+        lane = a_lane(5, shed=Shed(above=1))
+        shedder_of(lane.handler).saw(100)
+
+        lane.put_back(lane.take_to_sift(0.0), 10.0, rest=2.0)
+
+        assert lane.take_to_sift(11.0) == []
+        assert numbers(lane.take_to_sift(12.0)) == [0, 1, 2, 3, 4]
 
 
 class TestWhatHasWaitedTooLong:

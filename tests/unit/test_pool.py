@@ -10,7 +10,7 @@ from datetime import timedelta
 import kombu
 import pytest
 
-from inbox.consumer.lanes import Delivery, Lane
+from inbox.consumer.lanes import Delivery, Lane, Undecided
 from inbox.consumer.pool import Pool
 from inbox.handlers import Handler
 from outbox.kernel.clock import monotonic
@@ -44,8 +44,8 @@ class Store:
         self.on_ring()
 
 
-def a_lane(name="tests.pool", **options):
-    return Lane(Handler(name=name, topic="t", function=print, biz_id=None, using="default", **options))
+def a_lane(name="tests.pool", *, using="default", **options):
+    return Lane(Handler(name=name, topic="t", function=print, biz_id=None, using=using, **options))
 
 
 def a_delivery(lane, number=0):
@@ -81,6 +81,38 @@ class Work:
         with self._lock:
             self.at_once -= 1
             self.done.append((load[0].handler.name, [delivery.message.delivery_tag for delivery in load]))
+
+
+class Databases:
+    """What a worker meets when some databases are away: `receive` ends no load of theirs, `ask` is asked for them."""
+
+    def __init__(self, *away, rest=0.01):
+        self.away = set(away)
+        self.done = []
+        self.refused = self.asked = 0
+        self.asking = self.most_asking = 0
+        self.answer = threading.Event()
+        self.answer.set()
+        self._rest = rest
+        self._lock = threading.Lock()
+
+    def receive(self, load):
+        alias = load[0].handler.using
+        with self._lock:
+            if alias in self.away:
+                self.refused += 1
+                raise Undecided(load, self._rest, everywhere=True)
+            self.done += [(load[0].handler.name, delivery.message.delivery_tag) for delivery in load]
+
+    def ask(self, alias):
+        with self._lock:
+            self.asked += 1
+            self.asking += 1
+            self.most_asking = max(self.most_asking, self.asking)
+        assert self.answer.wait(A_WHILE)
+        with self._lock:
+            self.asking -= 1
+            return self._rest if alias in self.away else 0.0
 
 
 @pytest.fixture
@@ -192,6 +224,95 @@ def test_an_ordered_lane_is_in_the_hands_of_one(gate):
     assert [numbers for _, numbers in work.done] == [[0], [1, 2, 3]]
 
 
+def all_of(lane, count):
+    return [(lane.handler.name, number) for number in range(count)]
+
+
+def test_a_database_that_is_away_keeps_no_thread_from_the_others():
+    databases = Databases("away")
+    far = [a_lane(f"far {n}", using="away", ordered=n % 2 == 0) for n in range(4)]
+    near = a_lane("near")
+    with running([*far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
+        for lane in far:
+            for number in range(3):
+                pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: databases.asked)
+        for number in range(20):
+            pool.put(near, a_delivery(near, number))
+        wait_until(lambda: len(databases.done) == 20)
+        # One is asked for, and nobody else tries.
+        assert databases.refused <= 2
+        assert not pool.idle
+        databases.away.clear()
+        wait_until(lambda: pool.idle)
+
+    for lane in far:
+        done = [one for one in databases.done if one[0] == lane.handler.name]
+        assert (done if lane.handler.ordered else sorted(done)) == all_of(lane, 3)
+    assert databases.most_asking == 1
+
+
+def test_one_thread_asks_for_a_database_however_long_that_takes():
+    databases = Databases("away")
+    databases.answer.clear()
+    far, near = a_lane("far", using="away"), a_lane("near")
+    with running([far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
+        pool.put(far, a_delivery(far, 0))
+        wait_until(lambda: databases.asking)
+        for number in range(20):
+            pool.put(near, a_delivery(near, number))
+        wait_until(lambda: len(databases.done) == 20)
+        assert pool.stale(monotonic() + 1) == []
+        databases.away.clear()
+        databases.answer.set()
+        wait_until(lambda: pool.idle)
+
+    assert (databases.most_asking, databases.asked) == (1, 1)
+
+
+def test_what_could_not_be_ended_is_taken_again_before_what_came_later():
+    lane, tried, done = a_lane(ordered=True), [], []
+
+    def receive(load):
+        tried.append([delivery.message.delivery_tag for delivery in load])
+        if len(tried) == 1:
+            pool.put(lane, a_delivery(lane, 3))
+            raise Undecided(load[1:], 0.01, everywhere=False)
+        done.extend(load)
+
+    pool = Pool([lane], Store(), size=3, receive=receive)
+    for number in range(3):
+        pool.put(lane, a_delivery(lane, number))
+    pool.start()
+    wait_until(lambda: len(done) == 3)
+    pool.close()
+
+    assert tried == [[0, 1, 2], [1, 2, 3]]
+
+
+def test_what_could_not_be_ended_in_another_life_is_forgotten():
+    lane = a_lane()
+
+    def receive(load):
+        pool.drop_others(2)
+        raise Undecided(load, 0.0, everywhere=False)
+
+    with running([lane], receive=receive) as pool:
+        pool.put(lane, a_delivery(lane))
+        wait_until(lambda: pool.idle)
+
+
+def test_a_database_that_is_away_keeps_nobody_from_closing():
+    databases = Databases("away", rest=3600.0)
+    lane = a_lane(using="away")
+    with running([lane], receive=databases.receive, ask=databases.ask, size=2) as pool:
+        pool.put(lane, a_delivery(lane))
+        wait_until(lambda: databases.refused)
+        wait_until(lambda: len(lane) == 1)
+
+    assert databases.refused == 1
+
+
 def test_what_is_rung_for_is_run_at_once():
     store = Store()
     with running([], store, size=2):
@@ -217,7 +338,8 @@ def test_what_was_taken_out_is_not_run(gate):
         gate.set()
         wait_until(lambda: pool.idle)
 
-    assert [delivery.message.delivery_tag for delivery in stale] == [1, 2]
+    ((of, load),) = stale
+    assert (of, [delivery.message.delivery_tag for delivery in load]) == (lane, [1, 2])
     assert work.done == [("tests.pool", [0])]
 
 
