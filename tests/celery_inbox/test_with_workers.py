@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from celery import chain
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 from django.core.management import call_command
 
 from inbox.models import InboxMessage, State
@@ -207,6 +208,47 @@ def test_a_failure_leaves_nothing_and_a_second_call_is_a_first(tasks, worker):
         assert not InboxMessage.objects.exists()
 
         assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+@pytest.mark.parametrize("limit", ["soft_time_limit", "time_limit"])
+def test_a_time_limit_is_a_failure_that_leaves_nothing(tasks, worker, limit):
+    with worker():
+        with pytest.raises((SoftTimeLimitExceeded, TimeLimitExceeded)):
+            tasks["shop.work"].apply_async(["o-1", "wait for the word"], **{limit: 1}).get(**WAIT)
+        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
+
+    assert effects("o-1") == 1
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_a_hard_time_limit_of_a_delivery_that_came_again_leaves_its_row_to_the_next(tasks, worker):
+    with worker() as running:
+        result = tasks["shop.work"].apply_async(["o-1", "wait for the word"], time_limit=5)
+        running.until(lambda: begun("o-1"))
+        running.kill()
+    with worker():
+        with pytest.raises(TimeLimitExceeded):
+            result.get(**WAIT)
+        assert (the_row().state, the_row().attempts) == (State.RECEIVED, 1)
+
+        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
+
+    assert effects("o-1") == 1
+    assert (the_row().state, the_row().duplicates) == (State.DONE, 0)
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
+def test_a_task_that_is_revoked_while_it_runs_is_rolled_back(app, tasks, worker):
+    with worker() as running:
+        result = tasks["shop.work"].delay("o-1", "wait for the word")
+        running.until(lambda: begun("o-1"))
+        app.control.revoke(result.id, terminate=True, signal="SIGKILL")
+        with pytest.raises(TaskRevokedError):
+            result.get(**WAIT)
+        assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
+
+    assert effects("o-1") == 1
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
