@@ -1,4 +1,6 @@
-"""The heartbeat: one thread of the process keeps the leases of running handlers alive.
+"""The heartbeat: threads of the process keep the leases of running handlers alive, one for each place where leases are kept.
+
+A server that does not answer holds up whoever asks it, so the leases of one database do not wait for another.
 
 Each lease is extended after a third of its time, so two misses cost nothing, and never beyond `lease_limit`. A lease that is
 lost is told to the log and marked; its owner can settle nothing, and its next step is refused. A store that is away is asked
@@ -10,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -38,16 +40,29 @@ class _Beating:
 
 
 class Heartbeat:
-    """Keeps leases alive. Its thread is there while there are any."""
+    """Keeps leases alive, in whatever places they are."""
 
     def __init__(self) -> None:
+        self._of: dict[tuple[LeaseStore, str], _Pulse] = {}
+
+    def keeping(self, store: LeaseStore, lease: Lease) -> AbstractContextManager[None]:
+        """Extend `lease` as long as the block runs."""
+        # A store elsewhere asks the handler's database as well, for what that knows of it.
+        place = store, lease.wanted.handler.using
+        return self._of.setdefault(place, _Pulse(lease.wanted.handler.using)).keeping(store, lease)
+
+
+class _Pulse:
+    """Keeps the leases of one place alive. Its thread begins with the first."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
         self._changed = threading.Condition()
         self._kept: set[_Beating] = set()
         self._thread: threading.Thread | None = None
 
     @contextmanager
     def keeping(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
-        """Extend `lease` as long as the block runs."""
         handler = lease.wanted.handler
         kept = _Beating(
             store,
@@ -58,7 +73,7 @@ class Heartbeat:
         with self._changed:
             self._kept.add(kept)
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._work, name="lease-heartbeat", daemon=True)
+                self._thread = threading.Thread(target=self._work, name=f"lease-heartbeat-{self._alias}", daemon=True)
                 self._thread.start()
             self._changed.notify()
         try:

@@ -75,6 +75,7 @@ class RedisLeases:
         )
         self._scripts: dict[str, Any] = {}
         self._memories: dict[str, _Memory] = {}
+        self._opening: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         self._heard_of: dict[str, int] = {}
         self._told_of_eviction = False
@@ -231,8 +232,11 @@ class RedisLeases:
     def _memory(self, alias: str) -> _Memory:
         known = self._memories.get(alias)
         if known is None:
-            with self._lock:
-                known = self._memories[alias] = self._open(alias)
+            # One lock for each database: where one does not answer, the leases of the others must be extended all the same.
+            with self._opening.setdefault(alias, threading.Lock()):
+                known = self._memories.get(alias) or self._open(alias)
+                with self._lock:
+                    self._memories[alias] = known
         return known
 
     def _open(self, alias: str) -> _Memory:

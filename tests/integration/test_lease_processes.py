@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
 
 import pytest
+from django.db import connection
 
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
+from outbox.kernel.clock import monotonic
+from tests.aliases import the_default_at
 from tests.app.models import Effect, Unique
-from tests.deliveries import effects, the_row, wait_until
+from tests.deliveries import A_WHILE, InAThread, an_envelope, deliver, effects, options, the_row, wait_until
 from tests.leased import LEASED_JOB
+from tests.servers import FaultProxy
 from tests.workers import Process, as_environment, broker_options, declare, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", mode="lease")
 SHORT = timedelta(milliseconds=200)
+LEASE = timedelta(seconds=1.5)
 SETTLEMENT = ("state", "attempts", "fence", "settled_at", "last_error")
 
 
@@ -51,14 +58,67 @@ def job(rabbitmq_url):
 
 
 @pytest.fixture
-def is_settled(rabbitmq_server, rabbitmq_url):
+def length(rabbitmq_server, rabbitmq_url):
+    return lambda: length_of(rabbitmq_server, OF_THE_LEASED, broker_options(rabbitmq_url))
+
+
+@pytest.fixture
+def is_settled(length):
     """Neither the broker nor the inbox has anything left to do."""
 
     def ask():
-        left = length_of(rabbitmq_server, OF_THE_LEASED, broker_options(rabbitmq_url))
-        return left == 0 and not InboxMessage.objects.exclude(state__in=[State.DONE, State.DEAD]).exists()
+        return length() == 0 and not InboxMessage.objects.exclude(state__in=[State.DONE, State.DEAD]).exists()
 
     return ask
+
+
+@pytest.fixture
+def impatient_broker(rabbitmq_server, rabbitmq_url):
+    """It closes the channel of a consumer that leaves a delivery unanswered for three seconds."""
+    given = {"consumer_timeout": "3000", "channel_tick_interval": "250"}
+    # The broker must have started, and it lives longer than this test.
+    before = {name: rabbitmq_server.evaluate(f"element(2, application:get_env(rabbit, {name})).") for name in given}
+
+    def be(values):
+        for name, value in values.items():
+            rabbitmq_server.evaluate(f"application:set_env(rabbit, {name}, {value}).")
+
+    be(given)
+    yield
+    be(before)
+
+
+@pytest.mark.usefixtures("impatient_broker")
+def test_a_run_that_outlasts_the_brokers_patience_is_run_once_and_its_copy_is_answered(consumer, job, is_settled, length):
+    with consumer("a") as process:
+        job("wait for the word")
+        process.until(lambda: effects("begun job"))
+        # The channel is closed, the message comes again, and is told that it is being run.
+        process.until(lambda: process.said().count("Consuming") == 2)
+        process.until(lambda: length() == 0)
+        assert the_row().state == State.RUNNING, "the database has what the broker has not any more"
+        assert effects("job") == 0
+        Unique.objects.create(name="go job")
+        process.until(lambda: effects("job") and is_settled())
+        process.terminate()
+        assert process.ends() == 0
+
+    assert (effects("begun job"), effects("job")) == (1, 1)
+    assert (the_row().state, the_row().duplicates, the_row().redeliveries) == (State.DONE, 1, 1)
+
+
+@pytest.mark.usefixtures("impatient_broker")
+def test_a_process_that_dies_after_that_has_its_message_run_by_another(consumer, job, is_settled, length):
+    with consumer("a") as process:
+        job("wait for the word")
+        process.until(lambda: process.said().count("Consuming") == 2 and length() == 0)
+        process.kill()
+        process.ends()
+        process.start()
+        process.until(lambda: effects("job") and is_settled())
+
+    assert (effects("begun job"), effects("job")) == (2, 1)
+    assert Effect.objects.get(name="job").detail == "2"
 
 
 def test_a_message_whose_process_is_killed_is_taken_over_when_its_lease_has_ended(consumer, job, is_settled):
@@ -97,6 +157,30 @@ def test_an_owner_that_was_frozen_past_its_lease_settles_nothing(consumer, job, 
     assert effects("job") == 2, "both have run; this is what a lease cannot prevent"
     assert InboxMessage.objects.values(*SETTLEMENT).get() == settled
     assert settled["attempts"] == 2
+
+
+def test_a_database_that_does_not_answer_costs_no_lease_on_another(handles, lease_store):
+    """Its server accepts connections and is silent, so whoever extends a lease there waits for as long as that lasts."""
+    begun, go_on = {"default": threading.Event(), "other": threading.Event()}, threading.Event()
+
+    def handle(message):
+        begun[message.biz_id].set()
+        assert go_on.wait(A_WHILE)
+
+    given = options(LEASE_STORE=lease_store)
+    with FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy, the_default_at(HOST="127.0.0.1", PORT=proxy.port):
+        silent, other = (handles(handle, using=alias, mode="lease", lease=LEASE) for alias in begun)
+        with InAThread(lambda: deliver(silent, an_envelope(biz_id="default"), given=given)):
+            assert begun["default"].wait(A_WHILE)
+            proxy.freeze()
+            with InAThread(lambda: deliver(other, an_envelope(biz_id="other"), given=given)) as run:
+                assert begun["other"].wait(A_WHILE)
+                ends_at = monotonic() + 3 * LEASE.total_seconds()
+                wait_until(lambda: monotonic() > ends_at)
+                go_on.set()
+            proxy.thaw()
+
+    assert run.answer is Received.HANDLED
 
 
 def test_a_step_that_must_not_be_repeated_and_was_interrupted_stops_the_message_for_a_person(consumer, job, is_settled):
