@@ -1,7 +1,7 @@
 """Does a rate limit hold across processes while five times as much comes in, and is nothing lost?
 
 For a minute 10,000 messages a second are sent to a handler that may take 2,000 a second in two processes; then they work the
-backlog off. The handler takes batches of 50, because no handler of one message a call takes 2,000 a second on a small machine.
+backlog off. The handler takes batches of 100, because no handler of one message a call takes 2,000 a second on a small machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOLERANCE = 0.05
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
     count = IN * plan.choose(full=60, quick=5)
-    project = handled_by(lab.new_project(), "bulk", batch=50, batch_wait=0.2, rate_limit=f"{LIMIT}/s")
+    project = handled_by(lab.new_project(), "bulk", batch=100, batch_wait=0.2, rate_limit=f"{LIMIT}/s")
     declare(project)
     remember(project)
     say(f"{record.name}: {count:,} messages in, {count / LIMIT:.0f} s to work them off")
