@@ -12,11 +12,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 
 from django.db import connections
 
 from inbox import store
 from inbox.conf import InboxOptions
+from inbox.debts import Debts
 from inbox.handlers import Handler, registry
 from inbox.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage
@@ -67,7 +69,7 @@ class Runner:
         self._rest = _SHORTEST_REST_SECONDS
         self._swept_at: dict[str, float] = {}
         self._swept_up_to: dict[str, OrderedKey | None] = {}
-        self._owed: list[tuple[str, Callable[[], None]]] = []
+        self._debts = Debts()
         self._told: set[str] = set()
         self._free_first: set[str] = set()
         self.on_ring: Callable[[], object] = _nobody
@@ -136,30 +138,40 @@ class Runner:
         ran = 0
         for alias in sorted({handler.using for handler in handlers}):
             # Nobody waits for one that is away: this thread is wanted elsewhere.
-            if monotonic() < self._ask_at.get(alias, 0.0):
+            if not self._may_ask(alias):
                 continue
             try:
                 self._tell_orphans(alias, handlers)
-                self._settle_debts(alias)
+                self._debts.settle(alias)
                 self._sweep(alias, handlers)
-                if claimed := self._claim(handlers, alias):
+                claimed = self._claim(handlers, alias)
+                self._ask_at.pop(alias, None)
+                if claimed:
                     self.ring()
                     ran += self._run(*claimed)
                 self._outages[alias].over()
             except DatabaseAway as error:
                 self._ask_at[alias] = monotonic() + self._outages[alias].note(error)
-                if error.owed is not None:
-                    self._owed.append((alias, error.owed))
+                self._debts.add(alias, error)
             except BaseException:
                 # Nothing that a handler or a receiver of a signal does may end this thread.
+                self._ask_at[alias] = monotonic() + _AFTER_AN_ERROR_SECONDS
                 if raising:
                     raise
                 logger.exception("The runner met an error nobody foresaw; the message stays stored and is due again later.")
                 connections.close_all()
-                self._ask_at[alias] = monotonic() + _AFTER_AN_ERROR_SECONDS
         with self._lock:
             self.ran += ran
         return ran
+
+    def _may_ask(self, alias: str) -> bool:
+        """False while it rests. Of one that was away last time, one thread finds out, however long its connection takes."""
+        with self._lock:
+            if monotonic() < self._ask_at.get(alias, 0.0):
+                return False
+            if self._outages[alias].ongoing:
+                self._ask_at[alias] = inf
+            return True
 
     def _run(self, handler: Handler, stored: InboxMessage) -> int:
         """Run it, and for a moment those that follow it in the order of its key: each spares a search and a commit."""
@@ -172,6 +184,10 @@ class Runner:
             if follower is None or follower.row is None or became is not Received.HANDLED:
                 return ran
             stored = decided(partial(store.claimed, handler.using, follower.row), handler.using)
+            if self._stop:
+                # Whoever goes on working takes it at once, with all of its attempts.
+                decided(partial(store.give_back, handler.using, stored.pk, stored.attempts), handler.using)
+                return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""
@@ -203,18 +219,6 @@ class Runner:
         except DatabaseAway:
             waits = [0.0]
         return max(_SHORTEST_REST_SECONDS, min(waits)) if waits else None
-
-    def _settle_debts(self, alias: str) -> None:
-        with self._lock:
-            debts = [debt for debt in self._owed if debt[0] == alias]
-            self._owed = [debt for debt in self._owed if debt[0] != alias]
-        while debts:
-            try:
-                decided(debts[-1][1], alias)
-            except BaseException:
-                self._owed += debts
-                raise
-            debts.pop()
 
     def _sweep(self, alias: str, handlers: Sequence[Handler]) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import uuid
 from collections import Counter
@@ -364,6 +365,25 @@ class TestADatabaseThatIsAway:
             wait_until(lambda: length(away) == 0)
 
         assert InboxMessage.objects.using("other").count() == 10
+
+
+def test_a_database_that_answers_nothing_keeps_one_thread_of_those_that_run_what_is_stored(handles, the_other_database_away):
+    """Its connection is accepted, and then it says nothing."""
+    handles(an_effect_elsewhere, name="tests.away", using="other")
+    here, runner = handles(the_effect, name="tests.here"), Runner(OPTIONS)
+    pool = Pool([], runner, size=2)
+    pool.start()
+    wait_until(lambda: runner._outages["other"].ongoing)
+    with (
+        ExitStack() as accepted,
+        socket.create_server(("127.0.0.1", int(connections["other"].settings_dict["PORT"]))) as silent,
+    ):
+        accepted.enter_context(silent.accept()[0])
+        for name in names(20):
+            assert store.store_due("default", read(here, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        wait_until(lambda: effects() == 20)
+        pool.close()
+    wait_until(lambda: not pool.alive)
 
 
 def test_an_ordered_queue_that_cannot_be_stored_keeps_no_thread_from_the_others(handles, rabbitmq_url, caplog, length):

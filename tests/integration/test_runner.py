@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connections
+from django.db import OperationalError, connections, transaction
 
 from inbox import store
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from inbox.reading import read
-from inbox.receiving import Received
+from inbox.receiving import Received, hand_over
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest
@@ -256,6 +256,26 @@ def test_messages_of_a_handler_that_was_renamed_are_told_about(handles, caplog):
     assert Runner(OPTIONS).drain(StopRequest()) == 0
 
     assert "2 stored messages wait for a handler called 'tests.old_name'" in caplog.text
+
+
+def test_asked_to_stop_it_gives_back_the_one_that_would_have_followed_in_its_order(handles):
+    stop = StopRequest()
+
+    def handle(message):
+        the_effect(message)
+        stop.set()
+
+    handler = handles(handle, ordered=True)
+    for name in "ab":
+        with transaction.atomic():
+            hand_over(handler, read(handler, an_envelope(biz_id=name, key="key"), OPTIONS))
+
+    assert Runner(OPTIONS).drain(stop) == 1
+
+    row = the_row(biz_id="b")
+    assert (row.state, row.attempts, effects("b")) == (State.RECEIVED, 0, 0)
+    assert drain() == 1
+    assert (the_row(biz_id="b").attempts, effects("b")) == (1, 1)
 
 
 def test_an_error_nobody_foresaw_ends_a_drain_and_is_not_taken_for_nothing_due(handles, monkeypatch):
