@@ -1,0 +1,64 @@
+"""A twin that holds the row for half a minute, far longer than anybody waits for it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.models import InboxMessage, State
+from inbox.reading import read
+from outbox.kernel.clock import monotonic
+from tests.app.models import Effect
+from tests.deliveries import OPTIONS, an_envelope, the_row
+from tests.worker import JOB
+from tests.workers import EXCHANGE, OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of, send
+
+HELD = timedelta(seconds=30)
+OTHERS = 50
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+def test_keeps_nobody_else_waiting_and_the_copy_ends_as_the_twin_says(
+    process_environment, rabbitmq_server, rabbitmq_url, tmp_path, ending
+):
+    assert InboxOptions().TWIN_TIMEOUT * 10 < HELD
+    options = broker_options(rabbitmq_url)
+    declare(OF_THE_WORKERS, options)
+    row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="copy"), OPTIONS).row
+    environment = {
+        **process_environment,
+        **as_environment(INBOX={"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": "tests", "CONCURRENCY": 2}),
+        "DJANGO_SETTINGS_MODULE": "tests.worker.settings",
+    }
+    with Process(environment, tmp_path / "log", "inbox_consume") as process:
+        with transaction.atomic():
+            guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            send(rabbitmq_url, JOB, {}, message_id="copy")
+            for number in range(OTHERS):
+                send(rabbitmq_url, JOB, {}, message_id=f"other-{number}")
+            begun_at = monotonic()
+            process.until(lambda: Effect.objects.count() == OTHERS)
+            process.until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 1)
+            process.until(lambda: monotonic() - begun_at > HELD.total_seconds())
+            assert length_of(rabbitmq_server, OF_THE_WORKERS, options) == 1, "the broker keeps the copy"
+            if ending == "rollback":
+                transaction.set_rollback(True)
+            else:
+                Effect.objects.create(name="copy", detail="by the twin")
+                store.finish(guard, 1)
+        process.until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 0)
+        process.until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == OTHERS + 1)
+        process.terminate()
+        assert process.ends() == 0
+
+    copy = the_row(biz_id="copy")
+    assert (copy.state, copy.attempts) == (State.DONE, 1)
+    assert copy.duplicates == (ending == "commit")
+    assert Effect.objects.filter(name="copy").count() == 1
+    assert store.balance("default").delivered == OTHERS + 1 + (ending == "commit")
