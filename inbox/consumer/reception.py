@@ -22,10 +22,11 @@ from inbox.debts import Debts
 from inbox.handlers import Handler
 from inbox.holding import store_for_later
 from inbox.ordering import take_in
-from inbox.outcomes import Received
+from inbox.outcomes import Received, failure_of, store_failure
 from inbox.reading import Arrival, message_of, read
 from inbox.receiving import receive
 from inbox.shedding import receive_shed, shedder_of
+from inbox.store import TwinBusy
 from inbox.transactions import DatabaseAway
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
@@ -234,11 +235,13 @@ class Reception:
             became = run(part)
         except DatabaseAway:
             raise
-        except BaseException:
+        except BaseException as error:
             # Nothing may end the worker while the process goes on receiving.
-            logger.exception("%s: a delivery met an error nobody foresaw; it goes back to the broker.", handler.name)
+            logger.exception("%s: %d deliveries met an error nobody foresaw.", handler.name, len(part))
             connections.close_all()
-            became = [Received.PUT_OFF] * len(part)
+            if handler.ordered:
+                raise DatabaseAway(f"{handler.name}: its deliveries cannot be stored: {describe(error)}") from error
+            became = [self._failed(one, error) for one in part]
         else:
             self._outages[handler.using].over()
             self._stuck[handler.name].over()
@@ -249,6 +252,21 @@ class Reception:
         for one, received in zip(part, became, strict=True):
             self._answer(one.delivery, received)
         return True
+
+    def _failed(self, one: _Read, error: BaseException) -> Received:
+        """Store a delivery that failed outside its handler, so that people see it and it runs out of attempts."""
+        handler, again = one.delivery.handler, one.delivery.redelivered
+        try:
+            failure = failure_of(error, 1, self._options)
+            return store_failure(handler, one.arrival.row, failure, self._options, redelivered=again)
+        except DatabaseAway:
+            raise
+        except TwinBusy:
+            return Received.PUT_OFF
+        except BaseException:
+            logger.exception("%s: that delivery cannot even be stored; it goes back to the broker.", handler.name)
+            connections.close_all()
+            return Received.PUT_OFF
 
     def _undecided(self, handler: Handler, left: Iterable[_Read], away: DatabaseAway) -> Undecided:
         alias = handler.using
