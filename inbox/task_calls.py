@@ -151,9 +151,16 @@ def remembered(text: str) -> Any:
     return loads(text)
 
 
+def signature_to_resend(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any], **options: Any) -> Any:
+    """The task that is being run as Celery would retry it, and no more telling in logs than it was."""
+    request = task.request
+    shown = {name: request.get(name) for name in ("argsrepr", "kwargsrepr") if request.get(name) is not None}
+    return task.signature_from_request(request, args, kwargs, **shown, **options)
+
+
 def as_sent(task: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """How the task that is being run was sent, as headers of its row, for an operator who has it sent again."""
-    signature = dict(task.signature_from_request(None, args, kwargs))
+    signature = dict(signature_to_resend(task, args, kwargs))
     # Of this delivery, and not of the call. An operator's word is newer than the time when the call was to expire.
     signature["options"] = {
         name: value for name, value in signature["options"].items() if name not in {"redelivered", "expires"}

@@ -15,7 +15,8 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -23,6 +24,7 @@ from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
 from django.db import transaction
+from kombu.pools import producers
 
 from inbox import store, transactions
 from inbox.conf import InboxOptions, inbox_options
@@ -31,7 +33,7 @@ from inbox.models import DUE, InboxMessage, State
 from inbox.outcomes import Received, announce, duplicate, fail_stored, handled, store_failure
 from inbox.store import Failure, Guard, TwinBusy
 from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
-from inbox.task_calls import Call, as_sent, read_call, remembered, to_remember
+from inbox.task_calls import Call, as_sent, read_call, remembered, signature_to_resend, to_remember
 from inbox.transactions import DatabaseAway, decided, in_transaction, persistently
 from outbox.kernel.text import describe
 
@@ -242,8 +244,17 @@ def _come_again(call: Call, rest: timedelta, why: str) -> NoReturn:
     # On quorum queues Celery delays by whole seconds and refuses less than one.
     countdown = math.ceil(rest.total_seconds())
     try:
-        call.task.signature_from_request(None, *call.arguments(), countdown=countdown).apply_async()
+        with _confirming(call.task.app) as producer:
+            signature_to_resend(call.task, *call.arguments(), countdown=countdown).apply_async(producer=producer)
     except Exception as error:
         raise PutBack(f"{why}, and it cannot be sent again: {describe(error)}", requeue=True) from error
     logger.info("%s: task %s comes again in %d s: %s.", call.handler.name, call.message.id, countdown, why)
     raise Ignore(why)
+
+
+@contextmanager
+def _confirming(app: Any) -> Iterator[Any]:
+    """A producer that waits until RabbitMQ has the copy, because this delivery is acknowledged after it."""
+    connection = app.connection_for_write(transport_options={"confirm_publish": True})
+    with producers[connection].acquire(block=True) as producer:
+        yield producer

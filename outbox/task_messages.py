@@ -122,7 +122,7 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
         return "direct"
 
     def _instant(self, value: Any) -> datetime | None:
-        """A time in a header as the worker will read it: a naive one in the app's time zone."""
+        """A time in a header as the worker will read it: a naive one is UTC, whatever the time zone of the app."""
         if not value:
             return None
         instant: datetime = maybe_make_aware(maybe_iso8601(value), self._app.timezone)

@@ -21,7 +21,7 @@ from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
 from tests.app.models import Effect, Unique
-from tests.celery_inbox.conftest import close
+from tests.celery_inbox.conftest import INBOX, close
 from tests.celery_inbox.tracing import deliver
 from tests.deliveries import InAThread, effects, the_row, wait_until
 
@@ -546,6 +546,31 @@ class TestTwins:
         state, reject = deliver(task, "o-1")
 
         assert (state, reject.requeue) == (states.REJECTED, True)
+
+    @committing
+    def test_a_copy_is_there_before_its_delivery_is_acknowledged(self, rabbitmq_url, settings, monkeypatch):
+        """What is published to an exchange that is gone raises nothing, unless one waits for the broker's confirm."""
+        settings.INBOX = INBOX
+
+        def busy(*args, **kwargs):
+            raise store.TwinBusy
+
+        monkeypatch.setattr(store, "begin_fresh", busy)
+        app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)
+        task = app.task(the_effect, base=IdempotentTask, name="tests.task", shared=False, biz_id="order_id")
+        of_an_exchange = {"exchange": "gone", "routing_key": "x", "priority": None, "redelivered": False}
+        try:
+            state, reject = deliver(task, "o-1", delivery_info=of_an_exchange)
+            assert (state, reject.requeue) == (states.REJECTED, True)
+            assert "NOT_FOUND" in str(reject.reason)
+
+            assert deliver(task, "o-1", argsrepr="(hidden)")[0] == states.IGNORED
+            with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+                message = queue.get(timeout=10)
+                message.ack()
+            assert (message.payload[0], message.headers["argsrepr"]) == (["o-1"], "(hidden)")
+        finally:
+            close(app)
 
 
 class TestAge:
