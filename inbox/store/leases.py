@@ -58,18 +58,31 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, twin_timeout: timedel
     return None if pk is None else Granted(pk, 1, 1)
 
 
-def lease_over(alias: str, row: NewRow, lease: timedelta) -> Granted | None:
+def lease_over(alias: str, row: NewRow, lease: timedelta, *, asked_before: bool = False) -> Granted | None:
     """running, past its lease → running, one attempt and one fence on. None: it is not that, or says something else.
 
     For a delivery of a message whose process has died; a runner would take it over as well, a little later.
+
+    Args:
+        asked_before: an answer of `lease_fresh` may have been lost. What that has granted for exactly as long is granted again.
     """
     connection = connections[alias]
+    seconds, ours = lease.total_seconds(), "false"
+    if asked_before and is_postgresql(connection):
+        ours = "(fence = 1 AND next_attempt_at = received_at + make_interval(secs => %s))"
+    one = f"CASE WHEN {ours} THEN 0 ELSE 1 END"
+    places = ours.count("%s")
     with connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET attempts = attempts + 1, fence = fence + 1, next_attempt_at = {now_after(connection)} "
+            f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, "
+            f"next_attempt_at = {now_after(connection)} "
             "WHERE handler = %s AND topic = %s AND biz_id = %s AND digest = %s AND state = 'running' "
-            f"AND next_attempt_at <= {now(connection)} RETURNING id, attempts, fence",
-            [lease.total_seconds(), row.handler, row.topic, row.biz_id, row.digest],
+            f"AND (next_attempt_at <= {now(connection)} OR {ours}) RETURNING id, attempts, fence",
+            [
+                *[seconds] * (2 * places + 1),
+                *(row.handler, row.topic, row.biz_id, row.digest),
+                *[seconds] * places,
+            ],
         )
         found = cursor.fetchall()
     return Granted(*found[0]) if found else None

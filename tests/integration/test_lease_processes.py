@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
+import psycopg
 import pytest
 from django.db import connection
 
@@ -181,6 +182,37 @@ def test_a_database_that_does_not_answer_costs_no_lease_on_another(handles, leas
             proxy.thaw()
 
     assert run.answer is Received.HANDLED
+
+
+def test_an_answer_to_taking_a_lease_that_is_lost_costs_neither_the_lease_nor_an_attempt(handles, process_environment):
+    """The row is committed, and whoever wrote it hears nothing of that; asking again, it finds its own lease."""
+    ran = []
+    handler = handles(lambda message: ran.append(message.biz_id), mode="lease", lease=timedelta(minutes=10))
+    ready, deaf = threading.Event(), threading.Event()
+
+    def deliver_two():
+        deliver(handler, an_envelope(biz_id="first"))
+        ready.set()
+        assert deaf.wait(A_WHILE)
+        return deliver(handler, an_envelope(biz_id="second"))
+
+    with (
+        psycopg.connect(process_environment["DATABASE_URL"], autocommit=True) as straight,
+        FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy,
+        the_default_at(HOST="127.0.0.1", PORT=proxy.port),
+        InAThread(deliver_two) as run,
+    ):
+        assert ready.wait(A_WHILE)
+        proxy.drop_server_to_client(True)
+        deaf.set()
+        wait_until(lambda: straight.execute("SELECT 1 FROM inbox_inboxmessage WHERE state = 'running'").fetchone())
+        proxy.drop_server_to_client(False)
+        proxy.cut()
+
+    assert run.answer is Received.HANDLED
+    assert ran == ["first", "second"]
+    row = the_row(biz_id="second")
+    assert (row.state, row.attempts, row.fence, row.duplicates) == (State.DONE, 1, 1, 0)
 
 
 def test_a_step_that_must_not_be_repeated_and_was_interrupted_stops_the_message_for_a_person(consumer, job, is_settled):
