@@ -177,7 +177,8 @@ def _idempotent(base: type | None) -> type:
 def _on_the_base_of_its_app(task: type) -> type:
     """The class that Celery has just made for a function, with the app's `task_cls` under ours."""
     namespace = {name: value for name, value in vars(task).items() if name not in {"__dict__", "__weakref__"}}
-    return type(task.__name__, (*task.__bases__, namespace["app"].Task), namespace)
+    below = namespace["app"].Task
+    return type(task.__name__, (below,) if issubclass(below, IdempotentTask) else (*task.__bases__, below), namespace)
 
 
 @contextmanager

@@ -106,7 +106,20 @@ class TestBaseClasses:
 
         assert (effects(), the_row().duplicates) == (1, 1)
 
-    def test_the_task_class_of_the_app_is_the_base(self, current, settings):
+    def test_a_project_may_make_every_task_of_its_app_one(self, current):
+        app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False, task_cls=IdempotentTask)
+        current(app)
+        task = idempotent_task(name="tests.of_the_class", biz_id="order_id")(the_effect)
+        plain = app.task(the_effect, name="tests.by_its_id", shared=False)
+
+        for one in (task, plain):
+            for _ in range(2):
+                assert deliver(one, "o-1", task_id="t-1") == (states.SUCCESS, "o-1")
+
+        assert effects() == 2
+        app.close()
+
+    def test_the_task_class_of_the_app_is_the_base(self, current):
         class Shop(OutboxTask):
             color = "red"
 
