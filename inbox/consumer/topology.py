@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import kombu
+from amqp import spec
 from amqp.exceptions import InvalidCommand, NotFound, PreconditionFailed
 
 from inbox.conf import InboxOptions
@@ -27,6 +28,7 @@ _NEVER = 1_000_000_000
 _HASHING = "x-consistent-hash"
 _PLUGIN = "rabbitmq_consistent_hash_exchange"
 _ONE_SHARE = "1"
+_QUEUE_DECLARE = spec.Queue.Declare
 _SINGLE_ACTIVE = "x-single-active-consumer"
 
 
@@ -71,7 +73,6 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
 
     Raises:
         Unordered: the handler is ordered, and with what is there it would not be. Nothing may be received from its queues.
-        ConnectionError: the broker has no exchange that hashes. It has ended the connection.
     """
     if _is_partitioned(handler, options):
         _declare_hashing(connection, handler, options)
@@ -109,6 +110,9 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
         with connection.channel() as channel:
             queue(channel).declare()
     except PreconditionFailed as error:
+        if error.method_sig != _QUEUE_DECLARE:
+            # Another channel's end, which is read wherever somebody waits for an answer: its consumer took too long.
+            raise
         if _SINGLE_ACTIVE in describe(error) and _SINGLE_ACTIVE in queue.queue_arguments:
             raise Unordered(
                 f"The queue {queue.name!r} is not an ordered handler's: it has been declared without a single active consumer, "
@@ -126,13 +130,19 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
 
 
 def _declare_hashing(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:
+    """On a connection of its own, because the refusal of a type that the broker does not know ends the connection."""
     try:
-        with connection.channel() as channel:
+        with connection.clone() as own, own.channel() as channel:
             _hashing_exchange(handler, options)(channel).declare()
     except InvalidCommand as error:
-        raise ConnectionError(
-            f"the handler {handler.name} has partitions={handler.partitions}, and this broker has no exchange that hashes: run "
-            f"`rabbitmq-plugins enable {_PLUGIN}` on every node, or do without partitions"
+        raise Unordered(
+            f"The handler {handler.name} has partitions={handler.partitions}, and this broker has no exchange that hashes. Run "
+            f"`rabbitmq-plugins enable {_PLUGIN}` on every node, or do without partitions."
+        ) from error
+    except PreconditionFailed as error:
+        raise Unordered(
+            f"The exchange {queue_name(handler, options)!r}, which is to spread the keys of {handler.name} over its queues, "
+            f"is there already and does not ({describe(error)}). Delete it."
         ) from error
 
 

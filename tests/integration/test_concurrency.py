@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import socket
 import threading
 import uuid
@@ -13,6 +14,7 @@ from datetime import timedelta
 import kombu
 import psycopg
 import pytest
+from amqp.exceptions import PreconditionFailed
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 
@@ -20,6 +22,7 @@ from inbox import store
 from inbox.consumer.lanes import Undecided
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
+from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
@@ -446,6 +449,26 @@ class TestTheBrokersPatience:
 
         assert (effects("slow"), gate.begun.count("slow")) == (1, 1)
         assert (the_row(message_id="slow").state, the_row(message_id="slow").attempts) == (State.DONE, 1)
+
+    def test_that_has_ended_another_channel_is_no_verdict_on_a_queue(self, handles, rabbitmq_url, patience):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        patience(1000)
+        send(rabbitmq_url, TOPIC, {})
+        came = []
+
+        with closing(kombu.Connection(rabbitmq_url)) as connection:
+            queue = kombu.Queue(queue_name(handler, options), no_declare=True)
+            with kombu.Consumer(connection.channel(), [queue], on_message=came.append):
+                while not came:
+                    connection.drain_events(timeout=A_WHILE)
+                # That channel's end has come and is not read yet.
+                assert select.select([connection.connection.sock], [], [], A_WHILE)[0]
+
+                with pytest.raises(PreconditionFailed, match="timed out"):
+                    declare_queues(connection, handler, options)
+
+        assert len(came) == 1
 
     def test_is_not_waited_for_by_what_waits_for_a_batch(self, handles, rabbitmq_url, length):
         handler = handles(lambda messages: [the_effect(message) for message in messages], batch=50, batch_wait=3600.0)

@@ -254,19 +254,38 @@ class TestPartitions:
         with consuming([handler], options):
             wait_until(lambda: effects() == 11)
 
-    def test_a_broker_that_cannot_hash_is_told_about_with_the_remedy(self, handles, rabbitmq_server, rabbitmq_url, caplog):
+    def test_a_broker_that_cannot_hash_is_told_about_and_serves_the_other_handlers(
+        self, handles, rabbitmq_server, rabbitmq_url, caplog, monkeypatch
+    ):
+        monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
         handler, options = handles(the_effect, ordered=True, partitions=2), broker_options(rabbitmq_url)
+        other = handles(the_effect, topic="other", name="tests.other")
+        declare(other, options)
         kind = '<<"x-consistent-hash">>'
         rabbitmq_server.evaluate(f"rabbit_registry:unregister(exchange, {kind}).")
         try:
-            with consuming([handler], options):
+            with consuming([handler, other], options) as consumer:
                 wait_until(lambda: "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange" in caplog.text)
+                send(rabbitmq_url, "other", {}, message_id="other#1")
+                wait_until(lambda: effects("other#1") == 1)
+                assert not consumer._broker.ongoing
                 rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
-                wait_until(lambda: "is back" in caplog.text)
+                wait_until(lambda: not consumer._unordered)
+                wait_until(lambda: len(consumer._subscriptions) == 3)
                 sent(rabbitmq_url, [0])
-                wait_until(lambda: effects() == 1)
+                wait_until(lambda: effects("/tests#0") == 1)
         finally:
             rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
+
+        assert caplog.text.count("rabbitmq-plugins enable") == 1
+
+    def test_an_exchange_of_that_name_that_spreads_nothing_is_told_about(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True, partitions=2), broker_options(rabbitmq_url)
+        with kombu.Connection(rabbitmq_url) as connection:
+            connection.default_channel.exchange_declare(queue_name(handler, options), "fanout", durable=True, auto_delete=False)
+
+        with pytest.raises(Unordered, match="Delete it"):
+            declared(handler, options)
 
     @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 3), (3, 1)])
     def test_another_number_is_refused_while_the_queues_of_the_old_one_are_there(self, handles, rabbitmq_url, before, after):
