@@ -70,7 +70,12 @@ def worker(broker, results, process_environment, tmp_path):
         count += 1
         if broker.startswith("redis"):
             settings["broker_transport_options"] = {"visibility_timeout": visibility_seconds}
-        given = {"CELERY_BROKER": broker, "CELERY_RESULTS": results, "CELERY_SETTINGS": json.dumps(settings)}
+        given = {
+            "CELERY_BROKER": broker,
+            "CELERY_RESULTS": results,
+            "CELERY_SETTINGS": json.dumps(settings),
+            "C_FORCE_ROOT": "yes",
+        }
         environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.worker.settings", **as_environment(INBOX=INBOX)}
         if database:
             environment["DATABASE_URL"] = database

@@ -95,6 +95,21 @@ def test_a_twin_that_is_at_work_is_waited_for_outside_the_worker(tasks, worker):
     assert the_row().duplicates == 1
 
 
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_a_twin_whose_copy_cannot_be_sent_stays_with_the_broker(tasks, worker, pool):
+    """It came as pickle and holds what JSON does not, and a task is sent again as it is usually sent."""
+    with worker(pool=pool, accept_content=["json", "pickle"]) as running:
+        first = tasks["shop.work"].delay("o-1", "wait for the word")
+        running.until(lambda: begun("o-1"))
+        second = tasks["shop.work"].apply_async(["o-1", {"a set"}], serializer="pickle")
+        running.until(lambda: "cannot be sent again" in running.said())
+        go_on("o-1")
+
+        assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
+
+    assert effects("o-1") == 1
+
+
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
 def test_on_quorum_queues(app, tasks, worker):
     """There Celery has RabbitMQ do the delaying, in whole seconds."""
