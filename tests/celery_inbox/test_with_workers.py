@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from celery import chain
+from celery import chain, chord
 from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
 from django.core.management import call_command
 
@@ -194,6 +194,17 @@ def test_a_chain_goes_on_after_a_duplicate_of_its_head(tasks, worker):
 
     assert (effects("o-1"), effects("followed o-1")) == (1, 1)
     assert Effect.objects.get(name="followed o-1").detail == "done o-1"
+
+
+def test_a_chord_is_complete_although_a_process_died_over_one_and_two_are_the_same(tasks, worker):
+    work = tasks["shop.work"]
+    with worker():
+        header = [work.s("o-1", "die after the commit"), work.s("o-2"), work.s("o-2")]
+        result = chord(header)(tasks["shop.follow"].s("all"))
+        result.get(**WAIT)
+
+    assert [effects(name) for name in ("o-1", "o-2", "followed all")] == [1, 1, 1]
+    assert Effect.objects.get(name="followed all").detail == "['done o-1', 'done o-2', 'done o-2']"
 
 
 def test_a_task_that_kills_its_worker_ends_as_a_dead_letter_until_an_operator_sends_it_again(app, current, tasks, worker):
