@@ -22,7 +22,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NoReturn
 
-from celery.exceptions import Ignore, Reject, Retry, TaskPredicate
+from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
 from kombu.pools import producers
 
@@ -189,11 +189,12 @@ def _let_go(call: Call, stored: InboxMessage, error: Exception) -> None:
 
 def _celery_tries_again(task: Any, error: Exception) -> bool:
     """Will this very task come once more? As `celery.app.autoretry`, which is asked after us, will decide."""
-    if isinstance(error, TaskPredicate):
-        return isinstance(error, Retry) or getattr(error, "requeue", False)
-    if isinstance(error, tuple(getattr(task, "dont_autoretry_for", ()))) or not isinstance(
-        error, tuple(getattr(task, "autoretry_for", ()))
-    ):
+    if isinstance(error, Ignore | Retry):
+        return isinstance(error, Retry)
+    if isinstance(error, Reject) and error.requeue:
+        return True
+    excepted, retried = (tuple(getattr(task, name, ())) for name in ("dont_autoretry_for", "autoretry_for"))
+    if isinstance(error, excepted) or not isinstance(error, retried):
         return False
     most = getattr(task, "override_max_retries", getattr(task, "retry_kwargs", {}).get("max_retries"))
     most = task.max_retries if most is None else most

@@ -231,6 +231,23 @@ def test_a_retried_task_that_takes_itself_away_is_a_dead_letter(a_task, local_ap
     assert type(raised).__name__ in the_row().last_error
 
 
+def test_a_retried_task_whose_rejection_autoretry_takes_for_a_failure_stays_open(a_task, local_app, current, sent):
+    current(local_app)
+    a_row(body=b"{}", content_type="application/json")
+    resending(store.retry)("default", the_row().pk)
+    sent()
+
+    def leave(order_id):
+        raise Reject("bad", requeue=False)
+
+    task = a_task(leave, biz_id="order_id", autoretry_for=[Exception], max_retries=1)
+
+    assert deliver(task, "o-1", task_id="t-1")[0] == "RETRY"
+    assert (the_row().state, len(sent())) == (State.RETRYING, 1)
+    assert deliver(task, "o-1", task_id="t-1", retries=1)[0] == "REJECTED"
+    assert the_row().state == State.DEAD
+
+
 @pytest.mark.django_db(transaction=True)
 def test_one_that_ended_its_own_transaction_is_sent_again_as_it_was_sent(a_task, local_app, current, sent):
     """At its first delivery, of which nothing had been written down."""
