@@ -32,6 +32,16 @@ REPLAY_HEADER = "cloudEvents:replay"
 """Says that somebody has had the message sent again on purpose, and who: "operator"."""
 BY_OPERATOR = "operator"
 _RESERVED = ("cloudevents", "x-", "ce-")
+# What RabbitMQ adds on the way, after a crash or a dead letter exchange: nobody published it, and nobody may publish it again.
+_BY_BROKER = (
+    "x-death",
+    "x-first-death-",
+    "x-last-death-",
+    "x-delivery-count",
+    "x-acquired-count",
+    "x-received-from",
+    "x-shovel",
+)
 # kombu takes it as its own and would try to inflate the body.
 _RESERVED_NAMES = {"compression"}
 RESERVED_HEADERS = "'compression', and names that begin with 'cloudEvents', 'ce-' or 'x-'"
@@ -169,7 +179,10 @@ def decode_payload(body: bytes, content_type: str) -> Any:
 
 
 def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:
-    """The CloudEvents attributes, and the publisher's own headers. Of an attribute with both prefixes the colon's counts."""
+    """The CloudEvents attributes, and the publisher's own headers, without the broker's.
+
+    Of an attribute that is there with both prefixes the colon's counts.
+    """
     attributes: dict[str, Any] = {}
     own: dict[str, HeaderValue] = {}
     for given, value in headers.items():
@@ -179,7 +192,7 @@ def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Head
         elif name.startswith(_UNDERSCORE):
             attribute = name[len(_UNDERSCORE) :]
             attributes[attribute] = headers.get(_COLON + attribute, value)
-        else:
+        elif not name.startswith(_BY_BROKER):
             own[printable(name, NAME_LENGTH)] = _json_safe(value)
     return attributes, own
 

@@ -105,6 +105,16 @@ def test_a_structured_body_that_is_no_cloudevent_is_undecodable_and_says_why(bod
         a_delivery(properties={"content_type": "application/cloudevents+json"}, body=body)
 
 
+def test_what_the_broker_adds_on_the_way_is_nobodys_header():
+    """A handler may publish with the headers it got, also after a crash."""
+    added = {"x-delivery-count": 2, "x-acquired-count": 3, "x-first-death-queue": "q", "x-death": [{"count": 1}]}
+
+    assert dict(a_delivery(headers={"tenant": "acme", "x-request-id": "r", **added}).headers) == {
+        "tenant": "acme",
+        "x-request-id": "r",
+    }
+
+
 def test_nesting_deeper_than_the_reader_can_go_is_undecodable():
     with pytest.raises(Undecodable, match="not JSON"):
         decode_payload(b"[" * 200_000, "application/json")
