@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _FRESH_SECONDS = 5.0
 _ENOUGH = 0.9
+_TELL_EVERY_SECONDS = 10.0
 
 
 class Shedder:
@@ -48,6 +49,8 @@ class Shedder:
         self._seen_at = 0.0
         self._allowance = 0
         self._told = False
+        self._dropped = 0
+        self._tell_at = 0.0
 
     def saw(self, lag: int, consumers: int = 1) -> None:
         """So many messages wait in the queue, which has so many consumers, as a passive declare answers now."""
@@ -56,6 +59,11 @@ class Shedder:
             self._lag, self._seen_at = lag, monotonic()
             before, self._shedding = self._shedding, lag > (enough if self._shedding else self._shed.above)
             self._allowance = ceil((lag - enough) / max(1, consumers)) if self._shedding else 0
+            dropped = self._dropped if not self._shedding or self._seen_at >= self._tell_at else 0
+            if dropped:
+                self._dropped, self._tell_at = 0, self._seen_at + _TELL_EVERY_SECONDS
+        if dropped:
+            logger.warning("%s: %d messages have been shed; each has its row.", self._name, dropped)
         if self._shedding != before:
             logger.warning(
                 "%s: %d messages wait. Shedding %s: the limit is %d.",
@@ -84,6 +92,11 @@ class Shedder:
             self._allowance -= 1
             return reason
 
+    def dropped(self, count: int) -> None:
+        """So many have been written down, to be told of with the next reading of the queue."""
+        with self._lock:
+            self._dropped += count
+
     def _is_droppable(self, message: Message) -> bool:
         try:
             return _answered(self._shed.droppable(message))
@@ -105,23 +118,27 @@ def _answered(answer: object) -> bool:
     return bool(answer)
 
 
-def receive_shed(handler: Handler, arrivals: Sequence[Arrival], reason: str, options: InboxOptions) -> list[Received]:
+def receive_shed(
+    handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], reason: str, options: InboxOptions
+) -> list[Received]:
     """Write deliveries down as shed instead of handling them; what became of each, in their order.
+
+    With each comes whether the broker has delivered it before.
 
     A duplicate among them is counted as one, a refused one is a dead letter, and one that a twin has in hand is put off.
 
     Raises:
         DatabaseAway: the database does not answer. Some may have been written down already; all may come again.
     """
-    rows = [arrival.row for arrival in arrivals if not arrival.refused]
+    rows = [arrival.row for arrival, _ in deliveries if not arrival.refused]
     stored = _stored(handler, rows, reason, options) if rows else {}
-    if dropped := [row.message_id for row in rows if stored.get(id(row)) is Received.SHED]:
-        logger.warning("%s: %d messages are shed: %s. Their ids: %s", handler.name, len(dropped), reason, ", ".join(dropped))
+    if (shedder := shedder_of(handler)) is not None:
+        shedder.dropped(sum(became is Received.SHED for became in stored.values()))
     return [
-        _told(handler, arrival.row, stored[id(arrival.row)], reason)
-        if not arrival.refused
-        else receive(handler, arrival, options, redelivered=False)
-        for arrival in arrivals
+        receive(handler, arrival, options, redelivered=redelivered)
+        if arrival.refused
+        else _told(handler, arrival.row, stored[id(arrival.row)], reason, redelivered=redelivered)
+        for arrival, redelivered in deliveries
     ]
 
 
@@ -136,10 +153,10 @@ def _stored(handler: Handler, rows: Sequence[NewRow], reason: str, options: Inbo
     return {id(row): Received.SHED if id(row) in new else Received.DUPLICATE for row in rows}
 
 
-def _told(handler: Handler, row: NewRow, became: Received, reason: str) -> Received:
+def _told(handler: Handler, row: NewRow, became: Received, reason: str, *, redelivered: bool) -> Received:
     if became is Received.SHED:
         return shed(handler, row, reason)
-    return duplicate(handler, row) if became is Received.DUPLICATE else became
+    return duplicate(handler, row, redelivered=redelivered) if became is Received.DUPLICATE else became
 
 
 def shedder_of(handler: Handler) -> Shedder | None:

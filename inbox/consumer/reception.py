@@ -205,7 +205,9 @@ class Reception:
         return run
 
     def _shed(self, handler: Handler, reason: str) -> _Run:
-        return lambda part: receive_shed(handler, [one.arrival for one in part], reason, self._options)
+        return lambda part: receive_shed(
+            handler, [(one.arrival, one.delivery.redelivered) for one in part], reason, self._options
+        )
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)

@@ -120,7 +120,8 @@ class World:
 
     def shed(self, facts):
         plain = self.handlers["plain"]
-        for received in receive_shed(plain, self._arrivals(plain, facts), "too many wait", OPTIONS):
+        deliveries = [(arrival, False) for arrival in self._arrivals(plain, facts)]
+        for received in receive_shed(plain, deliveries, "too many wait", OPTIONS):
             self.note(received)
 
     def together(self, facts, way):

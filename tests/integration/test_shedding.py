@@ -15,7 +15,7 @@ from inbox import Shed, signals
 from inbox.models import InboxMessage, State
 from inbox.reading import read
 from inbox.receiving import Received
-from inbox.shedding import receive_shed
+from inbox.shedding import receive_shed, shedder_of
 from inbox.store import begin_fresh
 from tests.app.models import Effect
 from tests.deliveries import (
@@ -52,8 +52,8 @@ def told():
     signals.message_shed.disconnect(listen)
 
 
-def shed(handler, *envelopes, given=OPTIONS):
-    return receive_shed(handler, [read(handler, envelope, given) for envelope in envelopes], REASON, given)
+def shed(handler, *envelopes, given=OPTIONS, redelivered=False):
+    return receive_shed(handler, [(read(handler, envelope, given), redelivered) for envelope in envelopes], REASON, given)
 
 
 def states():
@@ -84,16 +84,31 @@ class TestWritingDown:
             assert bytes(row.body) == envelope.body
         assert told == [(handler.name, envelope.id, envelope.biz_id, REASON) for envelope in envelopes]
 
-    def test_count_and_ids_are_one_line_of_the_log(self, handles, caplog):
-        envelopes = [an_envelope() for _ in range(3)]
+    def test_their_number_is_told_now_and_then_and_not_for_each(self, handles, caplog):
+        handler = handles(the_effect, name="tests.views", shed=Shed(above=10))
 
         with caplog.at_level(logging.WARNING):
-            shed(handles(the_effect, name="tests.views"), *envelopes)
+            for _ in range(3):
+                shed(handler, an_envelope())
+            shedder_of(handler).saw(20)
+            shed(handler, an_envelope(), an_envelope())
+            shedder_of(handler).saw(20)
+            shedder_of(handler).saw(0)
+            shedder_of(handler).saw(0)
 
-        ids = ", ".join(envelope.id for envelope in envelopes)
-        assert [record.getMessage() for record in caplog.records] == [
-            f"tests.views: 3 messages are shed: {REASON}. Their ids: {ids}"
+        assert [record.getMessage() for record in caplog.records if "shed;" in record.getMessage()] == [
+            "tests.views: 3 messages have been shed; each has its row.",
+            "tests.views: 2 messages have been shed; each has its row.",
         ]
+
+    def test_what_the_broker_delivers_again_is_no_resend(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        shed(handler, envelope)
+
+        assert shed(handler, envelope, redelivered=True) == [Received.DUPLICATE]
+        assert shed(handler, envelope) == [Received.DUPLICATE]
+
+        assert (the_row().redeliveries, the_row().resends) == (1, 1)
 
     def test_a_duplicate_of_what_is_done_is_counted_as_one(self, handles, told):
         handler, done, fresh = handles(the_effect), an_envelope(), an_envelope()
