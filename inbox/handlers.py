@@ -299,12 +299,13 @@ def idempotent_handler(
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; calling it would run nothing.
-        TypeError: `biz_id` is neither.
+        TypeError: `biz_id` is neither, or a span of time is no timedelta.
         ValueError: the topic cannot be one, the name is taken, or options contradict each other; a function that takes two
             topics needs two names.
     """
     if reason := why_no_topic(topic):
         raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
+    _refuse_numbers(lease=lease, lease_limit=lease_limit, **({} if timeout is None else {"timeout": timeout}))
 
     def decorate(function: Function) -> Function:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -339,11 +340,17 @@ def idempotent_handler(
             shed=shed,
         )
         if reason := why_contradictory(handler):
-            raise ValueError(f"The handler {known_as} cannot be: {reason}.")
+            raise ValueError(f"The handler {known_as} cannot be registered: {reason}.")
         registry.add(handler)
         return function
 
     return decorate
+
+
+def _refuse_numbers(**spans: object) -> None:
+    for option, span in spans.items():
+        if not isinstance(span, timedelta):
+            raise TypeError(f"{option} is {span!r}: it must be a datetime.timedelta, such as timedelta(seconds=30).")
 
 
 def _field(path: str) -> BizId:

@@ -204,3 +204,9 @@ class TestAFieldPath:
     def test_is_a_path_or_a_function_and_nothing_else(self):
         with pytest.raises(TypeError, match="biz_id is 17"):
             idempotent_handler("t", biz_id=17, name="by a number")(handle)
+
+
+@pytest.mark.parametrize("option", ["timeout", "lease", "lease_limit"])
+def test_a_span_is_a_timedelta_and_no_number(option):
+    with pytest.raises(TypeError, match=rf"{option} is 30: it must be a datetime\.timedelta"):
+        idempotent_handler("t", name="by a number", **{option: 30})
