@@ -19,7 +19,7 @@ from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage, State
 from inbox.reading import Arrival
-from inbox.store import Earlier, Failure, NewRow, OrderedKey, Taken
+from inbox.store import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, Taken
 from inbox.transactions import TRIES_AT_ONCE, decided
 from outbox.kernel.faults import is_collision
 from outbox.kernel.text import describe
@@ -140,7 +140,8 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             names,
         )
         _tell(signals.conflicting_duplicate, **names)
-    if earlier.state == State.DEAD:
+    the_same = earlier.cause in {DuplicateCause.REDELIVERY, DuplicateCause.RESEND}
+    if earlier.state == State.DEAD and not the_same:
         logger.error(
             "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of a dead letter, and was not run. Retry or skip "
             "that one to decide about both.",

@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import F, Min
+from django.db.models import F, Min, Q
+from django.db.models.functions import Coalesce
 
 from inbox.models import DUE, SETTLED, InboxMessage, State, Step
 from inbox.store.dialect import TABLE
@@ -104,9 +105,11 @@ def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> Non
 
 
 def oldest_waiting(alias: str) -> datetime | None:
-    """The due time of the stored message that has waited longest past it, or None when none waits."""
-    waiting = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__lte=DatabaseTime())
-    oldest: datetime | None = waiting.aggregate(oldest=Min("next_attempt_at"))["oldest"]
+    """Since when the stored message waits that has waited longest, past its due time or behind its key's head; None: none."""
+    waiting = InboxMessage.objects.using(alias).filter(
+        Q(state=State.WAITING) | Q(state__in=DUE, next_attempt_at__lte=DatabaseTime())
+    )
+    oldest: datetime | None = waiting.aggregate(oldest=Min(Coalesce("next_attempt_at", "received_at")))["oldest"]
     return oldest
 
 

@@ -13,6 +13,8 @@ from django.core.management import CommandError, call_command
 from inbox.conf import inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
+from inbox.ordering import take_in
+from inbox.reading import read
 from outbox.kernel.clock import DatabaseTime, utcnow
 from tests.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row, wait_until
 
@@ -116,6 +118,16 @@ class TestStatus:
 
         assert status()["oldest_waiting"] == since.isoformat()
 
+    def test_what_stands_behind_a_dead_letter_waits_too(self, handles):
+        handler = handles(fails, ordered=True)
+        given = inbox_options()
+        take_in(
+            handler, [(read(handler, an_envelope(biz_id=name, key="k"), given), False) for name in ("head", "behind")], given
+        )
+        InboxMessage.objects.filter(biz_id="head").update(state=State.DEAD, next_attempt_at=None)
+
+        assert status()["oldest_waiting"] == the_row(biz_id="behind").received_at.isoformat()
+
     def test_people_get_a_table(self, handles):
         deliver(handles(the_effect))
 
@@ -142,6 +154,14 @@ class TestRetry:
 
         assert the_row(message_id=first).state == State.RETRYING
         assert InboxMessage.objects.filter(state=State.DEAD).count() == 1
+
+    def test_a_name_of_no_dead_letter_is_told_and_the_others_are_retried(self, dead):
+        first = dead("tests.a")
+
+        with pytest.raises(CommandError, match="not dead: order-17"):
+            run("inbox_retry", first, "order-17")
+
+        assert the_row(message_id=first).state == State.RETRYING
 
     @pytest.mark.parametrize(("chosen", "count"), [({"handler": "tests.a"}, 1), ({"topic": "b"}, 2), ({"all": True}, 3)])
     def test_many_by_handler_by_topic_or_all(self, dead, chosen, count):

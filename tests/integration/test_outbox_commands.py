@@ -230,8 +230,10 @@ class TestRequeue:
         with pytest.raises(CommandError, match="order-17"):
             run("outbox_requeue", "order-17")
 
-    def test_of_an_unknown_message_requeues_nothing(self):
-        assert "0 messages requeued" in run("outbox_requeue", str(uuid.uuid4()))
+    def test_of_an_unknown_message_says_which(self):
+        unknown = str(uuid.uuid4())
+        with pytest.raises(CommandError, match=unknown):
+            run("outbox_requeue", unknown)
 
 
 class TestPurge:

@@ -1,5 +1,5 @@
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -71,11 +71,18 @@ class Command(BaseCommand):
                 progress.advance(int(done))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
+        _refuse_unknown(options["message_ids"], {message_id for _, _, message_id, _ in rows}, states)
         if held_back and options["message_ids"]:
             # Whoever names a message expects that it is run; a script must not take this for success.
             raise CommandError("Not every message that was named is run.")
         if unsent:
             raise CommandError(f"{len(unsent)} Celery tasks stay as they were: {unsent[0]}")
+
+
+def _refuse_unknown(given: Sequence[str], found: Collection[str], states: Sequence[State]) -> None:
+    """After the others: a script must not take this for success."""
+    if missing := [message_id for message_id in given if message_id not in found]:
+        raise CommandError(f"Not here, or not {' or '.join(states)}: {', '.join(missing)}.")
 
 
 def _is_known(handler: str) -> bool:

@@ -31,7 +31,8 @@ class Command(BaseCommand):
             chosen = chosen.filter(message_id__in=[_message_id(given) for given in options["message_ids"]])
         if options["topic"]:
             chosen = chosen.filter(topic=options["topic"])
-        positions = list(chosen.order_by("pk").values_list("pk", flat=True))
+        found = dict(chosen.order_by("pk").values_list("pk", "message_id"))
+        positions = list(found)
         if options["dry_run"]:
             self.stdout.write(f"{len(positions)} messages would be requeued.")
             return
@@ -40,6 +41,8 @@ class Command(BaseCommand):
             progress.advance(int(store.requeue(options["database"], position)))
         progress.finish()
         self.stdout.write(f"{progress.done} messages requeued.")
+        if missing := {_message_id(given) for given in options["message_ids"]} - set(found.values()):
+            raise CommandError(f"Not here, or not {' or '.join(states)}: {', '.join(map(str, missing))}.")
 
 
 def _message_id(given: str) -> uuid.UUID:
