@@ -37,7 +37,7 @@ bench: $(VENV)/.dev ## measure beside raw limits and peers; BENCH="relay --quick
 docs: $(VENV)/.dev ## serve the documentation, rebuilt as it is written
 	$(BIN)/mkdocs serve
 
-clean: ## remove everything that was made
+clean: ## remove everything that was made, but for databases
 	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache benchmarks/.results benchmarks/.peers
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
