@@ -60,7 +60,7 @@ class TestBaseClasses:
             the_effect(order_id)
             return self.users["george"]
 
-        task = decorated(look, name="tests.look", base=Client, bind=True, biz_id="order_id")
+        task = decorated(look, name="shared.look", base=Client, bind=True, biz_id="order_id")
 
         assert [deliver(task, "o-1"), deliver(task, "o-1")] == [(states.SUCCESS, "password")] * 2
         assert effects() == 1
@@ -81,7 +81,7 @@ class TestBaseClasses:
         def fail(order_id):
             raise ValueError("no")
 
-        task = decorated(fail, name="tests.fail", base=Patient, biz_id="order_id")
+        task = decorated(fail, name="shared.fail", base=Patient, biz_id="order_id")
 
         assert deliver(task, "o-1")[0] == states.FAILURE
         assert sent() == []
@@ -109,8 +109,8 @@ class TestBaseClasses:
     def test_a_project_may_make_every_task_of_its_app_one(self, current):
         app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False, task_cls=IdempotentTask)
         current(app)
-        task = idempotent_task(name="tests.of_the_class", biz_id="order_id")(the_effect)
-        plain = app.task(the_effect, name="tests.by_its_id", shared=False)
+        task = idempotent_task(name="shared.of_the_class", biz_id="order_id")(the_effect)
+        plain = app.task(the_effect, name="shared.by_its_id", shared=False)
 
         for one in (task, plain):
             for _ in range(2):
@@ -125,12 +125,12 @@ class TestBaseClasses:
 
         app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False, task_cls=Shop)
         current(app)
-        task = idempotent_task(name="tests.of_the_app", biz_id="order_id")(the_effect)
+        task = idempotent_task(name="shared.of_the_app", biz_id="order_id")(the_effect)
 
         assert task.color == "red"
         with transaction.atomic():
             task.delay("o-1")
-        assert OutboxMessage.objects.get().topic == "celery.tests.of_the_app"
+        assert OutboxMessage.objects.get().topic == "celery.shared.of_the_app"
         app.close()
 
 
