@@ -61,4 +61,3 @@ def test_messages_survive_every_migration_forward_and_back(migrated):
 
     assert rows(migrated(FIRST)) == before
     assert len(rows(migrated(NEWEST), "redeliveries")) == len(before)
-
