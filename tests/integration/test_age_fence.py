@@ -152,7 +152,8 @@ class TestTheOverride:
 
         row = the_row()
         assert (row.state, row.quarantined, effects()) == (State.DONE, False, 2)
-        assert retry(held_back.id, override_age_fence=True) == "0 messages are due now."
+        with pytest.raises(CommandError, match="not dead"):
+            retry(held_back.id, override_age_fence=True)
         deliver(handler, held_back)
         deliver(handler, held_back, redelivered=True)
         run_to_the_end()
