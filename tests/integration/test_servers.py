@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -149,6 +150,22 @@ class TestOwnership:
                 os.kill(owner.pid, signal.SIGKILL)
 
             wait_until(lambda: not watcher.is_alive(server))
+
+    def test_what_an_owner_said_is_heard_when_it_died_before_its_watcher_began(self):
+        nobody = 2**22 + 1  # more than the kernel gives out
+        heard, said = os.pipe()
+        with subprocess.Popen(["sleep", "600"]) as orphan:
+            try:
+                os.write(said, json.dumps({"do": "watch", "pid": orphan.pid, "ask_with": int(signal.SIGTERM)}).encode() + b"\n")
+                # The pipe stays open, as a forked child of the owner may have it.
+                subprocess.run(
+                    [sys.executable, "-I", "-S", watcher.__file__, str(nobody)], stdin=heard, timeout=A_WHILE, check=True
+                )
+                assert orphan.wait(A_WHILE) == -signal.SIGTERM
+            finally:
+                os.close(heard)
+                os.close(said)
+                orphan.kill()
 
     def test_the_module_tells_a_shell_where_the_servers_are(self):
         with subprocess.Popen([sys.executable, "-m", "tests.servers"], stdout=subprocess.PIPE, text=True) as servers:

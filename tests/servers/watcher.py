@@ -135,9 +135,13 @@ class Charge:
 def watch(owner: int) -> None:
     charge = Charge()
     pending = b""
-    while os.getppid() == owner:
-        ready, _, _ = select.select([0], [], [], LOOK_EVERY_SECONDS)
+    while True:
+        # Looked at before reading: an owner may be killed before we have begun, and what it said before is to be heard.
+        gone = os.getppid() != owner
+        ready, _, _ = select.select([0], [], [], 0 if gone else LOOK_EVERY_SECONDS)
         if not ready:
+            if gone:
+                break
             continue
         chunk = os.read(0, 65536)
         if not chunk:
