@@ -29,6 +29,17 @@ def log_to_console(package: str, verbosity: int) -> None:
     logger.setLevel(_LEVELS[verbosity])
 
 
+def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterable[str]) -> None:
+    """After what was found is done: a script that names a message must not take this for success.
+
+    Raises:
+        CommandError: some of those that were `given` are not among those `found` in one of `states`.
+    """
+    known = {str(one) for one in found}
+    if missing := [one for one in given if one not in known]:
+        raise CommandError(f"Not here, or not {' or '.join(states)}: {', '.join(missing)}.")
+
+
 def table(rows: Iterable[Sequence[object]]) -> str:
     """Columns under each other: the first to the left, the others to the right."""
     lines = [[str(cell) for cell in row] for row in rows]

@@ -1,5 +1,5 @@
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -10,7 +10,7 @@ from inbox.errors import TaskNotSent
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
-from outbox.kernel.console import Progress
+from outbox.kernel.console import Progress, refuse_unknown
 from outbox.kernel.databases import require_table
 from outbox.kernel.wire import CELERY_TOPICS
 
@@ -71,18 +71,12 @@ class Command(BaseCommand):
                 progress.advance(int(done))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
-        _refuse_unknown(options["message_ids"], {message_id for _, _, message_id, _ in rows}, states)
+        refuse_unknown(options["message_ids"], (message_id for _, _, message_id, _ in rows), states)
         if held_back and options["message_ids"]:
             # Whoever names a message expects that it is run; a script must not take this for success.
             raise CommandError("Not every message that was named is run.")
         if unsent:
             raise CommandError(f"{len(unsent)} Celery tasks stay as they were: {unsent[0]}")
-
-
-def _refuse_unknown(given: Sequence[str], found: Collection[str], states: Sequence[State]) -> None:
-    """After the others: a script must not take this for success."""
-    if missing := [message_id for message_id in given if message_id not in found]:
-        raise CommandError(f"Not here, or not {' or '.join(states)}: {', '.join(missing)}.")
 
 
 def _is_known(handler: str) -> bool:

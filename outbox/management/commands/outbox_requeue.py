@@ -5,7 +5,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
-from outbox.kernel.console import Progress
+from outbox.kernel.console import Progress, refuse_unknown
 from outbox.kernel.databases import require_table
 from outbox.models import OutboxMessage, State
 
@@ -27,8 +27,9 @@ class Command(BaseCommand):
             raise CommandError("Say which messages: MESSAGE_ID …, --topic TOPIC, or --all.")
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = OutboxMessage.objects.using(options["database"]).filter(state__in=states)
-        if options["message_ids"]:
-            chosen = chosen.filter(message_id__in=[_message_id(given) for given in options["message_ids"]])
+        named = [_message_id(given) for given in options["message_ids"]]
+        if named:
+            chosen = chosen.filter(message_id__in=named)
         if options["topic"]:
             chosen = chosen.filter(topic=options["topic"])
         found = dict(chosen.order_by("pk").values_list("pk", "message_id"))
@@ -41,8 +42,7 @@ class Command(BaseCommand):
             progress.advance(int(store.requeue(options["database"], position)))
         progress.finish()
         self.stdout.write(f"{progress.done} messages requeued.")
-        if missing := {_message_id(given) for given in options["message_ids"]} - set(found.values()):
-            raise CommandError(f"Not here, or not {' or '.join(states)}: {', '.join(map(str, missing))}.")
+        refuse_unknown(map(str, named), found.values(), states)
 
 
 def _message_id(given: str) -> uuid.UUID:
