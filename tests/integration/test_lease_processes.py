@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 
-import psycopg
 import pytest
 from django.db import connection
 
@@ -17,6 +16,7 @@ from tests.aliases import the_default_at
 from tests.app.models import Effect, Unique
 from tests.deliveries import A_WHILE, InAThread, an_envelope, deliver, effects, options, the_row, wait_until
 from tests.leased import LEASED_JOB
+from tests.lost_answers import losing_the_answer
 from tests.servers import FaultProxy
 from tests.workers import Process, as_environment, broker_options, declare, length_of, send
 
@@ -188,28 +188,14 @@ def test_an_answer_to_taking_a_lease_that_is_lost_costs_neither_the_lease_nor_an
     """The row is committed, and whoever wrote it hears nothing of that; asking again, it finds its own lease."""
     ran = []
     handler = handles(lambda message: ran.append(message.biz_id), mode="lease", lease=timedelta(minutes=10))
-    ready, deaf = threading.Event(), threading.Event()
+    answer = losing_the_answer(
+        process_environment,
+        before=lambda: deliver(handler, an_envelope(biz_id="first")),
+        call=lambda: deliver(handler, an_envelope(biz_id="second")),
+        written="SELECT 1 FROM inbox_inboxmessage WHERE state = 'running'",
+    )
 
-    def deliver_two():
-        deliver(handler, an_envelope(biz_id="first"))
-        ready.set()
-        assert deaf.wait(A_WHILE)
-        return deliver(handler, an_envelope(biz_id="second"))
-
-    with (
-        psycopg.connect(process_environment["DATABASE_URL"], autocommit=True) as straight,
-        FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy,
-        the_default_at(HOST="127.0.0.1", PORT=proxy.port),
-        InAThread(deliver_two) as run,
-    ):
-        assert ready.wait(A_WHILE)
-        proxy.drop_server_to_client(True)
-        deaf.set()
-        wait_until(lambda: straight.execute("SELECT 1 FROM inbox_inboxmessage WHERE state = 'running'").fetchone())
-        proxy.drop_server_to_client(False)
-        proxy.cut()
-
-    assert run.answer is Received.HANDLED
+    assert answer is Received.HANDLED
     assert ran == ["first", "second"]
     row = the_row(biz_id="second")
     assert (row.state, row.attempts, row.fence, row.duplicates) == (State.DONE, 1, 1, 0)
