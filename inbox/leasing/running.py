@@ -106,7 +106,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
         decided(partial(leases.wait_for, alias, stored.pk, stored.attempts, verdict.remaining), alias)
         return Received.STORED
     if isinstance(verdict, Consumed):
-        decided(partial(leases.finish_kept, alias, row, wanted.order), alias)
+        decided(partial(leases.finish_kept, alias, row, wanted.order, uncounted=1), alias)
     return Received.DUPLICATE
 
 

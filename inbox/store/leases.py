@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import connections, transaction
+from django.db.models import F
 
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.dialect import TABLE, is_postgresql, now
@@ -198,14 +199,18 @@ def wait_for(alias: str, pk: int, attempts: int, until: timedelta) -> None:
     _claimed(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
 
 
-def finish_kept(alias: str, row: NewRow, order: OrderedKey | None = None, *, delivered: bool = False) -> bool:
+def finish_kept(
+    alias: str, row: NewRow, order: OrderedKey | None = None, *, delivered: bool = False, uncounted: int = 0
+) -> bool:
     """received | retrying | running → done, on the word of the store that keeps its lease. False: there is no such row.
 
     Args:
         delivered: a delivery was run, and the row may have been made of a duplicate; from now on it says what that said.
+        uncounted: attempts that were claimed and not made.
     """
     with _in_order(alias, order):
-        done = _the_row(alias, row).update(**_done(), **(_said_by(row) if delivered else {}))
+        written = {**_done(), "attempts": F("attempts") - uncounted, **(_said_by(row) if delivered else {})}
+        done = _the_row(alias, row).update(**written)
         _pass_on(alias, order)
     return bool(done)
 

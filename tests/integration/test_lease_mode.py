@@ -301,6 +301,15 @@ class TestADuplicate:
         assert row.conflicting_at is not None
         assert "conflicting_duplicate" in names_of(told)
 
+    def test_that_is_stored_after_it_was_handled_is_settled_without_an_attempt(self, leased, given):
+        handler, envelope = leased(the_effect), an_envelope()
+        deliver(handler, envelope, given=given)
+        with transaction.atomic():
+            hand_over(handler, read(handler, envelope, given))
+
+        assert drain(given) == (1 if is_redis(given) else 0), "with Redis only the lease knows that it was handled"
+        assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 0 if is_redis(given) else 1, 1)
+
     def test_of_a_dead_letter_does_not_run_it(self, leased, given):
         def refuse(message):
             raise Reject("never")
