@@ -38,7 +38,7 @@ def consumer(process_environment, rabbitmq_url, tmp_path, lease_store):
     """Start `inbox_consume`: `with consumer("a") as process`."""
 
     def start(name):
-        given = {"REDELIVERY_AFTER": SHORT, "RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "GROUP": "tests"}
+        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT, "MAX_ATTEMPTS": 3, "GROUP": "tests"}
         environment = {
             **process_environment,
             **as_environment(
@@ -146,8 +146,10 @@ def test_an_owner_that_was_frozen_past_its_lease_settles_nothing(consumer, job, 
         sleeper.until(lambda: effects("begun job"))
         sleeper.freeze()
         with consumer("successor") as successor:
-            # The broker still waits for the sleeper's answer, so this is a duplicate that finds it running.
-            job("wait for the word")
+            successor.until(lambda: "Consuming" in successor.said())
+            # The broker still waits for the sleeper's answer, so these are duplicates. It deals them out in turn: one to each.
+            for _ in range(2):
+                job("wait for the word")
             successor.until(lambda: effects("job"))
             settled = wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).values(*SETTLEMENT).first())
             Unique.objects.create(name="go job")
