@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import kombu
+import pytest
 from django.db import connections, transaction
 
 from outbox import publish, store
@@ -18,12 +19,13 @@ from outbox.models import SHARDS, OutboxMessage, State
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
-from outbox.transports import open_transport
+from outbox.transports import amqp, open_transport
 
 EXCHANGE = "outbox"
 TOPIC = "shop.order.placed"
-SECONDS = 30.0
+SECONDS = 60.0
 """How long a condition may take to come true before the test gives up on it."""
+A_GLANCE = 0.05
 
 
 def published(topic=TOPIC, payload=None, *, using="default", **options):
@@ -70,10 +72,29 @@ def soon(seconds=SECONDS):
     return monotonic() + seconds
 
 
+@contextmanager
+def deadline_when(transport, all_said):
+    """The deadline of a batch comes when `all_said` holds and nothing is left to read, and a stall does not bring it."""
+    leapt, read = [0.0], transport._read
+
+    def reading(seconds):
+        nothing_more = all_said()
+        came = read(min(seconds, A_GLANCE))
+        if nothing_more and not came:
+            leapt[0] = 10 * SECONDS
+        return came
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "_read", reading)
+        patch.setattr(amqp, "monotonic", lambda: monotonic() + leapt[0])
+        yield
+
+
 def quick(**options):
-    """Options with which nothing rests long."""
+    """Options with which nothing rests long, and no stall of the machine outlasts the broker's answer."""
     return OutboxOptions(
         **{
+            "BATCH_DEADLINE": timedelta(seconds=30),
             "POLL_INTERVAL": timedelta(seconds=0.05),
             "RETRY_BASE": timedelta(seconds=0.02),
             "RETRY_CAP": timedelta(seconds=0.05),

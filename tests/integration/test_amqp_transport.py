@@ -1,5 +1,6 @@
 """RabbitMQ's answers, also those no sane broker gives: what was confirmed is confirmed, and nothing else is."""
 
+import threading
 from functools import partial
 
 import kombu
@@ -12,11 +13,13 @@ from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
 from outbox.transports.amqp import AmqpTransport
 from tests.fakes.amqp_peer import FakeAmqpPeer
-from tests.relaying import EXCHANGE, TOPIC, Queue, connected, ids, soon
+from tests.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, soon
 from tests.servers.private import free_port
 
 A_MOMENT = 0.3
-"""A deadline for what the broker leaves unanswered on purpose."""
+"""A deadline for a broker that answers nothing at all."""
+LONGER_THAN_A_STALL = 3.0
+"""For one that answers some and never pauses."""
 
 CONFIRMED, RETURNED, NACKED, REFUSED = Outcome.CONFIRMED, Outcome.RETURNED, Outcome.NACKED, Outcome.REFUSED
 
@@ -99,9 +102,11 @@ class TestTheAnswers:
         assert outcomes(sent) == {1: NACKED, 2: NACKED, 3: CONFIRMED, 4: CONFIRMED, 5: CONFIRMED}
 
     def test_that_are_doubled_or_of_unknown_tags_are_no_answers(self, peer, transport):
-        when_all_are_there(peer, 2, *[partial(peer.ack, 1)] * 3, partial(peer.ack, 99), partial(peer.nack, 77))
+        said = threading.Event()
+        when_all_are_there(peer, 2, *[partial(peer.ack, 1)] * 3, partial(peer.ack, 99), partial(peer.nack, 77), said.set)
 
-        sent = transport.send(parcels(2), monotonic() + A_MOMENT)
+        with deadline_when(transport, said.is_set):
+            sent = transport.send(parcels(2), soon())
 
         assert outcomes(sent) == {1: CONFIRMED}
 
@@ -128,7 +133,8 @@ class TestTheAnswers:
     def test_that_come_late_are_credited_to_their_own_message(self, peer, transport):
         """py-amqp's own confirms credit the late ack of one message to the next one."""
         peer.hold()
-        first = transport.send(parcels(1), monotonic() + A_MOMENT)
+        with deadline_when(transport, lambda: peer.published):
+            first = transport.send(parcels(1), soon())
         assert outcomes(first) == {}
         transport.connect()
         peer.script = lambda message: [partial(peer.ack, peer.published[0]), partial(peer.nack, message)]
@@ -231,7 +237,7 @@ class TestSilence:
         with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
             peer.script = lambda message: [partial(peer.ack, message)] if message.tag == 1 else []
 
-            sent = transport.send(parcels(3), monotonic() + A_MOMENT)
+            sent = transport.send(parcels(3), monotonic() + LONGER_THAN_A_STALL)
 
         assert outcomes(sent) == {1: CONFIRMED}
         assert "deadline" in sent.broken
@@ -246,7 +252,8 @@ class TestSilence:
         assert sent.broken
 
     def test_is_broken_by_our_own_heartbeats_while_idle(self):
-        with FakeAmqpPeer(heartbeat=1) as peer, connected(peer.url) as transport:
+        # Half of an interval without a word brings ours, and two without the peer's end the connection.
+        with FakeAmqpPeer(heartbeat=4) as peer, connected(peer.url) as transport:
             while not peer.heartbeats:
                 transport.idle()
 
@@ -419,11 +426,12 @@ def test_whatever_a_broker_answers_nothing_is_confirmed_that_it_did_not_confirm(
                 if number in range(1, 6) and number not in expected:
                     outcome = NACKED if kind == "nack" else RETURNED if number in returned else CONFIRMED
                     expected[number] = outcome
-        if end != "silence":
-            actions.append(getattr(peer, end))
+        said = threading.Event()
+        actions.append(said.set if end == "silence" else getattr(peer, end))
         when_all_are_there(peer, 5, *actions)
 
-        sent = transport.send(parcels(5), monotonic() + (A_MOMENT if end == "silence" else 10))
+        with deadline_when(transport, said.is_set):
+            sent = transport.send(parcels(5), soon())
 
     assert outcomes(sent) == expected
     assert (sent.broken is None) == (len(expected) == 5)

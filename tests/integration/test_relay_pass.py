@@ -11,12 +11,9 @@ from outbox.kernel.clock import DatabaseTime
 from outbox.models import OutboxMessage, State
 from outbox.relay.passes import Pass
 from tests.fakes.amqp_peer import FakeAmqpPeer
-from tests.relaying import connected, ids, one_pass, published, quick, row_of, set_columns, state_of, states
+from tests.relaying import connected, deadline_when, ids, one_pass, published, quick, row_of, set_columns, state_of, states
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
-
-SOON = {"BATCH_DEADLINE": timedelta(milliseconds=400)}
-"""For what the broker leaves unanswered on purpose."""
 
 
 @pytest.fixture
@@ -222,7 +219,8 @@ class TestAnUnknownOutcome:
         answered, silent = some("a", "silent")
         answering(peer, silent="nothing")
 
-        report = one_pass(transport, **SOON)
+        with deadline_when(transport, lambda: len(peer.published) == 2):
+            report = one_pass(transport)
 
         assert (state_of(answered), state_of(silent)) == (State.PUBLISHED, State.READY)
         assert row_of(silent).attempts == 0
@@ -231,7 +229,8 @@ class TestAnUnknownOutcome:
     def test_is_sent_again_on_a_new_connection_with_the_same_id(self, peer, transport):
         some("silent")
         answering(peer, silent="nothing")
-        one_pass(transport, **SOON)
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
         answering(peer)
         transport.connect()
 
@@ -245,7 +244,8 @@ class TestAnUnknownOutcome:
     def test_a_late_ack_on_the_old_connection_is_credited_to_nobody(self, peer, transport):
         some("silent")
         answering(peer, silent="nothing")
-        one_pass(transport, **SOON)
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
         transport.connect()
 
         def late(message):
@@ -379,7 +379,8 @@ class TestOrder:
         held = some("k1", "k2", key="k")
         answering(peer, k1="nothing")
 
-        one_pass(transport, **SOON)
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
 
         assert [state_of(message) for message in held] == [State.READY, State.READY]
         assert [m.headers["cloudEvents:bizid"] for m in peer.published] == ["k1"]
