@@ -13,12 +13,12 @@ from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
 from outbox.store import SILENT_AFTER
-from tests.heartbeats import a_beat, fall_silent
+from tests.heartbeats import a_beat, a_relay, fall_silent
 from tests.relaying import in_threads
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
-A_MOMENT = timedelta(seconds=1)
+A_MOMENT = timedelta(seconds=10)
 
 
 class Clock:
@@ -63,13 +63,14 @@ def the_row():
 
 
 def is_near(instant, span=timedelta()):
-    return abs(utcnow() - span - instant) < timedelta(seconds=5)
+    return abs(utcnow() - span - instant) < timedelta(seconds=30)
 
 
 class TestTheRow:
     def test_is_one_for_each_process_written_over_and_over(self):
         told = a_beat(running_for=timedelta(minutes=5), since_pass=timedelta(minutes=1), published=7, rate=1.5)
         store.beat("default", told)
+        fall_silent(A_MOMENT)
         first = the_row()
         again = a_beat(
             id=told.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
@@ -98,6 +99,14 @@ class TestTheRow:
 
         fall_silent(SILENT_AFTER + A_MOMENT)
         assert the_row().silent is True
+
+    @pytest.mark.parametrize("silent_for", [SILENT_AFTER, SILENT_AFTER - timedelta(milliseconds=1)])
+    def test_is_silent_from_that_very_moment_on(self, silent_for):
+        a_relay(silent_for=silent_for)
+
+        row = the_row()
+
+        assert row.silent is (row.database_now - row.beat_at > SILENT_AFTER)
 
     def test_is_forgotten_long_after_its_relay_fell_silent_and_not_before(self):
         store.beat("default", a_beat())
