@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 APPLICATION_NAME = "outbox listener"
 _PULSE_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0
 _LONGEST_GOODBYE_SECONDS = 1.0
 _PATIENCE = {
     "connect_timeout": 5,
@@ -150,7 +151,7 @@ class _Line:
         """Its answer's first value, or ""."""
         answer = ""
         self._connection.send_query(query.encode())
-        while self.has_something(_PULSE_SECONDS):
+        while self.has_something(_ANSWER_SECONDS):
             self._connection.consume_input()
             while not self._connection.is_busy():
                 result = self._connection.get_result()
@@ -159,7 +160,7 @@ class _Line:
                 if result.error_message:
                     raise ConnectionError(result.error_message.decode(errors="replace"))
                 answer = result.get_value(0, 0).decode() if result.ntuples else ""
-        raise TimeoutError(f"no answer in {_PULSE_SECONDS:.0f} s")
+        raise TimeoutError(f"no answer in {_ANSWER_SECONDS:.0f} s")
 
     def take_notifications(self) -> bool:
         """Any at all? However many there are, they say the same."""
