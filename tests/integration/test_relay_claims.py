@@ -21,11 +21,12 @@ from outbox.kernel.faults import is_outage
 from outbox.models import SETTLED, OutboxMessage, State
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
-from outbox.store import Failure, RelayedMessage, Settlement, claiming, writing
+from outbox.store import Failure, RelayedMessage, Settlement, claiming, operating, writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.app.models import Effect
 from tests.fakes.amqp_peer import FakeAmqpPeer
 from tests.relaying import (
+    SECONDS,
     TOPIC,
     connected,
     drained,
@@ -149,6 +150,7 @@ def test_two_concurrent_relays_publish_every_message_once(peer):
     messages = a_backlog()
 
     with relaying(peer.url, relays=2, BATCH_SIZE=20) as relays:
+        eventually(lambda: peer.connections == 2)
         eventually(lambda: not waiting())
 
     assert Counter(ids(peer.published)) == Counter(ids(messages))
@@ -209,14 +211,13 @@ class TestARelayThatOverslept:
         shard, woken = row_of(message).shard, []
 
         def its_shard_is_free():
-            with psycopg.connect(**connection_parameters()) as other:
-                locks = other.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_SPACE, shard])
-                return locks.fetchone()[0]
+            locks = other.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_SPACE, shard])
+            return locks.fetchone()[0]
 
         def oversleep():
             try:
                 with transaction.atomic():
-                    store.bound_transaction("default", timedelta(milliseconds=100))
+                    store.bound_transaction("default", timedelta(seconds=1))
                     [row] = in_hand(10)
                     assert not its_shard_is_free()
                     eventually(its_shard_is_free)
@@ -224,7 +225,7 @@ class TestARelayThatOverslept:
             except (DatabaseError, InterfaceError) as error:
                 woken.append(error)
 
-        with in_threads(oversleep):
+        with psycopg.connect(**connection_parameters(), autocommit=True) as other, in_threads(oversleep):
             pass
 
         assert [is_outage(error) for error in woken] == [True], "nobody's fault: it begins again"
@@ -258,6 +259,10 @@ def shown(name):
 
 class TestCancelling:
     """What an operator does to a row while a relay may have it in hand."""
+
+    @pytest.fixture(autouse=True)
+    def patient(self, monkeypatch):
+        monkeypatch.setattr(operating, "_OPERATORS_WAIT", timedelta(seconds=SECONDS))
 
     def cancelled_beside_a_pass(self, message, settlement):
         """Cancel while a pass has the message; the pass ends only once the cancel waits for it."""
@@ -783,7 +788,7 @@ class TestFloors:
             with in_threads(*(partial(write, writer) for writer in range(6))):
                 pass
             eventually(lambda: not waiting())
-            assert any(relay._floors.now for relay in relays)
+            eventually(lambda: any(relay._floors.now for relay in relays))
 
         sent = [message.headers["cloudEvents:bizid"] for message in peer.published]
         assert len(sent) == len(set(sent)) == 360
