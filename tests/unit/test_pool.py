@@ -194,10 +194,12 @@ def test_a_lane_that_waits_for_its_batch_keeps_no_other_waiting():
 
 def test_a_batch_is_run_when_its_wait_is_over():
     lane, work = a_lane(batch=10, batch_wait=timedelta(seconds=0.1)), Work()
-    with running([lane], receive=work) as pool:
-        pool.put(lane, a_delivery(lane, 1))
-        pool.put(lane, a_delivery(lane, 2))
-        wait_until(lambda: work.done)
+    pool = Pool([lane], Store(), size=1, receive=work)
+    for number in (1, 2):
+        pool.put(lane, a_delivery(lane, number))
+    pool.start()
+    wait_until(lambda: work.done)
+    pool.close()
 
     assert work.done == [("tests.pool", [1, 2])]
 
