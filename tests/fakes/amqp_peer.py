@@ -111,7 +111,7 @@ class FakeAmqpPeer:
 
     # What the client did
 
-    def wait_for(self, predicate: Callable[[], bool], timeout: float = 5) -> None:
+    def wait_for(self, predicate: Callable[[], bool], timeout: float = 60) -> None:
         """Wait until the predicate holds. It is asked again whenever something arrives or a connection ends."""
         with self._changed:
             if not self._changed.wait_for(predicate, timeout):
@@ -120,7 +120,7 @@ class FakeAmqpPeer:
                     f"errors {self.errors}, last methods {self.methods[-5:]}"
                 )
 
-    def wait_for_published(self, count: int, timeout: float = 5) -> list[Published]:
+    def wait_for_published(self, count: int, timeout: float = 60) -> list[Published]:
         self.wait_for(lambda: len(self.published) >= count, timeout)
         return list(self.published)
 

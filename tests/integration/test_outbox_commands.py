@@ -308,7 +308,10 @@ class TestTheRelayAsAProcess:
 
     @pytest.fixture
     def environment(self, process_environment, peer, tmp_path):
-        (tmp_path / "relay_settings.py").write_text(f"from tests.settings import *\nOUTBOX = {{'BROKER_URL': {peer.url!r}}}\n")
+        (tmp_path / "relay_settings.py").write_text(
+            "from datetime import timedelta\nfrom tests.settings import *\n"
+            f"OUTBOX = {{'BROKER_URL': {peer.url!r}, 'BATCH_DEADLINE': timedelta(seconds=30)}}\n"
+        )
         path = f"{tmp_path}:{process_environment['PYTHONPATH']}"
         return {**process_environment, "PYTHONPATH": path, "DJANGO_SETTINGS_MODULE": "relay_settings"}
 

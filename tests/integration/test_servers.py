@@ -21,7 +21,7 @@ import redis
 from tests.servers import FaultProxy, RabbitServer, ServerFailed, ServerUnavailable, binaries, watcher
 
 A_MOMENT = 0.3
-A_WHILE = 20.0
+A_WHILE = 60.0
 
 
 def wait_until(condition, within=A_WHILE):

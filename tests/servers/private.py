@@ -58,7 +58,7 @@ class PrivateServer(ABC):
     """Start, stop, kill and restart one server. Its data survive all four; `close` and leaving a `with` remove them."""
 
     name: ClassVar[str]
-    start_seconds: ClassVar[float] = 30.0
+    start_seconds: ClassVar[float] = 90.0
     stop_seconds: ClassVar[float] = 20.0
     stop_signal: ClassVar[int] = signal.SIGTERM
     orphan_signal: ClassVar[int] = signal.SIGKILL

@@ -63,7 +63,6 @@ end || Queue <- rabbit_amqqueue:list(%s)].
 
 class RabbitServer(PrivateServer):
     name: ClassVar[str] = "RabbitMQ"
-    start_seconds: ClassVar[float] = 90.0
 
     def __init__(self, **settings: str) -> None:
         """`settings` are lines of rabbitmq.conf, beside ours; `__` stands for the dot in a key."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.deliveries import A_WHILE
 from tests.fakes.amqp_peer import FakeAmqpPeer, ProtocolError
 
 kombu = pytest.importorskip("kombu")
@@ -32,7 +33,7 @@ class Publisher:
         self.channel.basic_publish(message, exchange="orders", routing_key="order.placed", mandatory=True)
 
     def drain(self, until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + A_WHILE
         while not until():
             self.connection.drain_events(timeout=deadline - time.monotonic())
 
@@ -174,7 +175,7 @@ def test_closing_a_channel_discards_the_rest_of_the_batch(peer: FakeAmqpPeer, pu
 def test_the_channel_that_the_client_reopens_by_itself_is_not_in_confirm_mode(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.close_channel()
     with pytest.raises(publisher.connection.channel_errors):
-        publisher.connection.drain_events(timeout=5)
+        publisher.connection.drain_events(timeout=A_WHILE)
     publisher.publish()
     publisher.channel.confirm_select()
     publisher.publish()
@@ -260,7 +261,7 @@ def test_silence_with_heartbeats_only() -> None:
 
         # A read that is restarted by every heartbeat would never time out, so read one frame at a time.
         while publisher.connection.bytes_recv < started + 3:
-            publisher.connection.blocking_read(timeout=5)
+            publisher.connection.blocking_read(timeout=A_WHILE)
         publisher.connection.send_heartbeat()
 
         peer.wait_for(lambda: peer.heartbeats == 1)
