@@ -253,11 +253,12 @@ class TestTheDetailPage:
 
     def test_shows_the_steps_that_were_taken(self):
         row = a_message(State.RETRYING)
-        Step.objects.create(message=row, name="charge", result={"receipt": "r-1"}, taken_at=utcnow())
+        taken_at = utcnow() - timedelta(minutes=3, seconds=30)
+        Step.objects.create(message=row, name="charge", result={"receipt": "r-1"}, taken_at=taken_at)
 
         text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
-        assert "charge ( now )" in text
+        assert "charge ( 3 min ago )" in text
         assert "&quot;receipt&quot;: &quot;r-1&quot;" in text
 
     def test_tells_duplicates_by_their_cause(self):
