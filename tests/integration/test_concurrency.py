@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections import Counter
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import kombu
@@ -154,7 +155,8 @@ class TestHowManyAtOnce:
             assert store.store_due("default", arrival.row, options.TWIN_TIMEOUT)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(12, "sent")])
 
-        with consuming([handler], options):
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: consumer._unanswered == 12)  # both are there before the first of either ends
             for _ in range(8):
                 some = wait_until(lambda: list(gate.inside) if len(gate.inside) == 3 else None)
                 gate.open(*some)
@@ -227,7 +229,7 @@ class TestAcknowledging:
             proxy.cut()
             wait_until(lambda: consumer._epoch > epoch + 1 and consumer._unanswered == 10)
             gate.open()
-            wait_until(lambda: length(handler) == 0)
+            wait_until(lambda: length(handler) == 0 and effects() == 10)
 
         assert effects_by_name() == dict.fromkeys(names(10), 1)
         assert sorted(gate.begun) == sorted(names(10))
@@ -243,8 +245,7 @@ class TestAcknowledging:
             wait_until(lambda: gate.inside == ["slow"])
             send_all(rabbitmq_url, TOPIC, [(name, {}) for name in [*["slow"] * 15, *names(20)]])
             wait_until(lambda: effects() == 20)
-            wait_until(lambda: len(consumer._put_off) >= 12)
-            assert not consumer._is_answer_due()
+            wait_until(lambda: len(consumer._put_off) >= 12 and not consumer._is_answer_due())
             gate.open()
             wait_until(lambda: length(handler) == 0)
 
@@ -485,13 +486,14 @@ class TestTheBrokersPatience:
 
     def test_is_not_waited_for_by_what_waits_for_a_worker(self, handles, rabbitmq_url, gate, length):
         """All of them are busy for longer than that, and nobody knows how much longer."""
-        handler = handles(gate)
-        options = broker_options(rabbitmq_url, CONCURRENCY=2, ACK_TIMEOUT=timedelta(seconds=2))
+        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
         declare(handler, options)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(10)])
 
-        with consuming([handler], options):
+        with consuming([handler], options) as consumer:
             wait_until(lambda: len(gate.inside) == 2)
+            # Only now, lest a stall make the two stale that are to be run.
+            consumer._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
             wait_until(lambda: length(handler) == 2)
             assert InboxMessage.objects.filter(state=State.RECEIVED).count() == 8
             gate.open()
@@ -551,7 +553,7 @@ class TestWhatMayHaveEndedItsProcess:
 @contextmanager
 def a_process(environment, url, log, *arguments, database=None, **given):
     """`inbox_consume` with the handlers of `tests.workshop`."""
-    options = {"EXCHANGE": EXCHANGE, "GROUP": "tests", "REDELIVERY_AFTER": SHORT, "RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
+    options = {"EXCHANGE": EXCHANGE, "GROUP": "tests", "RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
     environment = {
         **environment,
         **as_environment(INBOX={"BROKER_URL": url, **options, **given}, OUTBOX={"BROKER_URL": url}),
@@ -592,7 +594,7 @@ class TestProcesses:
                 random.Random(topic).shuffle(twice)
                 send_all(rabbitmq_url, topic, [(name, {}) for name in twice])
             for process in processes:
-                process.until(lambda: all_empty(length))
+                process.until(lambda: all_empty(length) and effects() == 180)
             for process in processes:
                 process.terminate()
                 assert process.ends() == 0
@@ -636,7 +638,9 @@ class TestProcesses:
             "always": {"do": EXITS_ALWAYS},
             **{name: {} for name in names(15, "n")},
         }
-        with a_process(process_environment, rabbitmq_url, tmp_path / "log", CONCURRENCY=3, MAX_ATTEMPTS=4) as process:
+        with a_process(
+            process_environment, rabbitmq_url, tmp_path / "log", CONCURRENCY=3, MAX_ATTEMPTS=4, REDELIVERY_AFTER=SHORT
+        ) as process:
             send_all(rabbitmq_url, topic, sent.items())
             process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists() and all_empty(length))
             process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == len(sent) - 1)
@@ -662,14 +666,15 @@ class TestProcesses:
                 process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
             ) as process:
                 for _ in range(2):
-                    seen = counted(url)
+                    seen, told = counted(url), process.said().count("The database is away")
                     process.until(lambda seen=seen: counted(url) >= min(seen + 50, 900))
-                    mortal_postgres.restart()
-                process.until(lambda: all_empty(length))
+                    mortal_postgres.stop()
+                    process.until(lambda told=told: process.said().count("The database is away") > told)
+                    mortal_postgres.start()
+                process.until(lambda: all_empty(length) and counted(url) >= 900)
                 process.terminate()
                 assert process.ends() == 0
 
-            assert "The database is away" in process.said()
             assert effects_by_name() == dict.fromkeys([one for its in sent.values() for one in its], 1)
             assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
             connections.close_all()
