@@ -2,12 +2,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from django.db import connection, connections
 
 from tests.crash.world import ROOT, World
+
+SECONDS = 300
+"""For a test that says nothing of its own: it starts many processes, and on a slow machine each of them takes long."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SECONDS))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
+from pathlib import Path
 
 from django.db import IntegrityError
 
@@ -12,6 +12,7 @@ from outbox import publish
 from tests.app.models import Effect, Unique
 from tests.crash.failpoints import note
 from tests.crash.oracle import CHAINED
+from tests.deliveries import wait_until
 
 
 class NotThisTime(Exception):
@@ -32,8 +33,8 @@ def apply(message: Message) -> None:
             Unique.objects.create(name=operation)  # the producer has written that one
         except IntegrityError:
             return
-    elif how == "slow":
-        time.sleep(0.3)
+    elif how == "held":
+        wait_until(lambda: not Path(os.environ["GATE"]).exists())
 
 
 @idempotent_handler("crash.chained", name="crash.apply_chained", biz_id=lambda message: message.payload["operation"])

@@ -24,7 +24,7 @@ def test_the_broker_is_killed_in_mid_load(world):
         assert waiting.exists()
         assert not waiting.filter(attempts__gt=0).exists(), "an outage was counted as an attempt"
         world.rabbit.start()
-        world.flows(len(waiting))
+        world.flows()
     assert all(worker.is_alive for worker in workers), world.tails()
     found = world.drain()
 
@@ -49,7 +49,8 @@ def test_the_database_is_killed_in_mid_load(mortal_world, mortal_postgres):
     assert all(worker.has_said("The database is away") or worker.has_said("is back") for worker in workers), world.tails()
     world.assert_nothing_went_wrong(found)
     assert world.most_attempts() == 1
-    assert world.redelivered() == world.suppressed()
+    # A delivery whose commit was made and never answered meets its own row.
+    assert world.redelivered() <= world.suppressed()
 
 
 def test_the_relay_loses_its_connection_in_the_middle_of_batches(world):
@@ -64,13 +65,17 @@ def test_the_relay_loses_its_connection_in_the_middle_of_batches(world):
             world.wait_until(lambda: world.operate(20) or not proxy._cut_after, "the connection was cut")
             cuts += 1
         world.wait_until(world.is_quiet, "everything got through in spite of it")
+        while not world.redelivered():  # no cut came after the broker had a message
+            proxy.cut_after(5_000)
+            world.wait_until(lambda: world.operate(20) or not proxy._cut_after, "the connection was cut")
+            world.wait_until(world.is_quiet, "everything got through in spite of it")
 
         assert relay.is_alive, relay.tail()
         found = world.drain()
 
     assert cuts == 6
     assert relay.has_said("The broker is away")
-    assert world.redelivered() > 0, "no cut came after the broker had the message, so nothing was ambiguous"
+    assert world.redelivered() > 0
     assert world.suppressed() == world.redelivered()
     world.assert_nothing_went_wrong(found)
     assert world.most_attempts() == 1
@@ -86,15 +91,14 @@ def test_the_confirms_never_arrive(world):
         proxy.drop_server_to_client(True)
         world.operate(SOME)
         world.wait_until(lambda: relay.has_said("The broker is away"), "the relay gave up waiting for confirms")
+        arrived = world.wait_until(lambda: world.inbox()["done"] - 1, "the broker had some of them")
         assert world.published() == 1, "a message was settled without a confirm"
-        arrived = world.inbox()["done"] - 1
         proxy.drop_server_to_client(False)
         proxy.cut()
         world.wait_until(world.is_quiet, "everything was confirmed in the end")
         assert relay.is_alive, relay.tail()
         found = world.drain()
 
-    assert arrived > 0, "the broker had none of them, so nothing was ambiguous"
     assert world.redelivered() >= arrived
     assert world.suppressed() == world.redelivered()
     world.assert_nothing_went_wrong(found)
@@ -106,11 +110,13 @@ def test_the_consumer_loses_its_connection_again_and_again(world):
     world.relay()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         consumer = world.listening(broker_url=proxy.through(world.broker_url))
-        for _ in range(5):
+        cuts = 0
+        while cuts < 5 or not world.suppressed():  # no acknowledgement was on its way
             before = world.inbox()["done"]
             world.operate(60)
             world.wait_until(lambda before=before: world.inbox()["done"] > before, "it is in the middle of them")
             proxy.cut()
+            cuts += 1
             world.wait_until(lambda: proxy.connections, "it came back")
         world.wait_until(world.is_quiet, "everything got through in spite of it")
         assert consumer.is_alive, consumer.tail()
@@ -126,16 +132,16 @@ def test_acknowledgements_into_a_dead_cable_are_lost_and_nothing_else(world):
     world.relay()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         consumer = world.listening(broker_url=proxy.through(world.broker_url))
-        world.operate(15, how="slow")
-        world.wait_until(lambda: world.inbox()["done"] >= 2, "it is in the middle of them")
-        proxy.freeze()
-        before = world.inbox()["done"]
-        world.wait_until(lambda: world.inbox()["done"] >= before + 5, "its handlers went on")
+        with world.held():
+            world.operate(SOME, how="held")
+            world.wait_until(lambda: len(world.deliveries()) == SOME, "it has all of them")
+            proxy.freeze()
+        world.wait_until(lambda: world.inbox()["done"] == SOME, "its handlers went on")
         proxy.cut()
         proxy.thaw()
         world.wait_until(world.is_quiet, "everything got through in spite of it")
         assert consumer.is_alive, consumer.tail()
         found = world.drain()
 
-    assert world.suppressed() >= 4
+    assert world.suppressed() >= SOME
     world.assert_nothing_went_wrong(found)

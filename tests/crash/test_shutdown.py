@@ -5,13 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.crash.world import ROOT
-
-BOUND_SECONDS = 10
 
 SIGNALLED_WHILE_WAITING = """
 import faulthandler, random, signal
@@ -19,7 +16,7 @@ from outbox.kernel.loop import StopRequest
 
 signal.signal(signal.SIGALRM, lambda *_: stop.set())
 for _ in range(20_000):
-    faulthandler.dump_traceback_later(10, exit=True)
+    faulthandler.dump_traceback_later(60, exit=True)
     stop = StopRequest()
     signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 60e-6))
     while not stop:
@@ -34,11 +31,10 @@ def test_a_process_that_is_asked_to_end_under_load(world, victim):
         for _ in range(3):
             world.flows()
             world.wait_until(lambda: workers[victim].is_ready, "it listens to SIGTERM")
-            asked_at = time.monotonic()
             workers[victim].ask_to_end()
 
-            assert workers[victim].ends(BOUND_SECONDS) == 0, workers[victim].tail()
-            assert time.monotonic() - asked_at < BOUND_SECONDS
+            # A process that needs longer than SHUTDOWN_GRACE is cut off, and then this is not 0.
+            assert workers[victim].ends() == 0, workers[victim].tail()
             workers[victim] = world.again(workers[victim])
     world.assert_nothing_went_wrong(world.drain())
 
@@ -46,11 +42,15 @@ def test_a_process_that_is_asked_to_end_under_load(world, victim):
 def test_a_polite_end_leaves_nothing_to_be_done_twice(world):
     """Unlike a kill: what was in hand is acknowledged, and what was only prefetched goes back unseen."""
     world.relay()
-    world.operate(120)
+    world.operate(120, how="held")
     for _ in range(4):
-        consumer = world.consumer()
-        world.flows(1)
-        world.end(consumer)
+        before = world.deliveries().total()
+        with world.held():
+            consumer = world.consumer()
+            world.wait_until(lambda before=before: world.deliveries().total() >= before + 20, "it has more than it can run")
+            consumer.ask_to_end()
+            world.wait_until(lambda consumer=consumer: consumer.has_said("Stopping"), "it begins nothing any more")
+        assert consumer.ends() == 0, consumer.tail()
     found = world.drain()
 
     assert world.redelivered() > 0, "nothing was prefetched, so nothing was given back"
@@ -65,7 +65,7 @@ def test_a_process_without_broker_that_is_asked_to_end_under_load(local_world):
         for _ in range(3):
             local_world.flows(10)
             worker.ask_to_end()
-            assert worker.ends(BOUND_SECONDS) == 0, worker.tail()
+            assert worker.ends() == 0, worker.tail()
             worker = local_world.again(worker)
     local_world.assert_nothing_went_wrong(local_world.drain())
 
@@ -78,7 +78,7 @@ def test_a_handler_that_does_not_end_is_cut_off(world):
     world.wait_until(lambda: world.runs().total() > 0, "the handler is stuck")
     consumer.ask_to_end()
 
-    assert consumer.ends(BOUND_SECONDS) not in (0, -signal.SIGKILL), consumer.tail()
+    assert consumer.ends() not in (0, -signal.SIGKILL), consumer.tail()
     assert world.inbox()["done"] == 0
     world.assert_nothing_went_wrong(world.drain())
 
@@ -86,7 +86,7 @@ def test_a_handler_that_does_not_end_is_cut_off(world):
 def test_a_signal_may_come_at_any_instruction():
     """The handler runs between any two bytecodes of the main thread, also while that holds a lock of the stop request."""
     done = subprocess.run(
-        [sys.executable, "-c", SIGNALLED_WHILE_WAITING], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SIGNALLED_WHILE_WAITING], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
 
     assert done.returncode == 0, done.stderr
