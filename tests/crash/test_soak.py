@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from tests.crash.nemesis import Nemesis
+from tests.crash.world import CONSUMER, RELAY
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,10 @@ def test_two_relays_and_two_consumers_are_killed_at_random(world, record_propert
 
     with world.load(producers=3) as tally, nemesis.at_work():
         nemesis.last(SOAK_SECONDS)
+        world.wait_until(
+            lambda: min(nemesis.kills[RELAY], nemesis.kills[CONSUMER]) >= 5 and world.redelivered() > 0 and world.suppressed(),
+            "the nemesis did its work",
+        )
     found = world.drain()
 
     figures = {
@@ -34,11 +39,8 @@ def test_two_relays_and_two_consumers_are_killed_at_random(world, record_propert
     logger.info("%s", figures)
     record_property("figures", figures)
     assert not nemesis.own_ends, nemesis.own_ends
-    assert min(nemesis.kills["outbox_relay"], nemesis.kills["inbox_consume"]) >= 5, figures
     assert tally["rollback"] > 0
     assert tally["savepoint"] > 0
-    assert world.redelivered() > 0
-    assert world.suppressed() > 0
     world.assert_nothing_went_wrong(found)
 
 
@@ -49,6 +51,7 @@ def test_processes_without_broker_are_killed_at_random(local_world, record_prope
 
     with local_world.load(producers=2) as tally, nemesis.at_work():
         nemesis.last(LOCAL_SOAK_SECONDS)
+        local_world.wait_until(lambda: nemesis.kills.total() >= 3, "the nemesis did its work")
     found = local_world.drain()
 
     figures = {
@@ -60,7 +63,6 @@ def test_processes_without_broker_are_killed_at_random(local_world, record_prope
     logger.info("%s", figures)
     record_property("figures", figures)
     assert not nemesis.own_ends, nemesis.own_ends
-    assert nemesis.kills.total() >= 3, figures
     local_world.assert_nothing_went_wrong(found)
 
 
