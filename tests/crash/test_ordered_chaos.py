@@ -21,6 +21,7 @@ from inbox.consumer.topology import queue_of
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
 from tests.app.models import Effect
+from tests.deliveries import wait_until
 from tests.ordered import STEP
 from tests.workers import EXCHANGE, Process, broker_options
 
@@ -108,6 +109,9 @@ def test_consumers_killed_every_second_have_every_effect_once_and_every_key_in_o
         record_property("seconds, kills", (seconds, kills))
         for one in consumers:
             one.until(lambda one=one: one.said().count("Consuming") == lives[one])
+        # What the last victim had in hand is given to others, as duplicates.
+        wait_until(lambda: set(rabbitmq_server.queue_lengths(rabbitmq_url).values()) == {0})
+        for one in consumers:
             one.terminate()
         assert [one.ends() for one in consumers] == [0] * CONSUMERS
 
@@ -119,4 +123,3 @@ def test_consumers_killed_every_second_have_every_effect_once_and_every_key_in_o
     assert kills
     assert of_keys == {f"key-{key}": [f"{number:06}" for number in range(key, MESSAGES, KEYS)] for key in range(KEYS)}
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
-    assert set(rabbitmq_server.queue_lengths(rabbitmq_url).values()) == {0}
