@@ -43,6 +43,7 @@ def processes(process_environment, rabbitmq_url, tmp_path):
             **process_environment,
             **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given}, OUTBOX={"BROKER_URL": rabbitmq_url}),
             "DJANGO_SETTINGS_MODULE": settings,
+            "LEASE_SECONDS": "60",  # nobody dies here, and so many processes may keep its owner from renewing a short one
         }
         return [
             stack.enter_context(Process({**environment, "PGAPPNAME": name}, tmp_path / f"{name}.log", "inbox_consume"))

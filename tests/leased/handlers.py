@@ -9,7 +9,7 @@ from tests.app.models import Effect, Unique
 from tests.deliveries import wait_until
 from tests.leased import LEASED_JOB
 
-LEASE = timedelta(seconds=3)
+LEASE = timedelta(seconds=float(os.environ.get("LEASE_SECONDS", "3")))
 
 
 @idempotent_handler(LEASED_JOB, name="testleased.work", mode="lease", lease=LEASE, lease_limit=timedelta(minutes=5))
