@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from urllib.parse import quote
 
+import hypothesis
 import pytest
 from django.db import connections
 
@@ -14,6 +15,10 @@ from tests import plugin
 from tests.servers import PostgresServer, RabbitServer, RedisServer
 
 ROOT = Path(__file__).parent.parent
+
+# How long an example takes is up to the machine, and proves nothing.
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
