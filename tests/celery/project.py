@@ -11,17 +11,13 @@ from outbox.celery import OutboxTask
 from tests.app.models import Effect, Unique
 from tests.deliveries import wait_until
 
-VISIBILITY_SECONDS = 2
-"""After which Redis's transport gives a message to another worker."""
-
 
 def make_app(broker, results, task_cls=None, **settings):
     app = Celery("tests", broker=broker, backend=results, set_as_current=False, task_cls=task_cls)
-    of_redis = {"visibility_timeout": VISIBILITY_SECONDS, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
     usual = {
         "accept_content": ["json", "pickle", "yaml"],
         "broker_connection_retry_on_startup": True,
-        "broker_transport_options": of_redis if broker.startswith("redis") else {"confirm_publish": True},
+        "broker_transport_options": {} if broker.startswith("redis") else {"confirm_publish": True},
     }
     app.conf.update({**usual, **settings})
     for function, options in _TASKS:
