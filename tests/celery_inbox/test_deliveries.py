@@ -23,7 +23,7 @@ from outbox.models import OutboxMessage
 from tests.app.models import Effect, Unique
 from tests.celery_inbox.conftest import INBOX, close
 from tests.celery_inbox.tracing import deliver
-from tests.deliveries import InAThread, effects, the_row, wait_until
+from tests.deliveries import A_WHILE, InAThread, effects, the_row, wait_until
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 committing = pytest.mark.django_db(transaction=True)
@@ -566,7 +566,7 @@ class TestTwins:
 
             assert deliver(task, "o-1", argsrepr="(hidden)")[0] == states.IGNORED
             with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
-                message = queue.get(timeout=10)
+                message = queue.get(timeout=A_WHILE)
                 message.ack()
             assert (message.payload[0], message.headers["argsrepr"]) == (["o-1"], "(hidden)")
         finally:

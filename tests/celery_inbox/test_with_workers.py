@@ -241,7 +241,7 @@ def test_a_failure_leaves_nothing_and_a_second_call_is_a_first(tasks, worker):
 def test_a_time_limit_is_a_failure_that_leaves_nothing(tasks, worker, limit):
     with worker():
         with pytest.raises((SoftTimeLimitExceeded, TimeLimitExceeded)):
-            tasks["shop.work"].apply_async(["o-1", "wait for the word"], **{limit: 1}).get(**WAIT)
+            tasks["shop.work"].apply_async(["o-1", "wait for the word"], **{limit: 2}).get(**WAIT)
         assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
 
     assert effects("o-1") == 1
@@ -250,7 +250,7 @@ def test_a_time_limit_is_a_failure_that_leaves_nothing(tasks, worker, limit):
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
 def test_a_hard_time_limit_of_a_delivery_that_came_again_leaves_its_row_to_the_next(tasks, worker):
     with worker() as running:
-        result = tasks["shop.work"].apply_async(["o-1", "wait for the word"], time_limit=5)
+        result = tasks["shop.work"].apply_async(["o-1", "wait for the word"], time_limit=8)
         running.until(lambda: begun("o-1"))
         running.kill()
     with worker():
