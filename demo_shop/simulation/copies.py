@@ -36,8 +36,8 @@ class Copier:
         self._resting: list[tuple[float, int, Any]] = []
         self._order = itertools.count()
 
-    def run(self, stop: threading.Event, may_begin: threading.Event) -> None:
-        """Copy until `stop`.
+    def run(self, stop: threading.Event, may_begin: threading.Event, listens: threading.Event) -> None:
+        """Copy until `stop`; tell when it `listens`.
 
         A queue that hears everything makes every message routable. So this must not begin before the shop's own queues
         are there, or a message for a queue that is still missing would end here, and nobody would be told.
@@ -51,6 +51,7 @@ class Copier:
             queue = kombu.Queue("", bindings=bindings, exclusive=True)
             producer = connection.Producer()
             with connection.Consumer(queue(channel), on_message=self._hear, no_ack=True):
+                listens.set()
                 while not stop.is_set():
                     self._drain(connection)
                     self._send_due(producer)

@@ -27,6 +27,8 @@ KILLED_NO_SOONER_THAN = 1.5
 """Seconds after its start: a process that is still importing has nothing in hand."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 1.6
 """Seconds between two kills."""
+BEGINNINGS = (b"Relaying ", b"Consuming ", b"Running ")
+"""What the log of a process says when it begins to work."""
 
 
 @dataclass
@@ -39,9 +41,11 @@ class Worker:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     kills: int = 0
+    _log_begins_at: int = 0
 
     def start(self) -> None:
         with self.log.open("ab") as log:
+            self._log_begins_at = log.tell()
             self.process = subprocess.Popen(  # noqa: S603 - our own manage.py with our own argument
                 [sys.executable, "manage.py", self.command], cwd=settings.BASE_DIR, stdout=log, stderr=log
             )
@@ -50,6 +54,12 @@ class Worker:
     @property
     def exit_status(self) -> int | None:
         return self.process.poll() if self.process else None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it can be asked to end: before that, SIGTERM ends Python at once, and rightly so."""
+        said = self.log.read_bytes()[self._log_begins_at :]
+        return any(words in said for words in BEGINNINGS)
 
 
 @dataclass
@@ -92,6 +102,7 @@ class Fleet:
     def end(self) -> None:
         """SIGTERM for all, and a look at how they end."""
         with self._lock:
+            self._wait_for_the_last_to_begin()
             running = [(worker, worker.process) for worker in self.workers if worker.process]
             for _, process in running:
                 process.terminate()
@@ -107,6 +118,14 @@ class Fleet:
                 else:
                     if status:
                         self.bad_ends.append(f"{worker.name} ended with {status} after SIGTERM, see {worker.log}")
+
+    def _wait_for_the_last_to_begin(self) -> None:
+        """One that was killed a moment ago may still be importing."""
+        deadline = time.monotonic() + END_WITHIN_SECONDS
+        while any(worker.process and worker.exit_status is None and not worker.has_begun for worker in self.workers):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.05)
 
     def forget_logs(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)

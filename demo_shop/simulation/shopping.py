@@ -88,19 +88,25 @@ def plan(run: str, orders: int, seconds: float, rng: random.Random) -> list[Purc
 
 
 class Customers:
-    """Any number of threads that buy what was planned."""
+    """Any number of threads that buy what was planned, the last order not `before_the_last`: somebody wants to hear of one."""
 
-    def __init__(self, purchases: list[Purchase], ledger: Ledger) -> None:
+    def __init__(self, purchases: list[Purchase], ledger: Ledger, before_the_last: threading.Event) -> None:
         self._queue: SimpleQueue[Purchase] = SimpleQueue()
         for purchase in purchases:
             self._queue.put(purchase)
         self._ledger = ledger
+        *self._others, self._last = [purchase for purchase in purchases if not purchase.abandoned]
+        self._before_the_last = before_the_last
 
     def run(self, stop: threading.Event) -> None:
         opened_at = time.monotonic()
         for purchase in self._take():
             if stop.wait(max(0.0, opened_at + purchase.at - time.monotonic())):
                 return
+            # Which other orders bring about.
+            while purchase is self._last and self._others and not self._before_the_last.wait(0.1):
+                if stop.is_set():
+                    return
             self._buy(purchase)
 
     def _take(self) -> Iterator[Purchase]:

@@ -100,9 +100,12 @@ class _Day:
         self._screen = screen
         self._processes = processes
         self._chain_is_proven = threading.Event()
+        self._copier_listens = threading.Event()
+        if census.is_local():
+            self._copier_listens.set()  # there is none to wait for
         purchases = shopping.plan(ledger.run, options.orders, options.seconds, random.Random(options.seed))
         self._supplier = shopping.Supplier(purchases, options.seconds, ledger)
-        self._customers = shopping.Customers(purchases, ledger)
+        self._customers = shopping.Customers(purchases, ledger, self._copier_listens)
 
     def run_until_calm(self) -> None:
         """Raises Impatient."""
@@ -148,7 +151,7 @@ class _Day:
                 self._ledger,
                 random.Random(self._options.seed),
             )
-            yield start(copier.run, stop, self._chain_is_proven)
+            yield start(copier.run, stop, self._chain_is_proven, self._copier_listens)
 
 
 def _commands() -> dict[str, int]:

@@ -57,8 +57,8 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     ]
     for lane in lanes:
         lane.siblings = [other for other in lanes if other is not lane]
-    logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
     with running_until_signalled(stop), watchdog.watching(), closing(heartbeat):
+        logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
         if drain:
             _drain(lanes, transport.companions(), watchdog, stop)
         else:

@@ -8,11 +8,11 @@ import pytest
 
 from demo_shop.audit import EFFECTS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(400)
 
 ORDERS = 30
 KILLS = 2
-PATIENCE_SECONDS = 90
+PATIENCE_SECONDS = 150
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def run_demo(run_in_the_shop):
         migrated = run_in_the_shop("manage.py", "migrate", "--verbosity", "0", timeout=60, **environment)
         assert migrated.returncode == 0, migrated.stderr
         return run_in_the_shop(
-            "manage.py", "demo", "--json", "--timeout", str(PATIENCE_SECONDS), *options, timeout=115, **environment
+            "manage.py", "demo", "--json", "--timeout", str(PATIENCE_SECONDS), *options, timeout=195, **environment
         )
 
     return run
