@@ -193,11 +193,12 @@ class TestAQueueThatCannotKeepIt:
         with consuming([handler, other], options) as consumer:
             wait_until(lambda: "without a single active consumer" in caplog.text)
             send(rabbitmq_url, "other", {}, message_id="other#1")
-            wait_until(lambda: effects("other#1") == 1)
+            wait_until(lambda: effects("other#1") == 1 and consumer.received.total())
             assert consumer.received.total() == 1
             with kombu.Connection(rabbitmq_url) as connection:
                 connection.default_channel.queue_delete(queue_name(handler, options))
-            wait_until(lambda: queue_name(handler, options) in existing_queues(rabbitmq_url, handler, options))
+            wait_until(lambda: len(consumer._subscriptions) == 2)  # which is after it was bound
+            assert existing_queues(rabbitmq_url, handler, options) == [queue_name(handler, options)]
             sent(rabbitmq_url, [0])
             wait_until(lambda: effects("/tests#0") == 1)
 
