@@ -617,12 +617,13 @@ class TestSideBySide:
         with InAThread(drain):
             assert behaviour.began.wait(A_WHILE)
             assert store.retry("default", the_row(biz_id="a1").pk)
+            asked_at = utcnow()
 
             drain()
 
             row = the_row(biz_id="a1")
             assert (row.state, row.attempts) == (State.RETRYING, 0)
-            assert row.next_attempt_at > utcnow()
+            assert row.next_attempt_at > asked_at + timedelta(seconds=0.4), "it rests"
             behaviour.go.set()
         make_due()
         drain()
