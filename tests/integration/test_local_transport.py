@@ -35,7 +35,7 @@ def relay_process(process_environment, tmp_path):
     """`outbox_relay`, or another command, as a process whose handlers are those of tests.worker."""
 
     def start(*arguments, command="outbox_relay", **inbox):
-        given = {"REDELIVERY_AFTER": SHORT, "RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
+        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
         environment = {
             **process_environment,
             **as_environment(INBOX={**given, **inbox}, OUTBOX={"BROKER_URL": "local://", "POLL_INTERVAL": SHORT}),
@@ -238,7 +238,7 @@ class TestAProcess:
 
     def test_a_message_that_kills_its_process_runs_out_of_attempts(self, relay_process):
         job("kill the process")
-        with relay_process(MAX_ATTEMPTS=2) as process:
+        with relay_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT) as process:
             deaths = process.restarted_until(lambda: state() == State.DEAD)
             job("work", "healthy")
             process.until(lambda: effects("healthy") == 1)
