@@ -26,6 +26,7 @@ from inbox.models import InboxMessage, State
 from inbox.receiving import Received
 from tests.app.models import Effect, Unique
 from tests.deliveries import (
+    A_WHILE,
     TOPIC,
     InAThread,
     an_envelope,
@@ -522,7 +523,7 @@ def a_deadlock_in_sight():
     holds = threading.Event()
     rival = threading.Thread(target=wait_for_ours, daemon=True)
     rival.start()
-    assert holds.wait(10)
+    assert holds.wait(A_WHILE)
     wait_until(is_waiting)
     yield lambda: execute(f"SELECT pg_advisory_xact_lock({theirs})")
     # Our locks go with our transaction, which outlives this block; the rival ends then.
