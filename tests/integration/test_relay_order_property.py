@@ -200,6 +200,8 @@ class TestASuccessorDoesNotOvertake:
 
 
 STEPS = 300
+LATE_SECONDS = 0.5
+"""How long a relay waits for an answer that comes late."""
 KEYS = (KEY, KEY, NEIGHBOUR, "elsewhere", "")
 GATES = ("look", "claim_ready", "settle")
 OPEN = (State.READY, State.SCHEDULED, State.RETRYING, State.WAITING, State.DEAD)
@@ -312,7 +314,8 @@ class Actor:
 
         def gated(parcels, deadline):
             self.stop_at("before send")
-            return send(parcels, deadline)
+            # The time that others took while this one stood at a gate is none of the schedule's.
+            return send(parcels, monotonic() + LATE_SECONDS)
 
         relay._transport.send = gated
         return relay
@@ -352,7 +355,6 @@ class Machine:
             RETRY_BASE=HOUR,
             RETRY_CAP=HOUR,
             MAX_ATTEMPTS=2,
-            BATCH_DEADLINE=timedelta(seconds=0.5),
         )
         relay._floors._clock = self.time
         return relay
@@ -604,11 +606,15 @@ MUTATIONS = {
 }
 
 
+SEEDS = sorted(range(24), key=lambda seed: seed not in {2, 6, 8, 11})
+"""First those that find what is hard to find."""
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_machine_finds_the_bug(peer, monkeypatch, mutation):
     MUTATIONS[mutation](monkeypatch)
 
-    for seed in range(24):
+    for seed in SEEDS:
         if wrong_in(peer, seed):
             return
         OutboxMessage.objects.all().delete()
