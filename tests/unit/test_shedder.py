@@ -42,6 +42,13 @@ def shedder():
     return Shedder(a_handler(above=100))
 
 
+@pytest.fixture(autouse=True)
+def _no_time_passes(monkeypatch):
+    """A reading that a stall made old would drop nothing."""
+    now = shedding.monotonic()
+    monkeypatch.setattr(shedding, "monotonic", lambda: now)
+
+
 class TestWhenToDrop:
     def test_nothing_before_the_first_reading(self, shedder):
         assert dropped(shedder) == 0
