@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 
 import kombu
@@ -36,10 +37,10 @@ def length(rabbitmq_server, rabbitmq_url):
 
 @pytest.fixture
 def two_consumers(process_environment, rabbitmq_url, tmp_path):
-    """Two processes that consume, both subscribed."""
+    """Two processes that consume, both subscribed; what is `waiting` was there before them."""
 
     @contextmanager
-    def start():
+    def start(waiting=()):
         given = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": "tests"}
         environment = {
             **process_environment,
@@ -47,6 +48,7 @@ def two_consumers(process_environment, rabbitmq_url, tmp_path):
             "DJANGO_SETTINGS_MODULE": "tests.limited.settings",
         }
         declare(HANDLER, broker_options(rabbitmq_url))
+        burst(rabbitmq_url, waiting)
         with (
             Process(environment, tmp_path / "first.log", "inbox_consume") as first,
             Process(environment, tmp_path / "second.log", "inbox_consume") as second,
@@ -130,8 +132,7 @@ def test_nothing_is_lost_or_done_twice_when_one_of_them_is_killed(two_consumers,
 
 def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_url, length):
     kinds = ["view", "view", "order"] * (ABOVE // 2)
-    with two_consumers() as (first, second):
-        burst(rabbitmq_url, kinds)
+    with two_consumers(waiting=kinds) as (first, second):
         first.until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
         first.until(lambda: length() <= ABOVE)
 
@@ -151,11 +152,14 @@ def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_u
 
 def test_at_a_low_rate_no_delivery_is_held_past_the_brokers_patience(handles, rabbitmq_url, rabbitmq_server):
     handler = handles(the_effect, topic=TOPIC, rate_limit="1/h")
-    options = broker_options(rabbitmq_url, ACK_TIMEOUT=timedelta(seconds=2))
+    options = broker_options(rabbitmq_url)
     declare(handler, options)
     burst(rabbitmq_url, ["order"] * 4)
 
-    with consuming([handler], options):
+    with consuming([handler], options) as consumer:
+        wait_until(lambda: effects() == 1)
+        # Only now, lest a stall make the one stale that is to have the token.
+        consumer._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
         wait_until(lambda: length_of(rabbitmq_server, handler, options) == 0)
 
     # The first had the token that the bucket began with.
