@@ -622,7 +622,7 @@ class TestProcesses:
             assert effects_by_name() == dict.fromkeys(["s0", "s1", "g0", "b0"], 1)
             assert {topic: length(as_known(topic)) for topic in TOPICS} == {SINGLE: 5, GROUPED: 5, BATCHED: 5, BOUNDED: 0}
             assert process.start()
-            process.until(lambda: all_empty(length))
+            process.until(lambda: all_empty(length) and effects() >= 19)
 
         assert len(effects_by_name()) == 19
         assert set(effects_by_name().values()) == {1}
