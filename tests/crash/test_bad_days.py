@@ -109,7 +109,8 @@ def test_a_relay_is_killed_at_every_step_and_another_takes_over_at_once(world, w
         freeze_while_idle(world, survivor)
         load.write(MANY, padding=PADDING)
         victim = world.relay(failpoint=f"stop {point}{nth} in {lane}", outbox=NEVER)
-        world.wait_until(lambda victim=victim: victim.is_stopped, f"the victim stands still: {step}")
+        # The other lane may have taken all there was before this one began.
+        world.wait_until(lambda victim=victim: victim.is_stopped or load.write(5), f"the victim stands still: {step}")
         held = locked_shards()
         assert bool(held) >= holds, step
         survivor.wake()
@@ -333,7 +334,7 @@ def test_relays_join_and_leave_every_second_and_share_fairly_afterwards(world, w
     """Alternately asked to end and killed, for a quarter of a minute; then three stay, and none of them goes short."""
     relays = [world.relay(), world.relay()]
     ends = Counter()
-    with load.writing(world.seed):
+    with load.writing(world.seed, rest_seconds=0.1):
         deadline = time.monotonic() + 15
         while time.monotonic() < deadline or min(ends[signal.SIGTERM], ends[signal.SIGKILL]) < 3:
             victim = relays.pop(0)
@@ -358,7 +359,7 @@ def test_relays_join_and_leave_every_second_and_share_fairly_afterwards(world, w
         def fair():
             """The parts, once each is worth mentioning; what a relay tells is some seconds old."""
             done = parts()
-            return done if sum(done.values()) > 10_000 and min(done.values()) > 0.1 * sum(done.values()) else None
+            return done if sum(done.values()) > 5_000 and min(done.values()) > 0.1 * sum(done.values()) else None
 
         done = world.wait_until(fair, "they share fairly what they have done together")
     world.wait_until(everything_is_published, "everything got through", 80)

@@ -7,7 +7,7 @@ from datetime import timedelta
 import kombu
 import pytest
 
-from inbox import Shed
+from inbox import Shed, shedding
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
 from inbox.consumer.lanes import SIFTED_AT_ONCE, TAKEN_IN_AT_ONCE, Delivery, Lane, prefetch_of, size_of
@@ -164,6 +164,11 @@ class TestALimitedHandler:
         lane = a_lane(2, batch=5, batch_wait=timedelta(seconds=5), rate_limit=1.0)
 
         assert lane.seconds_left(0.0) == 7.0
+
+
+@pytest.fixture(autouse=True)
+def _no_reading_of_a_queue_is_too_old(monkeypatch):
+    monkeypatch.setattr(shedding, "_FRESH_SECONDS", 3600.0)
 
 
 class TestShedding:
