@@ -299,6 +299,7 @@ def send_with_timestamp(url, seconds):
         message._serialize_properties = with_timestamp
         channel.exchange_declare("outbox", "topic", durable=True, auto_delete=False)
         channel.basic_publish(message, exchange="outbox", routing_key=TOPIC)
+        channel.queue_declare("read", exclusive=True)  # an answer means that the message was read before
 
 
 class TestACutConnection:

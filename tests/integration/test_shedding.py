@@ -30,7 +30,7 @@ from tests.deliveries import (
     the_row,
     wait_until,
 )
-from tests.workers import EXCHANGE, broker_options, consuming, declare, length_of
+from tests.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
@@ -180,7 +180,7 @@ def test_an_ordered_handler_must_not_shed(handles):
 
 def a_backlog(url, kinds):
     """Persistent messages of these kinds, one each, already in the queue."""
-    with kombu.Connection(url) as connection:
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
         producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
         for number, kind in enumerate(kinds):
             producer.publish(
