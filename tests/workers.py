@@ -154,8 +154,9 @@ class Process:
         """Wait for `condition` while the process lives."""
 
         def met():
+            ended = self.has_ended()  # first: it may do what is waited for and end
             answer = condition()
-            assert answer or not self.has_ended(), f"it has ended with {self._process.poll()}:\n{self.said()}"
+            assert answer or not ended, f"it has ended with {self._process.poll()}:\n{self.said()}"
             return answer
 
         try:
