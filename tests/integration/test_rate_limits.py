@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 every_database = pytest.mark.every_database
 
 ROOT = Path(__file__).parents[2]
-ROUNDS = 6
+ROUNDS = 12
 
 
 @pytest.fixture(autouse=True)
