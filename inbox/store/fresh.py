@@ -10,11 +10,11 @@ from django.db import OperationalError, connections
 
 from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, is_postgresql, now
-from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import SAVEPOINT
 from outbox.kernel.clock import now_after, utcnow
 from outbox.kernel.faults import LOCK_TIMEOUT
+from outbox.kernel.prepared import Prepared, is_usable
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _PLACES = [f"${number}" for number in range(1, len(_BEGUN_WITH) + 1)]
 _BOUND = f"${len(_BEGUN_WITH) + 1}"
 # The transaction's own lock_timeout rests in a column, which the sentinel clears, from before the wait until after it.
 _BEGIN = Prepared(
-    "begin",
+    "inbox_begin",
     [*_BEGUN_WITH.values(), "text"],
     f"INSERT INTO {TABLE} ({', '.join(_BEGUN_WITH)}, state, received_at, last_error, traceback) "
     f"VALUES ({', '.join(_PLACES)}, 'received', statement_timestamp(), current_setting('lock_timeout'), "

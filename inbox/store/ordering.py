@@ -31,9 +31,9 @@ from django.db import connections, transaction
 
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE, is_postgresql
-from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import OrderedKey
 from outbox.kernel.clock import NOW_AFTER, now_after
+from outbox.kernel.prepared import Prepared, is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -116,7 +116,7 @@ def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
     )
 
 
-_PROMOTE_HEAD = Prepared("promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
+_PROMOTE_HEAD = Prepared("inbox_promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
 
 
 def is_head(alias: str, handler: str, key: str, row: int) -> bool:

@@ -14,9 +14,9 @@ from django.db import DatabaseError, InterfaceError, connections
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.ordering import GATE, for_gate, promote_next
-from inbox.store.prepared import Prepared, is_usable
 from inbox.store.rows import PARTLY, Guard
 from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.prepared import Prepared, is_usable
 from outbox.kernel.text import describe
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ _WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_erro
 # Said outright, the planner would go by a partial index, over the dead entries of all that was handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
 _FINISH = Prepared(
-    "finish",
+    "inbox_finish",
     ["bigint", "int", "text"],
     f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
     f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3",
 )
 _FINISH_IN_ORDER = Prepared(
-    "finish_in_order",
+    "inbox_finish_in_order",
     ["bigint", "int", "text", "bigint", "text"],
     f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
     f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$4', bound='$5')}",

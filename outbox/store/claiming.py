@@ -14,12 +14,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
+from outbox.kernel.clock import NOW_AFTER
+from outbox.kernel.prepared import Prepared, is_usable
 from outbox.models import HOLDING_KEY, SHARDS
-from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql, now
+from outbox.store.dialect import LOCK_SPACE, TABLE, array_of, is_postgresql, now
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -87,9 +90,38 @@ _NO_POSITION = 2**63
 _LONGEST_WAIT_FOR_A_LOCK = 1000
 """In milliseconds. Only somebody who changes rows by hand makes a pass wait."""
 _COLUMNS = (
-    "m.id, m.shard, {message_id}, m.topic, m.biz_id, m.key, m.priority, m.body, {headers}, m.correlation_id, m.causation_id, "
-    "m.traceparent, m.attempts, {created_at}, {deliver_at}, COALESCE(m.expires_at <= {now}, {false}), {held}"
+    "m.id, m.shard, CAST(m.message_id AS text), m.topic, m.biz_id, m.key, m.priority, m.body, CAST(m.headers AS text), "
+    "m.correlation_id, m.causation_id, m.traceparent, m.attempts, CAST(m.created_at AS text), CAST(m.deliver_at AS text), "
+    f"COALESCE(m.expires_at <= {{now}}, false), {_HELD}"
 )
+_LOOK = (
+    # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
+    "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
+    f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
+    f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
+    f"(SELECT m.id FROM {TABLE} m WHERE m.state IN ('scheduled', 'retrying') AND m.available_at <= {{now}} "
+    "ORDER BY m.available_at LIMIT 1) FROM shards"
+)
+
+
+def _of_a_shard(now: str, shard: object, above: object, each: str) -> list[str]:
+    """What finds up to `each` of its ready messages: those aside, and those of its stream `above` a position."""
+    select, of_it = f"SELECT {_COLUMNS.format(now=now)}", f"m.wire FROM {TABLE} m WHERE m.shard = {shard}"
+    return [
+        f"{select}, true, {of_it} AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+    ]
+
+
+def _of_shards(shards: str, floors: str, each: str) -> str:
+    """The same of several, in one statement, so that what changes from one index to the other is seen in one of them."""
+    parts = " UNION ALL ".join(f"({part})" for part in _of_a_shard(_NOW, "s.shard", "s.above", each))
+    return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
+
+
+_NOW = NOW_AFTER["postgresql"].replace("%s", "0")
+_LOOK_PREPARED = Prepared("outbox_look", ["int[]", "bigint[]"], _LOOK.format(shards="SELECT * FROM unnest($1, $2)", now=_NOW))
+_READ_PREPARED = Prepared("outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"))
 
 
 class Busy(NamedTuple):
@@ -141,19 +173,14 @@ def look(
     """
     connection = connections[alias]
     floors = floors or {}
-    shards = ", ".join(f"({shard}, {0 if from_the_start else floors.get(shard, 0)})" for shard in among)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
-            f"WITH shards(shard, floor) AS (VALUES {shards}) SELECT shard, "
-            f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor "
-            "ORDER BY m.id LIMIT 1), "
-            f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
-            f"(SELECT m.id FROM {TABLE} m WHERE m.state IN ('scheduled', 'retrying') AND m.available_at <= {now(connection)} "
-            "ORDER BY m.available_at LIMIT 1) FROM shards",
-            [],
-        )
-        found = cursor.fetchall()
+    shards = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
+    if is_usable(connection):
+        found = _LOOK_PREPARED.fetch(connection, [array_of(shards), array_of(shards.values())])
+    else:
+        values = "VALUES " + ", ".join(map(str, shards.items()))
+        with connection.cursor() as cursor:
+            cursor.execute(_LOOK.format(shards=values, now=now(connection)), [])
+            found = cursor.fetchall()
     first = {shard: position for shard, position, _, _ in found if position is not None}
     busy = [
         Busy(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
@@ -239,31 +266,22 @@ def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
 
 
 def _read(connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int) -> list[RelayedMessage]:
-    """Up to `each` messages of either index of every shard.
-
-    In one statement, so that a message that changes from one index to the other meanwhile is seen in one of them.
-    """
+    """Up to `each` messages of either index of every shard."""
     found: list[Any] = []
-    select = f"SELECT {_columns(connection)}, {{true_or_false}}, m.wire FROM {TABLE} m WHERE m.shard = {{shard}}"
-    aside = f"{select} AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT %s"
-    stream = f"{select} AND {_STREAM} AND m.id > {{above}} ORDER BY m.id LIMIT %s"
-    with connection.cursor() as cursor:
-        if is_postgresql(connection):
-            both = (
-                f"({aside.format(shard='s.shard', true_or_false='true')}) UNION ALL "
-                f"({stream.format(shard='s.shard', above='s.above', true_or_false='false')})"
-            )
-            cursor.execute(
-                f"SELECT m.* FROM unnest(%s::int[], %s::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({both}) m",
-                [*map(list, zip(*shards, strict=True)), each, each],
-            )
-            found = cursor.fetchall()
+    if is_postgresql(connection):
+        given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each]
+        if is_usable(connection):
+            found = _READ_PREPARED.fetch(connection, given)
         else:
-            # The open transaction is the only one that writes, so here several statements see the same.
-            for one in shards:
-                cursor.execute(aside.format(shard=one.shard, true_or_false="1"), [each])
-                found += map(_from_sqlite, cursor.fetchall())
-                cursor.execute(stream.format(shard=one.shard, above=one.above, true_or_false="0"), [each])
+            with connection.cursor() as cursor:
+                cursor.execute(_of_shards("%s", "%s", "%s"), [*given, each])
+                found = cursor.fetchall()
+    else:
+        # The open transaction is the only one that writes, so here several statements see the same.
+        parts = chain.from_iterable(_of_a_shard(now(connection), *one, "%s") for one in shards)
+        with connection.cursor() as cursor:
+            for part in parts:
+                cursor.execute(part, [each])
                 found += map(_from_sqlite, cursor.fetchall())
     return _without_overtakers(list(map(RelayedMessage._make, found)), each)
 
@@ -283,18 +301,9 @@ def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMe
     return [row for row in rows if not row.key or row.position <= cut_at.get(row.shard, row.position)]
 
 
-def _columns(connection: BaseDatabaseWrapper) -> str:
-    postgresql = is_postgresql(connection)
-    cast = "m.{}::text" if postgresql else "m.{}"
-    texts = {name: cast.format(name) for name in ("message_id", "headers", "created_at", "deliver_at")}
-    return _COLUMNS.format(now=now(connection), false="false" if postgresql else "0", held=_HELD, **texts)
-
-
 def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
     values = dict(zip(RelayedMessage._fields, row, strict=True))
-    # SQLite gives text, or a naive datetime where a column's declared type tells its driver to parse it.
-    created, deliver = (value and str(value) for value in (values["created"], values["deliver"]))
-    values.update(id=str(uuid.UUID(values["id"])), body=bytes(values["body"]), created=created, deliver=deliver)
+    values.update(id=str(uuid.UUID(values["id"])), body=bytes(values["body"]))
     values.update({name: bool(values[name]) for name in ("expired", "held", "aside")})
     return list(values.values())
 

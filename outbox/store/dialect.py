@@ -33,9 +33,13 @@ def now(connection: BaseDatabaseWrapper) -> str:
 def any_of(connection: BaseDatabaseWrapper, values: Sequence[int]) -> tuple[str, Any]:
     """A condition "is one of these numbers" and its one parameter, however many they are."""
     if is_postgresql(connection):
-        # As text, because psycopg's dumper of lists costs more than the update it is for.
-        return "= ANY(%s::bigint[])", f"{{{','.join(map(str, values))}}}"
+        return "= ANY(%s::bigint[])", array_of(values)
     return "IN (SELECT value FROM json_each(%s))", json.dumps(list(values))
+
+
+def array_of(numbers: Iterable[int]) -> str:
+    """An array as PostgreSQL writes it. psycopg's dumper of lists costs more than what these are for."""
+    return f"{{{','.join(map(str, numbers))}}}"
 
 
 def as_uuid(value: uuid.UUID | str) -> uuid.UUID:

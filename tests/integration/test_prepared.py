@@ -12,8 +12,8 @@ from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
-from inbox.store.prepared import Prepared
 from outbox.kernel.clock import utcnow
+from outbox.kernel.prepared import Prepared
 from tests.aliases import the_default_at
 from tests.app.models import Effect
 from tests.deliveries import InAThread, an_envelope, at_once, deliver, effects, options, run_to_the_end, the_effect
@@ -214,7 +214,7 @@ def test_text_that_no_column_takes_is_refused_and_not_cut(text):
 
 
 def test_nothing_is_prepared_among_greenlets(handles, monkeypatch):
-    monkeypatch.setattr("inbox.store.prepared.detect_environment", lambda: "gevent")
+    monkeypatch.setattr("outbox.kernel.prepared.detect_environment", lambda: "gevent")
 
     assert deliver(handles(the_effect)) is Received.HANDLED
     assert (effects(), prepared()) == (1, set())

@@ -12,6 +12,7 @@ from statistics import median
 import psycopg
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
+from django.test.utils import CaptureQueriesContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +22,8 @@ from outbox.kernel.faults import is_outage
 from outbox.models import SETTLED, OutboxMessage, State
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
-from outbox.store import Failure, RelayedMessage, Settlement, claiming, operating, writing
-from outbox.store.dialect import LOCK_SPACE
+from outbox.store import Busy, Failure, RelayedMessage, Settlement, claiming, operating, writing
+from outbox.store.dialect import LOCK_SPACE, array_of
 from tests.app.models import Effect
 from tests.fakes.amqp_peer import FakeAmqpPeer
 from tests.relaying import (
@@ -321,6 +322,27 @@ class TestCancelling:
         assert not store.cancel("default", 10**9)
 
 
+def test_what_is_read_by_a_prepared_statement_is_what_any_cursor_reads():
+    with transaction.atomic():
+        publish(TOPIC, {"text": "Zo\x00ë ☃ %s"}, key="k", biz_id="b", headers={"tenant": "acme", "n": 2})
+        publish(TOPIC, None, priority=3, expires_in=HOUR)
+    OutboxMessage.objects.filter(key="k").update(deliver_at=DatabaseTime(-HOUR), attempts=2, body=b"\x00\xff")
+
+    def read():
+        with transaction.atomic():
+            seen = store.look("default")
+            return seen, store.claim_ready("default", seen.busy, 500)
+
+    connection.close()
+    by_prepared = read()
+    with CaptureQueriesContext(connection) as captured:
+        by_cursor = read()
+
+    assert len(by_prepared[1].rows) == 2
+    assert by_prepared == by_cursor
+    assert any("unnest" in query["sql"] for query in captured)
+
+
 def somebody_waits_for_an_advisory_lock():
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
@@ -417,6 +439,38 @@ class TestTheIndexes:
         filled("scheduled", 20_000, due="now() + interval '1 day'")
 
         pages_by_statement(by_index=True)
+
+    @pytest.mark.parametrize("analysed", [True, False])
+    def test_are_used_by_plans_that_are_kept(self, analysed):
+        """The most that a prepared statement can know of a table is what it was like when it was planned."""
+        shards, zeros = array_of(range(64)), array_of([0] * 64)
+        kept = [f"outbox_look('{shards}', '{zeros}')", f"outbox_read('{shards}', '{zeros}', 500)"]
+
+        def plans():
+            with connection.cursor() as cursor:
+                for statement in kept:
+                    cursor.execute(f"EXPLAIN EXECUTE {statement}")
+                    yield "\n".join(line for (line,) in cursor.fetchall())
+
+        connection.close()
+        with connection.cursor() as cursor:
+            cursor.execute("SET plan_cache_mode = force_generic_plan")
+        try:
+            with transaction.atomic():
+                store.look("default")
+                store.claim_ready("default", [Busy(shard, 0) for shard in range(64)], 500)
+            of_the_empty = list(plans())
+            for state, key in (("published", "''"), ("ready", "'key-' || n % 500"), ("waiting", "'key-' || n % 500")):
+                filled(state, 20_000, key=key)
+            if analysed:
+                analyse()
+            for plan in [*of_the_empty, *plans()]:
+                assert "outbox_stream" in plan
+                assert "outbox_aside" in plan
+                assert "Seq Scan" not in plan
+                assert "Sort" not in plan
+        finally:
+            connection.close()
 
     def test_serve_a_table_of_millions(self):
         """A pass costs what it carries, whatever lies around."""
