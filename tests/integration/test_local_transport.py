@@ -273,9 +273,11 @@ class TestAProcess:
         assert (effects("job"), state()) == (1, State.DONE)
 
     def test_two_processes_beside_each_other_run_everything_once(self, relay_process, tmp_path):
-        for number in range(20):
-            job("work", f"job {number}")
         with relay_process() as first, relay_process(command="inbox_consume") as second:
+            first.until(lambda: "Relaying" in first.said())
+            second.until(lambda: "Running what is stored" in second.said())
+            for number in range(20):
+                job("work", f"job {number}")
             wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == 20)
             for process in (first, second):
                 process.terminate()
