@@ -34,7 +34,15 @@ from inbox.handlers import Handler
 from inbox.outcomes import Received
 from inbox.runner import Runner
 from inbox.shedding import shedder_of
-from outbox.kernel.broker import BROKER_FAILURES, connection_attempts, connection_options, masked, read_in_chunks, speaks_amqp
+from outbox.kernel.broker import (
+    BROKER_FAILURES,
+    connection_attempts,
+    connection_options,
+    dispatch_what_is_read,
+    masked,
+    read_in_chunks,
+    speaks_amqp,
+)
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
@@ -224,6 +232,7 @@ class Consumer:
             while amqp.transport._read_buffer or not waits_for_more:  # noqa: SLF001 - see read_in_chunks
                 amqp.drain_events(timeout=_GLANCE_SECONDS)
                 waits_for_more = True
+                dispatch_what_is_read(amqp)
         if not self._is_answer_due():
             self._answered.wait(_TICK_SECONDS, None if self._stop else self._stop, also=amqp.transport.sock)
 

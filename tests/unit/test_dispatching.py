@@ -1,0 +1,73 @@
+"""Taking whole frames out of py-amqp's buffer: the same ones, in the same order, wherever the network has cut the stream."""
+
+from __future__ import annotations
+
+from itertools import starmap
+from types import SimpleNamespace
+
+import pytest
+from amqp.exceptions import UnexpectedFrame
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.kernel.broker import dispatch_what_is_read
+from tests.fakes import amqp_wire as wire
+
+FRAMES = st.lists(st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(0, 2**16 - 1), st.binary(max_size=40)), max_size=8)
+
+
+class Connection:
+    """What py-amqp's has, as far as it is used."""
+
+    def __init__(self, refused=()):
+        self.transport = SimpleNamespace(_read_buffer=b"")
+        self.taken = []
+        self.refused = refused
+
+    def on_inbound_frame(self, frame):
+        self.taken.append(frame)
+        if frame in self.refused:
+            raise UnexpectedFrame
+
+    def read(self, data):
+        self.transport._read_buffer += data
+        dispatch_what_is_read(self)
+
+
+@given(frames=FRAMES, cuts=st.lists(st.integers(1, 60)))
+def test_whole_frames_are_taken_however_they_come(frames, cuts):
+    connection, stream = Connection(), b"".join(starmap(wire.frame, frames))
+    for cut in [*cuts, len(stream)]:
+        connection.read(stream[:cut])
+        stream = stream[cut:]
+
+    assert connection.taken == frames
+    assert connection.transport._read_buffer == b""
+
+
+@given(frames=FRAMES, cut=st.integers(1, 7))
+def test_what_is_not_whole_is_left(frames, cut):
+    connection, last = Connection(), wire.frame(1, 1)
+    connection.read(b"".join(starmap(wire.frame, frames)) + last[:cut])
+
+    assert connection.taken == frames
+    assert connection.transport._read_buffer == last[:cut]
+
+
+def test_what_does_not_end_as_a_frame_is_left_for_py_amqp_to_complain_about():
+    connection, unsound = Connection(), wire.frame(1, 1, b"abc")[:-1] + b"\x00"
+    connection.read(wire.frame(8, 0) + unsound)
+
+    assert connection.taken == [(8, 0, b"")]
+    assert connection.transport._read_buffer == unsound
+
+
+def test_a_frame_that_is_refused_is_not_taken_twice():
+    frames = [(1, 1, b"a"), (1, 1, b"b"), (1, 1, b"c")]
+    connection = Connection(refused=frames[1:2])
+
+    with pytest.raises(UnexpectedFrame):
+        connection.read(b"".join(starmap(wire.frame, frames)))
+    connection.read(b"")
+
+    assert connection.taken == frames
