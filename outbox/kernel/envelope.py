@@ -141,7 +141,10 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
 
     def text(name: str, otherwise: object = "") -> str:
         value = attributes.get(name)
-        return fit(str(value if value is not None else otherwise or ""))
+        if value is None:
+            value = otherwise or ""
+        # Most of them are not there.
+        return "" if value == "" else fit(str(value))
 
     return Envelope(
         id=text("id", properties.get("message_id")),
