@@ -26,7 +26,6 @@ from tests.relaying import (
     set_columns,
     state_of,
     states,
-    waiting,
 )
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
@@ -199,7 +198,7 @@ class TestTheEndOfTheTrouble:
 
         peer.script = at_first_not
         with relaying(peer.url):
-            eventually(lambda: not waiting() and State.WAITING not in states())
+            eventually(lambda: set(states()) == {State.PUBLISHED})
 
         assert arrived(peer) == ["0", "0", *map(str, range(20))]
 
