@@ -25,6 +25,7 @@ from django.db import DatabaseError, InterfaceError, connection, connections, tr
 from outbox import publish, store
 from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.kernel.loop import StopRequest
+from outbox.kernel.prepared import Prepared
 from outbox.kernel.transport import BrokerUnavailable
 from outbox.models import SHARDS, OutboxMessage, State
 from outbox.relay import passes
@@ -588,8 +589,16 @@ def mutated(function, what, instead):
     return namespace[function.__name__]
 
 
+def held_by(patch, condition):
+    """A message waits on this condition instead. What is read by is put together when the module is imported."""
+    assert claiming._HELD in claiming._COLUMNS
+    patch.setattr(claiming, "_COLUMNS", claiming._COLUMNS.replace(claiming._HELD, condition))
+    read = f"outbox_read_{zlib.crc32(condition.encode())}", ["int[]", "bigint[]", "bigint"]
+    patch.setattr(claiming, "_READ_PREPARED", Prepared(*read, claiming._of_shards("$1", "$2", "$3")))
+
+
 MUTATIONS = {
-    "nothing holds a key": lambda patch: patch.setattr(claiming, "_HELD", "false"),
+    "nothing holds a key": lambda patch: held_by(patch, "false"),
     "what was not read is forgotten": lambda patch: patch.setattr(claiming, "_without_overtakers", lambda rows, each: rows),
     "floors do not wait for writers": lambda patch: patch.setattr(store, "writers", lambda alias: frozenset()),
     "the claim begins where the look did": lambda patch: patch.setattr(
@@ -601,8 +610,8 @@ MUTATIONS = {
     "a failure does not stop its key": lambda patch: patch.setattr(
         Pass, "_send", mutated(Pass._send, "stopped_keys.update", "set().update")
     ),
-    "dead ones do not hold": lambda patch: patch.setattr(claiming, "_HELD", claiming._HELD.replace(", 'dead'", "")),
-    "waiting ones do not hold": lambda patch: patch.setattr(claiming, "_HELD", claiming._HELD.replace(", 'waiting'", "")),
+    "dead ones do not hold": lambda patch: held_by(patch, claiming._HELD.replace(", 'dead'", "")),
+    "waiting ones do not hold": lambda patch: held_by(patch, claiming._HELD.replace(", 'waiting'", "")),
 }
 
 
