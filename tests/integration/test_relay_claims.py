@@ -472,6 +472,7 @@ class TestTheIndexes:
         finally:
             connection.close()
 
+    @pytest.mark.timeout(360)  # three times as long as others: it writes and analyses three million rows
     def test_serve_a_table_of_millions(self):
         """A pass costs what it carries, whatever lies around."""
         filled("ready", 2_000, key="'key-' || n % 500")
