@@ -456,6 +456,7 @@ MUTATIONS = {
 }
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_machine_finds_the_bug(handles, monkeypatch, mutation):
     on_dead, mutate = MUTATIONS[mutation]
