@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _MISSING, _EXISTS = "26000", "42P05"
 _AT_HAND = "_statements_at_hand"
 _TEXT, _BINARY = 0, 1
+_MOST_RUNS = 1000
+PLANNED_SINGLY = 5
+"""`most_runs` of a statement that is planned for each run: PostgreSQL looks for a plan to keep after these."""
 
 
 class StatementLost(OperationalError):
@@ -51,16 +54,21 @@ class _AtHand:
     """What belongs to one connection of the driver."""
 
     may_prepare: bool
-    known: set[bytes]
+    runs: dict[bytes, int]
 
 
 class Prepared:
     """A statement with the types of its parameters, as PostgreSQL calls them. In `text` they are `$1`, `$2`, ….
 
     What is given for each is text as PostgreSQL writes it, bytes, an instant, or what `str` makes that of.
+
+    Args:
+        most_runs: after so many it is prepared anew. From the sixth run on PostgreSQL may keep a plan, until the next ANALYZE;
+            one that was made while the table was all but empty reads all of it, however much it has grown meanwhile.
     """
 
-    def __init__(self, name: str, types: Sequence[str], text: str) -> None:
+    def __init__(self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS) -> None:
+        self._most_runs = most_runs
         self._name = name.encode()
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
         self._formats = [_BINARY if kind == "bytea" else _TEXT for kind in types]
@@ -92,15 +100,19 @@ class Prepared:
         with connection.wrap_database_errors:
             try:
                 _begin(raw)
-                if self._name not in at_hand.known:
+                if at_hand.runs.get(self._name, 0) >= self._most_runs:
+                    _checked(raw, raw.pgconn.exec_(b"DEALLOCATE " + self._name))
+                    del at_hand.runs[self._name]
+                if self._name not in at_hand.runs:
                     _checked(raw, raw.pgconn.exec_(self._prepare))
-                    at_hand.known.add(self._name)
+                    at_hand.runs[self._name] = 0
+                at_hand.runs[self._name] += 1
                 return _checked(raw, raw.pgconn.exec_prepared(self._name, [*map(_given, parameters)], self._formats))
             except Exception as error:
                 sqlstate = getattr(error, "sqlstate", None)
                 if sqlstate not in {_MISSING, _EXISTS}:
                     raise
-                at_hand.known.discard(self._name)
+                at_hand.runs.pop(self._name, None)
                 if sqlstate == _EXISTS:
                     # Somebody else's: a proxy after all, whose server processes change hands.
                     at_hand.may_prepare = False
@@ -157,7 +169,7 @@ def _at_hand(connection: BaseDatabaseWrapper) -> _AtHand:
     raw: Any = connection.connection
     at_hand: _AtHand | None = getattr(raw, _AT_HAND, None)
     if at_hand is None:
-        at_hand = _AtHand(_may_prepare(connection, raw), set())
+        at_hand = _AtHand(_may_prepare(connection, raw), {})
         setattr(raw, _AT_HAND, at_hand)
     return at_hand
 

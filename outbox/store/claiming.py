@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db import connections
 
 from outbox.kernel.clock import NOW_AFTER
-from outbox.kernel.prepared import Prepared, is_usable
+from outbox.kernel.prepared import PLANNED_SINGLY, Prepared, is_usable
 from outbox.models import HOLDING_KEY, SHARDS
 from outbox.store.dialect import LOCK_SPACE, TABLE, array_of, is_postgresql, now
 
@@ -120,8 +120,15 @@ def _of_shards(shards: str, floors: str, each: str) -> str:
 
 
 _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
-_LOOK_PREPARED = Prepared("outbox_look", ["int[]", "bigint[]"], _LOOK.format(shards="SELECT * FROM unnest($1, $2)", now=_NOW))
-_READ_PREPARED = Prepared("outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"))
+_LOOK_PREPARED = Prepared(
+    "outbox_look",
+    ["int[]", "bigint[]"],
+    _LOOK.format(shards="SELECT * FROM unnest($1, $2)", now=_NOW),
+    most_runs=PLANNED_SINGLY,
+)
+_READ_PREPARED = Prepared(
+    "outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"), most_runs=PLANNED_SINGLY
+)
 
 
 class Busy(NamedTuple):

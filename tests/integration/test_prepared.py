@@ -12,6 +12,7 @@ from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
+from inbox.store import fresh, sentinel
 from outbox.kernel.clock import utcnow
 from outbox.kernel.prepared import Prepared
 from tests.aliases import the_default_at
@@ -53,6 +54,19 @@ def test_they_are_there_after_the_first_message_and_used_again(handles):
 
     assert prepared() == OURS
     assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [3, 3]
+
+
+def test_no_plan_is_kept_for_long(handles, monkeypatch):
+    """It may be of a time when the table was empty, and then it reads all of it."""
+    for statement in (fresh._BEGIN, sentinel._FINISH):
+        monkeypatch.setattr(statement, "_most_runs", 7)
+    handler = handles(the_effect)
+    for _ in range(16):
+        assert deliver(handler) is Received.HANDLED
+
+    assert prepared() == OURS
+    assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [2, 2]
+    assert effects() == 16
 
 
 def test_the_rows_are_those_of_the_ordinary_way(handles):
