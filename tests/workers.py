@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ EXCHANGE = "outbox"
 GROUP = "tests"
 CONFIRMED = {"confirm_publish": True}
 ROOT = Path(__file__).parent.parent
+BEGUN = re.compile(rb"Relaying |Consuming |Running what is stored|is away")
+"""What a process says of itself once it listens to signals."""
 OF_THE_WORKERS = Handler(name="testworker.work", topic=JOB, function=print, biz_id=None, using="default")
 """As far as its queue goes; the function lives in the processes."""
 
@@ -106,6 +109,7 @@ class Process:
         self._environment = environment
         self._command = command
         self._process = None
+        self._log_begins_at = 0
         self.exits = []
 
     def __enter__(self):
@@ -118,12 +122,15 @@ class Process:
 
     def start(self):
         with self.log.open("ab") as log:
+            self._log_begins_at = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "django", *self._command], cwd=ROOT, env=self._environment, stdout=log, stderr=log
             )
         return self
 
     def terminate(self):
+        """Ask it to end, once it can be asked: before that, SIGTERM ends Python at once, and rightly so."""
+        self.until(lambda: BEGUN.search(self.log.read_bytes(), self._log_begins_at))
         self._process.send_signal(signal.SIGTERM)
 
     def kill(self):
