@@ -17,30 +17,44 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, publish, publish_many
+    from outbox.decisions import Decision, acancel, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
         InvalidMessage,
         OutboxError,
         PayloadTooLarge,
         PublishedOutsideTransaction,
+        UnknownMessage,
     )
 
 __all__ = [
+    "Decision",
     "Draft",
     "InvalidMessage",
     "OutboxError",
     "PayloadTooLarge",
     "PublishedMessage",
     "PublishedOutsideTransaction",
+    "UnknownMessage",
+    "acancel",
     "apublish",
     "apublish_many",
+    "areschedule",
+    "cancel",
     "publish",
     "publish_many",
+    "publish_now",
+    "reschedule",
 ]
 
-_ERRORS = {"InvalidMessage", "OutboxError", "PayloadTooLarge", "PublishedOutsideTransaction"}
+_PLACES = {
+    "outbox.errors": {"InvalidMessage", "OutboxError", "PayloadTooLarge", "PublishedOutsideTransaction", "UnknownMessage"},
+    "outbox.decisions": {"Decision", "acancel", "areschedule", "cancel", "publish_now", "reschedule"},
+}
+"""Where the public names are that are not in `outbox.api`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'outbox' has no attribute {name!r}")
-    return getattr(import_module("outbox.errors" if name in _ERRORS else "outbox.api"), name)
+    place = next((place for place, names in _PLACES.items() if name in names), "outbox.api")
+    return getattr(import_module(place), name)

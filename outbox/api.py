@@ -70,6 +70,7 @@ class Draft:
     headers: Mapping[str, HeaderValue] | None = None
     priority: int = 0
     delay: timedelta | None = None
+    delay_level: str | int | None = None
     deliver_at: datetime | None = None
     expires_in: timedelta | None = None
     unique: bool = False
@@ -85,6 +86,7 @@ def publish(
     headers: Mapping[str, HeaderValue] | None = None,
     priority: int = 0,
     delay: timedelta | None = None,
+    delay_level: str | int | None = None,
     deliver_at: datetime | None = None,
     expires_in: timedelta | None = None,
     unique: bool = False,
@@ -101,6 +103,8 @@ def publish(
         headers: text, whole numbers, floats and booleans that travel beside the payload.
         priority: 0 (default) to 9, higher first; not together with a key, whose order it would break.
         delay: deliver no earlier than this long from now, by the database's clock.
+        delay_level: the same by name, "2m", or by number, 1 to 18: one of `OUTBOX["DELAY_LEVELS"]`, as RocketMQ has them. What
+            is written is the instant, so that a level that is changed later moves no message.
         deliver_at: deliver no earlier than this aware instant.
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
         unique: at most one row per (topic, biz_id), as long as the first is kept (`OUTBOX["RETENTION"]` after it was
@@ -121,6 +125,7 @@ def publish(
         headers=headers,
         priority=priority,
         delay=delay,
+        delay_level=delay_level,
         deliver_at=deliver_at,
         expires_in=expires_in,
         unique=unique,
@@ -203,6 +208,7 @@ def _published(row: store.NewRow, position: int) -> PublishedMessage:
 
 def _row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
     name, cause = str(message_id), current_cause()
+    at = due(draft.delay, draft.delay_level, draft.deliver_at)
     headers = "{}"
     traceparent: object = cause.traceparent
     if draft.headers:
@@ -220,8 +226,8 @@ def _row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
         causation_id=cause.message_id,
         traceparent=_name(TRACEPARENT, traceparent, may_be_empty=True),
         is_unique=_flag("unique", draft.unique),
-        delay=_span("delay", draft.delay),
-        deliver_at=_instant(draft),
+        delay=at if isinstance(at, timedelta) else None,
+        deliver_at=at if isinstance(at, datetime) else None,
         expires_in=_span("expires_in", draft.expires_in),
     )
 
@@ -346,12 +352,35 @@ _LONGEST = timedelta(days=3650)
 _EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def _instant(draft: Draft) -> datetime | None:
-    value = draft.deliver_at
-    if value is None:
-        return None
-    if draft.delay is not None:
-        raise InvalidMessage(f"delay ({draft.delay!r}) and deliver_at ({value!r}) were both given: give one of them.")
+def due(delay: timedelta | None, delay_level: str | int | None, deliver_at: datetime | None) -> timedelta | datetime | None:
+    """When a message is to be delivered: after a span, at an instant, or None: now.
+
+    Raises:
+        InvalidMessage: it cannot be, or there is more than one.
+    """
+    given = {"delay": delay, "delay_level": delay_level, "deliver_at": deliver_at}
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        each = " and ".join(f"{name} ({value!r})" for name, value in given.items())
+        raise InvalidMessage(f"{each} were given together: give one of them.")
+    if delay_level is not None:
+        return _level(delay_level)
+    return _span("delay", delay) if deliver_at is None else _instant(deliver_at)
+
+
+def _level(level: str | int) -> timedelta:
+    delays = outbox_options().delays
+    if isinstance(level, str) and level in delays:
+        return delays[level]
+    if type(level) is int and 1 <= level <= len(delays):
+        return list(delays.values())[level - 1]
+    raise InvalidMessage(
+        f"delay_level is {_short(level)}: it must be 1 to {len(delays)} or one of OUTBOX['DELAY_LEVELS'], {', '.join(delays)}. "
+        "Any other span is a delay=timedelta(…)."
+    )
+
+
+def _instant(value: datetime) -> datetime:
     if not isinstance(value, datetime):
         raise InvalidMessage(f"deliver_at is {value!r}: it must be an aware datetime.")
     if timezone.is_naive(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -15,7 +16,9 @@ from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
-_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DOORBELL", "LISTEN_ALIAS"}
+_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS"}
+_LEVEL = re.compile(r"([1-9][0-9]{0,4})([smhd])", re.ASCII)
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,7 @@ class OutboxOptions:
         EXCHANGE: the topic exchange that messages are published to.
         SOURCE: CloudEvents `source` of this service; "" derives "/<project>" from `ROOT_URLCONF`.
         BODY_LIMIT_BYTES: largest serialised payload that publish() takes.
+        DELAY_LEVELS: what `delay_level` may be, by name or counted from 1: "30s", "2m", "1h", "7d". The default is RocketMQ's.
         BATCH_SIZE: most messages in one pass of the relay.
         BATCH_DEADLINE: longest time one pass may wait for the broker.
         POLL_INTERVAL: longest rest of an idle relay; a busy one does not rest.
@@ -44,6 +48,10 @@ class OutboxOptions:
     EXCHANGE: str = "outbox"
     SOURCE: str = ""
     BODY_LIMIT_BYTES: int = 1024 * 1024
+    DELAY_LEVELS: tuple[str, ...] = (
+        *("1s", "5s", "10s", "30s", "1m", "2m", "3m", "4m", "5m"),
+        *("6m", "7m", "8m", "9m", "10m", "20m", "30m", "1h", "2h"),
+    )
     BATCH_SIZE: int = 500
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
@@ -66,8 +74,19 @@ class OutboxOptions:
             )
         if reason := why_no_exchange(self.EXCHANGE):
             raise ValueError(f"EXCHANGE is {self.EXCHANGE!r}: {reason}.")
+        for level in self.DELAY_LEVELS:
+            if not _LEVEL.fullmatch(level) or self.DELAY_LEVELS.count(level) > 1:
+                raise ValueError(
+                    f"DELAY_LEVELS has {level!r}: each must be a number and s, m, h or d, as in '2m', and be there once."
+                )
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
             raise ValueError(f"LISTEN_ALIAS is {self.LISTEN_ALIAS!r}, and DATABASES has: {', '.join(connections)}.")
+
+    @cached_property
+    def delays(self) -> dict[str, timedelta]:
+        """The delay levels by name, in their order."""
+        parts = {level: _LEVEL.fullmatch(level) for level in self.DELAY_LEVELS}
+        return {level: timedelta(**{_UNITS[part[2]]: int(part[1])}) for level, part in parts.items() if part}
 
     @cached_property
     def retry(self) -> RetryPolicy:

@@ -1,5 +1,5 @@
-"""What can go wrong when a message is published. Every error names the value and the remedy, and is raised before a row
-is written."""
+"""What can go wrong when a message is published or decided about. Every error names the value and the remedy, and is raised
+before a row is written."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ class PublishedOutsideTransaction(OutboxError):
 
 class InvalidMessage(OutboxError, ValueError):
     """A message that cannot be published as it is."""
+
+
+class UnknownMessage(OutboxError, ValueError):
+    """A message was named in a way that no message is."""
 
 
 class PayloadTooLarge(InvalidMessage):

@@ -1,12 +1,13 @@
-"""What operators do and see: cancel, requeue, count, purge."""
+"""What operators and the business decide about messages and see of them: cancel, reschedule, requeue, count, purge."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import Count, Min, Q
+from django.db.models import Count, Min, Q, QuerySet
 from django.db.models.expressions import RawSQL
 
 from outbox.kernel.clock import DatabaseTime
@@ -19,6 +20,7 @@ from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
 _OPERATORS_WAIT = timedelta(seconds=10)
 
 CANCELLABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.DEAD)
+RESCHEDULABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING)
 REQUEUEABLE = (State.DEAD, State.RETRYING)
 
 
@@ -28,16 +30,69 @@ def cancel(alias: str, position: int) -> bool:
     False: too late, or in a relay's hands. A message whose last outcome is unknown may be in the broker already; that is in
     nobody's power.
     """
+    return _decide(alias, position, CANCELLABLE, lambda row: row.update(state=State.CANCELLED, settled_at=DatabaseTime()))
+
+
+def reschedule(alias: str, position: int, due: datetime | timedelta) -> bool:
+    """scheduled | ready | retrying | waiting → scheduled for `due`, an instant or a span from now; a span of 0: → ready.
+
+    Its attempts begin anew, and what time it had left from being due until it expires, it has again. False: see `cancel`.
+    """
+
+    def postpone(row: QuerySet[OutboxMessage]) -> int:
+        locked = row.select_for_update().first()
+        if locked is None:
+            return 0
+        lasting = locked.expires_at and locked.expires_at - (locked.deliver_at or locked.created_at)
+        return row.update(
+            state=State.SCHEDULED if due else State.READY,
+            attempts=0,
+            deliver_at=_instant(due),
+            available_at=_instant(due),
+            expires_at=_instant(due + lasting) if lasting else None,
+        )
+
+    return _decide(alias, position, RESCHEDULABLE, postpone)
+
+
+def _instant(due: datetime | timedelta) -> datetime | DatabaseTime:
+    return DatabaseTime(due) if isinstance(due, timedelta) else due
+
+
+def _decide(alias: str, position: int, states: Sequence[State], write: Callable[[QuerySet[OutboxMessage]], int]) -> bool:
+    """`write` a row that is in one of these states and in no relay's hands; False: it is not.
+
+    What is not ready is in nobody's hands, and locked by writing it. For what is ready, a relay's pass over its shard is waited
+    for, and the shard kept from relays until the open transaction ends.
+    """
+    row = OutboxMessage.objects.using(alias).filter(pk=position)
+    resting = row.filter(state__in=[state for state in states if state is not State.READY])
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
-            if _in_hand(alias, position):
-                return False
-            cancellable = OutboxMessage.objects.using(alias).filter(pk=position, state__in=CANCELLABLE)
-            return bool(cancellable.update(state=State.CANCELLED, settled_at=DatabaseTime()))
+            if write(resting):
+                return True
+            return not _in_hand(alias, position) and bool(write(row.filter(state__in=states)))
     except OperationalError as error:
         if is_collision(error):
             return False
         raise
+
+
+def named(alias: str, topic: str, biz_id: str) -> list[int]:
+    """The positions of the messages with this business name, in the order in which to lock them: by shard."""
+    found = OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id).order_by("shard", "pk")
+    return list(found.values_list("pk", flat=True))
+
+
+def identified(alias: str, message_id: uuid.UUID) -> list[int]:
+    """The position of the message with this id, if there is one."""
+    return list(OutboxMessage.objects.using(alias).filter(message_id=message_id).values_list("pk", flat=True))
+
+
+def states_of(alias: str, positions: Sequence[int]) -> dict[int, str]:
+    """The state each of them is in, by position, the latest message first."""
+    found = OutboxMessage.objects.using(alias).filter(pk__in=positions).order_by("-pk")
+    return dict(found.values_list("pk", "state"))
 
 
 def requeue(alias: str, position: int) -> bool:

@@ -1,0 +1,154 @@
+"""Changing one's mind about a message that was published: cancel it, put it off, have it go now.
+
+All of it is one guarded UPDATE in the caller's own transaction, so it comes true together with the business change it belongs
+to, or not at all. The answer is honest: a message that a relay has in hand is waited for, and what it did is what is told.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from outbox import doorbell, store
+from outbox.api import due
+from outbox.errors import InvalidMessage, UnknownMessage
+
+
+class Outcome(StrEnum):
+    """What became of a wish."""
+
+    CANCELLED = "cancelled"
+    RESCHEDULED = "rescheduled"
+    TOO_LATE = "too_late"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The answer; true unless it is too late.
+
+    Attributes:
+        outcome: "cancelled" means that no relay will publish it. "too_late" means that nothing was changed.
+        state: the state that the message is in now, "" when there is none of that name.
+    """
+
+    outcome: Outcome
+    state: str
+
+    def __bool__(self) -> bool:
+        return self.outcome is not Outcome.TOO_LATE
+
+
+def cancel(
+    message_id: uuid.UUID | str | None = None,
+    *,
+    topic: str | None = None,
+    biz_id: str | None = None,
+    using: str = DEFAULT_DB_ALIAS,
+) -> Decision:
+    """Have a message not published: by its id, or all that have this topic and biz-id and are still to be published.
+
+    In the transaction that is open on `using`, or else in one of its own. A message that is ready may be in a relay's hands:
+    that is waited for, at most ten seconds, and from then on until the transaction ends no relay looks into its shard, so keep
+    the transaction short. On SQLite, whose one writer would wait for itself, it is too late, and its state `ready`.
+
+    Raises:
+        UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both.
+    """
+    return _decide(store.cancel, Outcome.CANCELLED, store.CANCELLABLE, _named(message_id, topic, biz_id), using)
+
+
+def reschedule(
+    message_id: uuid.UUID | str | None = None,
+    *,
+    topic: str | None = None,
+    biz_id: str | None = None,
+    delay: timedelta | None = None,
+    delay_level: str | int | None = None,
+    deliver_at: datetime | None = None,
+    using: str = DEFAULT_DB_ALIAS,
+) -> Decision:
+    """Deliver a message that is still to be published no earlier than then; named as for `cancel`.
+
+    The time that it had from being due until it expires, it has again. Its attempts begin anew. A message behind a failed one
+    of its key still waits for that.
+
+    Args:
+        delay, delay_level, deliver_at: one of them, as for `publish`.
+
+    Raises:
+        UnknownMessage: see `cancel`.
+        InvalidMessage: the time is none, or several.
+    """
+    at = due(delay, delay_level, deliver_at)
+    if at is None:
+        raise InvalidMessage(
+            "reschedule() was not told for when: give delay, delay_level or deliver_at, or call publish_now()."
+        )
+    return _reschedule(_named(message_id, topic, biz_id), at, using)
+
+
+def publish_now(
+    message_id: uuid.UUID | str | None = None,
+    *,
+    topic: str | None = None,
+    biz_id: str | None = None,
+    using: str = DEFAULT_DB_ALIAS,
+) -> Decision:
+    """`reschedule` to now: what is delayed or rests after a failure goes out as soon as the transaction has committed."""
+    return _reschedule(_named(message_id, topic, biz_id), timedelta(), using)
+
+
+async def acancel(*args: Any, **options: Any) -> Decision:
+    """`cancel` for async code, see `apublish`."""
+    return await sync_to_async(cancel)(*args, **options)
+
+
+async def areschedule(*args: Any, **options: Any) -> Decision:
+    """`reschedule` for async code, see `apublish`."""
+    return await sync_to_async(reschedule)(*args, **options)
+
+
+_Find = Callable[[str], list[int]]
+
+
+def _named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> _Find:
+    if message_id is not None and topic is None and biz_id is None:
+        try:
+            name = message_id if isinstance(message_id, uuid.UUID) else uuid.UUID(message_id)
+        except (ValueError, AttributeError, TypeError):
+            raise UnknownMessage(
+                f"{message_id!r} is no message id: it must be a UUID, the `id` of a PublishedMessage."
+            ) from None
+        return partial(store.identified, message_id=name)
+    if message_id is None and topic is not None and biz_id is not None:
+        return partial(store.named, topic=topic, biz_id=biz_id)
+    raise UnknownMessage("Name the message by its message_id, or by topic and biz_id together; not by both, and not by less.")
+
+
+def _reschedule(find: _Find, at: timedelta | datetime, using: str) -> Decision:
+    with transaction.atomic(using=using):
+        decision = _decide(partial(store.reschedule, due=at), Outcome.RESCHEDULED, store.RESCHEDULABLE, find, using)
+        if decision and not at:
+            doorbell.ring_after_commit(using)
+    return decision
+
+
+def _decide(
+    change: Callable[[str, int], bool], done: Outcome, open_states: Collection[str], find: _Find, using: str
+) -> Decision:
+    with transaction.atomic(using=using):
+        positions = find(using)
+        changed = [position for position in positions if change(using, position)]
+        states = store.states_of(using, positions)
+    left = [state for position, state in states.items() if position not in changed and state in open_states]
+    if changed and not left:
+        return Decision(done, states[changed[-1]])
+    return Decision(Outcome.TOO_LATE, next(iter(left or states.values()), ""))
