@@ -10,10 +10,11 @@ from functools import partial
 from random import Random
 
 import pytest
+from asgiref.sync import async_to_sync
 from django.db import connection, transaction
 from django.utils import timezone
 
-from outbox import InvalidMessage, UnknownMessage, cancel, publish_many, publish_now, reschedule, store
+from outbox import InvalidMessage, UnknownMessage, acancel, areschedule, cancel, publish_many, publish_now, reschedule, store
 from outbox.api import Draft
 from outbox.decisions import Decision, Outcome
 from outbox.kernel.clock import DatabaseTime
@@ -235,6 +236,16 @@ class TestADelayLevel:
     def test_of_no_such_name_is_refused(self, level):
         with pytest.raises(InvalidMessage, match="delay_level"):
             published(delay_level=level)
+
+
+def test_async_code_joins_the_transaction_as_well():
+    message = published(delay=HOUR)
+    with transaction.atomic():
+        assert async_to_sync(areschedule)(message.id, delay=2 * HOUR)
+        assert async_to_sync(acancel)(topic=TOPIC, biz_id=message.biz_id) == CANCELLED
+        transaction.set_rollback(True)
+
+    assert is_about(row_of(message).available_at, timezone.now() + HOUR)
 
 
 def test_a_cancelled_head_frees_its_key():
