@@ -358,14 +358,13 @@ def due(delay: timedelta | None, delay_level: str | int | None, deliver_at: date
     Raises:
         InvalidMessage: it cannot be, or there is more than one.
     """
-    given = {"delay": delay, "delay_level": delay_level, "deliver_at": deliver_at}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        each = " and ".join(f"{name} ({value!r})" for name, value in given.items())
-        raise InvalidMessage(f"{each} were given together: give one of them.")
-    if delay_level is not None:
-        return _level(delay_level)
-    return _span("delay", delay) if deliver_at is None else _instant(deliver_at)
+    if (delay is not None) + (delay_level is not None) + (deliver_at is not None) > 1:
+        raise InvalidMessage(
+            f"delay ({delay!r}), delay_level ({delay_level!r}) and deliver_at ({deliver_at!r}): only one of them can be given."
+        )
+    if deliver_at is not None:
+        return _instant(deliver_at)
+    return _span("delay", delay if delay_level is None else _level(delay_level))
 
 
 def _level(level: str | int) -> timedelta:

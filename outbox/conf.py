@@ -17,7 +17,7 @@ from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
 _NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS"}
-_LEVEL = re.compile(r"([1-9][0-9]{0,4})([smhd])", re.ASCII)
+_LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
@@ -85,8 +85,7 @@ class OutboxOptions:
     @cached_property
     def delays(self) -> dict[str, timedelta]:
         """The delay levels by name, in their order."""
-        parts = {level: _LEVEL.fullmatch(level) for level in self.DELAY_LEVELS}
-        return {level: timedelta(**{_UNITS[part[2]]: int(part[1])}) for level, part in parts.items() if part}
+        return {level: timedelta(**{_UNITS[level[-1]]: int(level[:-1])}) for level in self.DELAY_LEVELS}
 
     @cached_property
     def retry(self) -> RetryPolicy:

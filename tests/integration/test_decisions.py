@@ -237,6 +237,12 @@ class TestADelayLevel:
         with pytest.raises(InvalidMessage, match="delay_level"):
             published(delay_level=level)
 
+    def test_is_no_longer_than_any_other_delay(self, settings):
+        settings.OUTBOX = {"DELAY_LEVELS": ["9999d"]}
+
+        with pytest.raises(InvalidMessage, match="the longest span"):
+            published(delay_level=1)
+
 
 def test_async_code_joins_the_transaction_as_well():
     message = published(delay=HOUR)

@@ -130,6 +130,12 @@ class TestTheOutboxsOwn:
 
         assert "EXCHANGE" in problem
 
+    @pytest.mark.parametrize("levels", [["2 m"], ["m"], ["0s"], ["1w"], ["1h", "30m", "1h"], [""], ["-1s"]])
+    def test_a_delay_level_that_is_no_span_or_there_twice_is_refused(self, levels):
+        [problem] = problems_of({"DELAY_LEVELS": levels}, OutboxOptions)
+
+        assert "DELAY_LEVELS" in problem
+
     def test_the_source_is_the_project_unless_it_is_said(self):
         assert OutboxOptions().source == "/tests"
         assert OutboxOptions(SOURCE="/shop").source == "/shop"
