@@ -31,6 +31,7 @@ from outbox import publish
 from outbox.models import OutboxMessage
 from tests.app.models import Unique
 from tests.crash.oracle import CHAINS, Verdict, messages_due, verdict
+from tests.workers import catches
 
 ROOT = Path(__file__).parent.parent.parent
 PATIENCE_SECONDS = 60.0
@@ -65,7 +66,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Whether it listens to SIGTERM already; before that, Python ends at once, and rightly so."""
-        return _catches(self.process.pid, signal.SIGTERM) if self.is_alive else False
+        return catches(self.process.pid, signal.SIGTERM) if self.is_alive else False
 
     @property
     def is_stopped(self) -> bool:
@@ -417,16 +418,6 @@ def next_number() -> int:
 
 def _lines(place: Path) -> Counter[str]:
     return Counter(place.read_text().splitlines()) if place.exists() else Counter()
-
-
-def _catches(pid: int, number: signal.Signals) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        time.sleep(1)  # no /proc on this system, and no other way to see it
-        return True
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def _state(pid: int) -> str:
