@@ -1,4 +1,4 @@
-"""Statements that PostgreSQL parses and plans once for a connection instead of once for a message.
+"""Statements that PostgreSQL parses, and where they say so plans, once for many messages instead of once for each.
 
 Django switches psycopg's own preparing off, for good reason: behind a proxy that pools transactions the next one may run on
 another server process, where nothing is prepared. Such a proxy is seen by this: the process that answers is not the one that
