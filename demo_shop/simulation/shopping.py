@@ -95,7 +95,8 @@ class Customers:
         for purchase in purchases:
             self._queue.put(purchase)
         self._ledger = ledger
-        *self._others, self._last = [purchase for purchase in purchases if not purchase.abandoned]
+        *others, last = [purchase for purchase in purchases if not purchase.abandoned]
+        self._last = last if others else None
         self._before_the_last = before_the_last
 
     def run(self, stop: threading.Event) -> None:
@@ -104,7 +105,7 @@ class Customers:
             if stop.wait(max(0.0, opened_at + purchase.at - time.monotonic())):
                 return
             # Which other orders bring about.
-            while purchase is self._last and self._others and not self._before_the_last.wait(0.1):
+            while purchase is self._last and not self._before_the_last.wait(0.1):
                 if stop.is_set():
                     return
             self._buy(purchase)
