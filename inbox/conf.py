@@ -17,7 +17,7 @@ from outbox.kernel.text import why_unfit
 LOCAL_BROKER = "local://"
 IN_THE_DATABASE = "database"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-_MAY_BE_EMPTY = {"BROKER_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT", "LEASE_STORE"}
+_MAY_BE_EMPTY = {"BROKER_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT", "LEASE_STORE", "TRAIL"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class InboxOptions:
         TWIN_TIMEOUT: how long a delivery waits for a concurrent twin's transaction before it is put off.
         LEASE_STORE: where handlers with mode="lease" keep their leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are kept, which is the deduplication window.
+        TRAIL: which transitions leave a trail: "decisions", those that matter to a person, or "all".
+        TRAIL_RETENTION: how long the trail is kept.
         AGE_FENCE_MARGIN: a delivery older than RETENTION less this is not run, as its row may be purged already.
         POLL_INTERVAL: longest rest of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
@@ -62,6 +64,8 @@ class InboxOptions:
     TWIN_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = IN_THE_DATABASE
     RETENTION: timedelta = timedelta(days=30)
+    TRAIL: str = "decisions"
+    TRAIL_RETENTION: timedelta = timedelta(days=30)
     AGE_FENCE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
@@ -70,6 +74,7 @@ class InboxOptions:
 
     def __post_init__(self) -> None:
         options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
+        options.require_trail(self.TRAIL)
         if self.AGE_FENCE_MARGIN >= self.RETENTION:
             raise ValueError(
                 f"AGE_FENCE_MARGIN ({self.AGE_FENCE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "

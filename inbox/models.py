@@ -129,6 +129,34 @@ class Step(models.Model):
         return self.name
 
 
+class TrailEntry(models.Model):
+    """One transition of one message in one handler: written in the transaction of the transition, and never changed.
+
+    It outlives its message, so it is tied to it by its names alone.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    message_id = models.CharField("message id", max_length=NAME_LENGTH)
+    handler = models.CharField(max_length=NAME_LENGTH)
+    was = models.CharField("from", max_length=12)
+    became = models.CharField("to", max_length=12)
+    at = models.DateTimeField()
+    process = models.CharField(max_length=NAME_LENGTH)
+    reason = models.TextField(default="")
+
+    class Meta:
+        verbose_name = "trail entry"
+        verbose_name_plural = "trail"
+        default_permissions = ("view",)
+        indexes = (
+            models.Index(fields=["message_id", "id"], name="inbox_trail_message"),
+            models.Index(fields=["at"], name="inbox_trail_at"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.handler}, {self.message_id}: {self.was} → {self.became}"
+
+
 class TokenBucket(models.Model):
     """How many more messages a handler with a rate limit may take now, in all its processes together."""
 

@@ -56,6 +56,7 @@ class OutboxStuckFilter(StuckFilter):
 class OutboxMessageAdmin(MessageAdmin):
     tones: ClassVar[Any] = {
         State.PREPARED: Tone.LATER,
+        State.STUCK: Tone.STOPPED,
         State.SCHEDULED: Tone.LATER,
         State.READY: Tone.OPEN,
         State.RETRYING: Tone.FAILING,

@@ -16,7 +16,7 @@ from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
-_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS"}
+_NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL"}
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
@@ -31,6 +31,11 @@ class OutboxOptions:
         SOURCE: CloudEvents `source` of this service; "" derives "/<project>" from `ROOT_URLCONF`.
         BODY_LIMIT_BYTES: largest serialised payload that publish() takes.
         DELAY_LEVELS: what `delay_level` may be, by name or counted from 1: "30s", "2m", "1h", "7d". The default is RocketMQ's.
+        WHEEL_TICK, WHEEL_SLOTS: the timing wheel's resolution and the size of its ring.
+        CHECK_AFTER: how long a prepared message may go without a decision before its checker is asked.
+        CHECK_EVERY: rest between two questions about one prepared message.
+        CHECK_LIMIT: real answers "unknown" after which a prepared message is stuck until a person has it resumed.
+        CHECK_THREADS: checkers that run at a time in one relay process.
         BATCH_SIZE: most messages in one pass of the relay.
         BATCH_DEADLINE: longest time one pass may wait for the broker.
         POLL_INTERVAL: longest rest of an idle relay; a busy one does not rest.
@@ -39,6 +44,8 @@ class OutboxOptions:
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable one never is.
         RETRY_BASE, RETRY_CAP: rest after the first failed attempt, doubled each time, up to the cap.
         RETENTION: how long published, cancelled and expired rows stay before `outbox_purge` removes them.
+        TRAIL: which transitions leave a trail: "decisions", those that matter to a person, or "all".
+        TRAIL_RETENTION: how long the trail is kept.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
         WATCHDOG: a relay one of whose loops is silent this long is ended.
         SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
@@ -52,6 +59,12 @@ class OutboxOptions:
         *("1s", "5s", "10s", "30s", "1m", "2m", "3m", "4m", "5m"),
         *("6m", "7m", "8m", "9m", "10m", "20m", "30m", "1h", "2h"),
     )
+    WHEEL_TICK: timedelta = timedelta(milliseconds=10)
+    WHEEL_SLOTS: int = 64
+    CHECK_AFTER: timedelta = timedelta(seconds=6)
+    CHECK_EVERY: timedelta = timedelta(seconds=30)
+    CHECK_LIMIT: int = 15
+    CHECK_THREADS: int = 4
     BATCH_SIZE: int = 500
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
@@ -61,6 +74,8 @@ class OutboxOptions:
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_CAP: timedelta = timedelta(hours=2)
     RETENTION: timedelta = timedelta(days=7)
+    TRAIL: str = "decisions"
+    TRAIL_RETENTION: timedelta = timedelta(days=30)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
     WATCHDOG: timedelta = timedelta(seconds=60)
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)
@@ -79,6 +94,7 @@ class OutboxOptions:
                 raise ValueError(
                     f"DELAY_LEVELS has {level!r}: each must be a number and s, m, h or d, as in '2m', and be there once."
                 )
+        options.require_trail(self.TRAIL)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
             raise ValueError(f"LISTEN_ALIAS is {self.LISTEN_ALIAS!r}, and DATABASES has: {', '.join(connections)}.")
 

@@ -17,6 +17,7 @@ class State(models.TextChoices):
     """Where a message is in its life. Every transition is one guarded UPDATE in `outbox.store`."""
 
     PREPARED = "prepared"
+    STUCK = "stuck"
     SCHEDULED = "scheduled"
     READY = "ready"
     RETRYING = "retrying"
@@ -70,6 +71,9 @@ class OutboxMessage(models.Model):
         permissions = (
             ("requeue_outboxmessage", "Can requeue a dead or retrying message"),
             ("cancel_outboxmessage", "Can cancel a message that is not published"),
+            ("reschedule_outboxmessage", "Can reschedule a message that is not published, or have it sent now"),
+            ("restore_outboxmessage", "Can bring back a cancelled, expired or dead message"),
+            ("decide_outboxmessage", "Can decide about a prepared message"),
         )
         constraints = (
             models.UniqueConstraint(fields=["topic", "biz_id"], name="outbox_unique_biz_id", condition=Q(is_unique=True)),
@@ -89,7 +93,10 @@ class OutboxMessage(models.Model):
                 name="outbox_aside",
                 condition=Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at"))),
             ),
-            models.Index(fields=["available_at"], name="outbox_due", condition=Q(state__in=["scheduled", "retrying"])),
+            models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state__in=["scheduled", "retrying"])),
+            # What the timing wheel reads, topic by topic, so that a burst of one does not hide the others.
+            models.Index(fields=["topic", "available_at", "id"], name="outbox_schedule", condition=Q(state="scheduled")),
+            models.Index(fields=["available_at", "id"], name="outbox_undecided", condition=Q(state__in=["prepared", "stuck"])),
             models.Index(
                 fields=["key", "id"],
                 name="outbox_holding",
@@ -108,8 +115,79 @@ class OutboxMessage(models.Model):
         return f"{self.topic} {self.biz_id} ({self.state})"
 
 
+class ScheduledMessage(OutboxMessage):
+    """A message that waits for its time, for the admin's page of them."""
+
+    class Meta:
+        proxy = True
+        verbose_name = "scheduled message"
+        default_permissions = ()
+
+
+class PreparedMessage(OutboxMessage):
+    """A message whose business has not said yet whether it happened, for the admin's page of them."""
+
+    class Meta:
+        proxy = True
+        verbose_name = "prepared message"
+        default_permissions = ()
+
+
+class TrailEntry(models.Model):
+    """One transition of one message: written in the transaction of the transition, and never changed.
+
+    It outlives its message, so it is tied to it by the message id alone.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    message_id = models.UUIDField("message id")
+    was = models.CharField("from", max_length=12)
+    became = models.CharField("to", max_length=12)
+    at = models.DateTimeField()
+    process = models.CharField(max_length=NAME_LENGTH)
+    reason = models.TextField(default="")
+
+    class Meta:
+        verbose_name = "trail entry"
+        verbose_name_plural = "trail"
+        default_permissions = ("view",)
+        indexes = (
+            models.Index(fields=["message_id", "id"], name="outbox_trail_message"),
+            models.Index(fields=["at"], name="outbox_trail_at"),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.message_id}: {self.was} → {self.became}"
+
+
+class PendingCallback(models.Model):
+    """That the project wants to be told what became of a message, and has not been yet. The row goes when it has."""
+
+    id = models.BigAutoField(primary_key=True)
+    message = models.ForeignKey(OutboxMessage, on_delete=models.CASCADE)
+    event = models.CharField(max_length=12)
+    callback = models.CharField(max_length=NAME_LENGTH)
+    attempts = models.PositiveIntegerField(default=0)
+    available_at = models.DateTimeField("due")
+    last_error = models.TextField(default="")
+
+    class Meta:
+        verbose_name = "pending callback"
+        default_permissions = ("view",)
+        permissions = (
+            ("run_pendingcallback", "Can have a pending callback called now"),
+            ("discard_pendingcallback", "Can discard a pending callback"),
+        )
+        constraints = (models.UniqueConstraint(fields=["message", "event", "callback"], name="outbox_one_callback"),)
+        indexes = (models.Index(fields=["available_at", "id"], name="outbox_callback_due"),)
+
+    def __str__(self) -> str:
+        return f"{self.callback} of {self.event}"
+
+
 class RelayLease(models.Model):
-    """Who relays on a database that has one writer (SQLite), and what it has in hand."""
+    """Who does what one relay does alone, until when: relaying where the database has one writer (SQLite), and what it has in
+    hand; turning the timing wheel."""
 
     name = models.CharField(primary_key=True, max_length=32)
     token = models.UUIDField()

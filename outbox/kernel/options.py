@@ -53,6 +53,12 @@ def require_positive(options: Any, *names: str) -> None:
             raise ValueError(f"{name} is {value!r}: it must be greater than zero.")
 
 
+def require_trail(value: str) -> None:
+    """For `__post_init__`: refuse an amount of trail that there is not."""
+    if value not in {"decisions", "all"}:
+        raise ValueError(f"TRAIL is {value!r}: it must be 'decisions' or 'all'.")
+
+
 def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(str(name).upper(), types, n=1)
     remedy = f"Did you mean {close[0]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
