@@ -62,7 +62,8 @@ def cancel(
     Raises:
         UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both.
     """
-    return _decide(store.cancel, Outcome.CANCELLED, store.CANCELLABLE, _named(message_id, topic, biz_id), using)
+    change = partial(store.cancel, reason="cancel() by the business")
+    return _decide(change, Outcome.CANCELLED, store.CANCELLABLE, _named(message_id, topic, biz_id), using)
 
 
 def reschedule(
@@ -92,7 +93,7 @@ def reschedule(
         raise InvalidMessage(
             "reschedule() was not told for when: give delay, delay_level or deliver_at, or call publish_now()."
         )
-    return _reschedule(_named(message_id, topic, biz_id), at, using)
+    return _reschedule(_named(message_id, topic, biz_id), at, using, "reschedule()")
 
 
 def publish_now(
@@ -103,7 +104,7 @@ def publish_now(
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """`reschedule` to now: what is delayed or rests after a failure goes out as soon as the transaction has committed."""
-    return _reschedule(_named(message_id, topic, biz_id), timedelta(), using)
+    return _reschedule(_named(message_id, topic, biz_id), timedelta(), using, "publish_now()")
 
 
 async def acancel(*args: Any, **options: Any) -> Decision:
@@ -133,9 +134,10 @@ def _named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | 
     raise UnknownMessage("Name the message by its message_id, or by topic and biz_id together; not by both, and not by less.")
 
 
-def _reschedule(find: _Find, at: timedelta | datetime, using: str) -> Decision:
+def _reschedule(find: _Find, at: timedelta | datetime, using: str, called: str) -> Decision:
+    change = partial(store.reschedule, due=at, reason=f"{called} by the business")
     with transaction.atomic(using=using):
-        decision = _decide(partial(store.reschedule, due=at), Outcome.RESCHEDULED, store.RESCHEDULABLE, find, using)
+        decision = _decide(change, Outcome.RESCHEDULED, store.RESCHEDULABLE, find, using)
         if decision and not at:
             doorbell.ring_after_commit(using)
     return decision

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import Count, Min, Q, QuerySet
+from django.db.models import Count, Min, Q
 from django.db.models.expressions import RawSQL
 
 from outbox.kernel.clock import DatabaseTime
@@ -16,6 +17,7 @@ from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.kernel.faults import is_collision
 from outbox.models import SETTLED, OutboxMessage, RelayLease, State
 from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
+from outbox.store.trail import note
 
 _OPERATORS_WAIT = timedelta(seconds=10)
 
@@ -24,58 +26,82 @@ RESCHEDULABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING)
 REQUEUEABLE = (State.DEAD, State.RETRYING)
 
 
-def cancel(alias: str, position: int) -> bool:
+def cancel(alias: str, position: int, *, reason: str = "") -> bool:
     """scheduled | ready | retrying | waiting | dead → cancelled: no relay sends it any more.
 
     False: too late, or in a relay's hands. A message whose last outcome is unknown may be in the broker already; that is in
     nobody's power.
+
+    Args:
+        reason: for the trail: who did it.
     """
-    return _decide(alias, position, CANCELLABLE, lambda row: row.update(state=State.CANCELLED, settled_at=DatabaseTime()))
+    return _decide(alias, position, CANCELLABLE, lambda _: {"state": State.CANCELLED, "settled_at": DatabaseTime()}, reason)
 
 
-def reschedule(alias: str, position: int, due: datetime | timedelta) -> bool:
+def reschedule(alias: str, position: int, due: datetime | timedelta, *, reason: str = "") -> bool:
     """scheduled | ready | retrying | waiting → scheduled for `due`, an instant or a span from now; a span of 0: → ready.
 
     Its attempts begin anew, and what time it had left from being due until it expires, it has again. False: see `cancel`.
+
+    Args:
+        reason: for the trail: who did it. When it is due is added.
     """
 
-    def postpone(row: QuerySet[OutboxMessage]) -> int:
-        locked = row.select_for_update().first()
-        if locked is None:
-            return 0
-        lasting = locked.expires_at and locked.expires_at - (locked.deliver_at or locked.created_at)
-        return row.update(
-            state=State.SCHEDULED if due else State.READY,
-            attempts=0,
-            deliver_at=_instant(due),
-            available_at=_instant(due),
-            expires_at=_instant(due + lasting) if lasting else None,
-        )
+    def postponed(row: OutboxMessage) -> dict[str, Any]:
+        lasting = row.expires_at and row.expires_at - (row.deliver_at or row.created_at)
+        return {
+            "state": State.SCHEDULED if due else State.READY,
+            "attempts": 0,
+            "deliver_at": _instant(due),
+            "available_at": _instant(due),
+            "expires_at": _instant(due + lasting) if lasting else None,
+        }
 
-    return _decide(alias, position, RESCHEDULABLE, postpone)
+    return _decide(alias, position, RESCHEDULABLE, postponed, "; ".join(filter(None, (reason, _told(due)))))
 
 
 def _instant(due: datetime | timedelta) -> datetime | DatabaseTime:
     return DatabaseTime(due) if isinstance(due, timedelta) else due
 
 
-def _decide(alias: str, position: int, states: Sequence[State], write: Callable[[QuerySet[OutboxMessage]], int]) -> bool:
-    """`write` a row that is in one of these states and in no relay's hands; False: it is not.
+def _told(due: datetime | timedelta) -> str:
+    if isinstance(due, datetime):
+        return f"due {due.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"due in {due}" if due else "due now"
 
-    What is not ready is in nobody's hands, and locked by writing it. For what is ready, a relay's pass over its shard is waited
+
+_Written = Callable[[OutboxMessage], dict[str, Any]]
+
+
+def _decide(alias: str, position: int, states: Sequence[State], written: _Written, reason: str) -> bool:
+    """Write a row that is in one of these states and in no relay's hands; False: it is not.
+
+    What is not ready is in nobody's hands, and locking it is enough. For what is ready, a relay's pass over its shard is waited
     for, and the shard kept from relays until the open transaction ends.
     """
-    row = OutboxMessage.objects.using(alias).filter(pk=position)
-    resting = row.filter(state__in=[state for state in states if state is not State.READY])
+    resting = [state for state in states if state is not State.READY]
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
-            if write(resting):
+            if _write(alias, position, resting, written, reason):
                 return True
-            return not _in_hand(alias, position) and bool(write(row.filter(state__in=states)))
+            return not _in_hand(alias, position) and _write(alias, position, states, written, reason)
     except OperationalError as error:
         if is_collision(error):
             return False
         raise
+
+
+def _write(alias: str, position: int, states: Sequence[State], written: _Written, reason: str) -> bool:
+    """Lock a row that is in one of these states, write it and leave a trail of it; False: it is not in any."""
+    row = OutboxMessage.objects.using(alias).filter(pk=position, state__in=states)
+    # Locked first: an UPDATE does not tell which of these states it was.
+    locked = row.select_for_update().only("state", "expires_at", "deliver_at", "created_at").first()
+    if locked is None:
+        return False
+    values = written(locked)
+    row.update(**values)
+    note(alias, [position], was=locked.state, became=values["state"], reason=reason)
+    return True
 
 
 def named(alias: str, topic: str, biz_id: str) -> list[int]:
@@ -95,17 +121,19 @@ def states_of(alias: str, positions: Sequence[int]) -> dict[int, str]:
     return dict(found.values_list("pk", "state"))
 
 
-def requeue(alias: str, position: int) -> bool:
+def requeue(alias: str, position: int, *, reason: str = "") -> bool:
     """dead | retrying → ready, with a full set of attempts. False: it is in neither of these states.
 
     From now on it says of itself that an operator had it sent again: an earlier attempt may have reached some consumers, whose
     inbox then tells this copy from one that a relay sent twice.
+
+    Args:
+        reason: for the trail: who did it.
     """
-    return bool(
-        OutboxMessage.objects.using(alias)
-        .filter(pk=position, state__in=REQUEUEABLE)
-        .update(state=State.READY, attempts=0, available_at=DatabaseTime(), settled_at=None, headers=_marked_as_replayed(alias))
-    )
+    anew = {"state": State.READY, "attempts": 0, "available_at": DatabaseTime(), "settled_at": None}
+    marked = _marked_as_replayed(alias)
+    with transaction.atomic(using=alias):
+        return _write(alias, position, REQUEUEABLE, lambda _: {**anew, "headers": marked}, reason)
 
 
 def _marked_as_replayed(alias: str) -> RawSQL:

@@ -35,5 +35,6 @@ def note(alias: str, positions: Sequence[int], *, was: str, became: str, reason:
             f"INSERT INTO {_TRAIL} (message_id, was, became, at, process, reason) "
             f"SELECT message_id, %s, %s, {now(connection)}, %s, %s FROM {TABLE} "
             f"WHERE id {condition} AND state = %s ORDER BY id",
-            [was, became, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter, became],
+            # As text: psycopg writes an enum by its name.
+            [str(was), str(became), process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter, str(became)],
         )

@@ -39,7 +39,7 @@ class Command(BaseCommand):
             return
         progress = Progress("requeued", len(positions))
         for position in positions:
-            progress.advance(int(store.requeue(options["database"], position)))
+            progress.advance(int(store.requeue(options["database"], position, reason="outbox_requeue")))
         progress.finish()
         self.stdout.write(f"{progress.done} messages requeued.")
         refuse_unknown(map(str, named), found.values(), states)
