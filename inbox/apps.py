@@ -9,5 +9,9 @@ class InboxConfig(AppConfig):
 
     def ready(self) -> None:
         from inbox import checks  # noqa: F401 - registers itself
+        from inbox.store import life
+        from outbox.kernel.trail import register
+
+        register("inbox", life)
 
         autodiscover_modules("handlers")

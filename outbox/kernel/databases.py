@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -84,15 +84,31 @@ def require_table(alias: str, model: type[Model]) -> None:
     """
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
-    table = model._meta.db_table
     try:
-        with connections[alias].cursor() as cursor:
-            tables = connections[alias].introspection.table_names(cursor)
+        is_there = _has_table(alias, model)
     except (DatabaseError, InterfaceError):
         return
-    if table not in tables:
+    if not is_there:
+        table = model._meta.db_table
         command = "python manage.py migrate" + ("" if alias == DEFAULT_DB_ALIAS else f" --database {alias}")
         raise CommandError(f"The table {table} is missing in the database {alias!r}. Run `{command}`.")
+
+
+def with_table(model: type[Model], aliases: Collection[str] | None = None) -> tuple[list[str], list[str]]:
+    """Those of `aliases` (None: of all) whose database has the table of `model`, and those that do not answer."""
+    having, away = [], []
+    for alias in connections if aliases is None else aliases:
+        try:
+            if router.allow_migrate_model(alias, model) and _has_table(alias, model):
+                having.append(alias)
+        except (DatabaseError, InterfaceError):
+            away.append(alias)
+    return having, away
+
+
+def _has_table(alias: str, model: type[Model]) -> bool:
+    with connections[alias].cursor() as cursor:
+        return model._meta.db_table in connections[alias].introspection.table_names(cursor)
 
 
 def drop_unusable_connections() -> None:

@@ -1,0 +1,117 @@
+"""What the inbox knows of one message: its trail in every handler, and what their rows tell besides."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+
+from django.db import connections
+
+from inbox.conf import inbox_options
+from inbox.models import DUE, InboxMessage, State, TrailEntry
+from inbox.store.dialect import TABLE
+from outbox.kernel.clock import utcnow
+from outbox.kernel.databases import with_table
+from outbox.kernel.trail import Account, Moment, Standing
+
+_LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
+
+
+def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
+    """See `outbox.kernel.trail`. A message without a trail has a beginning and, once it is settled, an end by its rows."""
+    having, away = with_table(TrailEntry, aliases)
+    moments: list[Moment] = []
+    standings: list[Standing] = []
+    unknown = [f"The database {alias!r} does not answer, and may know more." for alias in away]
+    kept_since = utcnow() - inbox_options().TRAIL_RETENTION
+    for alias in having:
+        rows = {row.handler: row for row in _rows(alias, message_id)}
+        trails: dict[str, list[TrailEntry]] = {handler: [] for handler in rows}
+        for entry in TrailEntry.objects.using(alias).filter(message_id__in=_spellings(message_id)).order_by("pk"):
+            trails.setdefault(entry.handler, []).append(entry)
+        for handler, entries in trails.items():
+            moments += _moments(alias, handler, rows.get(handler), entries)
+            if handler not in rows:
+                unknown.append(f"The row of {handler} has been purged: only its trail is left.")
+        standings += [_standing(alias, row) for row in rows.values()]
+        if any(row.received_at < kept_since for row in rows.values()):
+            unknown.append(f"What happened in its handlers before {kept_since:%Y-%m-%d} may be purged.")
+    if not moments:
+        unknown.append(
+            "No handler here has it: none takes its topic, it has not arrived, another message of its biz-id came first, or "
+            "its row has been purged."
+        )
+    return Account(
+        searched=f"the inbox ({', '.join(having) or 'no database has its tables'})",
+        moments=moments,
+        standings=standings,
+        unknown=unknown,
+    )
+
+
+def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
+    """See `outbox.kernel.trail`. Handler by handler, because the index of biz-ids begins with their names."""
+    found: list[str] = []
+    for alias in with_table(TrailEntry, aliases)[0]:
+        with connections[alias].cursor() as cursor:
+            cursor.execute(
+                f"WITH RECURSIVE handlers(name) AS (SELECT (SELECT min(handler) FROM {TABLE}) UNION ALL "
+                f"SELECT (SELECT min(m.handler) FROM {TABLE} m WHERE m.handler > handlers.name) FROM handlers "
+                "WHERE handlers.name IS NOT NULL) SELECT m.message_id FROM handlers "
+                f"JOIN {TABLE} m ON m.handler = handlers.name AND m.topic = %s AND m.biz_id = %s "
+                "WHERE m.message_id <> '' ORDER BY m.id",
+                [topic, biz_id],
+            )
+            found += [message_id for (message_id,) in cursor.fetchall()]
+    return found
+
+
+def _rows(alias: str, message_id: str) -> Sequence[InboxMessage]:
+    rows = InboxMessage.objects.using(alias).filter(message_id__in=_spellings(message_id))
+    return list(rows.defer(*_LARGE).order_by("pk"))
+
+
+def _spellings(message_id: str) -> set[str]:
+    """Ours are written in one way, those of others in theirs. A message without an id cannot be asked for."""
+    try:
+        return {message_id, str(uuid.UUID(message_id))}
+    except ValueError:
+        return {message_id} - {""}
+
+
+def _moments(alias: str, handler: str, row: InboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[Moment]:
+    if row is not None and not (entries and entries[0].was == ""):
+        yield Moment(at=row.received_at, where=handler, was="", became=State.RECEIVED.value, database=alias)
+    for entry in entries:
+        yield Moment(
+            at=entry.at,
+            where=handler,
+            was=entry.was,
+            became=entry.became,
+            process=entry.process,
+            reason=entry.reason,
+            database=alias,
+        )
+    if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
+        return
+    was = entries[-1].became if entries else State.RECEIVED.value
+    yield Moment(at=row.settled_at, where=handler, was=was, became=row.state, database=alias)
+
+
+def _standing(alias: str, row: InboxMessage) -> Standing:
+    also = [
+        f"in the order of key {row.key!r}" if row.ordered else "",
+        f"{row.duplicates:,} duplicates suppressed" if row.duplicates else "",
+        "held back by the age fence" if row.quarantined else "",
+    ]
+    return Standing(
+        where=row.handler,
+        state=row.state,
+        topic=row.topic,
+        biz_id=row.biz_id,
+        attempts=row.attempts,
+        due=row.next_attempt_at if row.state in DUE else None,
+        error=row.last_error,
+        also=", ".join(filter(None, also)),
+        database=alias,
+    )

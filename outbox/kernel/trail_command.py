@@ -1,0 +1,190 @@
+"""The command that prints the life of a message, the same in both apps: `outbox_trail` and `inbox_trail`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import connections
+from django.utils import timezone
+
+from outbox.kernel.clock import utcnow
+from outbox.kernel.trail import Life, Moment, Standing, ids_of, life_of
+
+_NARROWEST, _WIDEST = 60, 200
+_MOST_LINES = 4
+"""Of one reason; all of it is in `--json` and in the admin."""
+_GAP = "  "
+
+
+class TrailCommand(BaseCommand):
+    """See the module."""
+
+    help = "Tell what happened to one message, from its transaction to its handlers: when, where, in whose hands and why."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="these messages")
+        parser.add_argument("--topic", help="with --biz-id: every message of this business name instead")
+        parser.add_argument("--biz-id", help="see --topic")
+        parser.add_argument("--database", help="look on this alias only (default: on all that have the tables)")
+        parser.add_argument("--json", action="store_true", help="print one JSON object a message")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        aliases = None if options["database"] is None else [options["database"]]
+        for alias in aliases or ():
+            if alias not in connections:
+                raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+        lives = [life_of(name, aliases) for name in _named(options, aliases)]
+        for life in lives:
+            if not life.is_known:
+                raise CommandError(f"Nothing is known of message {life.message_id!r}. {_unknown(life)}")
+        if options["json"]:
+            self.stdout.write("\n".join(json.dumps(_told(life)) for life in lives))
+        else:
+            width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
+            self.stdout.write("\n\n".join("\n".join(_drawn(life, width)) for life in lives))
+
+
+def _named(options: dict[str, Any], aliases: list[str] | None) -> list[str]:
+    message_ids, topic, biz_id = (options[name] for name in ("message_ids", "topic", "biz_id"))
+    if message_ids and topic is None and biz_id is None:
+        return list(message_ids)
+    if message_ids or topic is None or biz_id is None:
+        raise CommandError("Say which messages: MESSAGE_ID …, or --topic TOPIC and --biz-id BIZ_ID together.")
+    found = ids_of(topic, biz_id, aliases)
+    if not found:
+        raise CommandError(
+            f"No row here has topic {topic!r} and biz-id {biz_id!r}. What has been purged is known by its id only."
+        )
+    return found
+
+
+def _unknown(life: Life) -> str:
+    return " ".join([f"Searched: {'; '.join(life.searched)}.", *life.unknown])
+
+
+def _told(life: Life) -> dict[str, Any]:
+    return {
+        "message_id": life.message_id,
+        "life": [
+            {
+                "at": moment.at.isoformat(),
+                "where": moment.where,
+                "from": moment.was,
+                "to": moment.became,
+                "process": moment.process,
+                "reason": moment.reason,
+                "database": moment.database,
+            }
+            for moment in life.moments
+        ],
+        "now": [
+            {
+                "where": standing.where,
+                "state": standing.state,
+                "topic": standing.topic,
+                "biz_id": standing.biz_id,
+                "attempts": standing.attempts,
+                "due": standing.due and standing.due.isoformat(),
+                "error": standing.error,
+                "database": standing.database,
+            }
+            for standing in life.standings
+        ],
+        "unknown": list(life.unknown),
+        "namesakes": list(life.namesakes),
+    }
+
+
+def _drawn(life: Life, width: int) -> Iterator[str]:
+    yield f"message {life.message_id}"
+    for topic, biz_id in dict.fromkeys((standing.topic, standing.biz_id) for standing in life.standings):
+        yield _printable(f"topic   {topic}")
+        yield _printable(f"biz-id  {biz_id}")
+    if life.moments:
+        yield ""
+        yield from _moments(life, width)
+    if life.standings:
+        yield ""
+        yield "Now"
+        for standing in life.standings:
+            yield from _wrapped(_standing(standing), width, indent=2)
+    notes = list(life.unknown)
+    if life.namesakes:
+        notes.append(f"Other messages with this topic and biz-id, of which a handler runs one: {', '.join(life.namesakes)}.")
+    if notes:
+        yield ""
+        for note in notes:
+            yield from _wrapped(note, width)
+
+
+def _moments(life: Life, width: int) -> Iterator[str]:
+    """When, what became of it, where; then in whose hands, where there is room; below it the rest."""
+    rows = [(_instant(moment.at), _transition(moment), _where(moment), moment.process) for moment in life.moments]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    indent = widths[0] + len(_GAP)
+    in_a_row = sum(widths) + 3 * len(_GAP) <= width
+    yield f"{'Time (' + timezone.get_current_timezone_name() + ')':{widths[0]}}{_GAP}{'Transition':{widths[1]}}{_GAP}Where"
+    for moment, (at, transition, where, process) in zip(life.moments, rows, strict=True):
+        begun = f"{at}{_GAP}{transition:{widths[1]}}{_GAP}"
+        if in_a_row:
+            yield _printable(f"{begun}{where:{widths[2]}}{_GAP}{process}".rstrip())
+        elif len(begun) + len(where) <= width:
+            yield _printable(f"{begun}{where}")
+        else:
+            yield begun.rstrip()
+            yield from _wrapped(where, width, indent=indent)
+        if process and not in_a_row:
+            yield from _wrapped(process, width, indent=indent)
+        if moment.reason:
+            yield from _wrapped(moment.reason, width, indent=indent, lines=_MOST_LINES)
+
+
+def _instant(at: datetime) -> str:
+    return timezone.localtime(at).isoformat(sep=" ", timespec="milliseconds")[:23]
+
+
+def _transition(moment: Moment) -> str:
+    return f"{moment.was} → {moment.became}" if moment.was else f"→ {moment.became}"
+
+
+def _where(moment: Moment | Standing) -> str:
+    return moment.where if moment.database == "default" else f"{moment.where} ({moment.database})"
+
+
+def _standing(standing: Standing) -> str:
+    count = standing.attempts
+    words = [standing.state, f"{count} attempt{'' if count == 1 else 's'}"]
+    if standing.due is not None:
+        seconds = int((standing.due - utcnow()).total_seconds())
+        when = timezone.localtime(standing.due)
+        words.append(
+            f"due since {when:%Y-%m-%d %H:%M:%S}" if seconds < 0 else f"goes on at {when:%Y-%m-%d %H:%M:%S}, in {seconds} s"
+        )
+    if standing.also:
+        words.append(standing.also)
+    said = f"{_where(standing)}: {', '.join(words)}"
+    return f"{said}: {standing.error}" if standing.error else said
+
+
+def _wrapped(text: str, width: int, *, indent: int = 0, lines: int | None = None) -> list[str]:
+    space = " " * indent
+    return textwrap.wrap(
+        _printable(" ".join(text.split())),
+        width,
+        initial_indent=space,
+        subsequent_indent=space,
+        break_on_hyphens=False,
+        max_lines=lines,
+        placeholder=" …",
+    )
+
+
+def _printable(text: str) -> str:
+    """What an error quotes must not move the terminal's cursor."""
+    return "".join(character if character.isprintable() else "�" for character in text)

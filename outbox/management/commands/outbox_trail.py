@@ -1,0 +1,5 @@
+from outbox.kernel.trail_command import TrailCommand
+
+
+class Command(TrailCommand):
+    """The life of a message, see there."""

@@ -1,0 +1,110 @@
+"""What the outbox knows of one message: its trail, and what its row tells besides."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+
+from outbox.conf import outbox_options
+from outbox.kernel.clock import utcnow
+from outbox.kernel.databases import with_table
+from outbox.kernel.trail import Account, Moment, Standing
+from outbox.models import OutboxMessage, State, TrailEntry
+
+_HERE = "outbox"
+_GOES_ON = (State.SCHEDULED, State.RETRYING, State.PREPARED)
+"""States that a message leaves by itself at a time that its row tells."""
+
+
+def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
+    """See `outbox.kernel.trail`. A message without a trail has a beginning and, once it is settled, an end by its row."""
+    having, away = with_table(TrailEntry, aliases)
+    moments: list[Moment] = []
+    standings: list[Standing] = []
+    unknown = [f"The database {alias!r} does not answer, and may know more." for alias in away]
+    kept_since = utcnow() - outbox_options().TRAIL_RETENTION
+    name = _as_id(message_id)
+    for alias in having:
+        if name is None:  # ours are UUIDs
+            break
+        row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
+        entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
+        moments += _moments(alias, row, entries)
+        if row is not None:
+            standings.append(_standing(alias, row))
+            if row.created_at < kept_since:
+                unknown.append(f"What happened to it in the outbox before {kept_since:%Y-%m-%d} may be purged.")
+    if moments and not standings:
+        unknown.append("Its row in the outbox has been purged: only its trail is left.")
+    elif not moments:
+        unknown.append("No outbox here has it: it was published elsewhere, or its row and its trail have been purged.")
+    return Account(
+        searched=f"the outbox ({', '.join(having) or 'no database has its tables'})",
+        moments=moments,
+        standings=standings,
+        unknown=unknown,
+    )
+
+
+def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
+    """See `outbox.kernel.trail`."""
+    return [
+        str(message_id)
+        for alias in with_table(TrailEntry, aliases)[0]
+        for message_id in OutboxMessage.objects.using(alias)
+        .filter(topic=topic, biz_id=biz_id)
+        .order_by("pk")
+        .values_list("message_id", flat=True)
+    ]
+
+
+def _as_id(message_id: str) -> uuid.UUID | None:
+    try:
+        return uuid.UUID(message_id)
+    except ValueError:
+        return None
+
+
+def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[Moment]:
+    if row is not None and not (entries and entries[0].was == ""):
+        yield Moment(at=row.created_at, where=_HERE, was="", became=_began_as(row, entries), database=alias)
+    for entry in entries:
+        yield Moment(
+            at=entry.at,
+            where=_HERE,
+            was=entry.was,
+            became=entry.became,
+            process=entry.process,
+            reason=entry.reason,
+            database=alias,
+        )
+    if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
+        return
+    # Only what is ready is published; where others came from nobody wrote down.
+    was = State.READY.value if row.state == State.PUBLISHED else ""
+    yield Moment(at=row.settled_at, where=_HERE, was=was, became=row.state, database=alias)
+
+
+def _began_as(row: OutboxMessage, entries: Sequence[TrailEntry]) -> str:
+    first = entries[0].was if entries else row.state
+    if first in {State.PREPARED, State.STUCK, State.ROLLED_BACK}:
+        return State.PREPARED.value
+    # A time to be delivered at is given at the beginning, or later by rescheduling it, which has left its trail.
+    rescheduled = any(entry.became == State.SCHEDULED for entry in entries)
+    if first == State.SCHEDULED or (row.deliver_at is not None and not rescheduled):
+        return State.SCHEDULED.value
+    return State.READY.value
+
+
+def _standing(alias: str, row: OutboxMessage) -> Standing:
+    return Standing(
+        where=_HERE,
+        state=row.state,
+        topic=row.topic,
+        biz_id=row.biz_id,
+        attempts=row.attempts,
+        due=row.available_at if row.state in _GOES_ON else None,
+        error=row.last_error,
+        also=f"in the order of key {row.key!r}" if row.key else "",
+        database=alias,
+    )
