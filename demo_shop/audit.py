@@ -1,4 +1,4 @@
-"""Was anything lost, doubled, or done for an order that never was?
+"""Was anything lost, doubled, done too early, or done for an order that never was or was taken back?
 
 The idea: count facts independently of the machinery that is on trial, then compare. Which orders committed is known
 from the customers, who noted each number when its transaction had ended; what happened is counted in the business
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 ORDER = "orders"
 MOVEMENT = "stock movements"
@@ -17,11 +18,16 @@ PAYMENT = "payments"
 PAID = "orders paid"
 SHIPMENT = "shipments"
 SHIPPED = "orders shipped"
+SMS = "SMS"
+REMINDER = "reminders sent or spared"
 RATING = "ratings"
 RATING_CLOSED = "ratings closed"
 
-EFFECTS = (ORDER, MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED, RATING, RATING_CLOSED)
-"""What must have happened exactly once for every committed order, and never for any other."""
+EFFECTS = (ORDER, MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED, SMS, REMINDER, RATING, RATING_CLOSED)
+"""What must have happened exactly once for every committed order, and never for any other.
+
+Of an order that was taken back nothing may have happened but the order itself.
+"""
 
 Counts = Mapping[str, int]
 """How often, by order number."""
@@ -33,9 +39,13 @@ class Facts:
 
     Attributes:
         wanted: orders that were to be placed.
-        committed, rolled_back: order numbers, as the customers noted them.
+        committed, rolled_back, taken_back: order numbers, as the customers noted them; what was taken back was committed.
+        rated: order numbers that customers rated themselves, as they noted them.
         effects: by name, one of `EFFECTS`.
-        messages: outbox and inbox rows, by order number.
+        rated_by_itself: order numbers whose rating, by the table, no customer gave.
+        lateness: how long after its due time an effect happened, by the database's clock; negative is early. By name of the
+            effect and order number.
+        messages: outbox and inbox rows by order number, but for outbox rows that were cancelled.
         stock_differences: products whose quantity is not the sum of their movements, with the difference.
         injected: messages sent a second time on purpose, counted once per handler that gets the copy.
         copied: how many of these were copies of a message on the broker; None without a broker.
@@ -45,6 +55,7 @@ class Facts:
         repeated_calls: calls of the webhook with an event that was stored already.
         forged_calls, contradicting_calls: calls of the webhook that had to be refused.
         refused_calls: calls it did refuse.
+        too_late: orders that stayed, because their customers came too late to take them back.
         kills_wanted, kills: processes to be killed, and killed.
         bad_ends: processes that ended when nobody asked, or not with 0 when asked, in words.
         unfinished: what was still missing when patience ended, in words.
@@ -54,6 +65,10 @@ class Facts:
     committed: frozenset[str]
     rolled_back: frozenset[str]
     effects: Mapping[str, Counts]
+    taken_back: frozenset[str] = frozenset()
+    rated: frozenset[str] = frozenset()
+    rated_by_itself: frozenset[str] = frozenset()
+    lateness: Mapping[str, Mapping[str, timedelta]] = field(default_factory=dict)
     messages: Counts = field(default_factory=dict)
     stock_differences: Counts = field(default_factory=dict)
     injected: int = 0
@@ -65,10 +80,16 @@ class Facts:
     forged_calls: int = 0
     contradicting_calls: int = 0
     refused_calls: int = 0
+    too_late: int = 0
     kills_wanted: int = 0
     kills: int = 0
     bad_ends: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The orders that everything must have happened for."""
+        return self.committed - self.taken_back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +102,23 @@ class Finding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Early:
+    """One effect that happened before its time, by so many seconds."""
+
+    effect: str
+    order: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Audit:
     """The verdict.
 
     Attributes:
         lost: effects of committed orders that did not happen.
         doubled: effects that happened more than once.
-        ghosts: effects and messages of orders that were rolled back, or that nobody placed.
+        ghosts: effects and messages of orders that were rolled back or taken back, or that nobody placed.
+        early: effects that happened before they were due.
         problems: everything else that makes this run prove nothing, in words.
     """
 
@@ -95,11 +126,12 @@ class Audit:
     lost: tuple[Finding, ...]
     doubled: tuple[Finding, ...]
     ghosts: tuple[Finding, ...]
+    early: tuple[Early, ...]
     problems: tuple[str, ...]
 
     @property
     def passed(self) -> bool:
-        return not (self.lost or self.doubled or self.ghosts or self.problems)
+        return not (self.lost or self.doubled or self.ghosts or self.early or self.problems)
 
     def total(self, effect: str) -> int:
         return sum(self.facts.effects.get(effect, {}).values())
@@ -112,6 +144,7 @@ def audit(facts: Facts) -> Audit:
         lost=tuple(_lost(facts)),
         doubled=tuple(_doubled(facts)),
         ghosts=tuple(_ghosts(facts)),
+        early=tuple(_early(facts)),
         problems=tuple(_problems(facts)),
     )
 
@@ -119,7 +152,7 @@ def audit(facts: Facts) -> Audit:
 def _lost(facts: Facts) -> Iterator[Finding]:
     for effect in EFFECTS:
         counts = facts.effects.get(effect, {})
-        for order in sorted(facts.committed):
+        for order in sorted(facts.committed if effect == ORDER else facts.kept):
             if not counts.get(order):
                 yield Finding(effect=effect, order=order, count=0)
 
@@ -134,8 +167,15 @@ def _doubled(facts: Facts) -> Iterator[Finding]:
 def _ghosts(facts: Facts) -> Iterator[Finding]:
     for effect, counts in {**facts.effects, "messages": facts.messages}.items():
         for order, count in sorted(counts.items()):
-            if count and order not in facts.committed:
+            if count and order not in (facts.committed if effect == ORDER else facts.kept):
                 yield Finding(effect=effect, order=order, count=count)
+
+
+def _early(facts: Facts) -> Iterator[Early]:
+    for effect, spans in facts.lateness.items():
+        for order, span in sorted(spans.items()):
+            if span < timedelta():
+                yield Early(effect=effect, order=order, seconds=-span.total_seconds())
 
 
 def _problems(facts: Facts) -> Iterator[str]:
@@ -143,6 +183,8 @@ def _problems(facts: Facts) -> Iterator[str]:
     yield from facts.bad_ends
     for product, difference in sorted(facts.stock_differences.items()):
         yield f"the stock of {product} differs by {difference:+} from the sum of its movements"
+    for order in sorted(facts.rated & facts.rated_by_itself):
+        yield f"the customer of {order} rated it, and it has five stars by itself"
     if facts.dead:
         yield f"{facts.dead} dead letters"
     if facts.contradictions:
@@ -161,6 +203,10 @@ def _vacuities(facts: Facts) -> Iterator[str]:
         yield f"{len(facts.committed)} of {facts.wanted} orders were placed"
     if not facts.rolled_back:
         yield "no order was rolled back, so ghosts had no chance"
+    if not facts.taken_back:
+        yield "no order was taken back, so taking back had no chance"
+    if not any(facts.lateness.values()):
+        yield "nothing was due later, so early effects had no chance"
     if not facts.injected:
         yield "no duplicate was injected, so doubled effects had no chance"
     if facts.copied == 0:

@@ -34,6 +34,7 @@ INSTALLED_APPS = [
     "demo_shop.payments",
     "demo_shop.stock",
     "demo_shop.shipments",
+    "demo_shop.notices",
 ]
 
 MIDDLEWARE = [
@@ -91,7 +92,14 @@ INBOX = {
 # Every message of the shop has a biz-id from its producer, which is the shop itself.
 SILENCED_SYSTEM_CHECKS = ["inbox.I001"]
 
-# What the shop itself can be told. A real one waits two days for a rating and half an hour for a delivery of goods.
-SHOP_RATE_AFTER = timedelta(seconds=4)
+# The demo's own clock: a minute lasts so long, and an hour no longer, or 48 of them would last three minutes.
+DEMO_MINUTE = timedelta(milliseconds=60)
+DEMO_HOUR = DEMO_MINUTE
+
+# What the shop itself can be told.
+SHOP_TAKE_BACK_WITHIN = 10 * DEMO_MINUTE
+SHOP_SMS_AFTER = 20 * DEMO_MINUTE
+SHOP_UNPAID_AFTER = 30 * DEMO_MINUTE
+SHOP_RATE_AFTER = 48 * DEMO_HOUR
 SHOP_OUT_OF_STOCK_RETRY = timedelta(seconds=1)
 PAYMENTS_WEBHOOK_SECRET = "shared with the payment provider"  # noqa: S105 - it protects nothing

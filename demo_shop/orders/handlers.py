@@ -17,6 +17,11 @@ def mark_shipped(message: Message) -> None:
     services.mark_shipped(_order_of(message))
 
 
+@idempotent_handler("shop.order.unpaid")
+def remind(message: Message) -> None:
+    services.remind(_order_of(message))
+
+
 @idempotent_handler("shop.order.rate_by_itself")
 def rate_by_itself(message: Message) -> None:
     services.close_rating(_order_of(message))

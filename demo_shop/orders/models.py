@@ -6,12 +6,14 @@ Nothing here but the order's own number is unique: a handler that ran twice woul
 from __future__ import annotations
 
 from django.db import models
+from django.db.models.functions import Now
 
 
 class State(models.TextChoices):
     PLACED = "placed"
     PAID = "paid"
     SHIPPED = "shipped"
+    CANCELLED = "cancelled"
 
 
 class Order(models.Model):
@@ -20,8 +22,8 @@ class Order(models.Model):
     product = models.CharField(max_length=64)
     quantity = models.PositiveIntegerField()
     total = models.DecimalField(max_digits=10, decimal_places=2)
-    state = models.CharField(max_length=8, choices=State, default=State.PLACED)
-    placed_at = models.DateTimeField(auto_now_add=True)
+    state = models.CharField(max_length=9, choices=State, default=State.PLACED)
+    placed_at = models.DateTimeField("by the database's clock", db_default=Now())
 
     def __str__(self) -> str:
         return f"{self.number} ({self.state})"
@@ -34,11 +36,14 @@ class HistoryEntry(models.Model):
         PLACED = "placed"
         PAID = "paid"
         SHIPPED = "shipped"
+        CANCELLED = "cancelled"
+        REMINDED = "reminded"
+        REMINDER_SPARED = "reminder spared"
         RATING_CLOSED = "rating closed"
 
     order = models.ForeignKey(Order, on_delete=models.CASCADE, related_name="history")
     what = models.CharField(max_length=16, choices=What)
-    at = models.DateTimeField(auto_now_add=True)
+    at = models.DateTimeField("by the database's clock", db_default=Now())
 
     class Meta:
         verbose_name_plural = "history entries"
@@ -51,6 +56,7 @@ class Rating(models.Model):
     order = models.ForeignKey(Order, on_delete=models.CASCADE, related_name="ratings")
     stars = models.PositiveSmallIntegerField()
     by_itself = models.BooleanField("given because the customer was silent", default=False)
+    given_at = models.DateTimeField("by the database's clock", db_default=Now())
 
     def __str__(self) -> str:
         return "★" * self.stars

@@ -9,7 +9,7 @@ from django.conf import settings
 from django.db import transaction
 
 from demo_shop.orders.models import HistoryEntry, Order, State
-from outbox import publish
+from outbox import cancel, publish
 
 What = HistoryEntry.What
 
@@ -18,9 +18,13 @@ class AlreadyRated(Exception):
     """The order has its rating."""
 
 
+class TooLate(Exception):
+    """Others have been told of the order."""
+
+
 @transaction.atomic
 def place_order(customer: str, product: str, quantity: int, total: Decimal, *, number: str = "") -> Order:
-    """Take an order.
+    """Take an order. Nobody is told of it until the customer can no longer take it back.
 
     Args:
         number: what the checkout page has called it; default: a new one.
@@ -31,17 +35,37 @@ def place_order(customer: str, product: str, quantity: int, total: Decimal, *, n
     order.history.create(what=What.PLACED)
     announce(order)
     publish(
-        "shop.order.rate_by_itself",
-        {"order": order.number},
-        biz_id=f"rating-{order.number}",
-        delay=settings.SHOP_RATE_AFTER,
+        "shop.order.sms_due",
+        {"order": order.number, "customer": order.customer},
+        biz_id=f"sms-{order.number}",
+        delay=settings.SHOP_SMS_AFTER,
     )
+    publish("shop.order.unpaid", {"order": order.number}, biz_id=f"unpaid-{order.number}", delay=settings.SHOP_UNPAID_AFTER)
     return order
 
 
 @transaction.atomic
+def take_back(number: str) -> None:
+    """Cancel an order, and with it all that was to be said of it. Either all of that is in time or nothing is done.
+
+    Raises:
+        TooLate, Order.DoesNotExist: nothing was changed.
+    """
+    order = _locked(number)
+    for topic, name in (("shop.order.placed", "order"), ("shop.order.sms_due", "sms"), ("shop.order.unpaid", "unpaid")):
+        decision = cancel(topic=topic, biz_id=f"{name}-{number}")
+        if not decision:
+            raise TooLate(f"{topic} of {number} is {decision.state}")
+    order.history.create(what=What.CANCELLED)
+    Order.objects.filter(pk=order.pk).update(state=State.CANCELLED)
+
+
+@transaction.atomic
 def announce(order: Order) -> None:
-    """Tell everybody that `order` was placed. Telling it again is harmless: the biz-id is the order's own."""
+    """Tell everybody that `order` was placed, when it is too late to take it back.
+
+    Telling it again is harmless: the biz-id is the order's own.
+    """
     publish(
         "shop.order.placed",
         {
@@ -53,6 +77,7 @@ def announce(order: Order) -> None:
         },
         biz_id=f"order-{order.number}",
         key=f"customer-{order.customer}",
+        delay=settings.SHOP_TAKE_BACK_WITHIN,
     )
 
 
@@ -61,25 +86,52 @@ def mark_paid(number: str) -> None:
     """Raises Order.DoesNotExist."""
     order = _locked(number)
     order.history.create(what=What.PAID)
+    if cancel(topic="shop.order.unpaid", biz_id=f"unpaid-{number}"):
+        order.history.create(what=What.REMINDER_SPARED)
     # The shipment may be faster than this message: they travel through different queues.
     Order.objects.filter(pk=order.pk, state=State.PLACED).update(state=State.PAID)
 
 
 @transaction.atomic
+def remind(number: str) -> None:
+    """Ask for the money, unless it has come while this was on its way.
+
+    Raises Order.DoesNotExist.
+    """
+    order = _locked(number)
+    is_paid = order.history.filter(what=What.PAID).exists()
+    order.history.create(what=What.REMINDER_SPARED if is_paid else What.REMINDED)
+
+
+@transaction.atomic
 def mark_shipped(number: str) -> None:
-    """Raises Order.DoesNotExist."""
+    """The order is complete; from now on the customer has so long to rate it.
+
+    Raises Order.DoesNotExist.
+    """
     order = _locked(number)
     order.history.create(what=What.SHIPPED)
     Order.objects.filter(pk=order.pk).update(state=State.SHIPPED)
+    if order.ratings.exists():
+        order.history.create(what=What.RATING_CLOSED)
+    else:
+        publish("shop.order.rate_by_itself", {"order": number}, biz_id=f"rating-{number}", delay=settings.SHOP_RATE_AFTER)
 
 
 @transaction.atomic
 def rate(number: str, stars: int) -> None:
-    """Raises AlreadyRated, Order.DoesNotExist."""
+    """The customer's own rating. The five stars that were to come by themselves are taken back with it.
+
+    If they are on their way already, they find this one when they come.
+
+    Raises AlreadyRated, Order.DoesNotExist.
+    """
     order = _locked(number)
     if order.ratings.exists():
         raise AlreadyRated(number)
     order.ratings.create(stars=stars)
+    if cancel(topic="shop.order.rate_by_itself", biz_id=f"rating-{number}"):
+        order.history.create(what=What.RATING_CLOSED)
 
 
 @transaction.atomic

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 from django.apps import apps
 from django.conf import settings
@@ -12,17 +13,20 @@ from django.db.models import Sum
 
 from demo_shop import audit
 from demo_shop.audit import Facts
+from demo_shop.notices.models import Sms
 from demo_shop.orders.models import HistoryEntry, Order, Rating
 from demo_shop.payments.models import Payment
 from demo_shop.shipments.models import Shipment
 from demo_shop.simulation.ledger import Deed, Ledger
 from demo_shop.stock.models import Product, StockMovement
 
+What = HistoryEntry.What
 _HISTORY = {
-    audit.PAID: HistoryEntry.What.PAID,
-    audit.SHIPPED: HistoryEntry.What.SHIPPED,
-    audit.RATING_CLOSED: HistoryEntry.What.RATING_CLOSED,
+    audit.PAID: What.PAID,
+    audit.SHIPPED: What.SHIPPED,
+    audit.RATING_CLOSED: What.RATING_CLOSED,
 }
+_REMINDER = (What.REMINDED, What.REMINDER_SPARED)
 _AT_REST = {"published", "cancelled", "expired", "rolled_back", "done", "skipped", "shed", "dead"}
 
 
@@ -33,7 +37,11 @@ def is_local() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """The run's rows in the outbox and the inbox, by state, and what the inbox says of duplicates."""
+    """The run's rows in the outbox and the inbox, by state, and what the inbox says of duplicates.
+
+    Attributes:
+        messages: rows by order number, but for those that were cancelled.
+    """
 
     outbox: Counter[str]
     inbox: Counter[str]
@@ -58,7 +66,7 @@ def traffic(run: str) -> Traffic:
     inbox = apps.get_model("inbox", "InboxMessage").objects.filter(biz_id__contains=run)
     sent = list(outbox.values_list("state", "biz_id"))
     received = list(inbox.values_list("state", "biz_id", "duplicates", "conflicts"))
-    biz_ids = [biz_id for _, biz_id in sent] + [biz_id for _, biz_id, *_ in received]
+    biz_ids = [biz_id for state, biz_id in sent if state != "cancelled"] + [biz_id for _, biz_id, *_ in received]
     return Traffic(
         outbox=Counter(state for state, _ in sent),
         inbox=Counter(state for state, *_ in received),
@@ -76,12 +84,16 @@ def take(ledger: Ledger, *, wanted: int, kills_wanted: int) -> tuple[Facts, Traf
     """
     moving = traffic(ledger.run)
     effects = _effects(ledger.run)
-    committed, rolled_back = ledger.orders()
+    orders = ledger.orders()
     facts = Facts(
         wanted=wanted,
-        committed=committed,
-        rolled_back=rolled_back,
+        committed=orders.committed,
+        rolled_back=orders.rolled_back,
+        taken_back=orders.taken_back,
+        rated=orders.rated,
         effects=effects,
+        rated_by_itself=_rated_by_itself(ledger.run),
+        lateness=_lateness(ledger.run),
         messages=moving.messages,
         stock_differences=_stock_differences(ledger.run),
         injected=ledger.count(Deed.INJECTED),
@@ -93,6 +105,7 @@ def take(ledger: Ledger, *, wanted: int, kills_wanted: int) -> tuple[Facts, Traf
         forged_calls=ledger.count(Deed.FORGED_CALL),
         contradicting_calls=ledger.count(Deed.CONTRADICTING_CALL),
         refused_calls=ledger.count(Deed.REFUSED_CALL),
+        too_late=ledger.count(Deed.TOO_LATE),
         kills_wanted=kills_wanted,
         kills=ledger.count(Deed.KILL),
     )
@@ -107,6 +120,8 @@ def _effects(run: str) -> dict[str, dict[str, int]]:
         audit.MOVEMENT: _by_order(sold.values_list("order")),
         audit.PAYMENT: _by_order(Payment.objects.filter(order__startswith=run).values_list("order")),
         audit.SHIPMENT: _by_order(Shipment.objects.filter(order__startswith=run).values_list("order")),
+        audit.SMS: _by_order(Sms.objects.filter(order__startswith=run).values_list("order")),
+        audit.REMINDER: _by_order(history.filter(what__in=_REMINDER).values_list("order__number")),
         audit.RATING: _by_order(Rating.objects.filter(order__number__startswith=run).values_list("order__number")),
         **{effect: _by_order(history.filter(what=what).values_list("order__number")) for effect, what in _HISTORY.items()},
     }
@@ -114,6 +129,37 @@ def _effects(run: str) -> dict[str, dict[str, int]]:
 
 def _by_order(numbers: Iterable[tuple[str]]) -> dict[str, int]:
     return Counter(number for (number,) in numbers)
+
+
+def _rated_by_itself(run: str) -> frozenset[str]:
+    ratings = Rating.objects.filter(order__number__startswith=run, by_itself=True)
+    return frozenset(ratings.values_list("order__number", flat=True))
+
+
+def _lateness(run: str) -> dict[str, dict[str, timedelta]]:
+    """Each span counts from the row that begins it; nothing is read from the outbox."""
+    placed = dict(Order.objects.filter(number__startswith=run).values_list("number", "placed_at"))
+    history = HistoryEntry.objects.filter(order__number__startswith=run)
+    shipped = dict(history.filter(what=What.SHIPPED).values_list("order__number", "at"))
+    reminded = history.filter(what=What.REMINDED).values_list("order__number", "at")
+    rated = Rating.objects.filter(order__number__startswith=run, by_itself=True).values_list("order__number", "given_at")
+    reserved = StockMovement.objects.filter(order__startswith=run).values_list("order", "at")
+    told = Sms.objects.filter(order__startswith=run).values_list("order", "sent_at")
+    return {
+        audit.MOVEMENT: _since(placed, settings.SHOP_TAKE_BACK_WITHIN, reserved),
+        audit.SMS: _since(placed, settings.SHOP_SMS_AFTER, told),
+        audit.REMINDER: _since(placed, settings.SHOP_UNPAID_AFTER, reminded),
+        audit.RATING: _since(shipped, settings.SHOP_RATE_AFTER, rated),
+    }
+
+
+def _since(begun: Mapping[str, datetime], span: timedelta, effects: Iterable[tuple[str, datetime]]) -> dict[str, timedelta]:
+    """How late each effect was. One whose beginning is missing is a ghost, and found as such."""
+    late: dict[str, timedelta] = {}
+    for order, at in effects:
+        if order in begun:
+            late[order] = min(at - begun[order] - span, late.get(order, timedelta.max))
+    return late
 
 
 def _stock_differences(run: str) -> dict[str, int]:

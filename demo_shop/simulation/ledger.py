@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -19,7 +20,18 @@ class Deed(Enum):
     FORGED_CALL = "forged call"
     CONTRADICTING_CALL = "contradicting call"
     REFUSED_CALL = "refused call"
+    TOO_LATE = "came too late to take an order back"
     KILL = "kill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orders:
+    """The numbers of orders so far, by what their customers did with them."""
+
+    committed: frozenset[str]
+    rolled_back: frozenset[str]
+    taken_back: frozenset[str]
+    rated: frozenset[str]
 
 
 class Ledger:
@@ -36,6 +48,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._committed: set[str] = set()
         self._rolled_back: set[str] = set()
+        self._taken_back: set[str] = set()
+        self._rated: set[str] = set()
         self._deeds: Counter[Deed] = Counter()
 
     def committed(self, number: str) -> None:
@@ -46,14 +60,26 @@ class Ledger:
         with self._lock:
             self._rolled_back.add(number)
 
+    def taken_back(self, number: str) -> None:
+        with self._lock:
+            self._taken_back.add(number)
+
+    def rated(self, number: str) -> None:
+        with self._lock:
+            self._rated.add(number)
+
     def done(self, deed: Deed, times: int = 1) -> None:
         with self._lock:
             self._deeds[deed] += times
 
-    def orders(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The numbers of committed and of rolled back orders so far."""
+    def orders(self) -> Orders:
         with self._lock:
-            return frozenset(self._committed), frozenset(self._rolled_back)
+            return Orders(
+                committed=frozenset(self._committed),
+                rolled_back=frozenset(self._rolled_back),
+                taken_back=frozenset(self._taken_back),
+                rated=frozenset(self._rated),
+            )
 
     def count(self, deed: Deed) -> int:
         with self._lock:

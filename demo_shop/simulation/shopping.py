@@ -1,7 +1,8 @@
 """Customers and a supplier.
 
 Some customers change their mind: their order is rolled back after it was announced. Some change it about a part only,
-which is rolled back to a savepoint. Some have a browser that submits twice, and some wait for what is sold out.
+which is rolled back to a savepoint. Some take their order back after it was committed, in time or too late. Some have a
+browser that submits twice, and some wait for what is sold out. Some rate what they bought, at once or when it has come.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from decimal import Decimal
 from queue import Empty, SimpleQueue
 from typing import NoReturn
 
+from django.conf import settings
 from django.db import transaction
 
 from demo_shop.orders import services as orders
+from demo_shop.orders.models import HistoryEntry
 from demo_shop.simulation.ledger import Deed, Ledger
 from demo_shop.stock import services as stock
 
@@ -26,6 +29,12 @@ PRODUCTS = {"mug": Decimal("9.90"), "lamp": Decimal("34.50"), "chair": Decimal("
 CUSTOMERS = 40
 PART_SUBMITTED_TWICE = 0.08
 PART_RATED = 0.2
+PART_RATED_AT_ONCE = 0.3
+"""Of those who rate; the others wait for their parcel."""
+LONGEST_HESITATION = 1.2
+"""Of the time in which something can be done: who hesitates longer than 1 comes too late."""
+PART_REGRETTED = 0.1
+FEWEST_REGRETTED = 4
 PART_IN_STOCK_AT_FIRST = 0.6
 SUPPLIER_COMES_AFTER = 0.7
 """Of the shopping time."""
@@ -45,7 +54,10 @@ class Purchase:
         abandoned: rolled back after everything was written.
         gift: the number of a second order in the same transaction, rolled back to a savepoint; "" for none.
         submitted_twice: announced a second time, in a transaction of its own.
+        regretted: taken back, or too late for that.
         stars: the customer's own rating; 0 says nothing.
+        rated_at_once: the rating does not wait for the parcel.
+        hesitation: how long somebody thinks who takes an order back or rates it, as a part of the time there is.
     """
 
     at: float
@@ -57,7 +69,10 @@ class Purchase:
     abandoned: bool = False
     gift: str = ""
     submitted_twice: bool = False
+    regretted: bool = False
     stars: int = 0
+    rated_at_once: bool = False
+    hesitation: float = 0.0
 
 
 def plan(run: str, orders: int, seconds: float, rng: random.Random) -> list[Purchase]:
@@ -65,6 +80,9 @@ def plan(run: str, orders: int, seconds: float, rng: random.Random) -> list[Purc
     abandoned = max(1, orders // 10)
     fates = [False] * orders + [True] * abandoned
     rng.shuffle(fates)
+    lasting = [place for place, is_abandoned in enumerate(fates) if not is_abandoned]
+    regretted = rng.sample(lasting, k=min(len(lasting), max(FEWEST_REGRETTED, int(orders * PART_REGRETTED))))
+    at_once = set(regretted[::2])
     with_gift = set(rng.sample(range(len(fates)), k=max(1, len(fates) // 10)))
     purchases = []
     for place, is_abandoned in enumerate(fates):
@@ -80,8 +98,11 @@ def plan(run: str, orders: int, seconds: float, rng: random.Random) -> list[Purc
                 total=quantity * PRODUCTS[name],
                 abandoned=is_abandoned,
                 gift=f"{run}-{place:05}-gift" if place in with_gift else "",
-                submitted_twice=rng.random() < PART_SUBMITTED_TWICE,
-                stars=rng.randint(1, 4) if rng.random() < PART_RATED else 0,
+                submitted_twice=rng.random() < PART_SUBMITTED_TWICE and place not in regretted,
+                regretted=place in regretted,
+                stars=rng.randint(1, 4) if rng.random() < PART_RATED and place not in regretted else 0,
+                rated_at_once=rng.random() < PART_RATED_AT_ONCE,
+                hesitation=0.0 if place in at_once else rng.uniform(0, LONGEST_HESITATION),
             )
         )
     return purchases
@@ -95,7 +116,7 @@ class Customers:
         for purchase in purchases:
             self._queue.put(purchase)
         self._ledger = ledger
-        *others, last = [purchase for purchase in purchases if not purchase.abandoned]
+        *others, last = [purchase for purchase in purchases if not (purchase.abandoned or purchase.regretted)]
         self._last = last if others else None
         self._before_the_last = before_the_last
 
@@ -108,7 +129,8 @@ class Customers:
             while purchase is self._last and not self._before_the_last.wait(0.1):
                 if stop.is_set():
                     return
-            self._buy(purchase)
+            if self._buy(purchase):
+                self._think_again(purchase, stop)
 
     def _take(self) -> Iterator[Purchase]:
         while True:
@@ -117,7 +139,8 @@ class Customers:
             except Empty:
                 return
 
-    def _buy(self, purchase: Purchase) -> None:
+    def _buy(self, purchase: Purchase) -> bool:
+        """Whether it was bought in the end."""
         try:
             with transaction.atomic():
                 order = orders.place_order(
@@ -129,13 +152,24 @@ class Customers:
                     _change_mind()
         except ChangedMind:
             self._ledger.rolled_back(purchase.number)
-            return
+            return False
         self._ledger.committed(purchase.number)
         if purchase.submitted_twice:
             self._ledger.done(Deed.INJECTED, _HANDLERS_OF_ORDER_PLACED)
             orders.announce(order)
-        if purchase.stars:
-            orders.rate(order.number, purchase.stars)
+        return True
+
+    def _think_again(self, purchase: Purchase, stop: threading.Event) -> None:
+        if purchase.regretted:
+            stop.wait(purchase.hesitation * settings.SHOP_TAKE_BACK_WITHIN.total_seconds())
+            try:
+                orders.take_back(purchase.number)
+            except orders.TooLate:
+                self._ledger.done(Deed.TOO_LATE)
+            else:
+                self._ledger.taken_back(purchase.number)
+        if purchase.stars and purchase.rated_at_once:
+            rate(purchase, self._ledger)
 
     def _think_again_about_a_gift(self, purchase: Purchase) -> None:
         try:
@@ -144,6 +178,35 @@ class Customers:
                 _change_mind()
         except ChangedMind:
             self._ledger.rolled_back(purchase.gift)
+
+
+class Critics:
+    """Customers who rate what has come, each after a while, and some of them when the shop has done so for them."""
+
+    def __init__(self, purchases: list[Purchase], ledger: Ledger) -> None:
+        self._waiting = {purchase.number: purchase for purchase in purchases if purchase.stars and not purchase.rated_at_once}
+        self._ledger = ledger
+
+    def run(self, stop: threading.Event) -> None:
+        seen_at: dict[str, float] = {}
+        while not stop.wait(0.1):
+            now = time.monotonic()
+            shipped = HistoryEntry.objects.filter(order__number__in=self._waiting, what=HistoryEntry.What.SHIPPED)
+            for number in shipped.values_list("order__number", flat=True):
+                rated_at = seen_at.setdefault(number, now) + (
+                    self._waiting[number].hesitation * settings.SHOP_RATE_AFTER.total_seconds()
+                )
+                if now >= rated_at:
+                    rate(self._waiting.pop(number), self._ledger)
+
+
+def rate(purchase: Purchase, ledger: Ledger) -> None:
+    """As the customer; it is noted if it counts."""
+    try:
+        orders.rate(purchase.number, purchase.stars)
+    except orders.AlreadyRated:
+        return
+    ledger.rated(purchase.number)
 
 
 def _change_mind() -> NoReturn:

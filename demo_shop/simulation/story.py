@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from itertools import groupby
 
 from django.conf import settings
 from django.db import connection, connections
 from rich.console import Console
 
-from demo_shop.audit import MOVEMENT, PAID, PAYMENT, SHIPMENT, SHIPPED, Audit, Facts, audit
+from demo_shop.audit import MOVEMENT, PAID, PAYMENT, SHIPMENT, SHIPPED, SMS, Audit, Facts, audit
 from demo_shop.simulation import census, fleet, shopping
 from demo_shop.simulation.census import Traffic
 from demo_shop.simulation.copies import Copier
@@ -26,11 +27,11 @@ from demo_shop.simulation.screen import Screen
 
 _SECONDS_PER_KILL = 2.0
 _SHORTEST_DAY_SECONDS = 5.0
-_LOOK_EVERY_SECONDS = 0.25
+_LOOK_EVERY_SECONDS = 0.4
 _BAD_ENDS_BORNE = 3
-_OTHER_PEOPLE = 4
-"""The supplier, the killer, the provider and the copier."""
-_CHAIN = (MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED)
+_OTHER_PEOPLE = 5
+"""The supplier, the killer, the provider, the critics and the copier."""
+_CHAIN = (MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED, SMS)
 """When all of these have happened to one order, the queues of all copied topics are there."""
 
 
@@ -105,6 +106,7 @@ class _Day:
             self._copier_listens.set()  # there is none to wait for
         purchases = shopping.plan(ledger.run, options.orders, options.seconds, random.Random(options.seed))
         self._supplier = shopping.Supplier(purchases, options.seconds, ledger)
+        self._critics = shopping.Critics(purchases, ledger)
         self._customers = shopping.Customers(purchases, ledger, self._copier_listens)
 
     def run_until_calm(self) -> None:
@@ -115,7 +117,8 @@ class _Day:
         with _threads(self._options.threads + _OTHER_PEOPLE, stop, closing) as start:
             passers_by = [start(self._customers.run, stop) for _ in range(self._options.threads)]
             passers_by += [start(self._supplier.run, stop), start(self._kill_some, stop)]
-            residents = [start(Provider(self._ledger).run, closing), *self._start_copier(start, closing)]
+            residents = [start(Provider(self._ledger).run, closing), start(self._critics.run, closing)]
+            residents += self._start_copier(start, closing)
             while True:
                 everybody_has_left = all(future.done() for future in [*passers_by, *residents])
                 self._processes.mend()
@@ -166,7 +169,16 @@ def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
         f"{ledger.run}: {options.orders} orders from {options.threads} threads, {options.kills} kills, "
         f"on {connection.display_name} with {broker}, seed {options.seed}."
     )
+    minute, hour = (f"{span / timedelta(milliseconds=1):.0f} ms" for span in (settings.DEMO_MINUTE, settings.DEMO_HOUR))
+    screen.say(
+        f"A minute lasts {minute} here, and an hour {hour}: the SMS 20 minutes after an order comes after "
+        f"{_seconds(settings.SHOP_SMS_AFTER)}, the rating 48 hours after its parcel after {_seconds(settings.SHOP_RATE_AFTER)}."
+    )
     screen.say("Everything this run does carries its name; what earlier runs have left is neither cleared nor counted.")
+
+
+def _seconds(span: timedelta) -> str:
+    return f"{span.total_seconds():.1f} s"
 
 
 @contextmanager

@@ -6,6 +6,7 @@ A movement per order is not unique in the schema: a doubled one must be visible,
 from __future__ import annotations
 
 from django.db import models
+from django.db.models.functions import Now
 
 
 class Product(models.Model):
@@ -22,7 +23,7 @@ class StockMovement(models.Model):
     product = models.ForeignKey(Product, on_delete=models.PROTECT, related_name="movements")
     order = models.CharField("order number, empty for a delivery", max_length=64, default="", blank=True, db_index=True)
     quantity = models.IntegerField()
-    at = models.DateTimeField(auto_now_add=True)
+    at = models.DateTimeField("by the database's clock", db_default=Now())
 
     def __str__(self) -> str:
         return f"{self.quantity:+} for {self.order or 'the shelf'}"

@@ -1,17 +1,24 @@
 """The audit of the demo must be able to fail: it is fed every fault it exists to find."""
 
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
-from demo_shop.audit import EFFECTS, PAYMENT, SHIPMENT, Facts, Finding, audit
+from demo_shop.audit import EFFECTS, ORDER, PAYMENT, RATING, SHIPMENT, SMS, Early, Facts, Finding, audit
 
 ORDERS = frozenset({"run-1", "run-2", "run-3"})
+TAKEN_BACK = "run-0"
+A_MOMENT = timedelta(milliseconds=1)
 A_GOOD_DAY = Facts(
-    wanted=3,
-    committed=ORDERS,
+    wanted=4,
+    committed=ORDERS | {TAKEN_BACK},
     rolled_back=frozenset({"run-4"}),
-    effects={effect: dict.fromkeys(ORDERS, 1) for effect in EFFECTS},
+    taken_back=frozenset({TAKEN_BACK}),
+    rated=frozenset({"run-1"}),
+    rated_by_itself=frozenset({"run-2", "run-3"}),
+    effects={effect: dict.fromkeys(ORDERS, 1) for effect in EFFECTS} | {ORDER: dict.fromkeys([*ORDERS, TAKEN_BACK], 1)},
+    lateness={SMS: dict.fromkeys(ORDERS, A_MOMENT), RATING: dict.fromkeys(["run-2", "run-3"], timedelta())},
     messages=dict.fromkeys(ORDERS, 12),
     injected=4,
     suppressed=5,
@@ -33,13 +40,13 @@ def test_a_good_day_passes():
     result = audit(A_GOOD_DAY)
 
     assert result.passed
-    assert (result.lost, result.doubled, result.ghosts, result.problems) == ((), (), (), ())
+    assert (result.lost, result.doubled, result.ghosts, result.early, result.problems) == ((), (), (), (), ())
     assert result.total(PAYMENT) == 3
 
 
 @pytest.mark.parametrize("effect", EFFECTS)
 def test_an_effect_that_did_not_happen_is_lost(effect):
-    counts = {order: 1 for order in ORDERS if order != "run-2"}
+    counts = {order: count for order, count in A_GOOD_DAY.effects[effect].items() if order != "run-2"}
 
     result = audit(replace(A_GOOD_DAY, effects={**A_GOOD_DAY.effects, effect: counts}))
 
@@ -85,10 +92,33 @@ def test_an_effect_of_an_order_that_never_was_is_a_ghost(effect, order):
     assert not result.passed
 
 
-def test_a_message_of_a_rolled_back_order_is_a_ghost():
-    result = audit(replace(A_GOOD_DAY, messages={**A_GOOD_DAY.messages, "run-4": 1}))
+@pytest.mark.parametrize("effect", [effect for effect in EFFECTS if effect != ORDER])
+def test_an_effect_of_an_order_that_was_taken_back_is_a_ghost(effect):
+    result = audit(with_count(effect, TAKEN_BACK, 1))
 
-    assert result.ghosts == (Finding(effect="messages", order="run-4", count=1),)
+    assert result.ghosts == (Finding(effect=effect, order=TAKEN_BACK, count=1),)
+    assert not result.passed
+
+
+def test_an_order_that_was_taken_back_was_placed_all_the_same():
+    assert audit(with_count(ORDER, TAKEN_BACK, 0)).lost == (Finding(effect=ORDER, order=TAKEN_BACK, count=0),)
+
+
+@pytest.mark.parametrize("order", ["run-4", TAKEN_BACK])
+def test_a_message_of_an_order_that_was_rolled_back_or_taken_back_is_a_ghost(order):
+    result = audit(replace(A_GOOD_DAY, messages={**A_GOOD_DAY.messages, order: 1}))
+
+    assert result.ghosts == (Finding(effect="messages", order=order, count=1),)
+    assert not result.passed
+
+
+@pytest.mark.parametrize("effect", [SMS, RATING])
+def test_an_effect_that_happened_before_it_was_due_is_early(effect):
+    lateness = {**A_GOOD_DAY.lateness, effect: {**A_GOOD_DAY.lateness[effect], "run-3": -A_MOMENT}}
+
+    result = audit(replace(A_GOOD_DAY, lateness=lateness))
+
+    assert result.early == (Early(effect=effect, order="run-3", seconds=0.001),)
     assert not result.passed
 
 
@@ -96,6 +126,7 @@ def test_a_message_of_a_rolled_back_order_is_a_ghost():
     ("fault", "complaint"),
     [
         ({"stock_differences": {"mug": -2}}, "the stock of mug differs by -2 from the sum of its movements"),
+        ({"rated_by_itself": ORDERS}, "the customer of run-1 rated it, and it has five stars by itself"),
         ({"dead": 1}, "1 dead letters"),
         ({"contradictions": 1}, "1 messages contradicted an earlier one with their biz-id"),
         ({"bad_ends": ("outbox_relay 1 ended by itself with 1",)}, "outbox_relay 1 ended by itself with 1"),
@@ -114,7 +145,8 @@ def test_whatever_else_went_wrong_fails_the_run(fault, complaint):
 @pytest.mark.parametrize(
     ("emptiness", "complaint"),
     [
-        ({"wanted": 4}, "3 of 4 orders were placed"),
+        ({"wanted": 5}, "4 of 5 orders were placed"),
+        ({"lateness": {SMS: {}}}, "nothing was due later, so early effects had no chance"),
         ({"rolled_back": frozenset()}, "no order was rolled back, so ghosts had no chance"),
         ({"injected": 0}, "no duplicate was injected, so doubled effects had no chance"),
         ({"copied": 0}, "no message was copied on the broker, so redelivery had no chance"),
@@ -127,6 +159,20 @@ def test_a_run_that_proves_nothing_fails(emptiness, complaint):
 
     assert result.problems == (complaint,)
     assert not result.passed
+
+
+def test_a_run_in_which_no_order_was_taken_back_proves_nothing():
+    result = audit(
+        replace(
+            A_GOOD_DAY,
+            wanted=3,
+            committed=ORDERS,
+            taken_back=frozenset(),
+            effects={effect: dict.fromkeys(ORDERS, 1) for effect in EFFECTS},
+        )
+    )
+
+    assert result.problems == ("no order was taken back, so taking back had no chance",)
 
 
 def test_a_run_without_orders_proves_nothing():

@@ -76,6 +76,9 @@ def _as_json(result: Audit) -> dict[str, Any]:
         "passed": result.passed,
         "orders": len(facts.committed),
         "rolled_back": len(facts.rolled_back),
+        "taken_back": len(facts.taken_back),
+        "came_too_late_to_take_back": facts.too_late,
+        "rated_by_customers": len(facts.rated),
         "effects": {effect: result.total(effect) for effect in EFFECTS},
         "duplicates_injected": facts.injected,
         "copied_on_the_broker": facts.copied,
@@ -87,5 +90,6 @@ def _as_json(result: Audit) -> dict[str, Any]:
         "lost": [asdict(finding) for finding in result.lost],
         "doubled": [asdict(finding) for finding in result.doubled],
         "ghosts": [asdict(finding) for finding in result.ghosts],
+        "early": [asdict(finding) for finding in result.early],
         "problems": list(result.problems),
     }
