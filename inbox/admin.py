@@ -24,6 +24,7 @@ from inbox.leasing.operating import once_ended
 from inbox.leasing.stores import LeaseStoreAway
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
+from outbox.kernel.acting_admin import counted
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import (
     NOTHING,
@@ -40,7 +41,7 @@ from outbox.kernel.display import (
     visible,
     warning,
 )
-from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter, counted
+from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""

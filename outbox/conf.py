@@ -101,7 +101,7 @@ class OutboxOptions:
     @cached_property
     def delays(self) -> dict[str, timedelta]:
         """The delay levels by name, in their order."""
-        return {level: timedelta(**{_UNITS[level[-1]]: int(level[:-1])}) for level in self.DELAY_LEVELS}
+        return {level: span_of(level) for level in self.DELAY_LEVELS}
 
     @cached_property
     def retry(self) -> RetryPolicy:
@@ -120,6 +120,17 @@ class OutboxOptions:
     @cached_property
     def source(self) -> str:
         return self.SOURCE or "/" + str(getattr(settings, "ROOT_URLCONF", "")).partition(".")[0]
+
+
+def span_of(text: str) -> timedelta:
+    """A span written as a delay level is: "30s", "90m", "2h", "1d".
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    if not _LEVEL.fullmatch(text):
+        raise ValueError(f"{text!r} is no span: write a number and s, m, h or d, as in '30m'.")
+    return timedelta(**{_UNITS[text[-1]]: int(text[:-1])})
 
 
 _latest: tuple[object, OutboxOptions] | None = None

@@ -4,13 +4,11 @@ import json
 import re
 import uuid
 from datetime import timedelta
-from html.parser import HTMLParser
 
 import pytest
 from django.contrib import admin
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import Permission, User
-from django.contrib.messages import get_messages
+from django.contrib.auth.models import User
 from django.contrib.messages.storage.fallback import FallbackStorage
 from django.db import DatabaseError
 from django.test import Client
@@ -19,88 +17,18 @@ from django.urls import reverse
 from outbox import store
 from outbox.admin import OutboxMessageAdmin, RelayAdmin
 from outbox.conf import outbox_options
-from outbox.kernel import display, message_admin
+from outbox.kernel import acting_admin, display
 from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage, RelayHeartbeat, State
 from outbox.store import SILENT_AFTER
+from tests.admin_pages import CANCEL, DETAIL, LIST, NASTY, REQUEUE, VIEW, Page, a_message, act, said, shown, somebody, state_of
 from tests.heartbeats import a_relay
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 
-LIST = "admin:outbox_outboxmessage_changelist"
-DETAIL = "admin:outbox_outboxmessage_change"
-VIEW, REQUEUE, CANCEL = "view_outboxmessage", "requeue_outboxmessage", "cancel_outboxmessage"
 RELAYS, RELAY = "admin:outbox_relayheartbeat_changelist", "admin:outbox_relayheartbeat_change"
 VIEW_RELAYS = "view_relayheartbeat"
 LONG_AGO = timedelta(days=1)
-NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b&gt;"
-
-
-class Page(HTMLParser):
-    """What a browser would make of it: elements with their attributes, and the text outside of scripts."""
-
-    def __init__(self, response):
-        super().__init__()
-        assert response.status_code == 200, response
-        self.elements, self.text = [], ""
-        self.feed(response.content.decode())
-
-    def handle_starttag(self, tag, attributes):
-        self.elements.append((tag, dict(attributes)))
-
-    def handle_data(self, data):
-        self.text += data
-
-    def all(self, tag, **attributes):
-        return [found for name, found in self.elements if name == tag and all(found.get(k) == v for k, v in attributes.items())]
-
-    @property
-    def shape(self):
-        """Every element with the names of its attributes."""
-        return [(tag, *attributes) for tag, attributes in self.elements]
-
-
-def somebody(*codenames):
-    """A client of a member of staff with these permissions and no others."""
-    user = User.objects.create_user(f"staff{User.objects.count()}", is_staff=True)
-    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
-    client = Client()
-    client.force_login(user)
-    return client
-
-
-def a_message(state=State.READY, *, ago=timedelta(), due_ago=None, payload=None, using="default", **columns):
-    at = utcnow() - ago
-    values = {
-        "topic": "shop.order.placed",
-        "biz_id": f"order-{OutboxMessage.objects.using(using).count()}",
-        "shard": 1,
-        "body": json.dumps(payload if payload is not None else {"order": 1}).encode(),
-        "created_at": at,
-        "available_at": at if due_ago is None else utcnow() - due_ago,
-        **columns,
-    }
-    return OutboxMessage.objects.using(using).create(state=state, **values)
-
-
-def shown(client, **query):
-    """The primary keys in the list."""
-    response = client.get(reverse(LIST), query)
-    assert response.status_code == 200
-    return {row.pk for row in response.context["cl"].result_list}
-
-
-def act(client, action, *rows, query="", **fields):
-    data = {"action": action, "_selected_action": [row.pk for row in rows], **fields}
-    return client.post(reverse(LIST) + query, data)
-
-
-def said(response):
-    return [(message.level_tag, message.message) for message in get_messages(response.wsgi_request)]
-
-
-def state_of(row):
-    return OutboxMessage.objects.get(pk=row.pk).state
 
 
 class TestTheList:
@@ -138,7 +66,7 @@ class TestTheList:
         assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
 
     def test_counts_no_further_than_it_pages_and_says_so(self, monkeypatch):
-        monkeypatch.setattr(message_admin.BoundedPaginator, "LIMIT", 3)
+        monkeypatch.setattr(acting_admin.BoundedPaginator, "LIMIT", 3)
         client = somebody(VIEW)
         for _ in range(3):
             a_message()
@@ -442,6 +370,8 @@ class TestPermissions:
         assert {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")} == {
             "",
             "requeue",
+            "publish_now",
+            "reschedule",
             "cancel",
         }
 
@@ -530,10 +460,10 @@ class TestRequeueing:
         first, second = a_message(State.DEAD), a_message(State.DEAD)
         requeue = store.requeue
 
-        def fails_for_the_first(alias, position):
+        def fails_for_the_first(alias, position, *, reason):
             if position == first.pk:
                 raise DatabaseError("canceling statement due to <b>lock timeout</b>")
-            return requeue(alias, position)
+            return requeue(alias, position, reason=reason)
 
         monkeypatch.setattr(store, "requeue", fails_for_the_first)
 
@@ -580,7 +510,7 @@ class TestCancelling:
 
     def test_tells_when_a_relay_has_it_in_hand(self, monkeypatch):
         row = a_message(State.READY)
-        monkeypatch.setattr(store, "cancel", lambda alias, position: False)
+        monkeypatch.setattr(store, "cancel", lambda alias, position, *, reason: False)
 
         response = act(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes")
 

@@ -1,4 +1,4 @@
-"""The outbox in Django's admin: what waits, what failed and why, what an operator may do about it, and which relays run."""
+"""The messages of the outbox: found, and each on one page."""
 
 from __future__ import annotations
 
@@ -9,32 +9,19 @@ from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from outbox import store
+from outbox.admin.deciding import DecidingAdmin
 from outbox.conf import outbox_options
+from outbox.kernel.acting_admin import counted
 from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import (
-    NOTHING,
-    Tone,
-    age,
-    as_json,
-    as_payload,
-    as_text,
-    badge,
-    identifier,
-    moment,
-    note,
-    span,
-    stacked,
-    visible,
-)
+from outbox.kernel.display import NOTHING, age, as_json, as_payload, as_text, identifier, moment, note, stacked
 from outbox.kernel.envelope import JSON
-from outbox.kernel.message_admin import MessageAdmin, ReadOnlyAdmin, StateFilter, StuckFilter, counted
+from outbox.kernel.message_admin import StateFilter, StuckFilter
 from outbox.kernel.wire import CELERY_TOPICS
-from outbox.models import IN_TROUBLE, OutboxMessage, RelayHeartbeat, State
+from outbox.models import IN_TROUBLE, OutboxMessage, State
 
 _OPEN = (State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
@@ -53,30 +40,16 @@ class OutboxStuckFilter(StuckFilter):
 
 
 @admin.register(OutboxMessage)
-class OutboxMessageAdmin(MessageAdmin):
-    tones: ClassVar[Any] = {
-        State.PREPARED: Tone.LATER,
-        State.STUCK: Tone.STOPPED,
-        State.SCHEDULED: Tone.LATER,
-        State.READY: Tone.OPEN,
-        State.RETRYING: Tone.FAILING,
-        State.WAITING: Tone.LATER,
-        State.PUBLISHED: Tone.DONE,
-        State.DEAD: Tone.STOPPED,
-        State.EXPIRED: Tone.OVER,
-        State.CANCELLED: Tone.OVER,
-        State.ROLLED_BACK: Tone.OVER,
-    }
-    allowed_in: ClassVar[Any] = {"requeue": store.REQUEUEABLE, "cancel": store.CANCELLABLE}
-    large_columns = (*MessageAdmin.large_columns, "wire")
-    confirmation_template = "outbox/admin/confirm.html"
+class OutboxMessageAdmin(DecidingAdmin):
+    """Every message, and the page of one."""
+
+    large_columns = (*DecidingAdmin.large_columns, "wire")
     change_form_template = "outbox/admin/message.html"
     change_list_template = "outbox/admin/messages.html"
 
-    list_display = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
+    list_display: Any = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
-    list_filter = (OutboxStuckFilter, StateFilter)
-    actions = ("requeue", "cancel")
+    list_filter: ClassVar[Any] = (OutboxStuckFilter, StateFilter)
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "topic_name",
@@ -187,29 +160,6 @@ class OutboxMessageAdmin(MessageAdmin):
     def expires(self, row: Any) -> SafeString:
         return moment(row.expires_at, row.database_now)
 
-    def has_requeue_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.requeue_outboxmessage")
-
-    def has_cancel_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.cancel_outboxmessage")
-
-    @admin.action(permissions=["requeue"], description="Requeue")
-    def requeue(self, request: HttpRequest, queryset: QuerySet[OutboxMessage]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="requeued", transition=store.requeue)
-
-    @admin.action(permissions=["cancel"], description="Cancel…")
-    def cancel(self, request: HttpRequest, queryset: QuerySet[OutboxMessage]) -> HttpResponse | None:
-        if self.is_confirmed(request):
-            return self.carry_out(request, queryset, done="cancelled", transition=store.cancel)
-        return self.ask(
-            request,
-            queryset,
-            action="cancel",
-            question="Cancel these messages? No relay will send them any more. One whose confirmation was "
-            "outstanding may be in the broker already.",
-            button="Cancel the messages",
-        )
-
 
 def _form_of(row: Any) -> Any:
     """What is kept of the other protocol, as JSON; as text when somebody has made it unreadable; None when there is none."""
@@ -219,66 +169,3 @@ def _form_of(row: Any) -> Any:
         return json.loads(row.wire)
     except (ValueError, RecursionError):
         return row.wire
-
-
-@admin.register(RelayHeartbeat)
-class RelayAdmin(ReadOnlyAdmin):
-    """Which relays run, what each does, and what it waits for."""
-
-    change_list_template = "outbox/admin/relays.html"
-    list_display = ("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now")
-    fields: ClassVar[Any] = list_display
-    readonly_fields: ClassVar[Any] = list_display
-    sortable_by = ()
-    actions = None
-    show_full_result_count = False
-
-    class Media:
-        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
-
-    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return store.relays(self.using)
-
-    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        context = {"title": "Relays", "silent_after": span(store.SILENT_AFTER), "none_runs": self._none_runs()}
-        return super().changelist_view(request, {**context, **(extra_context or {})})
-
-    def _none_runs(self) -> str:
-        """That no relay runs, and what follows; "" when one does."""
-        if store.relays(self.using).filter(silent=False).exists():
-            return ""
-        ready = OutboxMessage.objects.using(self.using).filter(state=State.READY)
-        return f"No relay is running. Messages that are ready: {counted(ready)}."
-
-    @admin.display(description="process, version")
-    def process(self, row: Any) -> SafeString:
-        return stacked(identifier(f"{row.host}:{row.pid}"), identifier(row.version))
-
-    @admin.display(description="state")
-    def state(self, row: Any) -> SafeString:
-        if row.silent:
-            return stacked(badge("Silent", Tone.STOPPED), format_html("for {}", span(row.database_now - row.beat_at)))
-        if row.waits_for:
-            return stacked(badge("Waiting", Tone.FAILING), format_html("for {}", visible(row.waits_for)))
-        return badge("Starting", Tone.LATER) if row.last_pass_at is None else badge("Working", Tone.DONE)
-
-    @admin.display(description="started")
-    def started(self, row: Any) -> SafeString:
-        return age(row.started_at, row.database_now)
-
-    @admin.display(description="last heartbeat")
-    def heartbeat(self, row: Any) -> SafeString:
-        return age(row.beat_at, row.database_now)
-
-    @admin.display(description="last successful pass")
-    def last_pass(self, row: Any) -> SafeString:
-        return age(row.last_pass_at, row.database_now)
-
-    @admin.display(description="published")
-    def published_count(self, row: Any) -> str:
-        return f"{row.published:,}"
-
-    @admin.display(description="per second")
-    def rate_now(self, row: Any) -> str:
-        # What a silent relay does now is not known.
-        return NOTHING if row.silent else f"{row.rate:,.1f}"

@@ -1,0 +1,137 @@
+"""What a person may decide about messages in the outbox: each decision is one guarded transition of `outbox.store`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+
+from outbox import doorbell, store
+from outbox.admin.forms import ReasonForm, RescheduleForm
+from outbox.kernel.acting_admin import by
+from outbox.kernel.display import Tone, exact
+from outbox.kernel.message_admin import MessageAdmin
+from outbox.models import OutboxMessage, State
+
+_Messages = QuerySet[OutboxMessage]
+
+
+class DecidingAdmin(MessageAdmin):
+    """Outbox messages, and the actions on them. Each has a permission of its own."""
+
+    tones: ClassVar[Any] = {
+        State.PREPARED: Tone.LATER,
+        State.STUCK: Tone.STOPPED,
+        State.SCHEDULED: Tone.LATER,
+        State.READY: Tone.OPEN,
+        State.RETRYING: Tone.FAILING,
+        State.WAITING: Tone.LATER,
+        State.PUBLISHED: Tone.DONE,
+        State.DEAD: Tone.STOPPED,
+        State.EXPIRED: Tone.OVER,
+        State.CANCELLED: Tone.OVER,
+        State.ROLLED_BACK: Tone.OVER,
+    }
+    allowed_in: ClassVar[Any] = {
+        "requeue": store.REQUEUEABLE,
+        "publish_now": store.RESCHEDULABLE,
+        "reschedule": store.RESCHEDULABLE,
+        "cancel": store.CANCELLABLE,
+    }
+    actions: Any = ("requeue", "publish_now", "reschedule", "cancel")
+    confirmation_template = "outbox/admin/confirm.html"
+
+    def has_requeue_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.requeue_outboxmessage")
+
+    def has_reschedule_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.reschedule_outboxmessage")
+
+    def has_cancel_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.cancel_outboxmessage")
+
+    @admin.action(permissions=["requeue"], description="Requeue")
+    def requeue(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        return self.carry_out(request, queryset, done="requeued", transition=partial(store.requeue, reason=by(request)))
+
+    @admin.action(permissions=["reschedule"], description="Publish now…")
+    def publish_now(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        return self._once_confirmed(
+            request,
+            queryset,
+            action="publish_now",
+            question="Publish these messages now? What is sent cannot be taken back.",
+            button="Publish the messages now",
+            done="to be published now",
+            transition=_publish_now,
+        )
+
+    @admin.action(permissions=["reschedule"], description="Reschedule…")
+    def reschedule(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        form = RescheduleForm(request.POST if self.is_confirmed(request) else None)
+        if form.is_valid():
+            reason = form.cleaned_data["reason"]
+            return self.carry_out(
+                request,
+                queryset,
+                done=f"rescheduled, due {_told(form.due)}",
+                transition=partial(store.reschedule, due=form.due, reason=by(request, reason)),
+                reason=reason,
+            )
+        return self.ask(
+            request,
+            queryset,
+            action="reschedule",
+            question="Reschedule these messages? Their attempts begin anew, and those that expire have as long from then "
+            "as they had.",
+            button="Reschedule the messages",
+            form=form,
+        )
+
+    @admin.action(permissions=["cancel"], description="Cancel…")
+    def cancel(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        return self._once_confirmed(
+            request,
+            queryset,
+            action="cancel",
+            question="Cancel these messages? No relay will send them any more. One whose confirmation was "
+            "outstanding may be in the broker already.",
+            button="Cancel the messages",
+            done="cancelled",
+            transition=store.cancel,
+        )
+
+    def _once_confirmed(
+        self,
+        request: HttpRequest,
+        queryset: _Messages,
+        *,
+        action: str,
+        question: str,
+        button: str,
+        done: str,
+        transition: Callable[..., bool],
+    ) -> HttpResponse | None:
+        """Ask, with room for a reason; then carry out a transition that takes the reason for the trail."""
+        form = ReasonForm(request.POST if self.is_confirmed(request) else None)
+        if form.is_valid():
+            reason = form.cleaned_data["reason"]
+            told = partial(transition, reason=by(request, reason))
+            return self.carry_out(request, queryset, done=done, transition=told, reason=reason)
+        return self.ask(request, queryset, action=action, question=question, button=button, form=form)
+
+
+def _publish_now(alias: str, position: int, *, reason: str) -> bool:
+    published = store.reschedule(alias, position, timedelta(), reason=reason)
+    if published:
+        doorbell.ring_after_commit(alias)
+    return published
+
+
+def _told(due: timedelta | datetime) -> str:
+    return f"at {exact(due)}" if isinstance(due, datetime) else f"in {due}"

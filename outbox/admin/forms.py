@@ -1,0 +1,90 @@
+"""What an operator is asked for before an action."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import Any
+
+from django import forms
+from django.utils import timezone
+
+from outbox.api import due
+from outbox.conf import outbox_options, span_of
+from outbox.errors import InvalidMessage
+from outbox.kernel.clock import utcnow
+
+
+class ReasonForm(forms.Form):
+    reason = forms.CharField(
+        required=False,
+        max_length=500,
+        widget=forms.TextInput(attrs={"class": "vTextField"}),
+        help_text="Optional. It is kept in the log and in the trail, with your name.",
+    )
+
+
+class RescheduleForm(ReasonForm):
+    """Either a span from now, or an instant."""
+
+    delay = forms.CharField(
+        required=False, label="In", widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True})
+    )
+    deliver_at = forms.DateTimeField(
+        required=False,
+        label="Or at",
+        widget=forms.DateTimeInput(attrs={"type": "datetime-local", "step": "1"}, format="%Y-%m-%dT%H:%M:%S"),
+    )
+    field_order = ("delay", "deliver_at", "reason")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        levels = ", ".join(outbox_options().delays)
+        self.fields[
+            "delay"
+        ].help_text = f"From the moment you confirm: a number and s, m, h or d, as in 90s or 30m. Delay levels: {levels}."
+        self.fields["deliver_at"].help_text = f"In the time zone {timezone.get_current_timezone_name()}."
+
+    @property
+    def due(self) -> timedelta | datetime:
+        at: timedelta | datetime = self.cleaned_data["due"]
+        return at
+
+    def clean_delay(self) -> timedelta | None:
+        text = "".join(self.cleaned_data["delay"].split()).lower()
+        if not text:
+            return None
+        levels = outbox_options().delays
+        try:
+            span = levels[text] if text in levels else span_of(text)
+        except ValueError as error:
+            raise forms.ValidationError(str(error)) from error
+        _must_be_near(span)
+        return span
+
+    def clean_deliver_at(self) -> datetime | None:
+        instant: datetime | None = self.cleaned_data["deliver_at"]
+        if instant is None:
+            return None
+        if timezone.is_naive(instant):
+            instant = timezone.make_aware(instant)
+        if instant <= utcnow():
+            raise forms.ValidationError("It lies in the past. To have the messages sent at once, choose “Publish now…”.")
+        _must_be_near(instant)
+        return instant
+
+    def clean(self) -> dict[str, Any]:
+        given: dict[str, Any] = super().clean() or self.cleaned_data
+        if self.errors:
+            return given
+        times = [given[name] for name in ("delay", "deliver_at") if given.get(name) is not None]
+        if len(times) != 1:
+            raise forms.ValidationError("For when? Fill in either “In” or “Or at”, and not both.")
+        return {**given, "due": times[0]}
+
+
+def _must_be_near(at: timedelta | datetime) -> None:
+    """As near as for `publish`, which tells programmers where the bound is, and in their words."""
+    try:
+        due(*((at, None, None) if isinstance(at, timedelta) else (None, None, at)))
+    except InvalidMessage as error:
+        raise forms.ValidationError("That is too far ahead: ten years are the most.") from error

@@ -1,0 +1,87 @@
+"""The messages that wait for their time, the next one first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from outbox.admin.selections import SelectionAdmin
+from outbox.conf import outbox_options
+from outbox.kernel.acting_admin import counted
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.display import NOTHING, Tone, age, badge, exact, identifier, span, stacked, warning
+from outbox.models import ScheduledMessage, State
+
+
+class DueFilter(admin.SimpleListFilter):
+    """By how soon."""
+
+    title = "due"
+    parameter_name = "due"
+    spans: ClassVar[dict[str, timedelta]] = {
+        "minute": timedelta(minutes=1),
+        "hour": timedelta(hours=1),
+        "day": timedelta(days=1),
+        "week": timedelta(days=7),
+    }
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        overdue = ("overdue", f"Overdue by {span(model_admin.stuck_after())}")
+        return [overdue, *((name, f"Within a {name}") for name in self.spans)]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        wanted = self.value()
+        if wanted == "overdue":
+            return queryset.filter(available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
+        if wanted in self.spans:
+            return queryset.filter(available_at__lt=DatabaseTime(self.spans[wanted]))
+        return queryset
+
+
+@admin.register(ScheduledMessage)
+class ScheduledMessageAdmin(SelectionAdmin):
+    """In the order in which they go out, which is that of the index over due times."""
+
+    states = (State.SCHEDULED,)
+    ordering = ("available_at", "id")
+    list_display = ("due_in", "summary", "conditions", "delay", "message_id_name")
+    list_filter = (DueFilter,)
+    actions = ("publish_now", "reschedule", "cancel")
+    nothing = "No message waits for its time."
+    hint = "The next one to go out comes first. Instants are those of the database's clock."
+
+    def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
+        overdue = self.get_queryset(request).filter(available_at__lt=DatabaseTime(-self.stuck_after()))
+        if not overdue.exists():
+            return ()
+        late = f"Overdue by more than {span(self.stuck_after())}: {counted(overdue)}. Look whether a relay runs."
+        return (warning(late),)
+
+    @admin.display(description="due")
+    def due_in(self, row: Any) -> SafeString:
+        due = age(row.available_at, row.database_now)
+        if row.available_at < row.database_now - self.stuck_after():
+            due = format_html("{} {}", badge("Overdue", Tone.STOPPED), due)
+        return stacked(due, format_html('<span class="message-name">{}</span>', exact(row.available_at)))
+
+    @admin.display(description="key, priority, expiry")
+    def conditions(self, row: Any) -> SafeString:
+        lines = []
+        if row.key:
+            lines.append(format_html("key {}", identifier(row.key)))
+        if row.priority:
+            lines.append(format_html("priority {}", row.priority))
+        if row.expires_at is not None:
+            lines.append(age(row.expires_at, row.database_now, "expires "))
+        return stacked(*lines) if lines else format_html("{}", NOTHING)
+
+    @admin.display(description="delay, created")
+    def delay(self, row: Any) -> SafeString:
+        return stacked(format_html("{}", span(row.available_at - row.created_at)), age(row.created_at, row.database_now))

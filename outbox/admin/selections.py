@@ -1,0 +1,39 @@
+"""Lists of the messages in some states only. Each message has the one page that every message has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import reverse
+
+from outbox.admin.messages import OutboxMessageAdmin
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import OutboxMessage, State
+
+
+class SelectionAdmin(OutboxMessageAdmin):
+    """Who may view the messages may view each such list."""
+
+    states: ClassVar[Sequence[State]]
+    list_display_links = ("summary",)
+    sortable_by = ()
+    # The page of a message leads back to the list of all of them, which has other filters.
+    preserve_filters = False
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return super().get_queryset(request).filter(state__in=self.states)
+
+    def everything(self, request: HttpRequest) -> QuerySet[Any]:
+        return OutboxMessage.objects.using(self.using).annotate(database_now=DatabaseTime())
+
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return request.user.has_perm("outbox.view_outboxmessage")
+
+    def own_url(self, pk: int) -> str:
+        return reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[pk])
+
+    def change_view(self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: Any = None) -> HttpResponse:
+        return HttpResponseRedirect(reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[object_id]))

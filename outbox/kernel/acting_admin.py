@@ -1,0 +1,322 @@
+"""Rows in the admin that are read and acted on, never edited.
+
+An action is one guarded transition per row. What was picked is looked up again by primary key, never through the list's
+filter: a message that was published meanwhile has left the filter, and the operator must be told. A transition and its entry
+in the admin's log commit together.
+
+This module knows no model: `ActingAdmin` is told everything by its subclass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.views.main import ChangeList
+from django.core.paginator import Paginator
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.functional import cached_property
+from django.utils.safestring import SafeString
+
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.display import visible
+
+if TYPE_CHECKING:
+    from django.forms import Form
+
+    _ModelAdmin = admin.ModelAdmin[Any]
+    _Paginator = Paginator[Any]
+else:
+    _ModelAdmin = admin.ModelAdmin
+    _Paginator = Paginator
+
+
+class BoundedPaginator(_Paginator):
+    """Counts no further than anybody pages: counting millions of rows takes longer than people wait."""
+
+    LIMIT = 10_000
+
+    @cached_property
+    def _counted(self) -> int:
+        rows: Any = self.object_list
+        counted: int = rows.order_by().values("pk")[: self.LIMIT + 1].count()
+        return counted
+
+    @property
+    def count(self) -> int:
+        return min(self._counted, self.LIMIT)
+
+    @property
+    def is_cut(self) -> bool:
+        """Are there more than are counted?"""
+        return self._counted > self.LIMIT
+
+
+def counted(rows: QuerySet[Any]) -> str:
+    """How many rows there are, as far as anybody counts them: "10,000+"."""
+    counter = BoundedPaginator(rows.order_by("pk"), 1)
+    return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
+
+
+class LeanChangeList(ChangeList):
+    """The list, which leaves the large columns in the database."""
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
+        model_admin: Any = self.model_admin
+        return super().get_queryset(request, exclude_parameters).defer(*model_admin.large_columns)
+
+    def url_for_result(self, result: Any) -> str:
+        model_admin: Any = self.model_admin
+        url: str = model_admin.own_url(result.pk)
+        return url
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one picked row.
+
+    Attributes:
+        subject: what the operator knows it by.
+        failed: why nothing was done; "" when it was.
+        is_error: it is nobody's state that stood in the way, but a database that failed.
+    """
+
+    subject: str
+    failed: str = ""
+    is_error: bool = False
+
+
+class ReadOnlyAdmin(_ModelAdmin):
+    """Rows to be read, never to be added, changed or deleted.
+
+    Set `using` in a subclass to show another database than the default one.
+    """
+
+    using: ClassVar[str] = DEFAULT_DB_ALIAS
+    view_on_site = False
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        return False
+
+
+class ActingAdmin(ReadOnlyAdmin):
+    """Rows to be read and acted on."""
+
+    noun: ClassVar[str] = "message"
+    large_columns: ClassVar[Sequence[str]] = ()
+    confirmation_template: ClassVar[str]
+    refusals: ClassVar[tuple[type[Exception], ...]] = ()
+    """What a transition may raise to say why it could not be made; it is rolled back."""
+    nothing: ClassVar[str]
+    """What an empty list says."""
+    hint: ClassVar[str] = ""
+    """What the list's order and columns do not say by themselves."""
+
+    ACTION_LIMIT: ClassVar[int] = 500
+    """Most rows of one action: every one is a transaction of its own, and somebody waits for the page."""
+    LINE_LIMIT: ClassVar[int] = 20
+    """Most rows that are reported one by one."""
+
+    list_per_page = 50
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    paginator = BoundedPaginator
+
+    def subject(self, row: Any) -> str:
+        """How a row is called in a report."""
+        raise NotImplementedError
+
+    def badge_of(self, row: Any) -> SafeString:
+        raise NotImplementedError
+
+    def offers(self, action: str, row: Any) -> bool:
+        """Does this action make sense for the row, as it is now?"""
+        raise NotImplementedError
+
+    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+        """Why the action that was asked for did nothing to this row."""
+        raise NotImplementedError
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        rows: QuerySet[Any] = super().get_queryset(request).using(self.using).annotate(database_now=DatabaseTime())
+        return rows
+
+    def everything(self, request: HttpRequest) -> QuerySet[Any]:
+        """What an action looks its rows up in: also those that have left the list meanwhile."""
+        return self.get_queryset(request)
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        return LeanChangeList
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
+        """The filters' own parameters. A lookup on any column, typed into the address, could scan millions of rows."""
+        filters: Any = self.list_filter
+        return lookup in {one.parameter_name for one in filters}
+
+    def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
+        """What must not be overlooked by those who see the list."""
+        return ()
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        context = {"nothing": self.nothing, "hint": self.hint, "warnings": self.warnings(request)}
+        return super().changelist_view(request, {**context, **(extra_context or {})})
+
+    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        row: Any = kwargs.get("obj")
+        offered: Mapping[str, Any] = self.get_actions(request)
+        context["message_actions"] = [
+            (action, description) for _, action, description in offered.values() if row is not None and self.offers(action, row)
+        ]
+        context["changelist_url"] = self._changelist_url()
+        context["action_checkbox_name"] = ACTION_CHECKBOX_NAME
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def is_confirmed(self, request: HttpRequest) -> bool:
+        return request.POST.get("confirmed") == "yes"
+
+    def ask(
+        self,
+        request: HttpRequest,
+        queryset: QuerySet[Any],
+        *,
+        action: str,
+        question: str,
+        button: str,
+        form: Form | None = None,
+    ) -> HttpResponse | None:
+        """The page between an action and its being carried out, with everything it will act on."""
+        picked = self._picked(request, queryset)
+        if picked is None:
+            return None
+        context = {
+            **self.admin_site.each_context(request),
+            "title": question,
+            "opts": self.opts,
+            "media": self.media,
+            "rows": [
+                (row, self.badge_of(row), self.subject(row), self.offers(action, row))
+                for row in picked.values()
+                if row is not None
+            ],
+            "noun": self.noun,
+            "action": action,
+            "button": button,
+            "form": form,
+            "own_page": request.POST.get("own_page", ""),
+            "changelist_url": self._changelist_url(),
+            "action_checkbox_name": ACTION_CHECKBOX_NAME,
+        }
+        request.current_app = self.admin_site.name
+        return TemplateResponse(request, self.confirmation_template, context)
+
+    def carry_out(
+        self,
+        request: HttpRequest,
+        queryset: QuerySet[Any],
+        *,
+        done: str,
+        transition: Callable[[str, int], bool],
+        reason: str = "",
+    ) -> HttpResponse | None:
+        """Try the transition on each picked row and say what happened to each.
+
+        Args:
+            done: the past participle of what is done, "requeued".
+            transition: guarded; takes the database alias and the primary key, False when the state does not allow it.
+            reason: the operator's, for the log.
+        """
+        picked = self._picked(request, queryset)
+        if picked is None:
+            return None
+        entry = f"{done.capitalize()}: {reason}" if reason else f"{done.capitalize()}."
+        outcomes = [self._carry_out_one(request, queryset.db, pk, row, transition, entry) for pk, row in picked.items()]
+        self._report(request, done, outcomes)
+        if request.POST.get("own_page") and len(picked) == 1:
+            return HttpResponseRedirect(self.own_url(next(iter(picked))))
+        return None
+
+    def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[int, Any] | None:
+        """By primary key and in its order, None for a row that is gone; None altogether when it is too much."""
+        if request.POST.get("select_across") == "1":
+            keys = list(queryset.order_by("pk").values_list("pk", flat=True)[: self.ACTION_LIMIT + 1])
+        else:
+            keys = sorted({int(key) for key in request.POST.getlist(ACTION_CHECKBOX_NAME)})[: self.ACTION_LIMIT + 1]
+        if len(keys) > self.ACTION_LIMIT:
+            words = (
+                f"Nothing was done: these are more than {self.ACTION_LIMIT} {self.noun}s. Narrow the list, or use a command "
+                "(python manage.py help)."
+            )
+            self.message_user(request, words, messages.ERROR)
+            return None
+        fresh = self.everything(request).using(queryset.db).defer(*self.large_columns)
+        found = {row.pk: row for row in fresh.filter(pk__in=keys)}
+        return {key: found.get(key) for key in keys}
+
+    def _carry_out_one(
+        self,
+        request: HttpRequest,
+        alias: str,
+        pk: int,
+        row: Any,
+        transition: Callable[[str, int], bool],
+        entry: str,
+    ) -> Outcome:
+        if row is None:
+            return Outcome(subject=f"number {pk}", failed="it is gone")
+        subject = self.subject(row)
+        try:
+            with transaction.atomic(using=alias):
+                if transition(alias, pk):
+                    self.log_change(request, row, entry)
+                    return Outcome(subject=subject)
+            return Outcome(subject=subject, failed=self.why_not(request, alias, pk))
+        except DatabaseError as error:
+            # The rows before this one are done, so the operator must get a report and not an error page.
+            return Outcome(subject=subject, failed=visible(f"the database said {error}".strip()), is_error=True)
+        except self.refusals as error:
+            return Outcome(subject=subject, failed=visible(str(error)), is_error=True)
+
+    def _report(self, request: HttpRequest, done: str, outcomes: Sequence[Outcome]) -> None:
+        failures = [outcome for outcome in outcomes if outcome.failed]
+        if len(outcomes) > self.LINE_LIMIT:
+            if succeeded := len(outcomes) - len(failures):
+                self.message_user(request, f"{succeeded:,} of {len(outcomes):,} {self.noun}s {done}.", messages.SUCCESS)
+            if failures:
+                reasons = Counter(failure.failed for failure in failures).most_common()
+                words = "; ".join(f"{count:,}: {reason}" for reason, count in reasons[: self.LINE_LIMIT])
+                self.message_user(request, f"{len(failures):,} not {done}. {words}.", messages.WARNING)
+            outcomes = failures[: self.LINE_LIMIT // 2]
+        for outcome in outcomes:
+            # The noun first, because the admin capitalises the first letter, and an id is to be copied.
+            if outcome.failed:
+                level = messages.ERROR if outcome.is_error else messages.WARNING
+                words = f"{self.noun.capitalize()} {outcome.subject}: not {done}: {outcome.failed}"
+                self.message_user(request, words, level)
+            else:
+                self.message_user(request, f"{self.noun.capitalize()} {outcome.subject}: {done}", messages.SUCCESS)
+
+    def _changelist_url(self) -> str:
+        return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_changelist")
+
+    def own_url(self, pk: int) -> str:
+        return reverse(f"{self.admin_site.name}:{self.opts.app_label}_{self.opts.model_name}_change", args=[pk])
+
+
+def by(request: HttpRequest, reason: str = "") -> str:
+    """Who decided, and why, for the trail."""
+    user: Any = request.user
+    return f"by {user.get_username()} in the admin" + (f": {reason}" if reason else "")

@@ -1,0 +1,91 @@
+"""The outbox's pages in the admin, as a browser and a member of staff see them."""
+
+import json
+from datetime import timedelta
+from html.parser import HTMLParser
+
+from django.contrib.auth.models import Permission, User
+from django.contrib.messages import get_messages
+from django.test import Client
+from django.urls import reverse
+
+from outbox.kernel.clock import utcnow
+from outbox.models import OutboxMessage, State
+
+LIST = "admin:outbox_outboxmessage_changelist"
+DETAIL = "admin:outbox_outboxmessage_change"
+VIEW, REQUEUE, CANCEL = "view_outboxmessage", "requeue_outboxmessage", "cancel_outboxmessage"
+RESCHEDULE, RESTORE, DECIDE = "reschedule_outboxmessage", "restore_outboxmessage", "decide_outboxmessage"
+NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b&gt;"
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: elements with their attributes, and the text outside of scripts."""
+
+    def __init__(self, response):
+        super().__init__()
+        assert response.status_code == 200, response
+        self.elements, self.text = [], ""
+        self.feed(response.content.decode())
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def all(self, tag, **attributes):
+        return [found for name, found in self.elements if name == tag and all(found.get(k) == v for k, v in attributes.items())]
+
+    @property
+    def shape(self):
+        """Every element with the names of its attributes."""
+        return [(tag, *attributes) for tag, attributes in self.elements]
+
+
+def somebody(*codenames):
+    """A client of a member of staff with these permissions and no others."""
+    user = User.objects.create_user(f"staff{User.objects.count()}", is_staff=True)
+    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def a_message(state=State.READY, *, ago=timedelta(), due_ago=None, payload=None, using="default", **columns):
+    at = utcnow() - ago
+    values = {
+        "topic": "shop.order.placed",
+        "biz_id": f"order-{OutboxMessage.objects.using(using).count()}",
+        "shard": 1,
+        "body": json.dumps(payload if payload is not None else {"order": 1}).encode(),
+        "created_at": at,
+        "available_at": at if due_ago is None else utcnow() - due_ago,
+        **columns,
+    }
+    return OutboxMessage.objects.using(using).create(state=state, **values)
+
+
+def listed(client, page=LIST, **query):
+    """The primary keys in a list, in its order."""
+    response = client.get(reverse(page), query)
+    assert response.status_code == 200
+    return [row.pk for row in response.context["cl"].result_list]
+
+
+def shown(client, **query):
+    """The primary keys in the list of all."""
+    return set(listed(client, **query))
+
+
+def act(client, action, *rows, page=LIST, query="", **fields):
+    data = {"action": action, "_selected_action": [row.pk for row in rows], **fields}
+    return client.post(reverse(page) + query, data)
+
+
+def said(response):
+    return [(message.level_tag, message.message) for message in get_messages(response.wsgi_request)]
+
+
+def state_of(row):
+    return OutboxMessage.objects.get(pk=row.pk).state
