@@ -17,21 +17,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, publish, publish_many
+    from outbox.checkers import Answer, HalfMessage, checker
     from outbox.decisions import Decision, acancel, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
+        AlreadyDecided,
         InvalidMessage,
+        NoChecker,
         OutboxError,
         PayloadTooLarge,
+        PreparedInsideTransaction,
         PublishedOutsideTransaction,
         UnknownMessage,
     )
+    from outbox.preparing import Half, prepare
 
 __all__ = [
+    "AlreadyDecided",
+    "Answer",
     "Decision",
     "Draft",
+    "Half",
+    "HalfMessage",
     "InvalidMessage",
+    "NoChecker",
     "OutboxError",
     "PayloadTooLarge",
+    "PreparedInsideTransaction",
     "PublishedMessage",
     "PublishedOutsideTransaction",
     "UnknownMessage",
@@ -40,6 +51,8 @@ __all__ = [
     "apublish_many",
     "areschedule",
     "cancel",
+    "checker",
+    "prepare",
     "publish",
     "publish_many",
     "publish_now",
@@ -47,7 +60,18 @@ __all__ = [
 ]
 
 _PLACES = {
-    "outbox.errors": {"InvalidMessage", "OutboxError", "PayloadTooLarge", "PublishedOutsideTransaction", "UnknownMessage"},
+    "outbox.checkers": {"Answer", "HalfMessage", "checker"},
+    "outbox.errors": {
+        "AlreadyDecided",
+        "InvalidMessage",
+        "NoChecker",
+        "OutboxError",
+        "PayloadTooLarge",
+        "PreparedInsideTransaction",
+        "PublishedOutsideTransaction",
+        "UnknownMessage",
+    },
+    "outbox.preparing": {"Half", "prepare"},
     "outbox.decisions": {"Decision", "acancel", "areschedule", "cancel", "publish_now", "reschedule"},
 }
 """Where the public names are that are not in `outbox.api`."""

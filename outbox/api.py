@@ -132,7 +132,7 @@ def publish(
         strict_order=strict_order,
     )
     _require_transaction(using)
-    row = _row(draft, new_message_id())
+    row = new_row(draft, new_message_id())
     if strict_order:
         store.hold_order(using, [key])
     written = _insert_one(using, row)
@@ -149,7 +149,7 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
         PublishedOutsideTransaction, InvalidMessage, PayloadTooLarge: as `publish`.
     """
     drafts = list(drafts)
-    rows = list(map(_row, drafts, new_message_ids(len(drafts))))
+    rows = list(map(new_row, drafts, new_message_ids(len(drafts))))
     _require_transaction(using)
     store.hold_order(using, {draft.key for draft in drafts if draft.strict_order})
     published: list[PublishedMessage] = []
@@ -206,7 +206,12 @@ def _published(row: store.NewRow, position: int) -> PublishedMessage:
     return PublishedMessage(id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True)
 
 
-def _row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
+def new_row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
+    """The draft, checked and serialised.
+
+    Raises:
+        InvalidMessage, PayloadTooLarge: with the value and the remedy.
+    """
     name, cause = str(message_id), current_cause()
     at = due(draft.delay, draft.delay_level, draft.deliver_at)
     headers = "{}"

@@ -1,4 +1,5 @@
 from django.apps import AppConfig
+from django.utils.module_loading import autodiscover_modules
 
 
 class OutboxConfig(AppConfig):
@@ -12,3 +13,4 @@ class OutboxConfig(AppConfig):
         from outbox.store import life
 
         register("outbox", life)
+        autodiscover_modules("callbacks")

@@ -3,6 +3,8 @@ before a row is written."""
 
 from __future__ import annotations
 
+import uuid
+
 
 class OutboxError(Exception):
     """The root of everything this app raises on purpose."""
@@ -29,3 +31,42 @@ class UnknownMessage(OutboxError, ValueError):
 
 class PayloadTooLarge(InvalidMessage):
     """The serialised payload is over the limit."""
+
+
+class PreparedInsideTransaction(OutboxError):
+    """prepare() was called inside a transaction: the row would not be there when the process dies, and is not needed."""
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(
+            f"prepare() commits a row of its own on the database {alias!r}, and a transaction is open there: call it before "
+            "`atomic()` begins. If the effect is in that very database, no prepared message is needed: call publish() beside "
+            "the effect, in its transaction."
+        )
+
+
+class NoChecker(OutboxError):
+    """A message was prepared whose topic has no checker: a crash would leave it undecided for ever."""
+
+    def __init__(self, topic: str, known: list[str]) -> None:
+        super().__init__(
+            f"The topic {topic!r} has no checker, so nobody could say what became of its message after a crash: register one "
+            f"with @checker({topic!r}) in the callbacks.py of an installed app. Topics with a checker: "
+            f"{', '.join(sorted(known)) or 'none'}."
+        )
+
+
+class AlreadyDecided(OutboxError):
+    """A prepared message was to be committed or rolled back, and the opposite was decided before.
+
+    Attributes:
+        message_id: of the message.
+        state: that it is in now; "" when its row is gone.
+    """
+
+    def __init__(self, message_id: uuid.UUID, wish: str, state: str) -> None:
+        self.message_id, self.state = message_id, state
+        was = f"is {state}: its checker or an operator decided otherwise" if state else "is not here any more"
+        super().__init__(
+            f"The prepared message {message_id} was to be {wish}, and it {was} before. Its business must be undone by hand, or "
+            "its message published anew. A checker must answer ROLLBACK only when it has made sure that nothing comes any more."
+        )

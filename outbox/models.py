@@ -96,7 +96,12 @@ class OutboxMessage(models.Model):
             models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state__in=["scheduled", "retrying"])),
             # What the timing wheel reads, topic by topic, so that a burst of one does not hide the others.
             models.Index(fields=["topic", "available_at", "id"], name="outbox_schedule", condition=Q(state="scheduled")),
-            models.Index(fields=["available_at", "id"], name="outbox_undecided", condition=Q(state__in=["prepared", "stuck"])),
+            # By state first: what is stuck, and long due, must not lie in the way of the next check.
+            models.Index(
+                fields=["state", "available_at", "id"],
+                name="outbox_undecided",
+                condition=Q(state__in=["prepared", "stuck"]),
+            ),
             models.Index(
                 fields=["key", "id"],
                 name="outbox_holding",

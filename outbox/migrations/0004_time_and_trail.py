@@ -93,7 +93,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='outboxmessage',
-            index=models.Index(condition=models.Q(('state__in', ['prepared', 'stuck'])), fields=['available_at', 'id'], name='outbox_undecided'),
+            index=models.Index(condition=models.Q(('state__in', ['prepared', 'stuck'])), fields=['state', 'available_at', 'id'], name='outbox_undecided'),
         ),
         migrations.AddField(
             model_name='pendingcallback',

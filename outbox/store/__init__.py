@@ -37,8 +37,17 @@ from outbox.store.operating import (
     states,
     states_of,
 )
+from outbox.store.preparing import (
+    ask_at_once,
+    claim_checks,
+    commit_prepared,
+    count_unknown,
+    note_no_answer,
+    resume,
+    roll_back_prepared,
+)
 from outbox.store.settling import PUT_OFF, Failure, Settlement, promote_due, recall, release_waiting, settle, topics_put_off
-from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, shard_of
+from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
 
 __all__ = [
     "CANCELLABLE",
@@ -56,11 +65,15 @@ __all__ = [
     "RelayedMessage",
     "Settlement",
     "Sight",
+    "ask_at_once",
     "beat",
     "bound_transaction",
     "cancel",
+    "claim_checks",
     "claim_ready",
     "claims_by_locks",
+    "commit_prepared",
+    "count_unknown",
     "find_unique",
     "forget_silent",
     "hold_order",
@@ -68,8 +81,10 @@ __all__ = [
     "insert",
     "insert_formed",
     "insert_many",
+    "insert_prepared",
     "look",
     "named",
+    "note_no_answer",
     "oldest_waiting",
     "promote_due",
     "purge_settled",
@@ -79,7 +94,9 @@ __all__ = [
     "release_waiting",
     "requeue",
     "reschedule",
+    "resume",
     "retire",
+    "roll_back_prepared",
     "settle",
     "shard_of",
     "states",

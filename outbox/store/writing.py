@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ORDER_SPACE = zlib.crc32(f"{TABLE}.key".encode()) - 2**31
 """First key of the advisory locks that hold the order of keys; the second is a hash of the key."""
 
-_READY, _SCHEDULED = State.READY.value, State.SCHEDULED.value
+_READY, _SCHEDULED, _PREPARED = State.READY.value, State.SCHEDULED.value, State.PREPARED.value
 _INSERT_CHUNK = 500
 _COPIED_FROM = 10
 """So many rows are copied rather than inserted: a COPY asks the server three times, and then each row costs a fraction."""
@@ -130,6 +130,16 @@ def insert_formed(alias: str, row: NewRow, wire: str) -> int | None:
     return found[0] if found else None
 
 
+def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
+    """Write one message that nobody has decided about yet, to be asked for when so much time has passed; its position."""
+    connection = connections[alias]
+    values, parameters = _values(connection, row, check_after)
+    with connection.cursor() as cursor:
+        cursor.execute(f"{_INSERT} {values} RETURNING id", parameters)
+        position: int = cursor.fetchone()[0]
+    return position
+
+
 def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
     """Write many messages, none of them unique; their positions in the order of `rows`."""
     connection = connections[alias]
@@ -197,7 +207,7 @@ def _copied(row: NewRow, position: int, created_at: datetime) -> tuple[Any, ...]
     )
 
 
-def _values(connection: BaseDatabaseWrapper, row: NewRow) -> tuple[str, list[Any]]:
+def _values(connection: BaseDatabaseWrapper, row: NewRow, check_after: timedelta | None = None) -> tuple[str, list[Any]]:
     """The row as an item of VALUES, and its parameters."""
     parameters: list[Any] = [
         row.message_id if connection.features.has_native_uuid_field else row.message_id.hex,
@@ -222,10 +232,14 @@ def _values(connection: BaseDatabaseWrapper, row: NewRow) -> tuple[str, list[Any
         place, told, due = now_after(connection), timedelta.total_seconds, row.delay or timedelta()
     is_scheduled = row.deliver_at is not None or bool(row.delay)
     if is_scheduled:
-        parameters += [told(due)] * 2
+        parameters += [told(due)] * (2 if check_after is None else 1)
+    if check_after is not None:
+        parameters.append(check_after.total_seconds())
     if row.expires_in:
         parameters.append(told(due + row.expires_in))
-    return _item(_now(connection), place, is_scheduled=is_scheduled, expires=row.expires_in is not None), parameters
+    check_at = None if check_after is None else now_after(connection)
+    expires = row.expires_in is not None
+    return _item(_now(connection), place, check_at, is_scheduled=is_scheduled, expires=expires), parameters
 
 
 def _now(connection: BaseDatabaseWrapper) -> str:
@@ -234,7 +248,8 @@ def _now(connection: BaseDatabaseWrapper) -> str:
 
 
 @lru_cache(maxsize=64)
-def _item(at_once: str, place: str, *, is_scheduled: bool, expires: bool) -> str:
+def _item(at_once: str, place: str, check_at: str | None, *, is_scheduled: bool, expires: bool) -> str:
     due = place if is_scheduled else at_once
-    instants = [at_once, due if is_scheduled else "NULL", due, place if expires else "NULL"]
-    return f"({', '.join(['%s'] * 12)}, 0, '', {', '.join(instants)}, '{_SCHEDULED if is_scheduled else _READY}')"
+    instants = [at_once, due if is_scheduled else "NULL", check_at or due, place if expires else "NULL"]
+    state = _PREPARED if check_at else _SCHEDULED if is_scheduled else _READY
+    return f"({', '.join(['%s'] * 12)}, 0, '', {', '.join(instants)}, '{state}')"

@@ -1,0 +1,151 @@
+"""Prepared messages: for an effect that cannot be in the outbox's own transaction, because it lies elsewhere.
+
+The message is committed first, undecided, so that no crash can lose it. Then comes the effect, then the decision. When the
+decision never comes, the topic's checker is asked (`outbox.checkers`). Apache RocketMQ calls this a transactional, or half,
+message.
+
+An effect in the outbox's own database needs none of this: `publish` beside it, in its transaction, is simpler and cannot be
+undecided.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Self
+
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, transaction
+
+from outbox import doorbell, store
+from outbox.api import Draft, in_transaction, new_row
+from outbox.checkers import checkers
+from outbox.conf import outbox_options
+from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
+from outbox.kernel.envelope import HeaderValue
+from outbox.kernel.identity import new_message_id
+from outbox.models import State
+
+logger = logging.getLogger(__name__)
+
+
+def prepare(
+    topic: str,
+    payload: Any,
+    *,
+    biz_id: str | None = None,
+    key: str = "",
+    headers: Mapping[str, HeaderValue] | None = None,
+    priority: int = 0,
+    delay: timedelta | None = None,
+    delay_level: str | int | None = None,
+    deliver_at: datetime | None = None,
+    expires_in: timedelta | None = None,
+    using: str = DEFAULT_DB_ALIAS,
+) -> Half:
+    """Commit a message on `using` that is not published before it is decided about; outside any transaction.
+
+        with prepare("bank.transfer", {"amount": "10.00"}, biz_id=transfer_id):
+            debit(account, transfer_id)     # in another database
+
+    Args: as for `publish`. The instants that `delay` and `expires_in` mean are fixed now, and not when it is committed.
+
+    Raises:
+        PreparedInsideTransaction: a transaction is open on `using`.
+        NoChecker: no checker is registered for `topic`.
+        InvalidMessage, PayloadTooLarge: as `publish`; nothing was written.
+    """
+    connection = connections[using]
+    if in_transaction(using) or not (connection.in_atomic_block or connection.get_autocommit()):
+        raise PreparedInsideTransaction(using)
+    draft = Draft(
+        topic,
+        payload,
+        biz_id=biz_id,
+        key=key,
+        headers=headers,
+        priority=priority,
+        delay=delay,
+        delay_level=delay_level,
+        deliver_at=deliver_at,
+        expires_in=expires_in,
+    )
+    row = new_row(draft, new_message_id())
+    if checkers.of(topic) is None:
+        raise NoChecker(topic, checkers.topics())
+    with transaction.atomic(using=using):
+        position = store.insert_prepared(using, row, outbox_options().CHECK_AFTER)
+    return Half(row.message_id, row.topic, row.biz_id, position, using)
+
+
+class Half:
+    """A prepared message in the hands of the code that prepared it.
+
+    As a context manager it is committed at the end of the block. When an exception leaves the block, nobody knows whether the
+    effect has happened: the answer to a COMMIT may have been lost. So it stays prepared, its checker is asked as soon as a
+    relay can, and the exception goes on. Call `rollback()` inside the block where it is certain that nothing happened.
+
+    Attributes:
+        id: the message id.
+        topic: as given.
+        biz_id: as given, or the message id.
+    """
+
+    def __init__(self, message_id: uuid.UUID, topic: str, biz_id: str, position: int, using: str) -> None:
+        self.id = message_id
+        self.topic = topic
+        self.biz_id = biz_id
+        self._position = position
+        self._using = using
+        self._decided = False
+
+    def __repr__(self) -> str:
+        return f"<Half {self.id} of {self.topic}>"
+
+    def commit(self) -> None:
+        """It happened: publish the message, at `deliver_at` if that is still ahead. Once more changes nothing.
+
+        In the transaction that is open on `using`, or else in one of its own. Until it returns, and that transaction has
+        committed, the message is undecided, and its checker may be asked.
+
+        Raises:
+            AlreadyDecided: it was rolled back before, by its checker or an operator.
+        """
+        with transaction.atomic(using=self._using):
+            if store.commit_prepared(self._using, self._position, reason="commit() by the business"):
+                doorbell.ring_after_commit(self._using)
+            elif (state := self._state()) in {State.ROLLED_BACK, ""}:
+                raise AlreadyDecided(self.id, "committed", state)
+        self._decided = True
+
+    def rollback(self) -> None:
+        """It did not happen, and never will: drop the message. Otherwise as `commit`.
+
+        Raises:
+            AlreadyDecided: it was committed before, by its checker or an operator; it may have been published.
+        """
+        with transaction.atomic(using=self._using):
+            done = store.roll_back_prepared(self._using, self._position, reason="rollback() by the business")
+            if not done and (state := self._state()) != State.ROLLED_BACK:
+                raise AlreadyDecided(self.id, "rolled back", state)
+        self._decided = True
+
+    def _state(self) -> str:
+        return store.states_of(self._using, [self._position]).get(self._position, "")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._decided:
+            return
+        if kind is None:
+            self.commit()
+            return
+        try:
+            store.ask_at_once(self._using, self._position)
+        except (DatabaseError, InterfaceError) as away:
+            # The exception of the block is what the caller must see; the check comes a few seconds later.
+            logger.info("The check of the prepared message %s could not be brought forward: %s", self.id, away)

@@ -1,0 +1,115 @@
+"""Prepared messages: written before anybody knows whether their business happens, and decided about afterwards.
+
+Three may decide at the same time: the code that prepared the message, its checker in some relay, and a person. Every decision
+is one UPDATE of a row that is still undecided, with the row locked before, so exactly one of them decides.
+
+A prepared row is due (`available_at`) when its checker is to be asked next, and its `attempts` are the answers "unknown".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import timedelta
+from typing import Any
+
+from django.db import transaction
+from django.db.models import Case, F, Q, QuerySet, Value, When
+
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.text import ERROR_LENGTH, printable
+from outbox.models import OutboxMessage, State
+from outbox.store.trail import note
+
+UNDECIDED = (State.PREPARED, State.STUCK)
+
+# An instant that cannot be that of the insert, by which a row would belong to the stream, whose readers may be past its place.
+# SQLite counts in milliseconds.
+_NOW_ASIDE = DatabaseTime(timedelta(milliseconds=1))
+_IS_AHEAD = Q(deliver_at__gt=DatabaseTime())
+
+
+def commit_prepared(alias: str, position: int, *, reason: str = "") -> bool:
+    """prepared | stuck → scheduled while `deliver_at` is ahead, else → ready. False: it was decided about before."""
+    return _decide(
+        alias,
+        position,
+        reason,
+        state=Case(When(_IS_AHEAD, then=Value(State.SCHEDULED)), default=Value(State.READY)),
+        attempts=0,
+        last_error="",
+        available_at=Case(When(_IS_AHEAD, then=F("deliver_at")), default=_NOW_ASIDE),
+        settled_at=None,
+    )
+
+
+def roll_back_prepared(alias: str, position: int, *, reason: str = "") -> bool:
+    """prepared | stuck → rolled_back: it is never sent. False: it was decided about before."""
+    return _decide(
+        alias, position, reason, state=State.ROLLED_BACK, last_error="", available_at=DatabaseTime(), settled_at=DatabaseTime()
+    )
+
+
+def _decide(alias: str, position: int, reason: str, **written: Any) -> bool:
+    row = OutboxMessage.objects.using(alias).filter(pk=position)
+    with transaction.atomic(using=alias):
+        was = row.select_for_update().values_list("state", flat=True).first()
+        if was not in UNDECIDED or not row.filter(state=was).update(**written):
+            return False
+        note(alias, [position], was=was, became=row.values_list("state", flat=True).get(), reason=reason)
+    return True
+
+
+def resume(alias: str, position: int, *, reason: str = "") -> bool:
+    """stuck → prepared, its checker to be asked at once and anew as often. False: it is not stuck."""
+    row = OutboxMessage.objects.using(alias).filter(pk=position, state=State.STUCK)
+    with transaction.atomic(using=alias):
+        resumed = bool(row.update(state=State.PREPARED, attempts=0, available_at=DatabaseTime(), settled_at=None))
+        if resumed:
+            note(alias, [position], was=State.STUCK, became=State.PREPARED, reason=reason)
+    return resumed
+
+
+def ask_at_once(alias: str, position: int) -> bool:
+    """Have the checker of a prepared message asked as soon as a relay can. False: it is not prepared."""
+    return bool(_prepared(alias).filter(pk=position).update(available_at=DatabaseTime()))
+
+
+def claim_checks(alias: str, topics: Collection[str], limit: int, every: timedelta) -> list[OutboxMessage]:
+    """Up to `limit` prepared messages of these topics whose check is due, the longest due first.
+
+    Their next check comes after `every`, so that no other process asks about them meanwhile, and one that dies while it asks
+    is followed by another.
+    """
+    due = _prepared(alias).filter(topic__in=topics, available_at__lte=DatabaseTime())
+    if not due.exists():  # without a lock: SQLite has one writer
+        return []
+    with transaction.atomic(using=alias):
+        found = list(due.select_for_update(skip_locked=True).order_by("available_at", "pk")[:limit])
+        _prepared(alias).filter(pk__in=[row.pk for row in found]).update(available_at=DatabaseTime(every))
+    return found
+
+
+def count_unknown(alias: str, position: int, seen: int, limit: int, said: str) -> str | None:
+    """prepared → prepared with one more answer "unknown" than the `seen` ones; → stuck with the last of `limit`.
+
+    The state it is in now; None: it was decided about meanwhile, or another process has counted.
+    """
+    asked = seen + 1
+    row = _prepared(alias).filter(pk=position, attempts=seen)
+    last_error = printable(said, ERROR_LENGTH)
+    if asked < limit:
+        return State.PREPARED if row.update(attempts=asked, last_error=last_error) else None
+    with transaction.atomic(using=alias):
+        if not row.update(state=State.STUCK, attempts=asked, last_error=last_error, available_at=DatabaseTime()):
+            return None
+        note(alias, [position], was=State.PREPARED, became=State.STUCK, reason=said)
+    return State.STUCK
+
+
+def note_no_answer(alias: str, position: int, error: str) -> bool:
+    """Why a prepared message could not be asked about; that is not counted. False: it is not prepared any more."""
+    return bool(_prepared(alias).filter(pk=position).update(last_error=printable(error, ERROR_LENGTH)))
+
+
+def _prepared(alias: str) -> QuerySet[OutboxMessage]:
+    return OutboxMessage.objects.using(alias).filter(state=State.PREPARED)
