@@ -24,8 +24,9 @@ from benchmarks.lab.report import table
 from benchmarks.lab.servers import Lab
 
 RELAY_SIDE = ("relay", "peers", "publish", "backlog", "relays", "latency", "footprint", "horizon", "order")
+TIME_SIDE = ("lateness", "scheduled_backlog", "due_burst", "rows_read")
 INBOX_SIDE = ("inbox", "group_commit", "batch", "ordered", "lease", "effect_latency", "rate_limit", "celery")
-NAMES = (*RELAY_SIDE, *INBOX_SIDE)
+NAMES = (*RELAY_SIDE, *TIME_SIDE, *INBOX_SIDE)
 RESULTS = Path(__file__).parent / ".results"
 FULL_RUNS, QUICK_RUNS = 5, 2
 
@@ -79,7 +80,7 @@ def _write(path: Path, results: dict[str, Any]) -> None:
 
 
 def _options() -> argparse.Namespace:
-    listing = "\n".join(f"  {name:<14} {_question(import_module(f'benchmarks.cases.{name}'))}" for name in NAMES)
+    listing = "\n".join(f"  {name:<17} {_question(import_module(f'benchmarks.cases.{name}'))}" for name in NAMES)
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure on private servers; print tables, write JSON.",

@@ -46,14 +46,15 @@ def connected(url: str):
         connection.close()
 
 
-def fresh_queue(project: Project) -> None:
+def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
     """An empty quorum queue bound to the outbox's exchange; what was in the old one is gone."""
     with connected(project.broker_url) as connection:
         channel = connection.channel()
         channel.exchange_declare(EXCHANGE, "topic", durable=True, auto_delete=False)
         channel.queue_delete(QUEUE)
         channel.queue_declare(QUEUE, durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"})
-        channel.queue_bind(QUEUE, EXCHANGE, TOPIC)
+        for topic in topics:
+            channel.queue_bind(QUEUE, EXCHANGE, topic)
 
 
 def delete_queues(project: Project) -> None:

@@ -1,7 +1,8 @@
 """One project's database, seen from outside: emptied, filled, and asked when what was settled.
 
 Rows are written by COPY with the values that `publish()` wrote for a specimen, so that they are what it writes today whatever
-columns it has. Only what tells messages apart is replaced: ids, key, shard, body, instants.
+columns it has. Only what tells messages apart is replaced: ids, topic, key, shard, body, instants, and the
+state of those that are due later.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from benchmarks.lab.workload import Keys, biz_id, number_of, payload, serialised
+from benchmarks.lab.workload import Due, Keys, Topics, biz_id, number_of, one_topic, payload, serialised
 from outbox.kernel.identity import new_message_id
 
 OUTBOX = sql.Identifier("outbox_outboxmessage")
@@ -83,11 +84,15 @@ class Database:
         self.connection.execute(f"TRUNCATE {tables} RESTART IDENTITY CASCADE")
         self.connection.execute("CHECKPOINT")
 
-    def preload(self, count: int, keys: Keys, *, first: int = 0) -> float:
-        """Commit messages `first` to `first + count - 1`, ready to be relayed, and vacuum; rows per second of the COPY."""
+    def sweep(self) -> None:
+        """Nothing that was published is left, only what is scheduled; the next `preload` vacuums."""
+        self.connection.execute(sql.SQL("DELETE FROM {} WHERE state = 'published'").format(OUTBOX))
+
+    def preload(self, count: int, keys: Keys, *, first: int = 0, topics: Topics = one_topic, due: Due | None = None) -> float:
+        """Commit messages `first` to `first + count - 1`, as `copy` writes them, and vacuum; rows per second of the COPY."""
         began = time.perf_counter()
         with self.connection.transaction():
-            self.copy(count, keys, first=first)
+            self.copy(count, keys, first=first, topics=topics, due=due)
         rate = count / (time.perf_counter() - began)
         self.connection.execute(sql.SQL("VACUUM (ANALYZE) {}").format(OUTBOX))
         return rate
@@ -100,13 +105,16 @@ class Database:
             self.connection.execute(sql.SQL("ANALYZE {}").format(OUTBOX))
             yield
 
-    def copy(self, count: int, keys: Keys, *, first: int = 0) -> None:
+    def copy(self, count: int, keys: Keys, *, first: int = 0, topics: Topics = one_topic, due: Due | None = None) -> None:
+        """Messages that are ready to be relayed, or scheduled for when they are `due`."""
         columns, values = self.specimen.columns, list(self.specimen.values)
         place = {column: columns.index(column) for column in columns}
         now = self.value("SELECT now()")
         for i, value in enumerate(values):
             if isinstance(value, datetime):
                 values[i] = now
+        if due:
+            values[place["state"]] = "scheduled"
         statement = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT BINARY)").format(
             OUTBOX, sql.SQL(", ").join(map(sql.Identifier, columns))
         )
@@ -117,9 +125,13 @@ class Database:
                 values[place["message_id"]] = message_id
                 values[place["correlation_id"]] = str(message_id)
                 values[place["biz_id"]] = biz_id(number)
+                values[place["topic"]] = topics(number)
                 values[place["key"]] = key
                 values[place["shard"]] = _shard(key, message_id)
                 values[place["body"]] = serialised(payload(number))
+                if due:
+                    at = datetime.fromtimestamp(due(number), tz=UTC)
+                    values[place["available_at"]] = values[place["deliver_at"]] = at
                 copy.write_row(values)
 
     def now(self) -> float:
@@ -141,10 +153,10 @@ class Database:
         return [Settled(rows=count, at=at, lane=lane) for count, at, lane in rows]
 
     def committed(self) -> Iterator[tuple[uuid.UUID, int]]:
-        """Message id and number of every committed message, in the order they were written."""
+        """Message id and number of every committed message but those that are not due yet, in the order they were written."""
         with self.connection.transaction(), self.connection.cursor(name="committed") as cursor:
             cursor.itersize = 10_000
-            cursor.execute(sql.SQL("SELECT message_id, biz_id FROM {} ORDER BY id").format(OUTBOX))
+            cursor.execute(sql.SQL("SELECT message_id, biz_id FROM {} WHERE state <> 'scheduled' ORDER BY id").format(OUTBOX))
             for message_id, biz_id in cursor:
                 yield message_id, number_of(biz_id)
 

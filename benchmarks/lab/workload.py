@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 TOPIC = "shop.order.placed"
+TOPICS = (TOPIC, *(f"shop.reminder.{kind}" for kind in range(1, 8)))
+"""What scheduled messages are about, in turn."""
 EXCHANGE = "outbox"
 QUEUE = "benchmark"
 HANDLER = "shop.write_effect"
@@ -21,6 +23,10 @@ BODY_BYTES = 512
 
 Keys = Callable[[int], str]
 """The ordering key of message number n; "" promises no order."""
+Topics = Callable[[int], str]
+"""The topic of message number n."""
+Due = Callable[[int], float]
+"""When message number n is due: seconds, by the database's clock."""
 
 
 def payload(number: int) -> dict[str, Any]:
@@ -53,3 +59,13 @@ def one_customer(number: int) -> str:
 def nobody(number: int) -> str:
     """No key, no order."""
     return ""
+
+
+def one_topic(number: int) -> str:
+    """All are about the same."""
+    return TOPIC
+
+
+def many_topics(number: int) -> str:
+    """Several topics in turn."""
+    return TOPICS[number % len(TOPICS)]

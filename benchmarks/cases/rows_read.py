@@ -1,0 +1,103 @@
+"""How many rows does the database read for a scheduled message over its life, from when it is written until it is published?
+
+Read is what PostgreSQL counts of the outbox's table: rows fetched by way of an index, wanted or not, and rows passed in
+scans. A thousand messages a second, and as many in a burst; beside each of them the same number that is ready when written;
+all with others in the table that are scheduled for later. By which index a row was found tells what for. Settling finds its row
+once more, in either case, and is told apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from benchmarks.lab.actors import acting
+from benchmarks.lab.arrivals import fresh_queue, queued
+from benchmarks.lab.database import Database
+from benchmarks.lab.plan import Plan, say
+from benchmarks.lab.processes import Process, until
+from benchmarks.lab.project import Project
+from benchmarks.lab.record import Record
+from benchmarks.lab.relays import LONGEST_DRAIN_SECONDS, relaying
+from benchmarks.lab.scheduled import early, schedule_far, schedule_soon
+from benchmarks.lab.servers import Lab
+from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.workload import TOPICS, many_topics, nobody
+
+SCHEDULED, SCHEDULED_BURST = "scheduled", "scheduled burst"
+READY, READY_BURST = "ready", "ready burst"
+PER_SECOND, PER_TRANSACTION = 1_000, 10
+BURST_SECONDS = 0.02
+LOOK_SECONDS = 0.25
+REPORT_SECONDS = 1.5
+"""After which a process of PostgreSQL has told what it counted, when it executes something."""
+LEAST_SHOWN = 0.001
+
+COUNTED = """
+WITH by_index AS (
+    SELECT indexrelname, idx_tup_fetch, idx_tup_read FROM pg_stat_user_indexes WHERE relid = 'outbox_outboxmessage'::regclass
+)
+SELECT indexrelname, idx_tup_fetch FROM by_index
+UNION ALL SELECT 'entries', (SELECT sum(idx_tup_read) FROM by_index)
+UNION ALL SELECT 'all', seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables WHERE relid = 'outbox_outboxmessage'::regclass
+UNION ALL SELECT 'scans', seq_tup_read + idx_tup_fetch - (SELECT sum(idx_tup_fetch) FROM by_index)
+    FROM pg_stat_user_tables WHERE relid = 'outbox_outboxmessage'::regclass
+"""
+"""Rows by index, entries of indexes, and rows in all; of scans those of the table, and of bitmaps, which no index counts."""
+OTHERS = """
+SELECT count(*) FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
+"""
+
+
+def measure(lab: Lab, plan: Plan, record: Record) -> None:
+    far, count = plan.choose(full=(200_000, 20_000), quick=(10_000, 3_000))
+    project = lab.new_project()
+    database = project.database
+    say(f"{record.name}: scheduling {far:,} for later")
+    schedule_far(database, far)
+    for _ in plan.each_run(record.name):
+        _count(project, record, SCHEDULED, count, far, lambda _: schedule_soon(database, count, count / PER_SECOND))
+        _count(project, record, SCHEDULED_BURST, count, far, lambda _: schedule_soon(database, count, BURST_SECONDS))
+        _count(project, record, READY, count, far, lambda feeder: _feed(feeder, count))
+        _count(project, record, READY_BURST, count, far, lambda _: database.copy(count, nobody, topics=many_topics))
+    record.note(f"{count:,} messages beside {far:,} that are scheduled for later. What an idle relay reads is in it, too.")
+    record.note("To reach: at most 3 rows read for a scheduled message, but for settling, which finds one by the pkey.")
+
+
+def _count(project: Project, record: Record, side: str, count: int, far: int, write: Callable[[Process], object]) -> None:
+    database = project.database
+    database.sweep()
+    database.connection.execute("VACUUM (ANALYZE) outbox_outboxmessage")
+    fresh_queue(project, TOPICS)
+    before = _counted(database)
+    with relaying(project) as relays, acting(project, "feeder") as feeder:
+        write(feeder)
+        until(lambda: queued(project) >= count, *relays, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
+    until(lambda: not database.value(OTHERS), seconds=LONGEST_DRAIN_SECONDS)
+    after = _counted(database)
+    read = {what: (after[what] - before[what]) / count for what in after}
+    record.add(f"{side}: rows read", read["all"], "rows/msg")
+    record.add(f"{side}: but for settling", read["all"] - 1, "rows/msg")
+    record.add(f"{side}: index entries", read["entries"], "per msg")
+    for index, rows in sorted(read.items()):
+        if index not in {"all", "entries"} and rows > LEAST_SHOWN:
+            record.add(f"{side}: by {index.removeprefix('outbox_outboxmessage_')}", rows, "rows/msg")
+    record.judge(verdict(project, side, count, not_due=far, early=early(database)))
+
+
+def _feed(feeder: Process, count: int) -> None:
+    """So many messages, at a steady pace."""
+    due = time.monotonic()
+    for _ in range(0, count, PER_TRANSACTION):
+        feeder.order(messages=PER_TRANSACTION)
+        due += PER_TRANSACTION / PER_SECOND
+        time.sleep(max(0.0, due - time.monotonic()))
+
+
+def _counted(database: Database) -> dict[str, int]:
+    """What every process has counted; those that have ended told it then."""
+    time.sleep(REPORT_SECONDS)
+    database.value("SELECT 1")
+    time.sleep(REPORT_SECONDS)
+    return {what: int(rows) for what, rows in database.connection.execute(COUNTED)}
