@@ -219,7 +219,7 @@ class Pass:
         )
 
     def _put_off(self, positions: Sequence[int]) -> Failure:
-        return Failure(positions=positions, error=store.PUT_OFF, retry_after=self.breakers.rest(), tried=False)
+        return Failure(positions=positions, error=store.PUT_OFF, retry_after=self.breakers.rest(), tried=False, matters=False)
 
     def _failure(self, rows: Sequence[RelayedMessage], attempt: int, verdict: Verdict) -> Failure:
         if verdict.outcome is Outcome.RETURNED:
@@ -229,7 +229,13 @@ class Pass:
             rest = None
         else:
             rest = self._options.retry.delay(attempt)
-        return Failure(positions=[row.position for row in rows], error=verdict.reason, retry_after=rest)
+        return Failure(
+            positions=[row.position for row in rows],
+            error=verdict.reason,
+            retry_after=rest,
+            # Of what is tried for ever the trail tells no more than of what is not.
+            matters=attempt <= self._options.MAX_ATTEMPTS,
+        )
 
     def _report(self, batch: _Batch, settlement: Settlement, settled: int, refused: int = 0) -> PassReport:
         self._announce(batch.rows, settlement)

@@ -89,9 +89,11 @@ def _began_as(row: OutboxMessage, entries: Sequence[TrailEntry]) -> str:
     first = entries[0].was if entries else row.state
     if first in {State.PREPARED, State.STUCK, State.ROLLED_BACK}:
         return State.PREPARED.value
-    # A time to be delivered at is given at the beginning, or later by rescheduling it, which has left its trail.
-    rescheduled = any(entry.became == State.SCHEDULED for entry in entries)
-    if first == State.SCHEDULED or (row.deliver_at is not None and not rescheduled):
+    if first == State.SCHEDULED or (row.deliver_at is not None and not entries):
+        return State.SCHEDULED.value
+    # Its time to be delivered at is from the beginning, unless it was given one by what the trail tells of.
+    given_before = row.deliver_at is not None and row.deliver_at <= entries[0].at if entries else False
+    if given_before and entries[0].became not in {State.SCHEDULED, State.READY}:
         return State.SCHEDULED.value
     return State.READY.value
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections
-from django.db.models import F
+from django.db import connections, transaction
 
-from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.clock import now_after
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import HOLDING_KEY, OutboxMessage, State
 from outbox.store.dialect import TABLE, any_of, is_postgresql, now
+from outbox.store.trail import is_noted, note
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -28,12 +28,14 @@ class Failure:
     Attributes:
         retry_after: rest until the next attempt; None when it was the last.
         tried: False when they were only put off, which is not an attempt.
+        matters: to a person who reads the trail; not when it only goes on as before.
     """
 
     positions: Sequence[int]
     error: str
     retry_after: timedelta | None
     tried: bool = True
+    matters: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,32 +61,51 @@ def settle(alias: str, settlement: Settlement, *, pass_over_locked: bool = False
     connection = connections[alias]
     if pass_over_locked:
         settlement = _without_locked(alias, settlement)
-    changed = 0
-    for positions, written in (
-        (settlement.published, "state = 'published', attempts = attempts + 1, last_error = '', settled_at = {now}"),
-        (settlement.expired, "state = 'expired', settled_at = {now}"),
-        (settlement.waiting, "state = 'waiting'"),
-    ):
-        if positions:
-            condition, parameter = any_of(connection, positions)
-            with connection.cursor() as cursor:
-                cursor.execute(
-                    f"UPDATE {TABLE} SET {written.format(now=now(connection))} WHERE id {condition} AND state = 'ready'",
-                    [parameter],
-                )
-                changed += cursor.rowcount
-    ready = OutboxMessage.objects.using(alias).filter(state=State.READY)
-    for failure in settlement.failed:
-        failed = ready.filter(pk__in=failure.positions)
-        written_error = {
-            "attempts": F("attempts") + int(failure.tried),
-            "last_error": printable(failure.error, ERROR_LENGTH),
-        }
-        if failure.retry_after is None:
-            changed += failed.update(state=State.DEAD, settled_at=DatabaseTime(), **written_error)
-        else:
-            changed += failed.update(state=State.RETRYING, available_at=DatabaseTime(failure.retry_after), **written_error)
-    return changed
+    at = now(connection)
+    published = ", attempts = attempts + 1, last_error = '', settled_at = " + at
+    changed = _change(connection, settlement.published, State.PUBLISHED, published, [], matters=False)
+    changed += _change(connection, settlement.expired, State.EXPIRED, f", settled_at = {at}", [])
+    changed += _change(connection, settlement.waiting, State.WAITING, "", [], matters=False)
+    return changed + sum(_fail(connection, failure) for failure in settlement.failed)
+
+
+def _fail(connection: BaseDatabaseWrapper, failure: Failure) -> int:
+    written = ", attempts = attempts + %s, last_error = %s, "
+    parameters: list[Any] = [int(failure.tried), printable(failure.error, ERROR_LENGTH)]
+    if failure.retry_after is None:
+        became, written = State.DEAD, f"{written}settled_at = {now(connection)}"
+    else:
+        became, written = State.RETRYING, f"{written}available_at = {now_after(connection)}"
+        parameters.append(failure.retry_after.total_seconds())
+    return _change(connection, failure.positions, became, written, parameters, reason=failure.error, matters=failure.matters)
+
+
+def _change(
+    connection: BaseDatabaseWrapper,
+    positions: Sequence[int],
+    became: State,
+    written: str,
+    parameters: Sequence[Any],
+    *,
+    reason: str = "",
+    matters: bool = True,
+) -> int:
+    """ready → `became` for these, and their trail; how many rows changed."""
+    if not positions:
+        return 0
+    noted = is_noted(matters=matters)
+    condition, among = any_of(connection, positions)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {TABLE} SET state = '{became.value}'{written} WHERE id {condition} AND state = 'ready'"
+            f"{' RETURNING id' if noted else ''}",
+            [*parameters, among],
+        )
+        if not noted:
+            return int(cursor.rowcount)
+        changed = [position for (position,) in cursor.fetchall()]
+    note(connection.alias, changed, was=State.READY, became=became, reason=reason, matters=matters)
+    return len(changed)
 
 
 def _without_locked(alias: str, settlement: Settlement) -> Settlement:
@@ -168,10 +189,26 @@ def _make_ready(connection: BaseDatabaseWrapper, found: str, parameters: Sequenc
     """
     among = f"= ANY(ARRAY({found}))" if is_postgresql(connection) else f"IN ({found})"
     written = written or f"state = 'ready', available_at = {now(connection)}"
+    if is_noted(matters=False):
+        return _make_ready_and_tell(connection, among, parameters, written)
     with connection.cursor() as cursor:
         cursor.execute(f"UPDATE {TABLE} SET {written} WHERE id {among}", parameters)
         count: int = cursor.rowcount
     return count
+
+
+def _make_ready_and_tell(connection: BaseDatabaseWrapper, among: str, parameters: Sequence[Any], written: str) -> int:
+    """The same in several statements, because an UPDATE does not tell what it found."""
+    with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
+        cursor.execute(f"SELECT id, state FROM {TABLE} WHERE id {among}", parameters)
+        found = dict(cursor.fetchall())
+        if found:
+            condition, parameter = any_of(connection, list(found))
+            cursor.execute(f"UPDATE {TABLE} SET {written} WHERE id {condition}", [parameter])
+        for was in sorted(set(found.values())):
+            moved = [position for position, state in found.items() if state == was]
+            note(connection.alias, moved, was=was, became=State.READY, matters=False)
+    return len(found)
 
 
 def _locking(connection: BaseDatabaseWrapper) -> str:

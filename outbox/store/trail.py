@@ -19,22 +19,42 @@ from outbox.store.dialect import TABLE, any_of, now
 _TRAIL = TrailEntry._meta.db_table
 
 
+def is_noted(*, matters: bool) -> bool:
+    """Do transitions leave a trail: those that matter to a person, or those that do not?"""
+    return matters or outbox_options().TRAIL == "all"
+
+
 def note(alias: str, positions: Sequence[int], *, was: str, became: str, reason: str = "", matters: bool = True) -> None:
     """Write, in the open transaction, that these messages were in one state and are in another now.
+
+    To be called after each transition, with the positions of the rows that it has changed, and before the next one of theirs.
 
     Args:
         reason: for people; "" when the states say it.
         matters: to a person. What does not is written only with `OUTBOX["TRAIL"] = "all"`.
     """
-    if not positions or not (matters or outbox_options().TRAIL == "all"):
-        return
+    if positions and is_noted(matters=matters):
+        # As text: psycopg writes an enum by its name.
+        _write(alias, positions, str(was), str(became), reason)
+
+
+def note_beginning(alias: str, positions: Sequence[int]) -> None:
+    """Write, in the open transaction, that these messages are there now, in the state in which they are.
+
+    That matters to nobody by itself: their rows tell it as long as they are kept.
+    """
+    if positions and is_noted(matters=False):
+        _write(alias, positions, "", None, "")
+
+
+def _write(alias: str, positions: Sequence[int], was: str, became: str | None, reason: str) -> None:
     connection = connections[alias]
     condition, parameter = any_of(connection, positions)
+    told = [was, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter]
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {_TRAIL} (message_id, was, became, at, process, reason) "
-            f"SELECT message_id, %s, %s, {now(connection)}, %s, %s FROM {TABLE} "
-            f"WHERE id {condition} AND state = %s ORDER BY id",
-            # As text: psycopg writes an enum by its name.
-            [str(was), str(became), process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter, str(became)],
+            f"SELECT message_id, %s, state, {now(connection)}, %s, %s FROM {TABLE} WHERE id {condition} "
+            f"{'' if became is None else 'AND state = %s '}ORDER BY id",
+            told if became is None else [*told, became],
         )

@@ -18,6 +18,7 @@ from django.db import connections
 from outbox.kernel.clock import now_after
 from outbox.models import SHARDS, OutboxMessage, State
 from outbox.store.dialect import TABLE, as_uuid, chunks, is_postgresql, now
+from outbox.store.trail import note_beginning
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -111,7 +112,7 @@ def insert(alias: str, row: NewRow) -> int | None:
     with connection.cursor() as cursor:
         cursor.execute(f"{_INSERT} {values} {_UNLESS_FOUND if row.is_unique else ''} RETURNING id", parameters)
         found = cursor.fetchone()
-    return found[0] if found else None
+    return _begun(alias, found)
 
 
 def insert_formed(alias: str, row: NewRow, wire: str) -> int | None:
@@ -127,7 +128,7 @@ def insert_formed(alias: str, row: NewRow, wire: str) -> int | None:
             [*parameters, wire],
         )
         found = cursor.fetchone()
-    return found[0] if found else None
+    return _begun(alias, found)
 
 
 def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
@@ -145,7 +146,9 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
     connection = connections[alias]
     with connection.cursor() as cursor:
         if len(rows) >= _COPIED_FROM and is_postgresql(connection) and hasattr(cursor, "copy"):  # psycopg 3 has it
-            return _copy(connection, cursor, rows)
+            copied = _copy(connection, cursor, rows)
+            note_beginning(alias, copied)
+            return copied
         positions: dict[uuid.UUID, int] = {}
         for chunk in chunks(rows, _INSERT_CHUNK):
             values, parameters = zip(*(_values(connection, row) for row in chunk), strict=True)
@@ -154,6 +157,7 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
                 [parameter for some in parameters for parameter in some],
             )
             positions.update((as_uuid(message_id), position) for position, message_id in cursor.fetchall())
+    note_beginning(alias, list(positions.values()))
     return [positions[row.message_id] for row in rows]
 
 
@@ -165,6 +169,13 @@ def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int] | 
         .values_list("message_id", "id")
         .first()
     )
+
+
+def _begun(alias: str, found: Sequence[Any] | None) -> int | None:
+    if found is None:
+        return None
+    note_beginning(alias, found)
+    return int(found[0])
 
 
 def _copy(connection: BaseDatabaseWrapper, cursor: Any, rows: Sequence[NewRow]) -> list[int]:

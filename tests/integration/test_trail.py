@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.core.management import call_command
-from django.db import transaction
+from django.db import connection, transaction
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from outbox import cancel, publish_now, reschedule, store
+from outbox import Draft, cancel, publish_many, publish_now, reschedule, store
+from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.models import State, TrailEntry
-from tests.relaying import published, row_of, set_columns
+from tests.fakes.amqp_peer import FakeAmqpPeer
+from tests.relaying import TOPIC, connected, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
@@ -81,3 +86,98 @@ class TestWhatOthersDecide:
         call_command("outbox_requeue", str(message.id), "--retrying", verbosity=0)
 
         assert trail_of(message) == [(state, State.READY, "outbox_requeue")]
+
+
+def settled(**outcome):
+    return store.settle("default", store.Settlement(**outcome))
+
+
+def failure(*messages, rest=None, **options):
+    positions = [row_of(message).pk for message in messages]
+    return store.Failure(positions=positions, error="no such queue", retry_after=rest, **options)
+
+
+class TestWhatTheRelayDoes:
+    def test_failing_tells_the_error_and_expiring_that_it_did(self):
+        retried, dead, expired = published(), published(), published()
+
+        settled(failed=[failure(retried, rest=HOUR), failure(dead)], expired=[row_of(expired).pk])
+
+        assert trail_of(retried) == [(State.READY, State.RETRYING, "no such queue")]
+        assert trail_of(dead) == [(State.READY, State.DEAD, "no such queue")]
+        assert trail_of(expired) == [(State.READY, State.EXPIRED, "")]
+
+    def test_only_what_it_has_changed_leaves_an_entry(self):
+        changed, meanwhile = published(), in_state(State.RETRYING)
+
+        assert settled(failed=[failure(changed, meanwhile, rest=HOUR)]) == 1
+
+        assert trail_of(changed) == [(State.READY, State.RETRYING, "no such queue")]
+        assert trail_of(meanwhile) == []
+
+    def test_what_is_rolled_back_leaves_nothing(self):
+        message = published()
+
+        with transaction.atomic():
+            settled(failed=[failure(message)])
+            transaction.set_rollback(True)
+
+        assert trail_of(message) == []
+
+    def test_nothing_is_written_for_what_only_goes_its_way(self):
+        """By default a message that is published costs no statement more than without a trail."""
+        with CaptureQueriesContext(connection) as captured:
+            message, waiting, due = published(), published(), in_state(State.SCHEDULED)
+            settled(published=[row_of(message).pk], waiting=[row_of(waiting).pk])
+            store.promote_due("default", 10)
+
+        assert state_of(message) == State.PUBLISHED
+        assert state_of(due) == State.READY
+        assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
+        assert len([query for query in captured.captured_queries if query["sql"].startswith("UPDATE")]) == 4
+
+    def test_what_is_tried_for_ever_does_not_fill_the_trail(self):
+        message = published()
+        with FakeAmqpPeer() as peer, connected(peer.url) as transport:
+            peer.script = lambda sent: [partial(peer.return_message, sent), partial(peer.ack, sent)]
+            for attempts in (0, 1, 2, 500):
+                set_columns(message, state=State.READY, attempts=attempts)
+                one_pass(transport, MAX_ATTEMPTS=2)
+
+        assert row_of(message).attempts == 501
+        assert [(was, became) for was, became, _ in trail_of(message)] == [(State.READY, State.RETRYING)] * 2
+
+
+class TestAll:
+    @pytest.fixture(autouse=True)
+    def everything(self):
+        with override_settings(OUTBOX={"TRAIL": "all"}):
+            yield
+
+    def test_a_whole_life(self):
+        message = published(delay=HOUR)
+        set_columns(message, available_at=DatabaseTime())
+        store.promote_due("default", 10)
+        settled(failed=[failure(message, rest=timedelta(), tried=False, matters=False)])
+        store.promote_due("default", 10)
+        settled(waiting=[row_of(message).pk])
+        set_columns(message, key="k")
+        store.release_waiting("default", keys=10, each=10)
+        settled(published=[row_of(message).pk])
+
+        assert trail_of(message) == [
+            ("", State.SCHEDULED, ""),
+            (State.SCHEDULED, State.READY, ""),
+            (State.READY, State.RETRYING, "no such queue"),
+            (State.RETRYING, State.READY, ""),
+            (State.READY, State.WAITING, ""),
+            (State.WAITING, State.READY, ""),
+            (State.READY, State.PUBLISHED, ""),
+        ]
+
+    def test_of_many_each_has_its_own(self):
+        with transaction.atomic():
+            messages = publish_many([Draft(TOPIC, {}, delay=HOUR if n % 2 else None) for n in range(12)])
+
+        for n, message in enumerate(messages):
+            assert trail_of(message) == [("", State.SCHEDULED if n % 2 else State.READY, "")]

@@ -66,7 +66,7 @@ class TestALife:
 
     def test_begins_and_ends_by_the_row_where_the_trail_has_only_the_middle(self):
         message = published(delay=HOUR)
-        set_columns(message, state="ready")
+        set_columns(message, state="ready", deliver_at=DatabaseTime())
         cancel(message.id)
 
         moments = life_of(str(message.id)).moments
