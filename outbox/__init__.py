@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, publish, publish_many
+    from outbox.callbacks import SettledMessage, on_dead, on_published
     from outbox.checkers import Answer, HalfMessage, checker
     from outbox.decisions import Decision, acancel, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
@@ -45,6 +46,7 @@ __all__ = [
     "PreparedInsideTransaction",
     "PublishedMessage",
     "PublishedOutsideTransaction",
+    "SettledMessage",
     "UnknownMessage",
     "acancel",
     "apublish",
@@ -52,6 +54,8 @@ __all__ = [
     "areschedule",
     "cancel",
     "checker",
+    "on_dead",
+    "on_published",
     "prepare",
     "publish",
     "publish_many",
@@ -72,6 +76,7 @@ _PLACES = {
         "UnknownMessage",
     },
     "outbox.preparing": {"Half", "prepare"},
+    "outbox.callbacks": {"SettledMessage", "on_dead", "on_published"},
     "outbox.decisions": {"Decision", "acancel", "areschedule", "cancel", "publish_now", "reschedule"},
 }
 """Where the public names are that are not in `outbox.api`."""

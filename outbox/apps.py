@@ -13,4 +13,5 @@ class OutboxConfig(AppConfig):
         from outbox.store import life
 
         register("outbox", life)
+
         autodiscover_modules("callbacks")

@@ -36,6 +36,7 @@ class OutboxOptions:
         CHECK_EVERY: rest between two questions about one prepared message.
         CHECK_LIMIT: real answers "unknown" after which a prepared message is stuck until a person has it resumed.
         CHECK_THREADS: checkers that run at a time in one relay process.
+        CALLBACK_THREADS: callbacks that run at a time in one relay process.
         BATCH_SIZE: most messages in one pass of the relay.
         BATCH_DEADLINE: longest time one pass may wait for the broker.
         POLL_INTERVAL: longest rest of an idle relay; a busy one does not rest.
@@ -65,6 +66,7 @@ class OutboxOptions:
     CHECK_EVERY: timedelta = timedelta(seconds=30)
     CHECK_LIMIT: int = 15
     CHECK_THREADS: int = 4
+    CALLBACK_THREADS: int = 4
     BATCH_SIZE: int = 500
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)

@@ -169,8 +169,11 @@ class PendingCallback(models.Model):
     """That the project wants to be told what became of a message, and has not been yet. The row goes when it has."""
 
     id = models.BigAutoField(primary_key=True)
-    message = models.ForeignKey(OutboxMessage, on_delete=models.CASCADE)
+    # Not even a cascade: whoever deletes a message of which something is still to be told is refused by the database.
+    message = models.ForeignKey(OutboxMessage, on_delete=models.DO_NOTHING)
     event = models.CharField(max_length=12)
+    settled_at = models.DateTimeField("settled")
+    reason = models.TextField("why it is dead", default="")
     callback = models.CharField(max_length=NAME_LENGTH)
     attempts = models.PositiveIntegerField(default=0)
     available_at = models.DateTimeField("due")
@@ -183,7 +186,6 @@ class PendingCallback(models.Model):
             ("run_pendingcallback", "Can have a pending callback called now"),
             ("discard_pendingcallback", "Can discard a pending callback"),
         )
-        constraints = (models.UniqueConstraint(fields=["message", "event", "callback"], name="outbox_one_callback"),)
         indexes = (models.Index(fields=["available_at", "id"], name="outbox_callback_due"),)
 
     def __str__(self) -> str:

@@ -16,6 +16,8 @@ class Migration(migrations.Migration):
             fields=[
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
                 ('event', models.CharField(max_length=12)),
+                ('settled_at', models.DateTimeField(verbose_name='settled')),
+                ('reason', models.TextField(default='', verbose_name='why it is dead')),
                 ('callback', models.CharField(max_length=255)),
                 ('attempts', models.PositiveIntegerField(default=0)),
                 ('available_at', models.DateTimeField(verbose_name='due')),
@@ -98,7 +100,7 @@ class Migration(migrations.Migration):
         migrations.AddField(
             model_name='pendingcallback',
             name='message',
-            field=models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, to='outbox.outboxmessage'),
+            field=models.ForeignKey(on_delete=django.db.models.deletion.DO_NOTHING, to='outbox.outboxmessage'),
         ),
         migrations.AddIndex(
             model_name='trailentry',
@@ -111,9 +113,5 @@ class Migration(migrations.Migration):
         migrations.AddIndex(
             model_name='pendingcallback',
             index=models.Index(fields=['available_at', 'id'], name='outbox_callback_due'),
-        ),
-        migrations.AddConstraint(
-            model_name='pendingcallback',
-            constraint=models.UniqueConstraint(fields=('message', 'event', 'callback'), name='outbox_one_callback'),
         ),
     ]

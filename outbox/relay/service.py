@@ -17,6 +17,7 @@ from outbox.kernel.broker import masked
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
+from outbox.relay.calling import callers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
@@ -59,11 +60,12 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
         lane.siblings = [other for other in lanes if other is not lane]
     with running_until_signalled(stop), watchdog.watching(), closing(heartbeat):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
+        companions = [*transport.companions(), *callers(alias, options)]
         if drain:
-            _drain(lanes, transport.companions(), watchdog, stop)
+            _drain(lanes, companions, watchdog, stop)
         else:
             with Listener(alias, [lane.bell for lane in lanes], options).listening():
-                _run(lanes, transport.companions(), watchdog, stop)
+                _run(lanes, companions, watchdog, stop)
     published = sum(lane.published for lane in lanes)
     logger.info("The relay has ended; it published %d messages.", published)
     return published

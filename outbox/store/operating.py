@@ -8,14 +8,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import Count, Min, Q
+from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 from django.db.models.expressions import RawSQL
 
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.kernel.faults import is_collision
-from outbox.models import SETTLED, OutboxMessage, RelayLease, State
+from outbox.models import SETTLED, OutboxMessage, PendingCallback, RelayLease, State
 from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
 from outbox.store.trail import note
 
@@ -174,13 +174,17 @@ def oldest_waiting(alias: str) -> datetime | None:
 def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
     """Delete settled rows older than `older_than`, in small transactions; yields how many went with each.
 
-    Dead messages stay until a person has decided.
+    Dead messages stay until a person has decided, and those of which a callback is still to be told until it has been.
     """
-    old = OutboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=DatabaseTime(-older_than))
-    while ids := list(old.order_by("settled_at").values_list("pk", flat=True)[:chunk]):
+    while ids := list(_old(alias, older_than).order_by("settled_at").values_list("pk", flat=True)[:chunk]):
         yield OutboxMessage.objects.using(alias).filter(pk__in=ids, state__in=SETTLED).delete()[0]
 
 
 def purgeable(alias: str, older_than: timedelta) -> int:
     """How many rows `purge_settled` would delete."""
-    return OutboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=DatabaseTime(-older_than)).count()
+    return _old(alias, older_than).count()
+
+
+def _old(alias: str, older_than: timedelta) -> QuerySet[OutboxMessage]:
+    settled = OutboxMessage.objects.using(alias).filter(state__in=SETTLED, settled_at__lt=DatabaseTime(-older_than))
+    return settled.exclude(Exists(PendingCallback.objects.filter(message=OuterRef("pk"))))

@@ -12,6 +12,7 @@ from django.db import connections, transaction
 from outbox.kernel.clock import now_after
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import HOLDING_KEY, OutboxMessage, State
+from outbox.store.calling import note_calls
 from outbox.store.dialect import TABLE, any_of, is_postgresql, now
 from outbox.store.trail import is_noted, note
 
@@ -48,6 +49,10 @@ class Settlement:
     failed: Sequence[Failure] = ()
 
     @property
+    def dead(self) -> list[int]:
+        return [position for failure in self.failed if failure.retry_after is None for position in failure.positions]
+
+    @property
     def positions(self) -> list[int]:
         failed = [position for failure in self.failed for position in failure.positions]
         return [*self.published, *self.expired, *self.waiting, *failed]
@@ -66,7 +71,9 @@ def settle(alias: str, settlement: Settlement, *, pass_over_locked: bool = False
     changed = _change(connection, settlement.published, State.PUBLISHED, published, [], matters=False)
     changed += _change(connection, settlement.expired, State.EXPIRED, f", settled_at = {at}", [])
     changed += _change(connection, settlement.waiting, State.WAITING, "", [], matters=False)
-    return changed + sum(_fail(connection, failure) for failure in settlement.failed)
+    changed += sum(_fail(connection, failure) for failure in settlement.failed)
+    note_calls(connection, [*settlement.published, *settlement.dead])
+    return changed
 
 
 def _fail(connection: BaseDatabaseWrapper, failure: Failure) -> int:

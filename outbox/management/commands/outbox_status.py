@@ -10,11 +10,11 @@ from outbox.kernel.clock import utcnow
 from outbox.kernel.console import age, table, watch
 from outbox.kernel.databases import require_table
 from outbox.kernel.loop import StopRequest, running_until_signalled
-from outbox.models import OutboxMessage, RelayHeartbeat, State
+from outbox.models import OutboxMessage, PendingCallback, RelayHeartbeat, State
 
 
 class Command(BaseCommand):
-    help = "Show how many messages are in each state, how old the oldest waiting one is, and which relays run."
+    help = "Show how many messages are in each state, how old the oldest waiting one is, what is untold, and which relays run."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
@@ -23,12 +23,13 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
-        for model in (OutboxMessage, RelayHeartbeat):
+        for model in (OutboxMessage, PendingCallback, RelayHeartbeat):
             require_table(alias, model)
         if options["json"]:
             told = {
                 "states": store.states(alias),
                 "oldest_waiting": _iso(store.oldest_waiting(alias)),
+                "callbacks": _calls_as_json(store.pending_calls(alias)),
                 "relays": [_as_json(relay) for relay in store.relays(alias)],
             }
             self.stdout.write(json.dumps(told))
@@ -44,11 +45,21 @@ def _draw(alias: str) -> str:
     relays = list(store.relays(alias))
     counts = [(state, f"{count:,}") for state, count in states.items()]
     drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(store.oldest_waiting(alias)))])]
+    calls = store.pending_calls(alias)
+    if calls.pending:
+        drawn.append(_calls(calls))
     if relays:
         drawn.append(_relays(relays))
     if all(relay.silent for relay in relays):
         drawn.append(_none_runs(states[State.READY]))
     return "\n\n".join(drawn)
+
+
+def _calls(calls: store.PendingCalls) -> str:
+    lines = [("callbacks", ""), ("pending", f"{calls.pending:,}"), ("failing", f"{calls.failing:,}")]
+    if calls.unknown:
+        lines.append(("unknown to this code", f"{calls.unknown:,}"))
+    return table([*lines, ("oldest", age(calls.oldest))])
 
 
 def _relays(relays: list[Any]) -> str:
@@ -88,6 +99,15 @@ def _none_runs(ready: int) -> str:
 def _age(instant: datetime | None, database_now: datetime) -> str:
     """By the database's clock alone, because this host's may differ."""
     return age(instant and utcnow() - (database_now - instant))
+
+
+def _calls_as_json(calls: store.PendingCalls) -> dict[str, Any]:
+    return {
+        "pending": calls.pending,
+        "failing": calls.failing,
+        "unknown": calls.unknown,
+        "oldest": _iso(calls.oldest),
+    }
 
 
 def _as_json(relay: Any) -> dict[str, Any]:

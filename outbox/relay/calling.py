@@ -1,0 +1,52 @@
+"""The callbacks of the project, called beside the relay: claim, call, and put off what fails.
+
+A callback is called until it returns. Each call that fails is logged with its traceback, and written down where operators see
+it; from the attempt on at which a message would be dead, as an error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+
+from django.db import transaction
+
+from outbox import store
+from outbox.callbacks import registry
+from outbox.conf import OutboxOptions
+from outbox.kernel.text import describe
+from outbox.relay.attending import Attendant, Job
+
+logger = logging.getLogger(__name__)
+
+_LEASE = timedelta(seconds=60)
+"""How long what a dead process was about to call stays put."""
+
+
+def callers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
+    """What calls the callbacks of this process; nothing, when it has none."""
+    if not registry:
+        return ()
+
+    def claim(most: int) -> list[Job]:
+        return [partial(_call, call, options) for call in store.claim_calls(alias, most, _LEASE)]
+
+    return (Attendant("callbacks", claim, threads=options.CALLBACK_THREADS),)
+
+
+def _call(call: store.DueCall, options: OutboxOptions) -> None:
+    try:
+        with transaction.atomic(using=call.alias, durable=True):
+            registry.call(call.callback, store.begin_call(call))
+            store.finish_call(call)
+    except BaseException as error:
+        # Whatever it is, also a sys.exit() of its own: it did not return, so it is called again.
+        if not store.put_off_call(call, f"{type(error).__name__}: {describe(error)}", options.retry.delay(call.number)):
+            logger.warning(
+                "The callback %s was overtaken, or failed after its commit: %s.", call, describe(error), exc_info=True
+            )
+            return
+        level = logging.ERROR if options.retry.exhausted(call.number) else logging.WARNING
+        logger.log(level, "The callback %s failed and is called again: %s.", call, describe(error), exc_info=True)

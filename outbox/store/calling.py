@@ -1,0 +1,210 @@
+"""Callbacks that are still to be called: a row each, from the transaction that settled the message until it has returned.
+
+To call one is two transactions. The first claims it until the end of a lease, so that nobody else begins it and that it is due
+again should its process die. The second deletes it and runs the callback; the number of its call is the fencing token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from django.db import DatabaseError, connections, transaction
+from django.db.models import Count, F, Min, Q
+
+from outbox.callbacks import Event, SettledMessage, registry
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.envelope import REPLAY_HEADER
+from outbox.kernel.text import ERROR_LENGTH, describe, printable
+from outbox.kernel.wire import Wire
+from outbox.models import OutboxMessage, PendingCallback
+from outbox.store.dialect import TABLE, any_of, now
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models import QuerySet
+
+_PENDING = PendingCallback._meta.db_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class DueCall:
+    """A claimed callback.
+
+    Attributes:
+        callback: its name.
+        number: which call this is, counted from 1; a call with a higher number has taken it over.
+    """
+
+    alias: str
+    pending: int
+    callback: str
+    event: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.callback} ({self.event}), call {self.number}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingCalls:
+    """What is still to be told.
+
+    Attributes:
+        pending: how many callbacks.
+        failing: of these, how many have failed, or were cut off, at least once.
+        unknown: of these, how many are of a name that this process's code does not know.
+        oldest: when the message was settled that has gone untold longest; None when there is none.
+    """
+
+    pending: int
+    failing: int
+    unknown: int
+    oldest: datetime | None
+
+
+class CallLost(Exception):
+    """Somebody else has taken over the call, or its transaction cannot commit."""
+
+
+def note_calls(connection: BaseDatabaseWrapper, positions: Sequence[int]) -> None:
+    """Write, in the transaction that settled these messages, whom to tell what became of them."""
+    wanted = list(registry)
+    if not (wanted and positions):
+        return
+    condition, parameter = any_of(connection, positions)
+    values = ", ".join(["(%s, %s, %s)"] * len(wanted))
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {_PENDING} (message_id, event, settled_at, reason, callback, attempts, available_at, last_error) "
+            f"WITH wanted(topic, event, callback) AS (VALUES {values}) "
+            f"SELECT m.id, wanted.event, m.settled_at, m.last_error, wanted.callback, 0, {now(connection)}, '' FROM {TABLE} m "
+            f"JOIN wanted ON wanted.topic = m.topic AND wanted.event = m.state WHERE m.id {condition} ORDER BY m.id",
+            [*(part for one in wanted for part in one), parameter],
+        )
+
+
+def claim_calls(alias: str, limit: int, lease: timedelta) -> list[DueCall]:
+    """Take up to `limit` due callbacks of names that this process knows; nobody else begins them before `lease` is over.
+
+    Others stay for a process that knows them: in a deploy, the new one.
+    """
+    due = _rows(alias).filter(callback__in=registry.names, available_at__lte=DatabaseTime()).order_by("available_at", "pk")
+    # An idle relay must not take SQLite's write lock.
+    if not due.exists():
+        return []
+    with transaction.atomic(using=alias, durable=True):
+        found = due.select_for_update(skip_locked=True).values_list("pk", "callback", "event", "attempts")[:limit]
+        claimed = [
+            DueCall(alias=alias, pending=pending, callback=callback, event=event, number=attempts + 1)
+            for pending, callback, event, attempts in found
+        ]
+        _rows(alias).filter(pk__in=[call.pending for call in claimed]).update(
+            attempts=F("attempts") + 1, available_at=DatabaseTime(lease)
+        )
+    return claimed
+
+
+def begin_call(call: DueCall) -> SettledMessage:
+    """Delete the row, in the transaction that the callback is then run in; what to tell it.
+
+    On PostgreSQL the row is locked by that until the end, so a slow callback is not begun a second time while it runs.
+
+    Raises:
+        CallLost: somebody else has the call.
+    """
+    ours = _rows(call.alias).filter(pk=call.pending, attempts=call.number)
+    pending = ours.select_related("message").first()
+    if pending is None or not ours.delete()[0]:
+        raise CallLost("somebody else had taken it over before it began")
+    return _settled(pending)
+
+
+def finish_call(call: DueCall) -> None:
+    """The last statement of the transaction proves that it is still the one that began: the row is gone.
+
+    A callback that swallows a database error, or ends the transaction behind Django's back, would otherwise lose its effect
+    without anybody being told.
+
+    Raises:
+        CallLost: it was rolled back, or cannot commit.
+    """
+    try:
+        intact = not connections[call.alias].closed_in_transaction and not _rows(call.alias).filter(pk=call.pending).exists()
+    except DatabaseError as error:
+        raise CallLost(
+            f"it returned, but its transaction cannot commit, as after a swallowed error: {describe(error)}"
+        ) from error
+    if not intact:
+        raise CallLost("it returned, but it had its transaction rolled back behind Django's back")
+
+
+def put_off_call(call: DueCall, error: str, rest: timedelta) -> bool:
+    """It failed: due again after `rest`. False: its row is gone, or somebody else has it."""
+    return bool(
+        _rows(call.alias)
+        .filter(pk=call.pending, attempts=call.number)
+        .update(available_at=DatabaseTime(rest), last_error=printable(error, ERROR_LENGTH))
+    )
+
+
+def call_now(alias: str, pending: int) -> bool:
+    """Have it called as soon as a relay that knows it looks. False: it is gone, or is being called right now."""
+    return _unless_in_hand(alias, pending, lambda row: row.update(available_at=DatabaseTime()))
+
+
+def discard_call(alias: str, pending: int) -> bool:
+    """It is not called any more. False: it is gone, or is being called right now."""
+    return _unless_in_hand(alias, pending, lambda row: row.delete()[0])
+
+
+def pending_calls(alias: str) -> PendingCalls:
+    """How many callbacks are still to be called, and how they fare."""
+    counted = _rows(alias).aggregate(
+        pending=Count("pk"),
+        failing=Count("pk", filter=~Q(last_error="") | Q(attempts__gt=1)),
+        unknown=Count("pk", filter=~Q(callback__in=registry.names)),
+        oldest=Min("settled_at"),
+    )
+    return PendingCalls(**counted)
+
+
+def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:
+    with transaction.atomic(using=alias):
+        row = _rows(alias).filter(pk=pending)
+        return row.select_for_update(skip_locked=True).first() is not None and bool(write(row))
+
+
+def _settled(pending: PendingCallback) -> SettledMessage:
+    message = pending.message
+    return SettledMessage(
+        event=cast("Event", pending.event),
+        error=pending.reason,
+        state=message.state,
+        id=message.message_id,
+        topic=message.topic,
+        biz_id=message.biz_id,
+        key=message.key,
+        payload=_payload(message),
+        headers={name: value for name, value in message.headers.items() if name != REPLAY_HEADER},
+        correlation_id=message.correlation_id,
+        causation_id=message.causation_id,
+        attempts=message.attempts,
+        created_at=message.created_at,
+        settled_at=pending.settled_at,
+        call=pending.attempts,
+    )
+
+
+def _payload(message: OutboxMessage) -> Any:
+    body = bytes(message.body)
+    if message.wire is not None and Wire.from_text(message.wire).content_type != "application/json":
+        return body
+    return json.loads(body)
+
+
+def _rows(alias: str) -> QuerySet[PendingCallback]:
+    return PendingCallback.objects.using(alias)
