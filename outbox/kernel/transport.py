@@ -64,12 +64,14 @@ class Parcel(NamedTuple):
         priority: of the broker.
         wire: the text of a `kernel.wire.Wire`, for a message that does not travel as a CloudEvent: then only the id and the
             body of the envelope are sent.
+        lasting: seconds until it expires, for the broker to keep to; None when it never does, or when `wire` says it.
     """
 
     position: int
     envelope: Envelope
     priority: int = 0
     wire: str | None = None
+    lasting: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,6 +171,7 @@ class Pass:
             position=row.position,
             priority=row.priority,
             wire=row.wire,
+            lasting=row.lasting,
             envelope=Envelope(
                 id=row.id,
                 topic=row.topic,

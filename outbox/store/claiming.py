@@ -43,7 +43,7 @@ class RelayedMessage(NamedTuple):
     Attributes:
         position: the row's id.
         attempts: failed or successful tries before this one.
-        expired: it may not be sent any more.
+        lasting: seconds until it expires, counted from when it was read; None when it never does.
         held: an earlier message of its key failed or waits; it may not be sent yet.
         aside: it is not in the stream.
         wire: the other protocol's form that it travels in (`kernel.wire`), or None.
@@ -64,7 +64,7 @@ class RelayedMessage(NamedTuple):
     attempts: int
     created: str
     deliver: str | None
-    expired: bool
+    lasting: float | None
     held: bool
     aside: bool
     wire: str | None = None
@@ -72,6 +72,11 @@ class RelayedMessage(NamedTuple):
     @property
     def message_id(self) -> uuid.UUID:
         return uuid.UUID(self.id)
+
+    @property
+    def expired(self) -> bool:
+        """It may not be sent any more."""
+        return self.lasting is not None and self.lasting <= 0
 
     @property
     def headers(self) -> Mapping[str, Any]:
@@ -92,8 +97,11 @@ _LONGEST_WAIT_FOR_A_LOCK = 1000
 _COLUMNS = (
     "m.id, m.shard, CAST(m.message_id AS text), m.topic, m.biz_id, m.key, m.priority, m.body, CAST(m.headers AS text), "
     "m.correlation_id, m.causation_id, m.traceparent, m.attempts, CAST(m.created_at AS text), CAST(m.deliver_at AS text), "
-    f"COALESCE(m.expires_at <= {{now}}, false), {_HELD}"
+    f"{{lasting}}, {_HELD}"
 )
+_LASTING = "CAST(EXTRACT(EPOCH FROM m.expires_at - {now}) AS float8)"
+"""NULL where there is no expiry, which costs less than any value."""
+_LASTING_SQLITE = "(julianday(m.expires_at) - julianday({now})) * 86400"
 _LOOK = (
     # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
@@ -104,9 +112,9 @@ _LOOK = (
 )
 
 
-def _of_a_shard(now: str, shard: object, above: object, each: str) -> list[str]:
+def _of_a_shard(lasting: str, shard: object, above: object, each: str) -> list[str]:
     """What finds up to `each` of its ready messages: those aside, and those of its stream `above` a position."""
-    select, of_it = f"SELECT {_COLUMNS.format(now=now)}", f"m.wire FROM {TABLE} m WHERE m.shard = {shard}"
+    select, of_it = f"SELECT {_COLUMNS.format(lasting=lasting)}", f"m.wire FROM {TABLE} m WHERE m.shard = {shard}"
     return [
         f"{select}, true, {of_it} AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
         f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
@@ -115,7 +123,7 @@ def _of_a_shard(now: str, shard: object, above: object, each: str) -> list[str]:
 
 def _of_shards(shards: str, floors: str, each: str) -> str:
     """The same of several, in one statement, so that what changes from one index to the other is seen in one of them."""
-    parts = " UNION ALL ".join(f"({part})" for part in _of_a_shard(_NOW, "s.shard", "s.above", each))
+    parts = " UNION ALL ".join(f"({part})" for part in _of_a_shard(_LASTING.format(now=_NOW), "s.shard", "s.above", each))
     return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
 
 
@@ -285,7 +293,8 @@ def _read(connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int) ->
                 found = cursor.fetchall()
     else:
         # The open transaction is the only one that writes, so here several statements see the same.
-        parts = chain.from_iterable(_of_a_shard(now(connection), *one, "%s") for one in shards)
+        lasting = _LASTING_SQLITE.format(now=now(connection))
+        parts = chain.from_iterable(_of_a_shard(lasting, *one, "%s") for one in shards)
         with connection.cursor() as cursor:
             for part in parts:
                 cursor.execute(part, [each])
@@ -311,7 +320,7 @@ def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMe
 def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
     values = dict(zip(RelayedMessage._fields, row, strict=True))
     values.update(id=str(uuid.UUID(values["id"])), body=bytes(values["body"]))
-    values.update({name: bool(values[name]) for name in ("expired", "held", "aside")})
+    values.update({name: bool(values[name]) for name in ("held", "aside")})
     return list(values.values())
 
 

@@ -138,6 +138,7 @@ def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
     with connection.cursor() as cursor:
         cursor.execute(f"{_INSERT} {values} RETURNING id", parameters)
         position: int = cursor.fetchone()[0]
+    note_beginning(alias, [position])
     return position
 
 

@@ -25,8 +25,11 @@ _FRAME_OVERHEAD = 8
 _BASIC, _PUBLISH = 60, 40
 _MANDATORY = b"\x01"
 _PERSISTENT = b"\x02"
-# content-type, content-encoding, headers, delivery-mode, priority, message-id, type: in this order
-_PROPERTIES = pack(">H", 0x8000 | 0x4000 | 0x2000 | 0x1000 | 0x0800 | 0x0080 | 0x0020)
+# content-type, content-encoding, headers, delivery-mode, priority, (expiration,) message-id, type: in this order
+_FLAGS = 0x8000 | 0x4000 | 0x2000 | 0x1000 | 0x0800 | 0x0080 | 0x0020
+_PROPERTIES, _PROPERTIES_OF_EXPIRING = pack(">H", _FLAGS), pack(">H", _FLAGS | 0x0100)
+_LONGEST_EXPIRATION = 2**32 - 1
+"""In milliseconds, some 50 days. RabbitMQ refuses a message with a longer one."""
 _ENCODING = "utf-8"
 _pack_frame_head = Struct(">BHI").pack
 _pack_content = Struct(">HHQ").pack
@@ -54,15 +57,17 @@ class FrameWriter:
         """
         envelope = parcel.envelope
         body = envelope.body
+        expiration = b"" if parcel.lasting is None else _expiration(parcel.lasting)
         properties = b"".join(
             (
                 _pack_content(_BASIC, 0, len(body)),
-                _PROPERTIES,
+                _PROPERTIES_OF_EXPIRING if expiration else _PROPERTIES,
                 _short(envelope.content_type),
                 _short(_ENCODING),
                 _table(envelope.to_headers()),
                 _PERSISTENT,
                 bytes((parcel.priority,)),
+                expiration,
                 _text(envelope.id),
                 _short(envelope.topic),
             )
@@ -115,6 +120,15 @@ def _properties(values: Mapping[str, Any]) -> bytes:
             given.append(value)
     listed: bytes = pack(">H", flags) + dumps(kinds, given)
     return listed
+
+
+def _expiration(seconds: float) -> bytes:
+    """The property: milliseconds, as text. Empty when the broker could not count so far.
+
+    Never "0", with which RabbitMQ drops what it cannot hand to a consumer at once.
+    """
+    milliseconds = max(int(seconds * 1000), 1)
+    return _text(str(milliseconds)) if milliseconds <= _LONGEST_EXPIRATION else b""
 
 
 def _table(headers: dict[str, Any]) -> bytes:

@@ -31,6 +31,7 @@ from outbox.kernel.wire import Wire
 
 logger = logging.getLogger(__name__)
 
+_LEAST_SECONDS = 0.001
 _REDIS = {"redis", "rediss", "sentinel", "valkey", "valkeys"}
 _UNDURABLE = {"memory", "filesystem", "sqla", "sqlalchemy", "sqlite", "confluentkafka", "pyro"}
 
@@ -125,6 +126,8 @@ class VirtualTransport:
             message_id=envelope.id,
             type=envelope.topic,
             delivery_mode="persistent",
+            # In seconds; kombu writes milliseconds.
+            expiration=None if parcel.lasting is None else max(parcel.lasting, _LEAST_SECONDS),
             retry=False,
         )
         return CONFIRMED

@@ -183,7 +183,7 @@ def test_what_is_on_the_wire_is_the_frozen_vector(broker, name, request):
     vector = json.loads(Path(VECTORS / f"{name}.json").read_text())
     url = request.getfixturevalue(broker)
     with Queue(url, vector["envelope"]["topic"]) as queue, connected(url) as transport:
-        transport.send([Parcel(position=1, envelope=envelope_of(vector))], soon())
+        transport.send([Parcel(position=1, envelope=envelope_of(vector), lasting=vector.get("lasting"))], soon())
         [message] = queue.take(1)
 
     assert message.headers == vector["headers"]

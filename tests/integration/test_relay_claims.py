@@ -338,8 +338,15 @@ def test_what_is_read_by_a_prepared_statement_is_what_any_cursor_reads():
     with CaptureQueriesContext(connection) as captured:
         by_cursor = read()
 
-    assert len(by_prepared[1].rows) == 2
-    assert by_prepared == by_cursor
+    (sight, claim), (same_sight, same_claim) = by_prepared, by_cursor
+    assert len(claim.rows) == 2
+    assert (sight, claim.refused) == (same_sight, same_claim.refused)
+    assert [row._replace(lasting=None) for row in claim.rows] == [row._replace(lasting=None) for row in same_claim.rows]
+    [(first, second), (none, none_either)] = sorted(
+        ((row.lasting, same.lasting) for row, same in zip(claim.rows, same_claim.rows, strict=True)), key=str
+    )
+    assert none is none_either is None
+    assert HOUR.total_seconds() >= first >= second > 0, "what is left, and that is less each time"
     assert any("unnest" in query["sql"] for query in captured)
 
 

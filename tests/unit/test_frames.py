@@ -33,16 +33,16 @@ values = st.one_of(
 )
 
 
-def a_parcel(body=b"{}", priority=0, **attributes):
+def a_parcel(body=b"{}", priority=0, lasting=None, **attributes):
     envelope = Envelope(**{"id": "0198-id", "topic": "shop.order.placed", "source": "/shop", "body": body, **attributes})
-    return Parcel(position=1, envelope=envelope, priority=priority)
+    return Parcel(position=1, envelope=envelope, priority=priority, lasting=lasting)
 
 
 def encoded(parcel, frame_max=FRAME_MAX):
     return FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=frame_max).publish(parcel)
 
 
-def by_py_amqp(parcel, frame_max=FRAME_MAX):
+def by_py_amqp(parcel, frame_max=FRAME_MAX, expiration=None):
     """What py-amqp writes to its socket for `basic_publish`, mandatory, on the same channel."""
     envelope, written = parcel.envelope, bytearray()
     transport = SimpleNamespace(write=lambda data: written.extend(bytes(data)))
@@ -56,6 +56,7 @@ def by_py_amqp(parcel, frame_max=FRAME_MAX):
         priority=parcel.priority,
         message_id=envelope.id,
         type=envelope.topic,
+        **({} if expiration is None else {"expiration": expiration}),
     )
     arguments = dumps("Bssbb", (0, EXCHANGE, envelope.topic, True, False))
     write(wire.METHOD_FRAME, CHANNEL, wire.PUBLISH, arguments, message)
@@ -103,6 +104,23 @@ class TestIsWhatPyAmqpWrites:
         parcel = a_parcel(b"y" * length)
 
         assert encoded(parcel, frame_max) == by_py_amqp(parcel, frame_max)
+
+
+class TestAnExpiry:
+    @pytest.mark.parametrize(
+        ("seconds", "milliseconds"),
+        [(3600.0, "3600000"), (1.0019, "1001"), (0.001, "1"), (0.0004, "1"), (4_294_967.295, "4294967295")],
+    )
+    def test_is_the_milliseconds_that_are_left(self, seconds, milliseconds):
+        parcel = a_parcel(lasting=seconds)
+
+        assert encoded(parcel) == by_py_amqp(parcel, expiration=milliseconds)
+        _, (_, header), _ = frames(encoded(parcel))
+        assert wire.Reader(header, at=12).properties()["expiration"] == milliseconds
+
+    @pytest.mark.parametrize("seconds", [None, 4_294_967.296, 1e12])
+    def test_that_there_is_none_of_or_that_the_broker_cannot_count_changes_nothing(self, seconds):
+        assert encoded(a_parcel(lasting=seconds)) == by_py_amqp(a_parcel())
 
 
 class TestIsRead:

@@ -26,7 +26,7 @@ def a_message(position, key=""):
         attempts=0,
         created="2026-03-01 00:00:00+00",
         deliver=None,
-        expired=False,
+        lasting=None,
         held=False,
         aside=False,
     )
