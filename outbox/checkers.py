@@ -53,7 +53,7 @@ class HalfMessage:
     checks: int
 
 
-Checker = Callable[[HalfMessage], Answer]
+Checker = Callable[[HalfMessage], object]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -81,6 +81,18 @@ class Checkers:
 
     def topics(self) -> list[str]:
         return list(self._by_topic)
+
+    def ask(self, message: HalfMessage) -> Answer:
+        """Ask the checker of its topic.
+
+        Raises:
+            TypeError: it said something that is no answer.
+            Exception: whatever it raises.
+        """
+        answer = self._by_topic[message.topic](message)
+        if not isinstance(answer, Answer):
+            raise TypeError(f"it answered {answer!r}, which must be Answer.COMMIT, Answer.ROLLBACK or Answer.UNKNOWN")
+        return answer
 
 
 checkers = Checkers()

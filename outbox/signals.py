@@ -17,3 +17,7 @@ message_dead = Signal()
 
 message_expired = Signal()
 """Its `expires_in` ran out before it could be published."""
+
+message_stuck = Signal()
+"""A prepared message whose checker has answered "unknown" `CHECK_LIMIT` times; `message` is its `HalfMessage`, `error` the last
+answer."""

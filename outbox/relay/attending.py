@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from django.db import connections
 
 from outbox.kernel.databases import drop_unusable_connections
+from outbox.kernel.faults import is_collision
 from outbox.kernel.loop import Bell, StopRequest
 from outbox.kernel.outage import Outage
 
@@ -78,7 +79,8 @@ class Attendant:
             jobs = self._claim(free)
         except Exception as error:  # noqa: BLE001 - an absent database is waited for, and an error of a claim is told of
             connections.close_all()
-            self._database.wait(error, stop)
+            if not is_collision(error):
+                self._database.wait(error, stop)
             return 0
         self._database.over()
         with self._counting:

@@ -18,6 +18,7 @@ from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
 from outbox.relay.calling import callers
+from outbox.relay.checks import askers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
@@ -60,7 +61,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
         lane.siblings = [other for other in lanes if other is not lane]
     with running_until_signalled(stop), watchdog.watching(), closing(heartbeat):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
-        companions = [*transport.companions(), *callers(alias, options)]
+        companions = [*transport.companions(), *callers(alias, options), *askers(alias, options)]
         if drain:
             _drain(lanes, companions, watchdog, stop)
         else:

@@ -55,6 +55,7 @@ from outbox.store.preparing import (
     commit_prepared,
     count_unknown,
     note_no_answer,
+    note_unchecked,
     resume,
     roll_back_prepared,
 )
@@ -105,6 +106,7 @@ __all__ = [
     "look",
     "named",
     "note_no_answer",
+    "note_unchecked",
     "oldest_waiting",
     "pending_calls",
     "promote_due",

@@ -8,6 +8,7 @@ A prepared row is due (`available_at`) when its checker is to be asked next, and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
@@ -21,6 +22,9 @@ from outbox.models import OutboxMessage, State
 from outbox.store.trail import note
 
 UNDECIDED = (State.PREPARED, State.STUCK)
+
+_TOLD_AT_ONCE = 500
+_NO_CHECKER = "no answer: no process that runs has a checker for its topic"
 
 # An instant that cannot be that of the insert, by which a row would belong to the stream, whose readers may be past its place.
 # SQLite counts in milliseconds.
@@ -87,6 +91,18 @@ def claim_checks(alias: str, topics: Collection[str], limit: int, every: timedel
         found = list(due.select_for_update(skip_locked=True).order_by("available_at", "pk")[:limit])
         _prepared(alias).filter(pk__in=[row.pk for row in found]).update(available_at=DatabaseTime(every))
     return found
+
+
+def note_unchecked(alias: str, topics: Collection[str], overdue: timedelta) -> dict[str, int]:
+    """How many messages of which other topics no checker was asked about, though they are `overdue`.
+
+    They are due again from now on, for whoever has the checker; and when nobody has, this finds them again.
+    """
+    none_asked = _prepared(alias).filter(available_at__lte=DatabaseTime(-overdue)).exclude(topic__in=topics)
+    found = dict(none_asked.values_list("pk", "topic")[:_TOLD_AT_ONCE])
+    if found:
+        none_asked.filter(pk__in=found).update(available_at=DatabaseTime(), last_error=_NO_CHECKER)
+    return dict(Counter(found.values()))
 
 
 def count_unknown(alias: str, position: int, seen: int, limit: int, said: str) -> str | None:

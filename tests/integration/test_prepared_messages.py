@@ -2,26 +2,49 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.db import IntegrityError, connection, transaction
+from django.test import override_settings
 
 from outbox import (
     AlreadyDecided,
     Answer,
+    HalfMessage,
     InvalidMessage,
     NoChecker,
     PreparedInsideTransaction,
+    checker,
     prepare,
+    signals,
     store,
 )
-from outbox.checkers import checker, checkers
+from outbox.checkers import checkers
+from outbox.conf import OutboxOptions
 from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.relay.checks import askers
+from outbox.relay.service import serve
 from tests.deliveries import at_once
 from tests.fakes.amqp_peer import FakeAmqpPeer
-from tests.relaying import drained, ids, in_hand, published, row_of, set_columns, state_of, states
+from tests.relaying import (
+    drained,
+    eventually,
+    ids,
+    in_hand,
+    in_threads,
+    published,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+)
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
 by_several = pytest.mark.django_db(transaction=True)
@@ -42,6 +65,15 @@ def answers():
 
     yield given
     checkers.remove(TOPIC)
+
+
+@contextmanager
+def connected_to(signal, receiver):
+    signal.connect(receiver)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
 
 
 def trail_of(half):
@@ -287,6 +319,171 @@ class TestTheBlock:
             OutboxMessage.objects.create(message_id=half.id)
 
         assert state_of(half) == State.PREPARED
+
+
+def overdue(half, by=timedelta(seconds=1)):
+    """Its check has been due for so long."""
+    set_columns(half, available_at=DatabaseTime(-by))
+    return half
+
+
+def asked(**options):
+    """Ask about everything that is due, once; how many questions that were."""
+    (attendant,) = askers("default", OutboxOptions(**{"CHECK_EVERY": HOUR, **options}))
+    return attendant.drain(StopRequest())
+
+
+class TestChecking:
+    def test_waits_for_its_time(self):
+        overdue(prepare(TOPIC, {}), -HOUR)
+
+        assert asked() == 0
+
+    def test_asks_about_the_message_and_decides_by_the_answer(self, answers):
+        heard = []
+        answers[:] = [lambda message: heard.append(message) or Answer.COMMIT, Answer.ROLLBACK]
+        halves = [
+            overdue(prepare(TOPIC, {"amount": 10}, biz_id="transfer-1", key="k", headers={"tenant": "acme"}), HOUR),
+            overdue(prepare(TOPIC, {})),
+        ]
+
+        assert asked() == 2
+        assert heard == [
+            HalfMessage(
+                id=halves[0].id,
+                topic=TOPIC,
+                biz_id="transfer-1",
+                key="k",
+                payload={"amount": 10},
+                headers={"tenant": "acme"},
+                created_at=row_of(halves[0]).created_at,
+                checks=0,
+            )
+        ]
+        assert [state_of(half) for half in halves] == [State.READY, State.ROLLED_BACK]
+        assert TrailEntry.objects.filter(reason="its checker answered commit").count() == 1
+
+    def test_goes_on_asking_until_it_is_stuck_and_tells(self, caplog, answers):
+        told = []
+        half = prepare(TOPIC, {})
+        with connected_to(signals.message_stuck, lambda message, error, **_: told.append((message.id, error))):
+            for checks in range(3):
+                assert (state_of(half), row_of(half).attempts) == (State.PREPARED, checks)
+                overdue(half)
+                asked(CHECK_LIMIT=3)
+
+        assert (state_of(half), row_of(half).attempts) == (State.STUCK, 3)
+        assert told == [(half.id, row_of(half).last_error)]
+        assert "its checker answered unknown, 3 of 3 times" in caplog.text
+        assert trail_of(half) == [(State.PREPARED, State.STUCK)]
+        overdue(half)
+        assert asked() == 0
+
+    @pytest.mark.parametrize("answer", [lambda _: 1 / 0, lambda _: sys.exit(1), None, "commit", True])
+    def test_does_not_count_what_is_no_answer(self, caplog, answers, answer):
+        answers[:] = [answer]
+        half = overdue(prepare(TOPIC, {}))
+
+        assert asked(CHECK_LIMIT=1) == 1
+        row = row_of(half)
+        assert (row.state, row.attempts) == (State.PREPARED, 0)
+        assert row.last_error.startswith("no answer: ")
+        assert not asked()
+        assert str(half.id) in caplog.text
+
+    def test_loses_a_race_without_a_trace_unless_the_answers_differ(self, caplog, answers):
+        def decided_meanwhile(message):
+            decide = message.payload["decide"]
+            decide_by = {"commit": store.commit_prepared, "rollback": store.roll_back_prepared}[decide]
+            assert decide_by("default", OutboxMessage.objects.get(message_id=message.id).pk)
+            return Answer.COMMIT
+
+        answers[:] = [decided_meanwhile]
+        same = overdue(prepare(TOPIC, {"decide": "commit"}))
+        asked()
+        assert "wrong" not in caplog.text
+
+        other = overdue(prepare(TOPIC, {"decide": "rollback"}))
+        asked()
+        assert f"{other.id} ({TOPIC}, biz-id {other.id}), and it is rolled_back" in caplog.text
+        assert (state_of(same), state_of(other)) == (State.READY, State.ROLLED_BACK)
+
+    def test_an_answer_to_an_older_question_is_not_counted(self, answers):
+        half = overdue(prepare(TOPIC, {}))
+        position = row_of(half).pk
+        answers[:] = [lambda _: store.count_unknown("default", position, 0, 15, "another") and Answer.UNKNOWN]
+        asked()
+
+        assert (row_of(half).attempts, row_of(half).last_error) == (1, "another")
+
+    def test_of_a_topic_that_has_no_checker_is_told_and_left_to_those_who_have(self, caplog):
+        half = prepare(TOPIC, {})
+        set_columns(half, topic="bank.gone")
+        overdue(half)
+        assert asked() == 0
+        assert row_of(half).last_error == ""
+
+        overdue(half, 2 * HOUR)
+        assert asked() == 0
+        assert "1 prepared messages of the topic 'bank.gone'" in caplog.text
+        assert "has a checker" in row_of(half).last_error
+        assert [row.pk for row in store.claim_checks("default", ["bank.gone"], 10, HOUR)] == [row_of(half).pk]
+
+    def test_is_done_by_a_relay_that_drains(self, answers):
+        answers[:] = [Answer.COMMIT]
+        half = overdue(prepare(TOPIC, {}))
+        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url}):
+            serve("default", drain=True)
+            assert ids(peer.published) == [str(half.id)]
+
+    @by_several
+    def test_is_done_by_one_of_several_relays_while_messages_flow(self, answers):
+        asked_about = []
+        answers[:] = [lambda message: asked_about.append(message.id) or Answer.COMMIT]
+        stop = StopRequest()
+        spans = {"CHECK_AFTER": timedelta(milliseconds=1), "CHECK_EVERY": HOUR}
+        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **spans}):
+            halves = [prepare(TOPIC, {}) for _ in range(12)]
+            with in_threads(*(partial(serve, "default", stop=stop) for _ in range(2)), stop=stop):
+                eventually(lambda: states() == [State.PUBLISHED] * len(halves))
+
+        assert Counter(asked_about) == Counter(half.id for half in halves)
+
+    def test_is_nobodys_work_where_nothing_is_registered(self):
+        checkers.remove(TOPIC)
+
+        assert askers("default", OutboxOptions()) == ()
+
+
+class TestRegistering:
+    def test_a_second_checker_names_both(self):
+        def another(message):
+            return Answer.UNKNOWN
+
+        with pytest.raises(ValueError, match=r"bank\.transfer.*answers\.<locals>\.ask and .*another"):
+            checker(TOPIC)(another)
+
+    def test_what_cannot_be_asked_is_refused(self):
+        def asking(message):
+            yield Answer.UNKNOWN
+
+        with pytest.raises(TypeError, match="generator"):
+            checker("bank.other")(asking)
+        with pytest.raises(ValueError, match="wildcard"):
+            checker("bank.*")
+
+    def test_an_async_function_is_run_to_its_end(self):
+        @checker("bank.other")
+        async def ask(message):
+            return Answer.COMMIT
+
+        try:
+            half = prepare("bank.other", {})
+            overdue(half)
+            asked()
+        finally:
+            checkers.remove("bank.other")
+        assert state_of(half) == State.READY
 
 
 class TestResuming:

@@ -1,0 +1,127 @@
+"""Checks of prepared messages, beside the relay: claim those that are due, ask their checkers, decide by the answers.
+
+A checker is called between two transactions, never inside one. Whoever claims a check puts the next one off, so that a process
+that dies, or a checker that hangs, is followed by another question and nothing else. What the answer decides is decided by the
+state that the message is in then (`store.preparing`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from django.db import transaction
+
+from outbox import doorbell, signals, store
+from outbox.checkers import Answer, HalfMessage, checkers
+from outbox.conf import OutboxOptions
+from outbox.kernel.clock import monotonic
+from outbox.kernel.databases import drop_unusable_connections
+from outbox.kernel.text import describe
+from outbox.models import OutboxMessage, State
+from outbox.relay.attending import Attendant, Job
+
+logger = logging.getLogger(__name__)
+
+
+def askers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
+    """What asks the checkers of this process; nothing, when it has none."""
+    if not checkers.topics():
+        return ()
+    return (Attendant("checks", Checks(alias, options).claim, threads=options.CHECK_THREADS),)
+
+
+class Checks:
+    """The checks that are due in one database."""
+
+    def __init__(self, alias: str, options: OutboxOptions) -> None:
+        self._alias = alias
+        self._options = options
+        self._look_round_at = 0.0
+
+    def claim(self, most: int) -> list[Job]:
+        """Up to `most` questions, which no other process asks meanwhile."""
+        if monotonic() >= self._look_round_at:
+            self._look_round()
+        due = store.claim_checks(self._alias, checkers.topics(), most, self._options.CHECK_EVERY)
+        return [partial(self._ask, row) for row in due]
+
+    def _look_round(self) -> None:
+        """Tell of those that nobody asks about, as after a deployment that has lost a checker."""
+        every = self._options.CHECK_EVERY
+        self._look_round_at = monotonic() + every.total_seconds()
+        for topic, count in store.note_unchecked(self._alias, checkers.topics(), every).items():
+            logger.warning(
+                "%d prepared messages of the topic %r wait for a checker: none is registered here, and no other process has "
+                "asked one for %s. Register one with @checker(%r), or decide about them in the admin.",
+                count,
+                topic,
+                every,
+                topic,
+            )
+
+    def _ask(self, row: OutboxMessage) -> None:
+        message = _half(row)
+        try:
+            answer = checkers.ask(message)
+        except BaseException as error:
+            # Also a sys.exit() of its own. It is no answer, so it is not counted, or a broken deployment would use them up.
+            logger.warning(
+                "The checker gave no answer about %s and is asked again: %s.", _named(message), describe(error), exc_info=True
+            )
+            drop_unusable_connections()
+            store.note_no_answer(self._alias, row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
+            return
+        drop_unusable_connections()
+        if answer is Answer.UNKNOWN:
+            self._count(row.pk, message)
+        else:
+            self._decide(row.pk, message, answer)
+
+    def _decide(self, position: int, message: HalfMessage, answer: Answer) -> None:
+        decide = store.commit_prepared if answer is Answer.COMMIT else store.roll_back_prepared
+        with transaction.atomic(using=self._alias):
+            decided = decide(self._alias, position, reason=f"its checker answered {answer}")
+            if decided and answer is Answer.COMMIT:
+                doorbell.ring_after_commit(self._alias)
+        state = store.states_of(self._alias, [position]).get(position, "")
+        if decided:
+            logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)
+        elif (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):
+            logger.error(
+                "The checker answered %s about %s, and it is %s: one of those who decided was wrong about what happened.",
+                answer,
+                _named(message),
+                state or "gone",
+            )
+
+    def _count(self, position: int, message: HalfMessage) -> None:
+        limit = self._options.CHECK_LIMIT
+        said = f"its checker answered unknown, {message.checks + 1} of {limit} times"
+        state = store.count_unknown(self._alias, position, message.checks, limit, said)
+        if state == State.STUCK:
+            logger.error(
+                "The prepared %s is stuck: %s. Find out what happened, then run outbox_resume, or decide in the admin.",
+                _named(message),
+                said,
+            )
+            signals.message_stuck.send_robust(sender=HalfMessage, message=message, error=said)
+
+
+def _half(row: OutboxMessage) -> HalfMessage:
+    return HalfMessage(
+        id=row.message_id,
+        topic=row.topic,
+        biz_id=row.biz_id,
+        key=row.key,
+        payload=json.loads(bytes(row.body)),
+        headers=row.headers,
+        created_at=row.created_at,
+        checks=row.attempts,
+    )
+
+
+def _named(message: HalfMessage) -> str:
+    return f"message {message.id} ({message.topic}, biz-id {message.biz_id})"
