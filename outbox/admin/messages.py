@@ -32,7 +32,7 @@ class OutboxStuckFilter(StuckFilter):
         overdue = Q(state__in=_OPEN, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
         match self.value():
             case "any":
-                return queryset.filter(Q(state__in=[State.DEAD, State.RETRYING]) | overdue)
+                return queryset.filter(Q(state__in=[State.DEAD, State.RETRYING, State.STUCK]) | overdue)
             case "overdue":
                 return queryset.filter(overdue)
             case _:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
@@ -27,6 +28,18 @@ def log_to_console(package: str, verbosity: int) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(_LEVELS[verbosity])
+
+
+def message_id(given: str) -> uuid.UUID:
+    """A message id as it was typed.
+
+    Raises:
+        CommandError: it is none.
+    """
+    try:
+        return uuid.UUID(given)
+    except ValueError as error:
+        raise CommandError(f"{given!r} is no message id; it looks like {uuid.UUID(int=0)}.") from error
 
 
 def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterable[str]) -> None:

@@ -58,6 +58,7 @@ from outbox.store.preparing import (
     note_unchecked,
     resume,
     roll_back_prepared,
+    topics_unchecked,
 )
 from outbox.store.settling import PUT_OFF, Failure, Settlement, promote_due, recall, release_waiting, settle, topics_put_off
 from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
@@ -126,5 +127,6 @@ __all__ = [
     "states",
     "states_of",
     "topics_put_off",
+    "topics_unchecked",
     "writers",
 ]

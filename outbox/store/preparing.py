@@ -93,6 +93,12 @@ def claim_checks(alias: str, topics: Collection[str], limit: int, every: timedel
     return found
 
 
+def topics_unchecked(alias: str, topics: Collection[str]) -> list[str]:
+    """Of which topics other than these there are messages that nobody has decided about."""
+    others = OutboxMessage.objects.using(alias).filter(state__in=UNDECIDED).exclude(topic__in=topics)
+    return sorted(others.values_list("topic", flat=True).distinct())
+
+
 def note_unchecked(alias: str, topics: Collection[str], overdue: timedelta) -> dict[str, int]:
     """How many messages of which other topics no checker was asked about, though they are `overdue`.
 

@@ -40,6 +40,29 @@ def one_in(state, **columns):
     return message
 
 
+class TestResume:
+    def test_asks_about_stuck_messages_anew(self):
+        stuck, other, dead = one_in(State.STUCK, attempts=15), one_in(State.STUCK, topic="other"), one_in(State.DEAD)
+
+        assert "1 messages would be resumed." in run("outbox_resume", "--topic", "t", "--dry-run")
+        assert "1 messages resumed." in run("outbox_resume", str(stuck.id))
+        assert (state_of(stuck), row_of(stuck).attempts) == (State.PREPARED, 0)
+        assert "1 messages resumed." in run("outbox_resume")
+        assert [state_of(message) for message in (other, dead)] == [State.PREPARED, State.DEAD]
+
+    def test_says_which_messages_are_not_stuck(self):
+        dead = one_in(State.DEAD)
+        with pytest.raises(CommandError, match=f"not stuck: {dead.id}"):
+            run("outbox_resume", str(dead.id))
+
+    def test_is_what_the_status_asks_for(self):
+        one_in(State.STUCK)
+
+        told = run("outbox_status")
+        assert "1 prepared message is stuck" in told
+        assert "No checker is registered for prepared messages of: t." in told
+
+
 class TestStatus:
     def test_counts_every_state(self):
         for state in (State.DEAD, State.DEAD, State.PUBLISHED):

@@ -1,11 +1,10 @@
-import uuid
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
-from outbox.kernel.console import Progress, refuse_unknown
+from outbox.kernel.console import Progress, message_id, refuse_unknown
 from outbox.kernel.databases import require_table
 from outbox.models import OutboxMessage, State
 
@@ -27,7 +26,7 @@ class Command(BaseCommand):
             raise CommandError("Say which messages: MESSAGE_ID …, --topic TOPIC, or --all.")
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = OutboxMessage.objects.using(options["database"]).filter(state__in=states)
-        named = [_message_id(given) for given in options["message_ids"]]
+        named = [message_id(given) for given in options["message_ids"]]
         if named:
             chosen = chosen.filter(message_id__in=named)
         if options["topic"]:
@@ -43,10 +42,3 @@ class Command(BaseCommand):
         progress.finish()
         self.stdout.write(f"{progress.done} messages requeued.")
         refuse_unknown(map(str, named), found.values(), states)
-
-
-def _message_id(given: str) -> uuid.UUID:
-    try:
-        return uuid.UUID(given)
-    except ValueError as error:
-        raise CommandError(f"{given!r} is no message id; it looks like {uuid.UUID(int=0)}.") from error

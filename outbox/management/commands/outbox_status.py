@@ -6,6 +6,7 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
+from outbox.checkers import checkers
 from outbox.kernel.clock import utcnow
 from outbox.kernel.console import age, table, watch
 from outbox.kernel.databases import require_table
@@ -48,6 +49,10 @@ def _draw(alias: str) -> str:
     calls = store.pending_calls(alias)
     if calls.pending:
         drawn.append(_calls(calls))
+    if states[State.STUCK]:
+        drawn.append(_stuck(states[State.STUCK]))
+    if unchecked := store.topics_unchecked(alias, checkers.topics()):
+        drawn.append(f"No checker is registered for prepared messages of: {', '.join(unchecked)}.")
     if relays:
         drawn.append(_relays(relays))
     if all(relay.silent for relay in relays):
@@ -88,6 +93,13 @@ def _state(relay: Any) -> str:
     if relay.waits_for:
         return f"waits for {relay.waits_for}"
     return "starting" if relay.last_pass_at is None else "working"
+
+
+def _stuck(count: int) -> str:
+    return (
+        f"{count:,} prepared {'message is' if count == 1 else 'messages are'} stuck: nobody knows what happened. Find out, "
+        "then run outbox_resume, or decide in the admin."
+    )
 
 
 def _none_runs(ready: int) -> str:
