@@ -37,6 +37,11 @@ def apply(message: Message) -> None:
         wait_until(lambda: not Path(os.environ["GATE"]).exists())
 
 
+@idempotent_handler("crash.told", name="crash.take")
+def take(message: Message) -> None:
+    """So that it can be published; the callback is what matters."""
+
+
 @idempotent_handler("crash.chained", name="crash.apply_chained", biz_id=lambda message: message.payload["operation"])
 def apply_chained(message: Message) -> None:
     Effect.objects.create(name=CHAINED + message.payload["operation"], detail=f"{os.getpid()}:{message.attempt}")

@@ -1,0 +1,38 @@
+"""Processes die around a callback: whatever was settled is told, and its effect happens once."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import transaction
+
+from outbox import publish
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import PendingCallback
+from tests.app.models import Effect
+
+POINTS = {
+    "settled and claimed": "before outbox.store.begin_call",
+    "in the callback, its effect written": "after tests.app.models.Effect.save",
+    "returned, not committed": "after outbox.store.finish_call",
+}
+ONE_THREAD = {"CALLBACK_THREADS": 1}
+"""So that no other call commits in the moment in which one dies."""
+
+
+@pytest.mark.every_database
+def test_a_process_dies_at_every_step_of_a_call(local_world):
+    with transaction.atomic():
+        messages = [publish("crash.told", {}) for _ in range(3)]
+
+    for point in POINTS.values():
+        local_world.dies_at(point, local_world.relay, outbox=ONE_THREAD)
+        assert local_world.published() == len(messages)
+        assert not Effect.objects.exists()
+        assert PendingCallback.objects.count() == len(messages)
+        PendingCallback.objects.update(available_at=DatabaseTime())  # as if the leases had run out
+    local_world.relay()
+    local_world.wait_until(lambda: not PendingCallback.objects.exists(), "everything was told")
+    local_world.end(local_world.workers[-1])
+
+    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(str(message.id) for message in messages)
+    assert sum(local_world.runs().values()) == len(messages) + 2, "the two that died in it called it once more"
