@@ -41,7 +41,7 @@ from outbox.kernel.display import (
     visible,
     warning,
 )
-from outbox.kernel.message_admin import MessageAdmin, StateFilter, StuckFilter
+from outbox.kernel.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
@@ -136,6 +136,9 @@ class InboxMessageAdmin(MessageAdmin):
         State.SHED: Tone.OVER,
     }
     large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
+    counterpart = Counterpart(
+        changelist="outbox_outboxmessage_changelist", title="outbox messages", permission="outbox.view_outboxmessage"
+    )
     refusals = (TaskNotSent, LeaseStoreAway)
     allowed_in: ClassVar[Any] = {
         "retry": store.RETRYABLE,
@@ -192,6 +195,9 @@ class InboxMessageAdmin(MessageAdmin):
 
     def stuck_after(self) -> timedelta:
         return inbox_options().STUCK_AFTER
+
+    def is_here(self, where: str) -> bool:
+        return where != "outbox"
 
     def subject(self, row: Any) -> str:
         return visible(f"{row.message_id} ({row.topic} {row.biz_id}, {row.handler})")

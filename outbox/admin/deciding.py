@@ -15,7 +15,7 @@ from outbox import doorbell, store
 from outbox.admin.forms import ReasonForm, RescheduleForm
 from outbox.kernel.acting_admin import by
 from outbox.kernel.display import Tone, exact
-from outbox.kernel.message_admin import MessageAdmin
+from outbox.kernel.message_admin import Counterpart, MessageAdmin
 from outbox.models import OutboxMessage, State
 
 _Messages = QuerySet[OutboxMessage]
@@ -37,14 +37,23 @@ class DecidingAdmin(MessageAdmin):
         State.CANCELLED: Tone.OVER,
         State.ROLLED_BACK: Tone.OVER,
     }
+    counterpart = Counterpart(
+        changelist="inbox_inboxmessage_changelist", title="inbox messages", permission="inbox.view_inboxmessage"
+    )
     allowed_in: ClassVar[Any] = {
         "requeue": store.REQUEUEABLE,
         "publish_now": store.RESCHEDULABLE,
         "reschedule": store.RESCHEDULABLE,
         "cancel": store.CANCELLABLE,
+        "commit": store.UNDECIDED,
+        "roll_back": store.UNDECIDED,
+        "ask_again": store.UNDECIDED,
     }
-    actions: Any = ("requeue", "publish_now", "reschedule", "cancel")
+    actions: Any = ("requeue", "publish_now", "reschedule", "cancel", "commit", "roll_back", "ask_again")
     confirmation_template = "outbox/admin/confirm.html"
+
+    def is_here(self, where: str) -> bool:
+        return where == "outbox"
 
     def has_requeue_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.requeue_outboxmessage")
@@ -54,6 +63,9 @@ class DecidingAdmin(MessageAdmin):
 
     def has_cancel_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.cancel_outboxmessage")
+
+    def has_decide_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.decide_outboxmessage")
 
     @admin.action(permissions=["requeue"], description="Requeue")
     def requeue(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
@@ -106,6 +118,37 @@ class DecidingAdmin(MessageAdmin):
             transition=store.cancel,
         )
 
+    @admin.action(permissions=["decide"], description="Commit, so that it is sent…")
+    def commit(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        return self._once_confirmed(
+            request,
+            queryset,
+            action="commit",
+            question="Commit these prepared messages? That says that their business has happened. They are sent, and what is "
+            "sent cannot be taken back.",
+            button="Commit the messages",
+            done="committed",
+            transition=_commit,
+        )
+
+    @admin.action(permissions=["decide"], description="Roll back…")
+    def roll_back(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        return self._once_confirmed(
+            request,
+            queryset,
+            action="roll_back",
+            question="Roll back these prepared messages? That says that their business has not happened and never will. They "
+            "are never sent.",
+            button="Roll back the messages",
+            done="rolled back",
+            transition=store.roll_back_prepared,
+        )
+
+    @admin.action(permissions=["decide"], description="Ask the checker again")
+    def ask_again(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        ask = partial(_ask_again, reason=by(request))
+        return self.carry_out(request, queryset, done="to be asked about at once", transition=ask)
+
     def _once_confirmed(
         self,
         request: HttpRequest,
@@ -131,6 +174,18 @@ def _publish_now(alias: str, position: int, *, reason: str) -> bool:
     if published:
         doorbell.ring_after_commit(alias)
     return published
+
+
+def _commit(alias: str, position: int, *, reason: str) -> bool:
+    committed = store.commit_prepared(alias, position, reason=reason)
+    if committed:
+        doorbell.ring_after_commit(alias)
+    return committed
+
+
+def _ask_again(alias: str, position: int, *, reason: str) -> bool:
+    """A stuck message has its checks anew; about one that is not stuck, the next check comes at once."""
+    return store.resume(alias, position, reason=reason) or store.ask_at_once(alias, position)
 
 
 def _told(due: timedelta | datetime) -> str:

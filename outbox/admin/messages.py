@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -13,21 +14,25 @@ from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from outbox import store
 from outbox.admin.deciding import DecidingAdmin
+from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.kernel.acting_admin import counted
 from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import NOTHING, age, as_json, as_payload, as_text, identifier, moment, note, stacked
+from outbox.kernel.display import NOTHING, age, as_json, as_payload, as_text, identifier, moment, note, stacked, warning
 from outbox.kernel.envelope import JSON
 from outbox.kernel.message_admin import StateFilter, StuckFilter
 from outbox.kernel.wire import CELERY_TOPICS
 from outbox.models import IN_TROUBLE, OutboxMessage, State
 
-_OPEN = (State.SCHEDULED, State.READY, State.WAITING)
+_OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
 
 
 class OutboxStuckFilter(StuckFilter):
+    words = "Dead, retrying, stuck or overdue"
+
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         overdue = Q(state__in=_OPEN, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
         match self.value():
@@ -88,6 +93,17 @@ class OutboxMessageAdmin(DecidingAdmin):
     def stuck_after(self) -> timedelta:
         return outbox_options().STUCK_AFTER
 
+    def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
+        stuck = OutboxMessage.objects.using(self.using).filter(state=State.STUCK)
+        if not stuck.exists():
+            return ()
+        words = format_html(
+            'Prepared messages that are stuck: {}. <a href="?state=stuck">A person must decide</a>, because no checker could '
+            "say whether their business has happened.",
+            counted(stuck),
+        )
+        return (warning(words),)
+
     def called(self, term: str) -> Q:
         """Also the name of a Celery task names its messages."""
         named = super().called(term) | Q(topic=f"{CELERY_TOPICS}{term}")
@@ -98,7 +114,9 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     @admin.display(description="state")
     def state_explained(self, row: Any) -> SafeString:
-        """The badge, and what a key has to do with it."""
+        """The badge, and what a key or a checker has to do with it."""
+        if row.state in store.UNDECIDED:
+            return format_html("{}{}", self.badge_of(row), _undecided(row))
         if row.state == State.WAITING:
             return format_html("{}{}", self.badge_of(row), self._behind(row))
         if row.state in IN_TROUBLE and row.key:
@@ -132,7 +150,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         created = age(row.created_at, row.database_now)
         if row.state not in {*_OPEN, State.RETRYING}:
             return created
-        return stacked(created, age(row.available_at, row.database_now, "due "))
+        return stacked(created, age(row.available_at, row.database_now, "check " if row.state == State.PREPARED else "due "))
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:
@@ -159,6 +177,22 @@ class OutboxMessageAdmin(DecidingAdmin):
     @admin.display(description="expires")
     def expires(self, row: Any) -> SafeString:
         return moment(row.expires_at, row.database_now)
+
+
+def _undecided(row: Any) -> SafeString:
+    """What becomes of a prepared message, and who is to say so."""
+    unknown = f"It has answered “unknown” {row.attempts:,} of {outbox_options().CHECK_LIMIT:,} times."
+    if row.state == State.STUCK:
+        return warning(f"Its checker could not say whether its business has happened. {unknown} Find out, then decide.")
+    if checkers.of(row.topic) is None:
+        return warning("No checker of its topic is registered in this process. Without one, only a person can decide about it.")
+    return note(
+        format_html(
+            "It is not known yet whether its business has happened. Its checker is asked {}. {}",
+            age(row.available_at, row.database_now, "next: "),
+            unknown,
+        )
+    )
 
 
 def _form_of(row: Any) -> Any:

@@ -16,7 +16,7 @@ from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
 from outbox.kernel.acting_admin import counted
 from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import NOTHING, Tone, age, badge, exact, identifier, span, stacked, warning
+from outbox.kernel.display import NOTHING, Tone, age, badge, clock, identifier, span, stacked, warning
 from outbox.models import ScheduledMessage, State
 
 
@@ -49,13 +49,13 @@ class DueFilter(admin.SimpleListFilter):
 class ScheduledMessageAdmin(SelectionAdmin):
     """In the order in which they go out, which is that of the index over due times."""
 
-    states = (State.SCHEDULED,)
+    selected = (State.SCHEDULED,)
     ordering = ("available_at", "id")
-    list_display = ("due_in", "summary", "conditions", "delay", "message_id_name")
+    list_display = ("due_in", "summary", "conditions", "delay")
     list_filter = (DueFilter,)
     actions = ("publish_now", "reschedule", "cancel")
     nothing = "No message waits for its time."
-    hint = "The next one to go out comes first. Instants are those of the database's clock."
+    hint = "The next one to go out comes first. Times are in the zone of this site."
 
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
         overdue = self.get_queryset(request).filter(available_at__lt=DatabaseTime(-self.stuck_after()))
@@ -69,7 +69,7 @@ class ScheduledMessageAdmin(SelectionAdmin):
         due = age(row.available_at, row.database_now)
         if row.available_at < row.database_now - self.stuck_after():
             due = format_html("{} {}", badge("Overdue", Tone.STOPPED), due)
-        return stacked(due, format_html('<span class="message-name">{}</span>', exact(row.available_at)))
+        return stacked(due, clock(row.available_at))
 
     @admin.display(description="key, priority, expiry")
     def conditions(self, row: Any) -> SafeString:
@@ -82,6 +82,7 @@ class ScheduledMessageAdmin(SelectionAdmin):
             lines.append(age(row.expires_at, row.database_now, "expires "))
         return stacked(*lines) if lines else format_html("{}", NOTHING)
 
-    @admin.display(description="delay, created")
+    @admin.display(description="created, delay")
     def delay(self, row: Any) -> SafeString:
-        return stacked(format_html("{}", span(row.available_at - row.created_at)), age(row.created_at, row.database_now))
+        delay = span(max(row.available_at - row.created_at, timedelta()))
+        return stacked(age(row.created_at, row.database_now), format_html("put off by {}", delay))

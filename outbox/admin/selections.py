@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
+from django.utils.safestring import SafeString
 
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.kernel.clock import DatabaseTime
@@ -17,20 +18,23 @@ from outbox.models import OutboxMessage, State
 class SelectionAdmin(OutboxMessageAdmin):
     """Who may view the messages may view each such list."""
 
-    states: ClassVar[Sequence[State]]
+    selected: ClassVar[Sequence[State]]
     list_display_links = ("summary",)
     sortable_by = ()
     # The page of a message leads back to the list of all of them, which has other filters.
     preserve_filters = False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        return super().get_queryset(request).filter(state__in=self.states)
+        return super().get_queryset(request).filter(state__in=self.selected)
 
     def everything(self, request: HttpRequest) -> QuerySet[Any]:
         return OutboxMessage.objects.using(self.using).annotate(database_now=DatabaseTime())
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return request.user.has_perm("outbox.view_outboxmessage")
+
+    def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
+        return ()
 
     def own_url(self, pk: int) -> str:
         return reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[pk])

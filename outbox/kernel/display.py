@@ -181,6 +181,11 @@ def age(instant: datetime | None, now: datetime, prefix: str = "") -> SafeString
     )
 
 
+def clock(instant: datetime) -> SafeString:
+    """The instant to the second, in the zone of the site; all of it appears on hovering."""
+    return format_html('<span class="message-name message-age" title="{}">{}</span>', exact(instant), exact(instant)[:19])
+
+
 def moment(instant: datetime | None, now: datetime) -> SafeString:
     """The exact instant and its age, both readable."""
     if instant is None:

@@ -6,18 +6,23 @@ This module knows no model: `MessageAdmin` is told everything by its subclass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import Q, QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
+from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
 from outbox.kernel.acting_admin import ActingAdmin, counted
 from outbox.kernel.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, span, visible
 from outbox.kernel.text import fit, why_unfit
+from outbox.kernel.timeline import timeline
+from outbox.kernel.trail import life_of
 
 
 class StateFilter(admin.SimpleListFilter):
@@ -29,10 +34,10 @@ class StateFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         """Every state with its count, which stops where the list's does."""
         rows = model_admin.get_queryset(request)
-        return [
-            (state, f"{label} ({counted(rows.filter(state=state))})")
-            for state, label in model_admin.opts.get_field("state").choices
-        ]
+        return [(state, f"{label} ({counted(rows.filter(state=state))})") for state, label in self.states(model_admin)]
+
+    def states(self, model_admin: Any) -> list[tuple[str, str]]:
+        return list(model_admin.opts.get_field("state").choices)
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         known = {state for state, _ in self.lookup_choices}
@@ -44,17 +49,34 @@ class StuckFilter(admin.SimpleListFilter):
 
     title = "stuck"
     parameter_name = "stuck"
+    words: ClassVar[str] = "Dead, retrying or overdue"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("any", "Dead, retrying or overdue"), ("overdue", f"Overdue by {span(model_admin.stuck_after())}")]
+        return [("any", self.words), ("overdue", f"Overdue by {span(model_admin.stuck_after())}")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         raise NotImplementedError
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counterpart:
+    """The other half's page of the same message.
+
+    Attributes:
+        changelist: the list's name in an admin site.
+        title: of that list.
+        permission: to see what is there, also where it is told of here.
+    """
+
+    changelist: str
+    title: str
+    permission: str
+
+
 class MessageAdmin(ActingAdmin):
     """Messages to be read and acted on."""
 
+    counterpart: ClassVar[Counterpart]
     tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
     nothing = "No messages."
@@ -142,6 +164,35 @@ class MessageAdmin(ActingAdmin):
     @admin.display(description="settled")
     def settled(self, row: Any) -> SafeString:
         return moment(row.settled_at, row.database_now)
+
+    def is_here(self, where: str) -> bool:
+        """Does a moment of this place belong to this half, and not to the other?"""
+        raise NotImplementedError
+
+    def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
+        row: Any = kwargs.get("obj")
+        if row is not None and row.message_id:
+            context["life"] = self._timeline(request, str(row.message_id))
+            context["counterpart"] = self.counterpart
+            context["counterpart_url"] = self._counterpart_url(request, str(row.message_id))
+        return super().render_change_form(request, context, *args, **kwargs)
+
+    def _timeline(self, request: HttpRequest, message_id: str) -> SafeString:
+        may_see_all = request.user.has_perm(self.counterpart.permission)
+        return timeline(
+            life_of(message_id),
+            lambda where: may_see_all or self.is_here(where),
+            f"What happened to it elsewhere is shown to those who may view {self.counterpart.title}.",
+        )
+
+    def _counterpart_url(self, request: HttpRequest, message_id: str) -> str:
+        """Where the other half's rows of this message are found; "" when they are not on this site, or not for this person."""
+        if not request.user.has_perm(self.counterpart.permission):
+            return ""
+        try:
+            return f"{reverse(f'{self.admin_site.name}:{self.counterpart.changelist}')}?{urlencode({'q': message_id})}"
+        except NoReverseMatch:
+            return ""
 
     def offers(self, action: str, row: Any) -> bool:
         return row.state in self.allowed_in.get(action, ())

@@ -50,6 +50,7 @@ from outbox.store.operating import (
     states_of,
 )
 from outbox.store.preparing import (
+    UNDECIDED,
     ask_at_once,
     claim_checks,
     commit_prepared,
@@ -69,6 +70,7 @@ __all__ = [
     "REQUEUEABLE",
     "RESCHEDULABLE",
     "SILENT_AFTER",
+    "UNDECIDED",
     "Beat",
     "Busy",
     "CallLost",

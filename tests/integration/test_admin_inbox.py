@@ -19,7 +19,7 @@ from inbox.handlers import Handler, registry
 from inbox.models import InboxMessage, State, Step
 from outbox.kernel.clock import utcnow
 
-pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
 LIST = "admin:inbox_inboxmessage_changelist"
 DETAIL = "admin:inbox_inboxmessage_change"

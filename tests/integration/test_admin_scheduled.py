@@ -30,7 +30,7 @@ from tests.admin_pages import (
     state_of,
 )
 
-pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
 SCHEDULED = "admin:outbox_scheduledmessage_changelist"
 HOUR = timedelta(hours=1)

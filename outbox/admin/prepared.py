@@ -1,0 +1,58 @@
+"""The messages whose business has not said whether it happened; first those about which a person must find out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from outbox import store
+from outbox.admin.selections import SelectionAdmin
+from outbox.checkers import checkers
+from outbox.conf import outbox_options
+from outbox.kernel.display import Tone, age, badge, stacked
+from outbox.kernel.message_admin import StateFilter
+from outbox.models import PreparedMessage, State
+
+
+class UndecidedFilter(StateFilter):
+    """By those two states."""
+
+    def states(self, model_admin: Any) -> list[tuple[str, str]]:
+        return [(state, label) for state, label in super().states(model_admin) if state in model_admin.selected]
+
+
+@admin.register(PreparedMessage)
+class PreparedMessageAdmin(SelectionAdmin):
+    """Stuck ones first, then by their next check, which is the order of the index."""
+
+    selected = store.UNDECIDED
+    ordering = ("-state", "available_at", "id")
+    list_display = ("state_badge", "summary", "prepared", "checks", "said")
+    list_filter = (UndecidedFilter,)
+    actions = ("commit", "roll_back", "ask_again")
+    nothing = "No prepared message waits for a decision."
+    hint = (
+        "A relay asks the checkers. Those that are stuck come first: nobody asks about them any more, so a person must find "
+        "out what happened."
+    )
+
+    @admin.display(description="prepared")
+    def prepared(self, row: Any) -> SafeString:
+        return age(row.created_at, row.database_now)
+
+    @admin.display(description="next check, answers so far")
+    def checks(self, row: Any) -> SafeString:
+        next_one = age(row.available_at, row.database_now)
+        lines = [format_html("{}", "none: a person decides") if row.state == State.STUCK else next_one]
+        if row.attempts:
+            lines.append(format_html("unknown {} of {} times", f"{row.attempts:,}", f"{outbox_options().CHECK_LIMIT:,}"))
+        if checkers.of(row.topic) is None:
+            lines.append(badge("No checker here", Tone.FAILING))
+        return stacked(*lines)
+
+    @admin.display(description="what the last check said")
+    def said(self, row: Any) -> SafeString:
+        return self.error_headline(row)

@@ -1,0 +1,113 @@
+"""The life of a message as a page shows it: every transition in the order of time, and how it stands in other places now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from itertools import chain
+
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+from outbox.kernel.clock import utcnow
+from outbox.kernel.display import Tone, age, as_text, badge, exact, identifier, note, span, visible
+from outbox.kernel.trail import Life, Moment, Standing
+
+_MOST_NAMESAKES = 10
+_TONES = {
+    "prepared": Tone.LATER,
+    "stuck": Tone.STOPPED,
+    "scheduled": Tone.LATER,
+    "ready": Tone.OPEN,
+    "received": Tone.OPEN,
+    "running": Tone.OPEN,
+    "retrying": Tone.FAILING,
+    "waiting": Tone.LATER,
+    "published": Tone.DONE,
+    "done": Tone.DONE,
+    "dead": Tone.STOPPED,
+}
+"""By the name of a state in either app; what is not named here is over."""
+
+
+def timeline(life: Life, may_see: Callable[[str], bool], hidden: str) -> SafeString:
+    """The transitions that this person may see.
+
+    Args:
+        may_see: the moments of this place, "outbox" or the name of a handler?
+        hidden: a sentence for those who may not see all of them.
+    """
+    moments = [moment for moment in life.moments if may_see(moment.where)]
+    words = list(life.unknown)
+    if len(moments) < len(life.moments):
+        words.append(hidden)
+    if life.namesakes:
+        named = ", ".join(life.namesakes[:_MOST_NAMESAKES]) + (", …" if len(life.namesakes) > _MOST_NAMESAKES else "")
+        words.append(f"Other messages with this topic and biz-id, of which a handler runs one: {visible(named)}.")
+    entries = format_html_join("", '<li class="message-moment">{}</li>', ((entry,) for entry in _entries(moments)))
+    now = [standing for standing in life.standings if may_see(standing.where)]
+    return format_html(
+        '<ol class="message-timeline">{}</ol>{}{}',
+        entries,
+        _standings(now),
+        format_html_join("", "{}", ((note(sentence),) for sentence in words)),
+    )
+
+
+def _entries(moments: Sequence[Moment]) -> Iterator[SafeString]:
+    before: datetime | None = None
+    for moment in moments:
+        yield format_html(
+            '<span class="message-when"><time datetime="{}">{}</time>{}</span>'
+            '<span class="message-what">{}{} <span class="message-where">{}</span>{}{}</span>',
+            moment.at.isoformat(),
+            exact(moment.at),
+            _since(before, moment.at),
+            format_html('<span class="message-from">{} →</span> ', _in_words(moment.was)) if moment.was else "",
+            badge(_in_words(moment.became), _TONES.get(moment.became, Tone.OVER)),
+            _where(moment),
+            format_html('<span class="message-line message-quiet">{}</span>', identifier(moment.process))
+            if moment.process
+            else "",
+            as_text(moment.reason).as_html() if moment.reason else "",
+        )
+        before = moment.at
+
+
+def _since(before: datetime | None, at: datetime) -> SafeString:
+    """How long after the moment above."""
+    if before is None or at <= before:
+        return format_html("{}", "")
+    passed = at - before
+    short = f"{passed // timedelta(milliseconds=1)} ms" if passed < timedelta(seconds=2) else span(passed)
+    return format_html(' <span class="message-quiet">{} later</span>', short)
+
+
+def _standings(standings: Sequence[Standing]) -> SafeString:
+    """Where it is, now: worth a line only where it is in several places."""
+    rows = (
+        (
+            badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER)),
+            _where(standing),
+            ", ".join(chain([_attempts(standing)], filter(None, [visible(standing.also)]))),
+            format_html(", {}", age(standing.due, utcnow(), "due ")) if standing.due else "",
+        )
+        for standing in standings
+    )
+    return format_html(
+        '<h3 class="message-now">Now</h3><ul class="message-standings">{}</ul>',
+        format_html_join("", "<li>{} {}: {}{}</li>", rows),
+    )
+
+
+def _where(told: Moment | Standing) -> SafeString:
+    named = told.where if told.database == "default" else f"{told.where} ({told.database})"
+    return identifier(named)
+
+
+def _attempts(standing: Standing) -> str:
+    return f"{standing.attempts:,} attempt{'' if standing.attempts == 1 else 's'}"
+
+
+def _in_words(state: str) -> str:
+    return state.replace("_", " ").capitalize()
