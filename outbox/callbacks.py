@@ -31,6 +31,7 @@ class SettledMessage:
         event: what became of the message: "published" or "dead".
         error: why it is dead, or "".
         state: what it is now; a dead one may have been requeued since.
+        using: the alias of the outbox's database, which the transaction of this call is open on.
         id: the message id.
         topic: what it is about.
         biz_id: the business's name of the fact.
@@ -48,6 +49,7 @@ class SettledMessage:
     event: Event
     error: str
     state: str
+    using: str
     id: UUID
     topic: str
     biz_id: str

@@ -11,16 +11,17 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision
+from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.loop import Bell, StopRequest
 from outbox.kernel.outage import Outage
 
 logger = logging.getLogger(__name__)
 
 _REST_SECONDS = 0.5
+_AFTER_A_COLLISION_SECONDS = 0.01
 
 Job = Callable[[], object]
 """A claimed call, and the writing down of what came of it."""
@@ -61,9 +62,14 @@ class Attendant:
             connections.close_all()
 
     def drain(self, stop: StopRequest) -> int:
-        """Call everything that is due, one after the other; how much that was."""
+        """Call everything that is due, one after the other; how much that was. An absent database is waited for."""
         done = 0
-        while not stop and (jobs := self._claim(self._most)):
+        while not stop:
+            jobs = self._due(self._most, stop)
+            if jobs is None:
+                continue
+            if not jobs:
+                break
             for job in jobs:
                 _call(job)
             done += len(jobs)
@@ -75,19 +81,33 @@ class Attendant:
         if not free:
             return 0
         try:
-            drop_unusable_connections()
-            jobs = self._claim(free)
-        except Exception as error:  # noqa: BLE001 - an absent database is waited for, and an error of a claim is told of
+            jobs = self._due(free, stop) or ()
+        except Exception:
+            logger.exception("What is due could not be claimed, for a reason that nobody foresaw; it stays due.")
             connections.close_all()
-            if not is_collision(error):
-                self._database.wait(error, stop)
             return 0
-        self._database.over()
         with self._counting:
             self._busy += len(jobs)
         for job in jobs:
             self._jobs.put(job)
         return len(jobs)
+
+    def _due(self, most: int, stop: StopRequest) -> Sequence[Job] | None:
+        """Claim up to so many; None when the database was away, or somebody in the way."""
+        try:
+            drop_unusable_connections()
+            jobs = self._claim(most)
+        except (DatabaseError, InterfaceError) as error:
+            if is_outage(error):
+                connections.close_all()
+                self._database.wait(error, stop)
+            elif is_collision(error):
+                stop.wait(_AFTER_A_COLLISION_SECONDS)
+            else:
+                raise
+            return None
+        self._database.over()
+        return jobs
 
     def _work(self) -> None:
         try:

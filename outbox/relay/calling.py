@@ -27,13 +27,30 @@ _LEASE = timedelta(seconds=60)
 
 def callers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
     """What calls the callbacks of this process; nothing, when it has none."""
-    if not registry:
-        return ()
+    return (Attendant("callbacks", _Claims(alias, options), threads=options.CALLBACK_THREADS),) if registry else ()
 
-    def claim(most: int) -> list[Job]:
-        return [partial(_call, call, options) for call in store.claim_calls(alias, most, _LEASE)]
 
-    return (Attendant("callbacks", claim, threads=options.CALLBACK_THREADS),)
+class _Claims:
+    """Claims what is due, and says once what nobody here can call."""
+
+    def __init__(self, alias: str, options: OutboxOptions) -> None:
+        self._alias = alias
+        self._options = options
+        self._has_looked = False
+
+    def __call__(self, most: int) -> list[Job]:
+        if not self._has_looked:
+            self._tell_of_unknown()
+            self._has_looked = True
+        return [partial(_call, call, self._options) for call in store.claim_calls(self._alias, most, _LEASE)]
+
+    def _tell_of_unknown(self) -> None:
+        if unknown := store.pending_calls(self._alias).unknown:
+            logger.warning(
+                "%d pending callbacks are of a name that this process does not know. They stay until one that does calls "
+                "them, or they are discarded; was one renamed without name=?",
+                unknown,
+            )
 
 
 def _call(call: store.DueCall, options: OutboxOptions) -> None:

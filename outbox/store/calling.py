@@ -120,7 +120,7 @@ def begin_call(call: DueCall) -> SettledMessage:
     pending = ours.select_related("message").first()
     if pending is None or not ours.delete()[0]:
         raise CallLost("somebody else had taken it over before it began")
-    return _settled(pending)
+    return _settled(pending, call.alias)
 
 
 def finish_call(call: DueCall) -> None:
@@ -178,12 +178,13 @@ def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:
         return row.select_for_update(skip_locked=True).first() is not None and bool(write(row))
 
 
-def _settled(pending: PendingCallback) -> SettledMessage:
+def _settled(pending: PendingCallback, alias: str) -> SettledMessage:
     message = pending.message
     return SettledMessage(
         event=cast("Event", pending.event),
         error=pending.reason,
         state=message.state,
+        using=alias,
         id=message.message_id,
         topic=message.topic,
         biz_id=message.biz_id,

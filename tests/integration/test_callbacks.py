@@ -104,6 +104,7 @@ class TestWhatItIsTold:
         assert (said.id, said.topic, said.biz_id, said.key) == (message.id, TOPIC, "order-17", "customer-3")
         assert (said.payload, said.headers) == ({"order_id": 17}, {"tenant": "acme"})
         assert (said.correlation_id, said.causation_id) == (row.correlation_id, row.causation_id)
+        assert said.using == "default"
         assert (said.created_at, said.settled_at) == (row.created_at, row.settled_at)
         assert not PendingCallback.objects.exists()
 
@@ -300,7 +301,7 @@ class TestWhoCalls:
 
         assert sorted(found, key=str) == [False, False, []]
 
-    def test_nobody_who_does_not_know_it(self, told):
+    def test_nobody_who_does_not_know_it(self, told, caplog):
         heard = told(name="tests.renamed")
         self.settled()
         registry.remove("tests.renamed")
@@ -310,6 +311,7 @@ class TestWhoCalls:
 
         assert (heard, other) == ([], [])
         assert pending().attempts == 0
+        assert "1 pending callbacks are of a name that this process does not know" in caplog.text
 
     def test_an_operator_has_it_called_now_or_never(self, told):
         heard = told(failing)
