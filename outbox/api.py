@@ -189,8 +189,8 @@ def _require_transaction(alias: str) -> None:
 
 
 def _ring(alias: str, rows: Iterable[store.NewRow]) -> None:
-    if any(not row.delay and row.deliver_at is None for row in rows):
-        doorbell.ring_after_commit(alias)
+    for due_at in {row.deliver_at or row.delay for row in rows}:
+        doorbell.ring_if_soon(alias, due_at or None)
 
 
 def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:

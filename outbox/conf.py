@@ -106,6 +106,11 @@ class OutboxOptions:
         return {level: span_of(level) for level in self.DELAY_LEVELS}
 
     @cached_property
+    def horizon(self) -> timedelta:
+        """How far ahead scheduled messages are in the wheel: a turn of it, or two seconds. Sooner ones ring the doorbell."""
+        return max(self.WHEEL_SLOTS * self.WHEEL_TICK, timedelta(seconds=2))
+
+    @cached_property
     def retry(self) -> RetryPolicy:
         return RetryPolicy(max_attempts=self.MAX_ATTEMPTS, base=self.RETRY_BASE, factor=2.0, cap=self.RETRY_CAP)
 

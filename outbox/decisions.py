@@ -138,8 +138,8 @@ def _reschedule(find: _Find, at: timedelta | datetime, using: str, called: str) 
     change = partial(store.reschedule, due=at, reason=f"{called} by the business")
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.RESCHEDULED, store.RESCHEDULABLE, find, using)
-        if decision and not at:
-            doorbell.ring_after_commit(using)
+        if decision:
+            doorbell.ring_if_soon(using, at)
     return decision
 
 

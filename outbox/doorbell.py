@@ -21,12 +21,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from django.db import connections
 
 from outbox.conf import outbox_options
-from outbox.kernel.clock import monotonic
+from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import Bell
 
 if TYPE_CHECKING:
@@ -65,6 +66,16 @@ def ring_after_commit(alias: str) -> None:
     # The transaction of a TestCase never commits, and its hooks are the test's own to count.
     if not getattr(connection.atomic_blocks[0], "_from_testcase", False):
         connection.on_commit(ring, robust=True)
+
+
+def ring_if_soon(alias: str, due: timedelta | datetime | None) -> None:
+    """The same for a message that is due after that span, at that instant, or now: what is due later, a timer finds by itself.
+
+    By this process's clock, so a ring may come for nothing, or not; then the timer finds the message a moment later.
+    """
+    span = due - utcnow() if isinstance(due, datetime) else due
+    if span is None or span <= outbox_options().horizon:
+        ring_after_commit(alias)
 
 
 @contextmanager

@@ -111,8 +111,7 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
         )
         row = _row(body.encode() if isinstance(body, str) else bytes(body), wire, deliver_at, end)
         _write(self._alias, row, _text(wire, row))
-        if deliver_at is None:
-            doorbell.ring_after_commit(self._alias)
+        doorbell.ring_if_soon(self._alias, deliver_at)
 
     def _type_of(self, exchange: str, declare: Iterable[Any]) -> str:
         for entity in (*declare, *self._app.amqp.queues.values()):

@@ -87,7 +87,11 @@ class Migration(migrations.Migration):
         ),
         migrations.AddIndex(
             model_name='outboxmessage',
-            index=models.Index(condition=models.Q(('state__in', ['scheduled', 'retrying'])), fields=['available_at', 'id'], name='outbox_due'),
+            index=models.Index(condition=models.Q(('state', 'scheduled')), fields=['available_at', 'id'], name='outbox_due'),
+        ),
+        migrations.AddIndex(
+            model_name='outboxmessage',
+            index=models.Index(condition=models.Q(('state', 'retrying')), fields=['available_at', 'id'], name='outbox_rested'),
         ),
         migrations.AddIndex(
             model_name='outboxmessage',

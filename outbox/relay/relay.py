@@ -1,4 +1,4 @@
-"""The relay's loop: reach the broker, look, run a pass, make due and waiting rows ready, rest when there is nothing to do.
+"""The relay's loop: reach the broker, look, run a pass, make rested and waiting rows ready, rest when there is nothing to do.
 
 Nothing here may end the loop but a stop request: an absent broker or database is waited for, and an error nobody foresaw is
 logged and met with a pause.
@@ -40,7 +40,11 @@ _RELEASING_SHARE = 20
 
 
 class Relay:
-    """Carries the messages of one database, or of some of its shards, over one transport until asked to stop."""
+    """Carries the messages of one database, or of some of its shards, over one transport until asked to stop.
+
+    Args:
+        timed: a timer beside it makes ready what was scheduled; without one the relay does it, less exactly.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class Relay:
         watchdog: Watchdog,
         heartbeat: Heartbeat,
         shards: Iterable[int] = range(SHARDS),
+        timed: bool = False,
     ) -> None:
         self.bell = Bell()
         self.siblings: Sequence[Relay] = ()
@@ -63,6 +68,7 @@ class Relay:
         self._heartbeat = heartbeat
         self._pass = Pass(alias, transport, options)
         self._shards = tuple(shards)
+        self._timed = timed
         self._floors = Floors(self._shards, partial(store.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
@@ -75,7 +81,7 @@ class Relay:
         self._trouble = Pause()
         self._waits_for = ""
         self._running = False
-        self._due = False
+        self._rested = False
         self._moved = 0
         self._idle = False
         self.published = 0
@@ -138,19 +144,21 @@ class Relay:
         self._database.over()
         self._trouble.reset()
         self._note(report)
-        self._idle = not (self._due or self._moved or report.claimed or report.refused or report.waits_for)
+        self._idle = not (self._rested or self._moved or report.claimed or report.refused or report.waits_for)
         return report
 
     def _work(self, *, drain: bool) -> PassReport:
-        """Look; run a pass over what is ready; make ready what is due or no longer held."""
+        """Look; run a pass over what is ready; make ready what has rested, or is due, or is no longer held."""
         # A relay beside this one that cannot reach the broker leaves its shards to us.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
         sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         report = self._carry(sight.busy) if sight.busy else PassReport()
-        # Rows that are due and not promoted are in the hands of another relay that promotes them.
-        self._due = sight.due
-        self._moved = store.promote_due(self._alias, _PROMOTED_PER_ROUND) if sight.due else 0
+        # Rows that have rested and are not promoted are in the hands of another relay that promotes them.
+        self._rested = sight.rested
+        self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND) if sight.rested else 0
+        if not self._timed:
+            self._moved += store.promote_due(self._alias, _PROMOTED_PER_ROUND)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
         self._moved += self._recall()

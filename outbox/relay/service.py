@@ -1,4 +1,4 @@
-"""A relay as a process: signals, watchdog, two lanes, the doorbell, companions, an orderly end."""
+"""A relay as a process: signals, watchdog, two lanes, the timer, the doorbell, companions, an orderly end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from django.db import connections
 
@@ -22,6 +22,7 @@ from outbox.relay.checks import askers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
+from outbox.relay.timer import Timer
 from outbox.transports import open_transport
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
             watchdog=watchdog,
             heartbeat=heartbeat,
             shards=range(number, SHARDS, len(transports)),
+            timed=not drain,
         )
         for number, each in enumerate(transports)
     ]
@@ -65,11 +67,23 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
         if drain:
             _drain(lanes, companions, watchdog, stop)
         else:
-            with Listener(alias, [lane.bell for lane in lanes], options).listening():
-                _run(lanes, companions, watchdog, stop)
+            timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, lanes))
+            with Listener(alias, [timer.bell, *(lane.bell for lane in lanes)], options).listening():
+                _run(lanes, [timer, *companions], watchdog, stop)
     published = sum(lane.published for lane in lanes)
     logger.info("The relay has ended; it published %d messages.", published)
     return published
+
+
+class Runs(Protocol):
+    """Something that runs beside the first lane."""
+
+    def run(self, stop: StopRequest) -> None: ...
+
+
+def _ring(lanes: Sequence[Relay]) -> None:
+    for lane in lanes:
+        lane.bell.ring()
 
 
 def _several_help(alias: str, transport: Transport) -> bool:
@@ -78,7 +92,7 @@ def _several_help(alias: str, transport: Transport) -> bool:
     return shared and not transport.capabilities.transactional
 
 
-def _run(lanes: Sequence[Relay], companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
+def _run(lanes: Sequence[Relay], companions: Sequence[Runs], watchdog: Watchdog, stop: StopRequest) -> None:
     beside: list[Callable[[], object]] = [lane.run for lane in lanes[1:]]
     beside += [partial(companion.run, stop) for companion in companions]
     with _in_threads(beside, watchdog, stop):

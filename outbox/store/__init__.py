@@ -61,7 +61,18 @@ from outbox.store.preparing import (
     roll_back_prepared,
     topics_unchecked,
 )
-from outbox.store.settling import PUT_OFF, Failure, Settlement, promote_due, recall, release_waiting, settle, topics_put_off
+from outbox.store.scheduling import Place, Upcoming, fire, newly_scheduled, ready_aside, upcoming
+from outbox.store.settling import (
+    PUT_OFF,
+    Failure,
+    Settlement,
+    promote_due,
+    promote_rested,
+    recall,
+    release_waiting,
+    settle,
+    topics_put_off,
+)
 from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
 
 __all__ = [
@@ -81,9 +92,11 @@ __all__ = [
     "LeaseLost",
     "NewRow",
     "PendingCalls",
+    "Place",
     "RelayedMessage",
     "Settlement",
     "Sight",
+    "Upcoming",
     "ask_at_once",
     "beat",
     "begin_call",
@@ -99,6 +112,7 @@ __all__ = [
     "discard_call",
     "find_unique",
     "finish_call",
+    "fire",
     "forget_silent",
     "hold_order",
     "identified",
@@ -108,14 +122,17 @@ __all__ = [
     "insert_prepared",
     "look",
     "named",
+    "newly_scheduled",
     "note_no_answer",
     "note_unchecked",
     "oldest_waiting",
     "pending_calls",
     "promote_due",
+    "promote_rested",
     "purge_settled",
     "purgeable",
     "put_off_call",
+    "ready_aside",
     "recall",
     "relays",
     "release_waiting",
@@ -130,5 +147,6 @@ __all__ = [
     "states_of",
     "topics_put_off",
     "topics_unchecked",
+    "upcoming",
     "writers",
 ]

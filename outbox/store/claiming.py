@@ -107,7 +107,7 @@ _LOOK = (
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
     f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
     f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
-    f"(SELECT m.id FROM {TABLE} m WHERE m.state IN ('scheduled', 'retrying') AND m.available_at <= {{now}} "
+    f"(SELECT m.id FROM {TABLE} m WHERE m.state = 'retrying' AND m.available_at <= {{now}} "
     "ORDER BY m.available_at LIMIT 1) FROM shards"
 )
 
@@ -153,12 +153,12 @@ class Sight:
     Attributes:
         busy: the shards that have ready messages.
         first: by shard, the first position of what was found in its stream.
-        due: are there delayed or retried messages whose time has come?
+        rested: are there messages whose rest after a failure is over?
     """
 
     busy: Sequence[Busy]
     first: Mapping[int, int]
-    due: bool
+    rested: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ def claims_by_locks(alias: str) -> bool:
 def look(
     alias: str, floors: Mapping[int, int] | None = None, among: Iterable[int] = range(SHARDS), *, from_the_start: bool = False
 ) -> Sight:
-    """Which shards `among` these have something ready above their `floors`, or anything at all? Is anything due?
+    """Which shards `among` these have something ready above their `floors`, or anything at all? Has anything rested enough?
 
     Read only and without locks: an idle relay must not take SQLite's write lock, nor open transactions.
     """
@@ -202,7 +202,7 @@ def look(
         for shard, _, aside, _ in found
         if shard in first or aside is not None
     ]
-    return Sight(busy=busy, first=first, due=found[0][3] is not None)
+    return Sight(busy=busy, first=first, rested=found[0][3] is not None)
 
 
 def writers(alias: str) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""SQLite's way of having one relay: a lease with a token."""
+"""A lease with a token: SQLite's way of having one relay, and every database's of having one timer."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ class LeaseLost(Exception):
 
 
 class Lease:
-    """The right to relay on a database with one writer, until an instant; renewed by every claim.
+    """The right to do what one process does at a time, until an instant.
+
+    To `relay` on a database with one writer, renewed by every claim; or to turn the wheel, as `timer`.
 
     The token fences: a relay that overslept its lease settles nothing, because settling asks for the token first.
     """
 
-    NAME = "relay"
-
-    def __init__(self, alias: str, span: timedelta) -> None:
+    def __init__(self, alias: str, span: timedelta, *, name: str = "relay") -> None:
         self._alias = alias
+        self._name = name
         self._span = span
         self._token = uuid.uuid4()
 
     def claim(self, busy: Sequence[Busy], limit: int) -> Sequence[RelayedMessage] | None:
         """Renew or take the lease and read ready rows of the `busy` shards; None while another relay holds it."""
         with transaction.atomic(using=self._alias, durable=True):
-            if not self._take():
+            if not self.take():
                 return None
             rows = claim_ready(self._alias, busy, limit).rows
             self._rows().update(in_hand=[row.position for row in rows if not row.held])
@@ -62,13 +63,14 @@ class Lease:
     def holder(self) -> str:
         return self._rows().values_list("holder", flat=True).first() or "nobody"
 
-    def _take(self) -> bool:
+    def take(self) -> bool:
+        """Renew it, or take it when it is free; False while another holds it."""
         mine = {"token": self._token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(self._span)}
         free = Q(token=self._token) | Q(expires_at__lte=DatabaseTime())
         if self._rows().filter(free).update(**mine):
             return True
-        _, created = RelayLease.objects.using(self._alias).get_or_create(name=self.NAME, defaults=mine)
+        _, created = RelayLease.objects.using(self._alias).get_or_create(name=self._name, defaults=mine)
         return created
 
     def _rows(self) -> Any:
-        return RelayLease.objects.using(self._alias).filter(name=self.NAME)
+        return RelayLease.objects.using(self._alias).filter(name=self._name)

@@ -152,10 +152,19 @@ def recall(alias: str, topic: str, limit: int, among: Iterable[int]) -> int:
     )
 
 
+def promote_rested(alias: str, limit: int) -> int:
+    """retrying → ready for up to `limit` messages whose rest is over; how many."""
+    return _promote(alias, State.RETRYING, limit)
+
+
 def promote_due(alias: str, limit: int) -> int:
-    """scheduled | retrying → ready for rows whose time has come; how many."""
+    """scheduled → ready for up to `limit` messages whose time has come; how many. For a relay without a timer beside it."""
+    return _promote(alias, State.SCHEDULED, limit)
+
+
+def _promote(alias: str, state: State, limit: int) -> int:
     connection = connections[alias]
-    due = f"state IN ('scheduled', 'retrying') AND available_at <= {now(connection)} ORDER BY available_at LIMIT %s"
+    due = f"state = '{state.value}' AND available_at <= {now(connection)} ORDER BY available_at, id LIMIT %s"
     found = f"SELECT id FROM {TABLE} WHERE {due} {_locking(connection)}"
     return _make_ready(connection, found, [limit], "state = 'ready'")
 

@@ -22,7 +22,7 @@ from outbox.kernel.faults import is_outage
 from outbox.models import SETTLED, OutboxMessage, State
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
-from outbox.store import Busy, Failure, RelayedMessage, Settlement, claiming, operating, writing
+from outbox.store import Busy, Failure, Place, RelayedMessage, Settlement, claiming, operating, writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.app.models import Effect
 from tests.fakes.amqp_peer import FakeAmqpPeer
@@ -391,7 +391,7 @@ class TestTheIndexes:
             assert "outbox_aside" in plan
             assert "Seq Scan on outbox_outboxmessage" not in plan
             assert "Sort Key: m." not in plan, "the index gives the order"
-        assert "outbox_due" in looking
+        assert "outbox_rested" in looking
         assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
         assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
 
@@ -419,7 +419,7 @@ class TestTheIndexes:
         fresh.filter(pk__in=fresh.values_list("pk")[:2_500]).update(state=State.RETRYING, available_at=DatabaseTime(-HOUR))
         fresh.update(state=State.WAITING)
 
-        plans = explained(lambda: store.promote_due("default", 1_000))
+        plans = explained(lambda: store.promote_rested("default", 1_000))
         plans += explained(lambda: store.recall("default", TOPIC, 1_000, range(64)))
         OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED)
         plans += explained(lambda: store.release_waiting("default", keys=1, each=100))[1:]
@@ -457,9 +457,9 @@ class TestTheIndexes:
         filled("published", 20_000)
         filled("ready", 20_000)
         filled("ready", 20_000, key="'key-' || n % 500")
-        filled("scheduled", 20_000, due="now() + interval '1 day'")
+        filled("scheduled", 100_000, due="now() + interval '1 day'")  # where reading all of it is not what is cheapest
 
-        pages_by_statement(by_index=True)
+        pages_by_statement(by_index=True, may_sort=OF_WHAT_IS_DUE)
 
     def test_serve_a_table_of_millions(self):
         """A pass costs what it carries, whatever lies around."""
@@ -502,7 +502,11 @@ def filled(state, count, *, key="''", due="now()"):
         )
 
 
-def pages_by_statement(*, by_index=False):
+OF_WHAT_IS_DUE = {"promote what is due", "promote what has rested", "upcoming", "upcoming after a place", "newly scheduled"}
+"""What is due is sorted when the statistics know of nothing that is."""
+
+
+def pages_by_statement(*, by_index=False, may_sort=frozenset()):
     """How many pages each statement of the relay reads; with `by_index`, it must find its rows by an index, in order."""
     with transaction.atomic():
         busy = store.look("default").busy
@@ -517,7 +521,13 @@ def pages_by_statement(*, by_index=False):
         "look above floors": lambda: store.look("default", above),
         "read": lambda: store.claim_ready("default", busy, 500),
         "settle": lambda: store.settle("default", settlement),
-        "promote": lambda: store.promote_due("default", 1000),
+        "promote what is due": lambda: store.promote_due("default", 1000),
+        "promote what has rested": lambda: store.promote_rested("default", 1000),
+        "upcoming": lambda: store.upcoming("default", {}, HOUR, 500),
+        "upcoming after a place": lambda: store.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
+        "newly scheduled": lambda: store.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
+        "fire": lambda: store.fire("default", positions),
+        "room": lambda: store.ready_aside("default", 2000),
         "release": lambda: store.release_waiting("default", keys=200, each=500),
     }
     pages = {}
@@ -530,7 +540,7 @@ def pages_by_statement(*, by_index=False):
         if by_index:
             for node in (node for plan in plans for node in nodes(plan)):
                 assert node["Node Type"] != "Seq Scan" or not of_the_table(node), name
-                assert node["Node Type"] != "Sort" or not any(map(of_the_table, nodes(node))), name
+                assert name in may_sort or node["Node Type"] != "Sort" or not any(map(of_the_table, nodes(node))), name
     assert pages["look"] < 3_000, pages
     return pages
 

@@ -124,7 +124,7 @@ class TestAFailedAttempt:
         answering(peer, bad="nack")
         one_pass(transport)
         set_columns(message, available_at=DatabaseTime())
-        store.promote_due("default", 10)
+        store.promote_rested("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -347,7 +347,7 @@ class TestOrder:
         answering(peer, k1="nack")
         one_pass(transport)
         OutboxMessage.objects.filter(state=State.RETRYING).update(available_at=DatabaseTime())
-        store.promote_due("default", 10)
+        store.promote_rested("default", 10)
         answering(peer)
 
         one_pass(transport)

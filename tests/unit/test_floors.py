@@ -27,7 +27,7 @@ class Clock:
 
 
 def sight(first=None):
-    return Sight(busy=(), first=first or {}, due=False)
+    return Sight(busy=(), first=first or {}, rested=False)
 
 
 class Looking:

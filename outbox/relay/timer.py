@@ -1,0 +1,183 @@
+"""The timer: makes scheduled messages ready at their time, to within a few milliseconds.
+
+What is due within the *horizon* lies in a timing wheel; the database is the truth and the wheel a cache of it. When the wheel
+says that a message is due, it is made ready by a guarded UPDATE that asks the database's clock once more. So whatever becomes
+of the wheel, no message is early, made ready twice, or lost:
+
+- A message that was cancelled, put off or sent meanwhile is not changed by the UPDATE.
+- If this process is killed, or frozen, or its clock runs wrong, another's wheel is filled from the table.
+- If the database's clock steps back, the UPDATE changes nothing until it comes there again; if it steps forward, what it
+  skipped is found by the next *sweep*, which asks for what is overdue and not in hand.
+
+On PostgreSQL one process turns the wheel, by a lease, so that a message is read once and not once by each relay. Nothing rests
+on that but work saved: two that turn it do not disturb each other.
+
+A burst, half a million messages due in one second, must neither flood the relays nor hide other topics. So each topic has at
+most so many messages in the wheel; of what is due the topics are served in turn; and no more is made ready than the relays
+have room for, a few passes ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from datetime import timedelta
+
+from django.db import Error, connections
+
+from outbox import store
+from outbox.conf import OutboxOptions
+from outbox.kernel.clock import monotonic
+from outbox.kernel.databases import drop_unusable_connections
+from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.loop import Bell, StopRequest, Watchdog
+from outbox.kernel.outage import Outage
+from outbox.kernel.retry import Pause
+from outbox.relay.timetable import OF_A_TOPIC, Timetable
+from outbox.store import Place
+
+logger = logging.getLogger(__name__)
+
+_LEASE = timedelta(seconds=3)
+_PASSES_AHEAD = 4
+_NO_ROOM_SECONDS = 0.02
+_CATCH_UP_SECONDS = 0.05
+"""From a ring until what was newly scheduled is read, so that many rings are one reading."""
+_OVERDUE = timedelta(seconds=0.2)
+_SWEEP_SECONDS = 1.0
+_SWEEPING_SHARE = 20
+"""Sweeping and catching up each take at most one part in this many of the time."""
+
+
+class Timer:
+    """Turns the wheel of one database.
+
+    Args:
+        ring: called when messages have become ready.
+    """
+
+    def __init__(self, alias: str, options: OutboxOptions, *, watchdog: Watchdog, ring: Callable[[], None]) -> None:
+        self.bell = Bell()
+        self._alias = alias
+        self._options = options
+        self._watchdog = watchdog
+        self._ring = ring
+        # Where there is one writer there is one relay that is at work.
+        self._lease = store.Lease(alias, _LEASE, name="timer") if store.claims_by_locks(alias) else None
+        self._holds = self._lease is None
+        self._ask_for_lease_at = 0.0
+        self._database = Outage("the database")
+        self._trouble = Pause()
+        self._table = self._new_table()
+        self._load_at = self._sweep_at = self._may_catch_up_at = 0.0
+        self._catch_up_at = math.inf
+
+    def run(self, stop: StopRequest) -> None:
+        """Turn the wheel until asked to stop. Nothing else ends this loop."""
+        try:
+            while not stop:
+                self._watchdog.beat()
+                if self.bell.wait(self._turn_safely(stop), stop):
+                    self._catch_up_at = min(self._catch_up_at, max(monotonic() + _CATCH_UP_SECONDS, self._may_catch_up_at))
+        finally:
+            self._watchdog.leave()
+            self._give_up_lease()
+            connections[self._alias].close()
+
+    def _turn_safely(self, stop: StopRequest) -> float:
+        try:
+            drop_unusable_connections()
+            rest = self._turn()
+        except Exception as error:
+            connections[self._alias].close()
+            self._forget()
+            if is_outage(error):
+                self._database.wait(error, stop)
+            elif is_collision(error):
+                stop.wait(_NO_ROOM_SECONDS)
+            else:
+                logger.exception("The timer failed in a way nobody foresaw; it begins anew.")
+                stop.wait(self._trouble.next_seconds())
+            return 0.0
+        self._database.over()
+        self._trouble.reset()
+        return rest
+
+    def _turn(self) -> float:
+        """Do what is to be done now; how long to rest then, in seconds."""
+        if not self._is_mine():
+            self._forget()
+            return max(self._ask_for_lease_at - monotonic(), 0.0)
+        now = monotonic()
+        if now >= self._load_at or self._table.is_short:
+            self._load()
+        if now >= self._catch_up_at:
+            self._catch_up()
+        if now >= self._sweep_at:
+            self._sweep()
+        self._table.advance(monotonic())
+        next_at = min(self._fire(), self._table.next_tick(), self._load_at, self._sweep_at, self._catch_up_at)
+        return max(next_at - monotonic(), 0.0)
+
+    def _is_mine(self) -> bool:
+        if self._lease is not None and (now := monotonic()) >= self._ask_for_lease_at:
+            self._holds = self._lease.take()
+            self._ask_for_lease_at = now + _LEASE.total_seconds() / 3
+        return self._holds
+
+    def _give_up_lease(self) -> None:
+        if self._lease is not None and self._holds:
+            try:
+                self._lease.release()
+            except Error as error:
+                logger.debug("The timer's lease was not released: %s", error)
+
+    def _new_table(self) -> Timetable:
+        return Timetable(slots=self._options.WHEEL_SLOTS, tick=self._options.WHEEL_TICK.total_seconds(), now=monotonic())
+
+    def _forget(self) -> None:
+        """Throw the wheel away; the next turn fills it again."""
+        self._table = self._new_table()
+        self._load_at = self._sweep_at = 0.0
+
+    def _load(self) -> None:
+        """Take in hand what has come within the horizon."""
+        found = store.upcoming(self._alias, self._table.places(), self._options.horizon, OF_A_TOPIC)
+        now = monotonic()
+        self._table.read_on(found, now)
+        self._load_at = now + self._options.horizon.total_seconds() / 4
+
+    def _catch_up(self) -> None:
+        """Take in hand what was scheduled for so soon that its time had been read already."""
+        began_at = monotonic()
+        found = store.newly_scheduled(self._alias, self._table.newest, _OVERDUE, self._options.horizon, OF_A_TOPIC)
+        now = monotonic()
+        self._table.take(found, now)
+        self._catch_up_at = math.inf
+        self._may_catch_up_at = now + _SWEEPING_SHARE * (now - began_at)
+
+    def _sweep(self) -> None:
+        """Take in hand what is overdue and is not: committed late, or put forward, or skipped by a clock."""
+        began_at = monotonic()
+        burdened = {topic: Place("", 0, 0) for topic in self._table.burdened}
+        found = store.upcoming(self._alias, burdened, -_OVERDUE, OF_A_TOPIC)
+        now = monotonic()
+        self._table.take_overdue(found, now)
+        self._sweep_at = now + max(_SWEEP_SECONDS, _SWEEPING_SHARE * (now - began_at))
+
+    def _fire(self) -> float:
+        """Make ready what is due, as much as there is room for; when to come again for the rest."""
+        batch = self._options.BATCH_SIZE
+        ahead = _PASSES_AHEAD * batch
+        waiting = self._table.waiting
+        if not waiting:
+            return math.inf
+        if waiting > batch and store.ready_aside(self._alias, ahead) >= ahead:
+            return monotonic() + _NO_ROOM_SECONDS
+        positions = self._table.next_due(batch)
+        fired = store.fire(self._alias, positions)
+        self._table.fired(positions, fired)
+        if fired:
+            self._ring()
+        return 0.0 if self._table.waiting else math.inf

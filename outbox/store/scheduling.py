@@ -1,0 +1,145 @@
+"""What the timer reads and does: which scheduled messages are due soon, and their becoming ready.
+
+Every topic is read by itself, along an index, from the place where it was left. So a burst of one topic hides no other, no row
+stops what lies behind it, and nobody wades through the dead versions of what has been made ready. The topics are found one by
+one from the last one backward, because the far end of each, unlike its near one, is alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+from django.db import connections, transaction
+
+from outbox.kernel.clock import now_after
+from outbox.models import SHARDS, State
+from outbox.store import trail
+from outbox.store.dialect import TABLE, any_of, array_of, is_postgresql, now
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+_SCHEDULED = "m.state = 'scheduled'"
+_FIRST = f"SELECT m.topic FROM {TABLE} m WHERE {_SCHEDULED} ORDER BY m.topic DESC, m.available_at DESC, m.id DESC LIMIT 1"
+_NEXT = (
+    f"SELECT m.topic FROM {TABLE} m WHERE {_SCHEDULED} AND m.topic < topics.topic "
+    "ORDER BY m.topic DESC, m.available_at DESC, m.id DESC LIMIT 1"
+)
+_TOPICS = (
+    f"WITH RECURSIVE topics(topic) AS (SELECT * FROM ({_FIRST}) first "
+    f"UNION ALL SELECT ({_NEXT}) FROM topics WHERE topics.topic IS NOT NULL) "
+)
+_ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
+
+
+class Place(NamedTuple):
+    """How far a topic's timetable has been read: up to the message `position`, which is due `at`; and how many more to read."""
+
+    at: str
+    position: int
+    room: int
+
+
+class Upcoming(NamedTuple):
+    """A scheduled message, due in so many `seconds` by the database's clock: less than 0 when it is overdue."""
+
+    position: int
+    topic: str
+    at: str
+    seconds: float
+
+
+def upcoming(alias: str, places: Mapping[str, Place], within: timedelta, each: int) -> list[Upcoming]:
+    """What is due `within` that span from now, of every topic the next after its place, or the first `each` if it has none."""
+    connection = connections[alias]
+    if is_postgresql(connection):
+        return _upcoming(connection, places, within, each)
+    with connection.cursor() as cursor:
+        cursor.execute(f"{_TOPICS} SELECT topic FROM topics WHERE topic IS NOT NULL")
+        topics = [topic for (topic,) in cursor.fetchall()]
+        found: list[Upcoming] = []
+        for topic in topics:
+            at, position, room = places.get(topic, Place("", 0, each))
+            cursor.execute(
+                f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM {TABLE} m WHERE {_SCHEDULED} "
+                "AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
+                f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
+                [topic, at, position, within.total_seconds(), room],
+            )
+            found += map(Upcoming._make, cursor.fetchall())
+    return found
+
+
+def _upcoming(connection: BaseDatabaseWrapper, places: Mapping[str, Place], within: timedelta, each: int) -> list[Upcoming]:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"{_TOPICS} SELECT m.id, topics.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM topics "
+            "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS place(topic, at, id, room) "
+            f"ON place.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at FROM {TABLE} m "
+            f"WHERE {_SCHEDULED} AND m.topic = topics.topic "
+            "AND (m.available_at, m.id) > (COALESCE(place.at, '-infinity'), COALESCE(place.id, 0)) "
+            f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(place.room, %s)) m "
+            "WHERE topics.topic IS NOT NULL",
+            [
+                list(places),
+                [place.at or "-infinity" for place in places.values()],
+                array_of(place.position for place in places.values()),
+                array_of(place.room for place in places.values()),
+                within.total_seconds(),
+                each,
+            ],
+        )
+        return list(map(Upcoming._make, cursor.fetchall()))
+
+
+def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta, limit: int) -> list[Upcoming]:
+    """What was written behind the position `after` and is due between so long ago and so soon, the first `limit`."""
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM {TABLE} m WHERE {_SCHEDULED} "
+            f"AND m.available_at > {now_after(connection)} AND m.available_at <= {now_after(connection)} AND m.id > %s "
+            "ORDER BY m.available_at, m.id LIMIT %s",
+            [-since.total_seconds(), within.total_seconds(), after, limit],
+        )
+        return list(map(Upcoming._make, cursor.fetchall()))
+
+
+def fire(alias: str, positions: Sequence[int]) -> set[int]:
+    """scheduled → ready for those of these whose time has come by the database's clock; which they were.
+
+    Those that somebody has locked, to cancel them perhaps, are left alone.
+    """
+    connection = connections[alias]
+    condition, parameter = any_of(connection, positions)
+    due = f"id {condition} AND state = 'scheduled' AND available_at <= {now(connection)}"
+    if is_postgresql(connection):
+        # Locked rows stay where they are, so they need not be found a second time by their ids.
+        due = f"ctid = ANY(ARRAY(SELECT ctid FROM {TABLE} WHERE {due} FOR UPDATE SKIP LOCKED))"
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
+        cursor.execute(f"UPDATE {TABLE} SET state = 'ready' WHERE {due} RETURNING id", [parameter])
+        fired = {position for (position,) in cursor.fetchall()}
+        trail.note(alias, list(fired), was=State.SCHEDULED, became=State.READY, reason="it is due", matters=False)
+    return fired
+
+
+def ready_aside(alias: str, limit: int) -> int:
+    """How many messages are ready that were not so from the start; counted up to `limit`."""
+    connection = connections[alias]
+    aside = f"SELECT 1 FROM {TABLE} m WHERE {_ASIDE}"
+    if is_postgresql(connection):
+        # Shard by shard, so that their index is read, and not the table.
+        of_a_shard = f"{aside} AND m.shard = s.shard LIMIT {limit:d}"
+        aside = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM ({aside} LIMIT {limit:d}) counted")
+        count: int = cursor.fetchone()[0]
+    return count
+
+
+def _seconds(connection: BaseDatabaseWrapper) -> str:
+    if is_postgresql(connection):
+        return f"CAST(EXTRACT(epoch FROM m.available_at - {now(connection)}) AS float8)"
+    return f"(julianday(m.available_at) - julianday({now(connection)})) * 86400.0"

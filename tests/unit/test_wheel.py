@@ -1,0 +1,82 @@
+"""The timing wheel: whatever is put in falls due at its tick, neither earlier nor later, however the ring goes round."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox.relay.wheel import TimingWheel
+
+
+def ticks_until(wheel, entry):
+    ticks = 1
+    while entry not in wheel.tick():
+        ticks += 1
+    return ticks
+
+
+@pytest.mark.parametrize("ticks", [1, 7, 8, 9, 15, 16, 17, 24, 800])
+def test_an_entry_is_due_after_its_ticks_also_after_exact_multiples_of_the_ring(ticks):
+    wheel = TimingWheel(8)
+    for _ in range(3):
+        wheel.tick()
+    wheel.put("a", ticks)
+
+    assert ticks_until(wheel, "a") == ticks
+    assert "a" not in wheel
+    assert not wheel
+
+
+def test_an_entry_that_is_put_again_is_due_once_and_at_the_later_word():
+    wheel = TimingWheel(4)
+    wheel.put("a", 2)
+    wheel.put("a", 9)
+
+    assert [tick for tick in range(1, 20) if wheel.tick()] == [9]
+
+
+def test_an_entry_that_is_discarded_is_not_due():
+    wheel = TimingWheel(4)
+    wheel.put("a", 2)
+    wheel.discard("a")
+    wheel.discard("never put")
+
+    assert not any(wheel.tick() for _ in range(10))
+
+
+def test_the_next_slot_with_something_in_it_is_known():
+    wheel = TimingWheel(4)
+    assert wheel.ticks_to_next() is None
+    wheel.put("a", 3)
+    assert wheel.ticks_to_next() == 3
+    wheel.put("far", 5)
+    assert wheel.ticks_to_next() == 1, "where it lies it is counted down"
+
+
+@pytest.mark.parametrize("ticks", [0, -1])
+def test_what_is_no_time_to_come_is_refused(ticks):
+    with pytest.raises(ValueError, match=f"ticks is {ticks}"):
+        TimingWheel(4).put("a", ticks)
+
+
+@given(
+    slots=st.integers(1, 9),
+    steps=st.lists(st.one_of(st.tuples(st.integers(0, 5), st.integers(1, 40)), st.just("tick"), st.integers(0, 5))),
+)
+def test_a_wheel_of_any_size_does_what_a_list_would(slots, steps):
+    wheel, now, due = TimingWheel(slots), 0, {}
+    for step in [*steps, *["tick"] * 41]:
+        match step:
+            case "tick":
+                now += 1
+                expected = {entry for entry, at in due.items() if at == now}
+                assert set(wheel.tick()) == expected
+                due = {entry: at for entry, at in due.items() if at > now}
+            case (entry, ticks):
+                wheel.put(entry, ticks)
+                due[entry] = now + ticks
+            case entry:
+                wheel.discard(entry)
+                due.pop(entry, None)
+        assert len(wheel) == len(due)
+        assert all((entry in wheel) == (entry in due) for entry in range(6))
+    assert not wheel
