@@ -21,3 +21,23 @@ class Unique(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+
+class Account(models.Model):
+    """Somebody's money at one bank; each bank has a database of its own."""
+
+    owner = models.CharField(max_length=100, unique=True)
+    balance = models.IntegerField()
+
+    def __str__(self) -> str:
+        return f"{self.owner}: {self.balance}"
+
+
+class Booking(models.Model):
+    """That a transfer was debited; with no amount, that it never will be."""
+
+    transfer = models.CharField(max_length=100, unique=True)
+    amount = models.IntegerField()
+
+    def __str__(self) -> str:
+        return f"{self.transfer}: {self.amount}"

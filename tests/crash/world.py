@@ -134,6 +134,9 @@ class World:
         self.wait_until(lambda: worker.has_said("Consuming"), "the consumer is subscribed")
         return worker
 
+    def command(self, *words: str, **how: Any) -> Worker:
+        return self._start(*words, **how)
+
     def again(self, worker: Worker) -> Worker:
         """The same process once more, as a supervisor would start it."""
         return self._spawn(worker.command, worker.environment)
@@ -158,8 +161,7 @@ class World:
 
     def _start(
         self,
-        command: str,
-        *,
+        *command: str,
         failpoint: str = "",
         bug: str = "",
         broker_url: str = "",
@@ -171,7 +173,7 @@ class World:
             **self.environment,
             "BROKER_URL": broker_url or self.broker_url,
             "DATABASE_URL": database_url or self.environment["DATABASE_URL"],
-            "PGAPPNAME": command,
+            "PGAPPNAME": command[0],
             "OUTBOX": json.dumps(outbox or {}),
             "INBOX": json.dumps({**self.inbox_options, **(inbox or {})}),
             "PYTHONFAULTHANDLER": "1",
@@ -181,7 +183,7 @@ class World:
             "RUNS": str(self.runs_file),
             "GATE": str(self.gate),
         }
-        return self._spawn([command], environment)
+        return self._spawn([*command], environment)
 
     def _spawn(self, command: list[str], environment: dict[str, str]) -> Worker:
         worker = Worker(command, environment, self.directory / f"{len(self.workers)}-{command[0]}.log")

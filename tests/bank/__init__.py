@@ -1,0 +1,7 @@
+"""The example of docs/how-to/prepared-messages.md: money leaves the savings bank's database and arrives in the giro bank's.
+
+The outbox and the inbox are the giro bank's, the alias `default`.
+"""
+
+SAVINGS = "other"
+"""The alias of the savings bank."""

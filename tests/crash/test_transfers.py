@@ -1,0 +1,113 @@
+"""The example of the page on prepared messages: its processes die at every step, and the money is counted.
+
+Money leaves one database and arrives in another: neither lost nor doubled, and no transfer stays undecided.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from django.db import connections
+
+from outbox.models import OutboxMessage, State
+from tests.app.models import Account, Booking
+from tests.bank import SAVINGS
+from tests.crash.test_kill_points import COMMIT, FINISH, SEND, SETTLE
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", SAVINGS])
+
+ADA, AMOUNT, AT_FIRST = "Ada", 10, 1000
+DEBIT = "tests.bank.transfers.debit"
+DECIDE = "outbox.store.commit_prepared"
+ASK = "outbox.checkers.Checkers.ask"
+TOMBSTONE = "django.db.models.query.QuerySet.get_or_create"
+
+ARRIVES, NEVER_BEGAN, IS_ROLLED_BACK = State.PUBLISHED, None, State.ROLLED_BACK
+TELLER_POINTS = {
+    f"before {COMMIT} 1": NEVER_BEGAN,  # the prepared message is not committed
+    f"after {COMMIT} 1": IS_ROLLED_BACK,
+    f"after {DEBIT}": IS_ROLLED_BACK,  # as the database rolls back the debit
+    f"after {COMMIT} 2": ARRIVES,
+    f"after {DECIDE}": ARRIVES,
+    f"after {COMMIT} 3": ARRIVES,
+}
+"""Where the code that transfers dies, and what becomes of its message."""
+
+RELAY_POINTS = [
+    f"before {ASK}",
+    f"after {TOMBSTONE} in checks-0",  # the checker has its proof, and nobody has heard of it
+    f"after {DECIDE}",
+    f"before {SETTLE} once {SEND}",
+]
+"""Where relays die, in an order that leaves the next one something to die of."""
+
+OFTEN = {"CHECK_AFTER": 0.1, "CHECK_EVERY": 0.5, "CHECK_THREADS": 1}
+
+
+@pytest.fixture
+def bank(world):
+    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.bank.settings"
+    Account.objects.using(SAVINGS).create(owner=ADA, balance=AT_FIRST)
+    Account.objects.create(owner=ADA, balance=0)
+    return world
+
+
+def balances():
+    return Account.objects.using(SAVINGS).get().balance, Account.objects.get().balance
+
+
+def became(transfer_id):
+    return OutboxMessage.objects.filter(biz_id=transfer_id).values_list("state", flat=True).first()
+
+
+def transferring(world, transfer_id, **how):
+    return world.command("bank_transfer", transfer_id, ADA, str(AMOUNT), outbox=OFTEN, **how)
+
+
+def test_whatever_dies_the_money_is_somewhere_once(bank):
+    tellers = {point: transferring(bank, point, failpoint=f"kill {point}") for point in TELLER_POINTS}
+    for point, teller in tellers.items():
+        bank.dead(teller, point)
+    assert Booking.objects.using(SAVINGS).count() == 3, "where they died is not what this test thinks"
+
+    dying = bank.listening(failpoint=f"kill after {FINISH}")
+    for point in RELAY_POINTS:
+        bank.dies_at(point, partial(bank.relay, outbox=OFTEN))
+    bank.dead(dying, FINISH)
+    bank.relay(outbox=OFTEN)
+    bank.drain()
+
+    assert {point: became(point) for point in TELLER_POINTS} == TELLER_POINTS
+    arrived = list(TELLER_POINTS.values()).count(ARRIVES) * AMOUNT
+    assert balances() == (AT_FIRST - arrived, arrived)
+
+
+def test_a_checker_that_asks_too_early_gets_the_truth_all_the_same(bank):
+    """One teller stands still before its debit, one before its debit's commit. The first finds a tombstone in its way; the
+    checker of the second waits for it to end."""
+    too_late = transferring(bank, "too late", failpoint=f"stop before {DEBIT}")
+    in_time = transferring(bank, "in time", failpoint=f"stop after {DEBIT}")
+    for teller in (too_late, in_time):
+        bank.wait_until(lambda teller=teller: teller.is_stopped, "the teller stands still")
+
+    bank.listening()
+    bank.relay(outbox={**OFTEN, "CHECK_THREADS": 2})
+    bank.wait_until(lambda: became("too late") == State.ROLLED_BACK, "the checker has shut the door")
+    bank.wait_until(somebody_waits, "the checker waits for the debit")
+    assert became("in time") == State.PREPARED
+    for teller in (too_late, in_time):
+        teller.wake()
+    ends = (too_late.ends(), in_time.ends())
+    bank.drain()
+
+    assert ends == (1, 0)
+    assert "IntegrityError" in too_late.tail()
+    assert (became("too late"), became("in time")) == (State.ROLLED_BACK, State.PUBLISHED)
+    assert balances() == (AT_FIRST - AMOUNT, AMOUNT)
+
+
+def somebody_waits():
+    with connections[SAVINGS].cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
+        return cursor.fetchone()[0]
