@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         UnknownMessage,
     )
     from outbox.preparing import Half, prepare
+    from outbox.restoring import Restoration, restore
 
 __all__ = [
     "AlreadyDecided",
@@ -46,6 +47,7 @@ __all__ = [
     "PreparedInsideTransaction",
     "PublishedMessage",
     "PublishedOutsideTransaction",
+    "Restoration",
     "SettledMessage",
     "UnknownMessage",
     "acancel",
@@ -61,6 +63,7 @@ __all__ = [
     "publish_many",
     "publish_now",
     "reschedule",
+    "restore",
 ]
 
 _PLACES = {
@@ -77,6 +80,7 @@ _PLACES = {
     },
     "outbox.preparing": {"Half", "prepare"},
     "outbox.callbacks": {"SettledMessage", "on_dead", "on_published"},
+    "outbox.restoring": {"Restoration", "restore"},
     "outbox.decisions": {"Decision", "acancel", "areschedule", "cancel", "publish_now", "reschedule"},
 }
 """Where the public names are that are not in `outbox.api`."""

@@ -63,7 +63,7 @@ def cancel(
         UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both.
     """
     change = partial(store.cancel, reason="cancel() by the business")
-    return _decide(change, Outcome.CANCELLED, store.CANCELLABLE, _named(message_id, topic, biz_id), using)
+    return _decide(change, Outcome.CANCELLED, store.CANCELLABLE, named(message_id, topic, biz_id), using)
 
 
 def reschedule(
@@ -93,7 +93,7 @@ def reschedule(
         raise InvalidMessage(
             "reschedule() was not told for when: give delay, delay_level or deliver_at, or call publish_now()."
         )
-    return _reschedule(_named(message_id, topic, biz_id), at, using, "reschedule()")
+    return _reschedule(named(message_id, topic, biz_id), at, using, "reschedule()")
 
 
 def publish_now(
@@ -104,7 +104,7 @@ def publish_now(
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """`reschedule` to now: what is delayed or rests after a failure goes out as soon as the transaction has committed."""
-    return _reschedule(_named(message_id, topic, biz_id), timedelta(), using, "publish_now()")
+    return _reschedule(named(message_id, topic, biz_id), timedelta(), using, "publish_now()")
 
 
 async def acancel(*args: Any, **options: Any) -> Decision:
@@ -120,7 +120,12 @@ async def areschedule(*args: Any, **options: Any) -> Decision:
 _Find = Callable[[str], list[int]]
 
 
-def _named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> _Find:
+def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> _Find:
+    """What finds the messages of this name: one by its id, or those with this topic and biz-id.
+
+    Raises:
+        UnknownMessage: it is neither, or both.
+    """
     if message_id is not None and topic is None and biz_id is None:
         try:
             name = message_id if isinstance(message_id, uuid.UUID) else uuid.UUID(message_id)

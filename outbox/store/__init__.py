@@ -61,6 +61,16 @@ from outbox.store.preparing import (
     roll_back_prepared,
     topics_unchecked,
 )
+from outbox.store.restoring import (
+    RESTORABLE,
+    Restorable,
+    Restored,
+    Selection,
+    preview_restoring,
+    restorable,
+    restore,
+    restore_some,
+)
 from outbox.store.scheduling import Place, Upcoming, fire, newly_scheduled, ready_aside, upcoming
 from outbox.store.settling import (
     PUT_OFF,
@@ -80,6 +90,7 @@ __all__ = [
     "PUT_OFF",
     "REQUEUEABLE",
     "RESCHEDULABLE",
+    "RESTORABLE",
     "SILENT_AFTER",
     "UNDECIDED",
     "Beat",
@@ -94,6 +105,9 @@ __all__ = [
     "PendingCalls",
     "Place",
     "RelayedMessage",
+    "Restorable",
+    "Restored",
+    "Selection",
     "Settlement",
     "Sight",
     "Upcoming",
@@ -127,6 +141,7 @@ __all__ = [
     "note_unchecked",
     "oldest_waiting",
     "pending_calls",
+    "preview_restoring",
     "promote_due",
     "promote_rested",
     "purge_settled",
@@ -138,6 +153,9 @@ __all__ = [
     "release_waiting",
     "requeue",
     "reschedule",
+    "restorable",
+    "restore",
+    "restore_some",
     "resume",
     "retire",
     "roll_back_prepared",

@@ -8,8 +8,22 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
-from django.db.models.expressions import RawSQL
+from django.db.models import (
+    Case,
+    Count,
+    DateTimeField,
+    Exists,
+    ExpressionWrapper,
+    F,
+    Min,
+    OuterRef,
+    Q,
+    QuerySet,
+    Value,
+    When,
+)
+from django.db.models.expressions import Combinable, RawSQL
+from django.db.models.functions import Coalesce
 
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
@@ -19,7 +33,7 @@ from outbox.models import SETTLED, OutboxMessage, PendingCallback, RelayLease, S
 from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
 from outbox.store.trail import note
 
-_OPERATORS_WAIT = timedelta(seconds=10)
+OPERATORS_WAIT = timedelta(seconds=10)
 
 CANCELLABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.DEAD)
 RESCHEDULABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING)
@@ -47,17 +61,27 @@ def reschedule(alias: str, position: int, due: datetime | timedelta, *, reason: 
         reason: for the trail: who did it. When it is due is added.
     """
 
-    def postponed(row: OutboxMessage) -> dict[str, Any]:
-        lasting = row.expires_at and row.expires_at - (row.deliver_at or row.created_at)
+    def postponed(_: OutboxMessage) -> dict[str, Any]:
         return {
             "state": State.SCHEDULED if due else State.READY,
             "attempts": 0,
             "deliver_at": _instant(due),
             "available_at": _instant(due),
-            "expires_at": _instant(due + lasting) if lasting else None,
+            "expires_at": as_long_from(_instant(due)),
         }
 
     return _decide(alias, position, RESCHEDULABLE, postponed, "; ".join(filter(None, (reason, _told(due)))))
+
+
+def as_long_from(due: datetime | DatabaseTime) -> Combinable:
+    """When a message expires that is due then, and is to last as long from then as it did from when it was due before.
+
+    A restored one keeps its old `deliver_at`; what it lasts counts from when it became available.
+    """
+    was_restored = Q(headers__has_key=REPLAY_HEADER, expires_at__gt=F("available_at"))
+    since = Case(When(was_restored, then=F("available_at")), default=Coalesce("deliver_at", "created_at"))
+    instant = Value(due, output_field=DateTimeField()) if isinstance(due, datetime) else due
+    return ExpressionWrapper(instant + (F("expires_at") - since), output_field=DateTimeField())
 
 
 def _instant(due: datetime | timedelta) -> datetime | DatabaseTime:
@@ -81,7 +105,7 @@ def _decide(alias: str, position: int, states: Sequence[State], written: _Writte
     """
     resting = [state for state in states if state is not State.READY]
     try:
-        with transaction.atomic(using=alias), lock_timeout(alias, _OPERATORS_WAIT):
+        with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
             if _write(alias, position, resting, written, reason):
                 return True
             return not _in_hand(alias, position) and _write(alias, position, states, written, reason)
@@ -95,7 +119,7 @@ def _write(alias: str, position: int, states: Sequence[State], written: _Written
     """Lock a row that is in one of these states, write it and leave a trail of it; False: it is not in any."""
     row = OutboxMessage.objects.using(alias).filter(pk=position, state__in=states)
     # Locked first: an UPDATE does not tell which of these states it was.
-    locked = row.select_for_update().only("state", "expires_at", "deliver_at", "created_at").first()
+    locked = row.select_for_update().only("state").first()
     if locked is None:
         return False
     values = written(locked)
@@ -131,12 +155,13 @@ def requeue(alias: str, position: int, *, reason: str = "") -> bool:
         reason: for the trail: who did it.
     """
     anew = {"state": State.READY, "attempts": 0, "available_at": DatabaseTime(), "settled_at": None}
-    marked = _marked_as_replayed(alias)
+    marked = marked_as_replayed(alias)
     with transaction.atomic(using=alias):
         return _write(alias, position, REQUEUEABLE, lambda _: {**anew, "headers": marked}, reason)
 
 
-def _marked_as_replayed(alias: str) -> RawSQL:
+def marked_as_replayed(alias: str) -> RawSQL:
+    """The headers with the mark that somebody has had the message sent again."""
     # With the other headers, where publishers cannot set such a name: a column of its own would be read with every message.
     if is_postgresql(connections[alias]):
         return RawSQL("headers || jsonb_build_object(%s::text, %s::text)", [REPLAY_HEADER, BY_OPERATOR])

@@ -1,0 +1,107 @@
+import uuid
+from collections import Counter
+from datetime import datetime
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS
+from django.utils.dateparse import parse_datetime
+from django.utils.timezone import is_naive, make_aware
+
+from outbox import store
+from outbox.kernel.console import Progress, age, refuse_unknown, table
+from outbox.kernel.databases import require_table
+from outbox.models import OutboxMessage
+from outbox.restoring import restoring
+
+_SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
+_STATES = [state.value for state in store.RESTORABLE]
+
+
+class Command(BaseCommand):
+    help = "Bring back cancelled, expired or dead messages: scheduled for their time again, or ready when it has passed."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages")
+        parser.add_argument("--topic", help="messages of this topic")
+        parser.add_argument("--biz-id", help="messages of this biz-id")
+        parser.add_argument("--state", action="append", choices=_STATES, help="messages in this state; may be repeated")
+        parser.add_argument("--since", metavar="INSTANT", help="cancelled, expired or dead since then: 2026-03-01T10:00")
+        parser.add_argument("--until", metavar="INSTANT", help="cancelled, expired or dead before then")
+        parser.add_argument("--all", action="store_true", help="all messages")
+        parser.add_argument("--without-overdue", action="store_true", help="leave those whose time has passed")
+        parser.add_argument("--dry-run", action="store_true", help="only show what would be restored")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        alias, overdue = options["database"], not options["without_overdue"]
+        require_table(alias, OutboxMessage)
+        if not any(options[name] for name in _SELECTING):
+            raise CommandError(
+                "Say which messages: MESSAGE_ID …, --topic, --biz-id, --state, --since, --until, or --all. With --dry-run they "
+                "are only shown."
+            )
+        selection = _selection(options)
+        if options["dry_run"]:
+            self.stdout.write(_shown(store.preview_restoring(alias, selection), overdue=overdue))
+            return
+        found = store.restorable(alias, selection)
+        progress, total, left = Progress("restored", len(found)), Counter[str](), Counter[str]()
+        for some in restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore"):
+            total.update(ready=some.ready, scheduled=some.scheduled)
+            left.update(some.left)
+            progress.advance(some.ready + some.scheduled)
+        progress.finish()
+        self.stdout.write(f"{progress.done} messages restored{_told(total)}.{_about(left)}")
+        refuse_unknown(map(str, selection.message_ids or ()), found.values(), selection.states)
+
+
+def _selection(options: dict[str, Any]) -> store.Selection:
+    return store.Selection(
+        message_ids=[_message_id(given) for given in options["message_ids"]] or None,
+        topic=options["topic"],
+        biz_id=options["biz_id"],
+        states=options["state"] or _STATES,
+        since=_instant("--since", options["since"]),
+        until=_instant("--until", options["until"]),
+    )
+
+
+def _shown(found: list[store.Restorable], *, overdue: bool) -> str:
+    messages, late = sum(group.messages for group in found), sum(group.overdue for group in found)
+    rows = [("topic", "state", "messages", "overdue", "oldest")]
+    rows += [
+        (group.topic, group.state, f"{group.messages:,}", f"{group.overdue:,}", f"{age(group.oldest)} ago") for group in found
+    ]
+    if overdue:
+        summary = f"{messages} messages would be restored, {late} of them overdue: these go out at once."
+    else:
+        summary = f"{messages - late} messages would be restored, and {late} overdue ones left."
+    return f"{table(rows)}\n\n{summary}" if found else summary
+
+
+def _told(counted: Counter[str]) -> str:
+    return ": " + ", ".join(f"{count} {what}" for what, count in counted.items() if count) if counted.total() else ""
+
+
+def _about(left: Counter[str]) -> str:
+    return f" {left.total()} left{_told(left)}." if left else ""
+
+
+def _instant(option: str, given: str | None) -> datetime | None:
+    if given is None:
+        return None
+    try:
+        instant = parse_datetime(given)
+    except ValueError:
+        instant = None
+    if instant is None:
+        raise CommandError(f"{option} is {given!r}: it must be an instant, 2026-03-01T10:00 or 2026-03-01T10:00:00+01:00.")
+    return make_aware(instant) if is_naive(instant) else instant
+
+
+def _message_id(given: str) -> uuid.UUID:
+    try:
+        return uuid.UUID(given)
+    except ValueError as error:
+        raise CommandError(f"{given!r} is no message id; it looks like {uuid.UUID(int=0)}.") from error

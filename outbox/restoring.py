@@ -1,0 +1,85 @@
+"""Bringing back what was cancelled, has expired or is dead: an UPDATE in place of the messages' own rows."""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from outbox import doorbell, store
+from outbox.decisions import named
+from outbox.errors import InvalidMessage
+from outbox.store.dialect import chunks
+
+_AT_ONCE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restoration:
+    """What was restored; true unless it was nothing.
+
+    Attributes:
+        restored: how many messages.
+        left: how many were left as they are, by reason: the state they are in; "overdue", when those were not wanted; "locked",
+            when somebody else is changing the message at this moment.
+    """
+
+    restored: int
+    left: Mapping[str, int] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.restored > 0
+
+
+def restore(
+    message_id: uuid.UUID | str | None = None,
+    *,
+    topic: str | None = None,
+    biz_id: str | None = None,
+    states: Collection[str] = store.RESTORABLE,
+    overdue: bool = True,
+    using: str = DEFAULT_DB_ALIAS,
+) -> Restoration:
+    """Have messages published after all: one by its id, all with this topic and biz-id, or all of a topic.
+
+    Those whose time is ahead are scheduled for it again, the others are overdue and go out at once. They have a full set of
+    attempts, and last as long again until they expire. In the transaction that is open on `using`; without one, in as many as
+    it takes, so that all of a topic is best restored outside of one. What another transaction is changing is waited for, at
+    most ten seconds.
+
+    Args:
+        states: of messages in these states only.
+        overdue: False: only those whose time is ahead.
+
+    Raises:
+        UnknownMessage: it is named by its id and otherwise, or by a biz-id without its topic.
+        InvalidMessage: there are `states` among these that nothing can be restored from.
+    """
+    if strange := set(states).difference(store.RESTORABLE):
+        raise InvalidMessage(
+            f"states has {', '.join(sorted(strange))}: only {', '.join(store.RESTORABLE)} messages can be restored."
+        )
+    if topic is not None and message_id is None and biz_id is None:
+        positions: Iterable[int] = store.restorable(using, store.Selection(topic=topic, states=states))
+    else:
+        positions = named(message_id, topic, biz_id)(using)
+    restored, left = 0, Counter[str]()
+    for some in restoring(using, positions, states=states, overdue=overdue, reason="restore() by the business"):
+        restored += some.ready + some.scheduled
+        left.update(some.left)
+    return Restoration(restored=restored, left=dict(left))
+
+
+def restoring(
+    alias: str, positions: Iterable[int], *, states: Collection[str], overdue: bool, reason: str
+) -> Iterator[store.Restored]:
+    """Restore many, in short transactions, and wake the relays for what is ready."""
+    for chunk in chunks(positions, _AT_ONCE):
+        with transaction.atomic(using=alias):
+            restored = store.restore_some(alias, chunk, states=states, overdue=overdue, reason=reason)
+            if restored.ready:
+                doorbell.ring_after_commit(alias)
+        yield restored

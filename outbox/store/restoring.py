@@ -1,0 +1,181 @@
+"""Bringing messages back that were cancelled, have expired or are dead.
+
+It is an UPDATE in place: the same row, message id and position, and nothing is copied, so there is no moment at which a message
+is twice or nowhere. Who restores twice finds nothing to restore the second time, and who is killed half-way goes on by
+restoring again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from django.db import OperationalError, transaction
+from django.db.models import Count, F, Min, Q, QuerySet
+
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.databases import lock_timeout
+from outbox.kernel.faults import is_collision
+from outbox.models import OutboxMessage, State
+from outbox.store.operating import OPERATORS_WAIT, as_long_from, marked_as_replayed
+from outbox.store.trail import note
+
+RESTORABLE = (State.CANCELLED, State.EXPIRED, State.DEAD)
+OVERDUE, LOCKED = "overdue", "locked"
+
+_IS_AHEAD = Q(deliver_at__gt=DatabaseTime())
+# An instant that cannot be that of the insert, by which a row would belong to the stream, whose readers may be past its place.
+# SQLite counts in milliseconds.
+_NOW_ASIDE = DatabaseTime(timedelta(milliseconds=1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which messages are to be restored, of those in one of the `states`. What is not given does not matter.
+
+    Attributes:
+        since, until: of the instant at which they were cancelled, expired or died; `until` is not among them.
+    """
+
+    positions: Collection[int] | None = None
+    message_ids: Collection[uuid.UUID] | None = None
+    topic: str | None = None
+    biz_id: str | None = None
+    states: Collection[str] = RESTORABLE
+    since: datetime | None = None
+    until: datetime | None = None
+
+
+class Restorable(NamedTuple):
+    """What a preview tells of one topic and state.
+
+    Attributes:
+        messages: how many.
+        overdue: of these, those that were due before now: restored, they go out at once.
+        oldest: when the first of them was cancelled, expired or died.
+    """
+
+    topic: str
+    state: str
+    messages: int
+    overdue: int
+    oldest: datetime | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What became of some messages.
+
+    Attributes:
+        ready, scheduled: how many of them are so now.
+        left: how many were left as they are, by reason: the state in which they cannot be restored; "overdue", when those were
+            not wanted; "locked", when somebody else is changing the message at this moment, or has deleted it.
+    """
+
+    ready: int = 0
+    scheduled: int = 0
+    left: Mapping[str, int]
+
+
+def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
+    """What would be restored, by topic and state. Nothing is locked, so it is what it was a moment ago."""
+    groups = _chosen(alias, selection).order_by("topic", "state").values_list("topic", "state")
+    return [
+        Restorable(topic, state, count, count - ahead, oldest)
+        for topic, state, count, ahead, oldest in groups.annotate(
+            Count("id"), ahead=Count("id", filter=_IS_AHEAD), oldest=Min("settled_at")
+        )
+    ]
+
+
+def restorable(alias: str, selection: Selection) -> dict[int, uuid.UUID]:
+    """The messages to restore: position and message id, the oldest first."""
+    return dict(_chosen(alias, selection).order_by("pk").values_list("pk", "message_id"))
+
+
+def restore(alias: str, position: int, *, overdue: bool = True, reason: str = "") -> bool:
+    """`restore_some` of one. False: it was left as it is."""
+    restored = restore_some(alias, [position], overdue=overdue, reason=reason)
+    return bool(restored.ready + restored.scheduled)
+
+
+def restore_some(
+    alias: str, positions: Sequence[int], *, states: Collection[str] = RESTORABLE, overdue: bool = True, reason: str = ""
+) -> Restored:
+    """cancelled | expired | dead → scheduled while the original `deliver_at` is ahead, else → ready.
+
+    With a full set of attempts. One that becomes ready lasts as long again, until it expires, as it did from being due. From
+    now on it says of itself that it is sent again on purpose: an attempt may have reached the broker, whatever its state is.
+
+    Args:
+        positions: at most some hundreds, because they are locked until the transaction ends.
+        states: of these only.
+        overdue: also those whose time has passed. Without it they are left.
+        reason: for the trail: who did it.
+    """
+    some = _Some(alias, positions, states, overdue, reason)
+    try:
+        with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
+            return some.restored()
+    except OperationalError as error:
+        if not is_collision(error):
+            raise
+    # Somebody has one of these rows locked for long. It alone is left.
+    with transaction.atomic(using=alias):
+        return some.restored(skip_locked=True)
+
+
+class _Some(NamedTuple):
+    alias: str
+    positions: Sequence[int]
+    states: Collection[str]
+    overdue: bool
+    reason: str
+
+    def restored(self, *, skip_locked: bool = False) -> Restored:
+        rows = OutboxMessage.objects.using(self.alias).filter(pk__in=self.positions)
+        # Locked first: an UPDATE does not tell which of these states it was.
+        locked = rows.select_for_update(no_key=True, skip_locked=skip_locked).order_by("pk").annotate(ahead=_IS_AHEAD)
+        found: dict[tuple[str, bool], list[int]] = {}
+        for position, state, ahead in locked.values_list("pk", "state", "ahead"):
+            found.setdefault((state, bool(ahead)), []).append(position)
+        became: Counter[str] = Counter()
+        left: Counter[str] = Counter()
+        for (state, ahead), group in found.items():
+            if state not in self.states:
+                left[state] += len(group)
+            elif not ahead and not self.overdue:
+                left[OVERDUE] += len(group)
+            else:
+                became[State.SCHEDULED if ahead else State.READY] += self._write(group, state, ahead=ahead)
+        if lost := len(set(self.positions)) - became.total() - left.total():
+            left[LOCKED] = lost
+        return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], left=dict(left))
+
+    def _write(self, positions: Sequence[int], was: str, *, ahead: bool) -> int:
+        values: dict[str, Any] = {"attempts": 0, "settled_at": None, "headers": marked_as_replayed(self.alias)}
+        if ahead:
+            values |= {"state": State.SCHEDULED, "available_at": F("deliver_at")}
+        else:
+            # Its deliver_at stays: the inbox counts a message's age from it, and a copy of an old one must not look young.
+            values |= {"state": State.READY, "available_at": _NOW_ASIDE, "expires_at": as_long_from(DatabaseTime())}
+        count = OutboxMessage.objects.using(self.alias).filter(pk__in=positions, state=was).update(**values)
+        note(self.alias, positions, was=was, became=values["state"], reason=self.reason)
+        return count
+
+
+def _chosen(alias: str, selection: Selection) -> QuerySet[OutboxMessage]:
+    wanted = {
+        "pk__in": selection.positions,
+        "message_id__in": selection.message_ids,
+        "topic": selection.topic,
+        "biz_id": selection.biz_id,
+        "settled_at__gte": selection.since,
+        "settled_at__lt": selection.until,
+    }
+    given = {field: value for field, value in wanted.items() if value is not None}
+    return OutboxMessage.objects.using(alias).filter(state__in=selection.states, **given)
