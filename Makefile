@@ -16,6 +16,7 @@ venv: $(VENV)/.made ## make .venv
 
 demo: $(VENV)/.demo ## run the demo shop
 	$(BIN)/python manage.py migrate --verbosity 0
+	$(BIN)/python manage.py migrate --verbosity 0 --database savings
 	$(BIN)/python manage.py demo
 
 test: $(VENV)/.dev ## the whole suite on PostgreSQL, then its portable part on SQLite

@@ -1,4 +1,4 @@
-"""The smallest honest shop: five apps that know each other's messages and nothing else of each other.
+"""The smallest honest shop: apps that know each other's messages and nothing else of each other.
 
     orders ── shop.order.placed ──> stock ── stock.reserved ──> payments ── payment.received ──> shipments
        ▲                                                                          │                  │
@@ -7,6 +7,8 @@
 Beside them, on time: an SMS 20 minutes after an order (`notices`), a reminder after 30 if it is not paid, a rating of five
 stars 48 hours after its parcel unless the customer gave one (`orders`). An order that is taken back in time takes its
 messages back with it.
+
+And, next door, two banks with a database each, and transfers between them (`banks`).
 
 `manage.py demo` buys from it with many hands, kills its processes meanwhile, and counts afterwards.
 """

@@ -23,6 +23,9 @@ REMINDER = "reminders sent or spared"
 RATING = "ratings"
 RATING_CLOSED = "ratings closed"
 
+WITHDRAWAL = "withdrawals"
+DEPOSIT = "deposits"
+
 EFFECTS = (ORDER, MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED, SMS, REMINDER, RATING, RATING_CLOSED)
 """What must have happened exactly once for every committed order, and never for any other.
 
@@ -31,6 +34,25 @@ Of an order that was taken back nothing may have happened but the order itself.
 
 Counts = Mapping[str, int]
 """How often, by order number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """What was counted at the two banks.
+
+    Attributes:
+        sent, refused: names of transfers, as their customers were told.
+        withdrawn, deposited: how often, by name, in the book of each bank.
+        given_up: tombstones, transfers that the checker made sure will never be.
+        money_missing: what both accounts together have less than at first.
+    """
+
+    sent: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
+    withdrawn: Counts = field(default_factory=dict)
+    deposited: Counts = field(default_factory=dict)
+    given_up: int = 0
+    money_missing: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +67,7 @@ class Facts:
         rated_by_itself: order numbers whose rating, by the table, no customer gave.
         lateness: how long after its due time an effect happened, by the database's clock; negative is early. By name of the
             effect and order number.
+        transfers: what the banks' books say.
         messages: outbox and inbox rows by order number, but for outbox rows that were cancelled.
         stock_differences: products whose quantity is not the sum of their movements, with the difference.
         injected: messages sent a second time on purpose, counted once per handler that gets the copy.
@@ -69,6 +92,7 @@ class Facts:
     rated: frozenset[str] = frozenset()
     rated_by_itself: frozenset[str] = frozenset()
     lateness: Mapping[str, Mapping[str, timedelta]] = field(default_factory=dict)
+    transfers: Transfers = Transfers()
     messages: Counts = field(default_factory=dict)
     stock_differences: Counts = field(default_factory=dict)
     injected: int = 0
@@ -94,7 +118,7 @@ class Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One order that one effect went wrong for."""
+    """One order, or transfer, that one effect went wrong for."""
 
     effect: str
     order: str
@@ -155,10 +179,15 @@ def _lost(facts: Facts) -> Iterator[Finding]:
         for order in sorted(facts.committed if effect == ORDER else facts.kept):
             if not counts.get(order):
                 yield Finding(effect=effect, order=order, count=0)
+    transfers = facts.transfers
+    for effect, counts in ((WITHDRAWAL, transfers.withdrawn), (DEPOSIT, transfers.deposited)):
+        for name in sorted({*transfers.sent, *transfers.withdrawn} - counts.keys()):
+            yield Finding(effect=effect, order=name, count=0)
 
 
 def _doubled(facts: Facts) -> Iterator[Finding]:
-    for effect, counts in facts.effects.items():
+    books = {WITHDRAWAL: facts.transfers.withdrawn, DEPOSIT: facts.transfers.deposited}
+    for effect, counts in {**facts.effects, **books}.items():
         for order, count in sorted(counts.items()):
             if count > 1:
                 yield Finding(effect=effect, order=order, count=count)
@@ -169,6 +198,13 @@ def _ghosts(facts: Facts) -> Iterator[Finding]:
         for order, count in sorted(counts.items()):
             if count and order not in (facts.committed if effect == ORDER else facts.kept):
                 yield Finding(effect=effect, order=order, count=count)
+
+    transfers = facts.transfers
+    for name, count in sorted(transfers.deposited.items()):
+        if name not in transfers.withdrawn or name in transfers.refused:
+            yield Finding(effect=DEPOSIT, order=name, count=count)
+    for name in sorted(transfers.refused & transfers.withdrawn.keys()):
+        yield Finding(effect=WITHDRAWAL, order=name, count=transfers.withdrawn[name])
 
 
 def _early(facts: Facts) -> Iterator[Early]:
@@ -185,6 +221,8 @@ def _problems(facts: Facts) -> Iterator[str]:
         yield f"the stock of {product} differs by {difference:+} from the sum of its movements"
     for order in sorted(facts.rated & facts.rated_by_itself):
         yield f"the customer of {order} rated it, and it has five stars by itself"
+    if facts.transfers.money_missing:
+        yield f"of the money at both banks {facts.transfers.money_missing} is missing"
     if facts.dead:
         yield f"{facts.dead} dead letters"
     if facts.contradictions:
@@ -207,6 +245,10 @@ def _vacuities(facts: Facts) -> Iterator[str]:
         yield "no order was taken back, so taking back had no chance"
     if not any(facts.lateness.values()):
         yield "nothing was due later, so early effects had no chance"
+    if not facts.transfers.deposited:
+        yield "no money was transferred, so losing it had no chance"
+    if not facts.transfers.given_up:
+        yield "no transfer was given up by the checker, so a late withdrawal had no chance"
     if not facts.injected:
         yield "no duplicate was injected, so doubled effects had no chance"
     if facts.copied == 0:

@@ -35,6 +35,7 @@ INSTALLED_APPS = [
     "demo_shop.stock",
     "demo_shop.shipments",
     "demo_shop.notices",
+    "demo_shop.banks",
 ]
 
 MIDDLEWARE = [
@@ -64,25 +65,35 @@ TEMPLATES = [
 DATABASES = {
     "default": dj_database_url.parse(
         os.environ.get("DATABASE_URL") or f"sqlite:///{BASE_DIR / 'demo.sqlite3'}", conn_max_age=60
-    )
+    ),
+    # The other bank's. That it is a SQLite file is fine also when the shop is on PostgreSQL: no transaction spans the two.
+    "savings": dj_database_url.parse(
+        os.environ.get("SAVINGS_DATABASE_URL") or f"sqlite:///{BASE_DIR / 'demo_savings.sqlite3'}", conn_max_age=60
+    ),
 }
-if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3":
-    DATABASES["default"]["OPTIONS"] = {
-        "transaction_mode": "IMMEDIATE",
-        "timeout": 20,
-        "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;",
-    }
+DATABASE_ROUTERS = ["demo_shop.banks.router.BanksRouter"]
+for _database in DATABASES.values():
+    if _database["ENGINE"] == "django.db.backends.sqlite3":
+        _database["OPTIONS"] = {
+            "transaction_mode": "IMMEDIATE",
+            "timeout": 20,
+            "init_command": "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;",
+        }
 
 OUTBOX = {
     "BROKER_URL": os.environ.get("BROKER_URL") or "local://",
     "EXCHANGE": "demo_shop",
     "POLL_INTERVAL": timedelta(seconds=0.1),
     "BATCH_DEADLINE": timedelta(seconds=2),
+    "CHECK_AFTER": timedelta(seconds=1),
+    "CHECK_EVERY": timedelta(seconds=1),
     "RETRY_BASE": timedelta(seconds=1),
     "RETRY_CAP": timedelta(seconds=5),
 }
 INBOX = {
     "GROUP": "demo_shop",
+    # SQLite has one writer: more threads would only wait for it, and keep others waiting.
+    "CONCURRENCY": 1 if DATABASES["default"]["ENGINE"] == "django.db.backends.sqlite3" else 4,
     "POLL_INTERVAL": timedelta(seconds=0.1),
     "REDELIVERY_AFTER": timedelta(seconds=2),
     "RETRY_BASE": timedelta(seconds=1),

@@ -12,11 +12,13 @@ from django.conf import settings
 from django.db.models import Sum
 
 from demo_shop import audit
-from demo_shop.audit import Facts
+from demo_shop.audit import Facts, Transfers
+from demo_shop.banks.models import Deposit, GiroAccount, SavingsAccount, Withdrawal
 from demo_shop.notices.models import Sms
 from demo_shop.orders.models import HistoryEntry, Order, Rating
 from demo_shop.payments.models import Payment
 from demo_shop.shipments.models import Shipment
+from demo_shop.simulation import transfers
 from demo_shop.simulation.ledger import Deed, Ledger
 from demo_shop.stock.models import Product, StockMovement
 
@@ -40,7 +42,7 @@ class Traffic:
     """The run's rows in the outbox and the inbox, by state, and what the inbox says of duplicates.
 
     Attributes:
-        messages: rows by order number, but for those that were cancelled.
+        messages: orders' rows by order number, but for those that were cancelled.
     """
 
     outbox: Counter[str]
@@ -67,17 +69,21 @@ def traffic(run: str) -> Traffic:
     sent = list(outbox.values_list("state", "biz_id"))
     received = list(inbox.values_list("state", "biz_id", "duplicates", "conflicts"))
     biz_ids = [biz_id for state, biz_id in sent if state != "cancelled"] + [biz_id for _, biz_id, *_ in received]
+    of_orders = [biz_id for biz_id in biz_ids if not biz_id.startswith("transfer-")]
     return Traffic(
         outbox=Counter(state for state, _ in sent),
         inbox=Counter(state for state, *_ in received),
-        messages=Counter(run + biz_id.partition(run)[2] for biz_id in biz_ids),
+        messages=Counter(run + biz_id.partition(run)[2] for biz_id in of_orders),
         suppressed=sum(duplicates for *_, duplicates, _ in received),
         contradictions=sum(conflicts for *_, conflicts in received),
     )
 
 
-def take(ledger: Ledger, *, wanted: int, kills_wanted: int) -> tuple[Facts, Traffic]:
+def take(ledger: Ledger, told: Mapping[str, frozenset[str]], *, wanted: int, kills_wanted: int) -> tuple[Facts, Traffic]:
     """Everything that can be counted now.
+
+    Args:
+        told: the transfers whose customers were told SENT or REFUSED.
 
     While customers are still busy, an order may be in the tables already and in their notes not yet, and look like a
     ghost. The count that is audited is taken when everybody has gone home.
@@ -94,6 +100,7 @@ def take(ledger: Ledger, *, wanted: int, kills_wanted: int) -> tuple[Facts, Traf
         effects=effects,
         rated_by_itself=_rated_by_itself(ledger.run),
         lateness=_lateness(ledger.run),
+        transfers=_transfers(ledger.run, told),
         messages=moving.messages,
         stock_differences=_stock_differences(ledger.run),
         injected=ledger.count(Deed.INJECTED),
@@ -160,6 +167,24 @@ def _since(begun: Mapping[str, datetime], span: timedelta, effects: Iterable[tup
         if order in begun:
             late[order] = min(at - begun[order] - span, late.get(order, timedelta.max))
     return late
+
+
+def _transfers(run: str, told: Mapping[str, frozenset[str]]) -> Transfers:
+    # The deposits first: what is among them now has been withdrawn already when the other book is read.
+    deposited = _by_order(Deposit.objects.filter(transfer__startswith=run).values_list("transfer"))
+    withdrawals = Withdrawal.objects.filter(transfer__startswith=run)
+    balances = [
+        *GiroAccount.objects.filter(holder=run).values_list("balance", flat=True),
+        *SavingsAccount.objects.filter(holder=run).values_list("balance", flat=True),
+    ]
+    return Transfers(
+        sent=told[transfers.SENT],
+        refused=told[transfers.REFUSED],
+        withdrawn=_by_order(withdrawals.filter(amount__gt=0).values_list("transfer")),
+        deposited=deposited,
+        given_up=withdrawals.filter(amount=0).count(),
+        money_missing=transfers.SAVED_AT_FIRST - sum(balances),
+    )
 
 
 def _stock_differences(run: str) -> dict[str, int]:

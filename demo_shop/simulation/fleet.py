@@ -20,6 +20,7 @@ from pathlib import Path
 
 from django.conf import settings
 
+from demo_shop.simulation import transfers
 from demo_shop.simulation.ledger import Deed, Ledger
 
 END_WITHIN_SECONDS = 30
@@ -27,7 +28,8 @@ KILLED_NO_SOONER_THAN = 1.5
 """Seconds after its start: a process that is still importing has nothing in hand."""
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 1.6
 """Seconds between two kills."""
-BEGINNINGS = (b"Relaying ", b"Consuming ", b"Running ")
+TRANSFERS = "demo_transfers"
+BEGINNINGS = (b"Relaying ", b"Consuming ", b"Running ", b"Transferring ")
 """What the log of a process says when it begins to work."""
 
 
@@ -38,6 +40,7 @@ class Worker:
     name: str
     command: str
     log: Path
+    arguments: tuple[str, ...] = ()
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     kills: int = 0
@@ -47,7 +50,7 @@ class Worker:
         with self.log.open("ab") as log:
             self._log_begins_at = log.tell()
             self.process = subprocess.Popen(  # noqa: S603 - our own manage.py with our own argument
-                [sys.executable, "manage.py", self.command], cwd=settings.BASE_DIR, stdout=log, stderr=log
+                [sys.executable, "manage.py", self.command, *self.arguments], cwd=settings.BASE_DIR, stdout=log, stderr=log
             )
         self.started_at = time.monotonic()
 
@@ -89,8 +92,8 @@ class Fleet:
                     worker.start()
 
     def kill_some(self, kills: int, rng: random.Random, stop: threading.Event) -> None:
-        """Kill so many, relays and consumers in turn, at random moments, and start each again after a moment."""
-        roles = sorted({worker.command for worker in self.workers})
+        """Kill so many, relays, consumers and customers of the banks in turn, at random moments, and start each again."""
+        roles = sorted({worker.command for worker in self.workers}, reverse=True)
         while (killed := self.ledger.count(Deed.KILL)) < kills:
             role = roles[killed % len(roles)]
             worker = rng.choice([worker for worker in self.workers if worker.command == role])
@@ -99,11 +102,24 @@ class Fleet:
                 return
             self._kill(worker)
 
-    def end(self) -> None:
-        """SIGTERM for all, and a look at how they end."""
+    def told(self) -> dict[str, frozenset[str]]:
+        """The transfers that were sent and refused, by what their customers have written down."""
+        lines = [
+            line.partition(" ")
+            for log in {worker.log for worker in self.workers if worker.command == TRANSFERS}
+            for line in log.read_text().splitlines()
+        ]
+        return {
+            word: frozenset(name for said, _, name in lines if said == word) for word in (transfers.SENT, transfers.REFUSED)
+        }
+
+    def end(self, command: str = "") -> None:
+        """SIGTERM for all, or for those of one command, and a look at how they end."""
         with self._lock:
             self._wait_for_the_last_to_begin()
-            running = [(worker, worker.process) for worker in self.workers if worker.process]
+            running = [
+                (worker, worker.process) for worker in self.workers if worker.process and command in {"", worker.command}
+            ]
             for _, process in running:
                 process.terminate()
             deadline = time.monotonic() + END_WITHIN_SECONDS
@@ -146,13 +162,14 @@ class Fleet:
 
 @contextmanager
 def running(ledger: Ledger, commands: Mapping[str, int]) -> Iterator[Fleet]:
-    """So many processes of each command, gone at the end of the block whatever happens in it."""
+    """So many processes of each command and a customer of the banks, gone at the end of the block whatever happens in it."""
     directory = Path(tempfile.mkdtemp(prefix=f"demo-shop-{ledger.run}-"))
     workers = [
         Worker(name=f"{command} {number}", command=command, log=directory / f"{command}-{number}.log")
         for command, count in commands.items()
         for number in range(1, count + 1)
     ]
+    workers.append(Worker(name=TRANSFERS, command=TRANSFERS, arguments=(ledger.run,), log=directory / f"{TRANSFERS}.log"))
     fleet = Fleet(ledger, directory, workers)
     fleet.start()
     try:

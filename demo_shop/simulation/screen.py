@@ -26,7 +26,8 @@ from demo_shop.simulation.fleet import Worker
 from demo_shop.simulation.ledger import Ledger
 
 _LINES_OF_NEWS = 6
-_HEIGHT = 13
+_LINES_OF_NEWS_IF_NARROW = 4
+_HEIGHT = 14
 _NARROW, _WIDE = 80, 118
 _SECONDS_BETWEEN_LINES = 1.0
 _SHOWN_FINDINGS = 10
@@ -88,20 +89,19 @@ class Screen:
         self._console.print(Text(f"Audit {verdict} after {self._seconds:.1f} s.", style=style))
 
     def _picture(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker]) -> RenderableType:
-        is_wide = self._console.width >= _WIDE
-        third = Panel(
-            _processes(workers),
-            title=f"processes, {facts.kills} killed",
-            width=36 if is_wide else _NARROW - 1,
-            height=_HEIGHT if is_wide else None,
-        )
-        panels = (
+        first = (
             Panel(self._shop(facts), title=f"shop, open for {self._seconds:.0f} s", width=44, height=_HEIGHT),
             Panel(_messages(facts, traffic), title="messages", width=34, height=_HEIGHT),
-            third,
         )
-        news = Text("\n".join(list(self._ledger.news)[-_LINES_OF_NEWS:]), style="dim", no_wrap=True, overflow="ellipsis")
-        return Group(Columns(panels, padding=(0, 1)), news)
+        title = f"processes, {facts.kills} killed"
+        if self._console.width >= _WIDE:
+            third = Panel(_processes(workers, abreast=1), title=title, width=36, height=_HEIGHT)
+            return Group(Columns((*first, third), padding=(0, 1)), self._news(_LINES_OF_NEWS))
+        third = Panel(_processes(workers, abreast=2), title=title, width=_NARROW - 1)
+        return Group(Columns(first, padding=(0, 1)), third, self._news(_LINES_OF_NEWS_IF_NARROW))
+
+    def _news(self, lines: int) -> Text:
+        return Text("\n".join(list(self._ledger.news)[-lines:]), style="dim", no_wrap=True, overflow="ellipsis")
 
     @property
     def _seconds(self) -> float:
@@ -111,8 +111,9 @@ class Screen:
         grid = Table.grid(padding=(0, 1))
         grid.add_row("placed", _bar(len(facts.committed), facts.wanted), _share(len(facts.committed), facts.wanted))
         for effect, name in _STAGES:
-            done = len(facts.effects[effect])
-            grid.add_row(name, _bar(done, facts.wanted), _share(done, facts.wanted))
+            done, kept = len(facts.effects[effect]), facts.wanted - len(facts.taken_back)
+            grid.add_row(name, _bar(done, kept), _share(done, kept))
+        grid.add_row("transfers", Text("between two banks", style="dim"), str(len(facts.transfers.deposited)))
         grid.add_row("rolled back", Text("on purpose", style="dim"), str(len(facts.rolled_back)))
         grid.add_row("taken back", Text("after the commit", style="dim"), str(len(facts.taken_back)))
         return grid
@@ -123,6 +124,7 @@ class Screen:
         return (
             f"{self._seconds:5.1f} s  placed {len(facts.committed)}/{facts.wanted} "
             f"(rolled back {len(facts.rolled_back)}, taken back {len(facts.taken_back)})  {stages}  open {on_its_way}  "
+            f"transfers {len(facts.transfers.deposited)}  "
             f"suppressed {facts.suppressed} (injected {facts.injected})  kills {facts.kills}"
         )
 
@@ -154,7 +156,7 @@ def _messages(facts: Facts, traffic: Traffic) -> RenderableType:
     grid.add_column()
     grid.add_column(justify="right")
     for table, states, shown in (
-        ("outbox", traffic.outbox, ("scheduled", "ready", "published")),
+        ("outbox", traffic.outbox, ("prepared", "scheduled", "ready", "published")),
         ("inbox", traffic.inbox, ("received", "retrying", "done")),
     ):
         for state in (*shown, *sorted(set(states) - set(shown))):
@@ -164,14 +166,18 @@ def _messages(facts: Facts, traffic: Traffic) -> RenderableType:
     return grid
 
 
-def _processes(workers: Sequence[Worker]) -> RenderableType:
+def _processes(workers: Sequence[Worker], *, abreast: int) -> RenderableType:
     grid = Table.grid(padding=(0, 1), expand=True)
-    for _ in range(3):
+    for _ in range(3 * abreast):
         grid.add_column()
-    for worker in workers:
-        pid = f"pid {worker.process.pid}" if worker.process else "ended"
-        grid.add_row(worker.name, pid, Text("†" * worker.kills, style="red"))
+    for begin in range(0, len(workers), abreast):
+        grid.add_row(*(cell for worker in workers[begin : begin + abreast] for cell in _process(worker)))
     return grid
+
+
+def _process(worker: Worker) -> tuple[RenderableType, ...]:
+    pid = f"pid {worker.process.pid}" if worker.process else "ended"
+    return worker.name, pid, Text("†" * worker.kills, style="red")
 
 
 def _audit_table(result: Audit) -> Table:
@@ -200,6 +206,14 @@ def _audit_table(result: Audit) -> Table:
     table.add_row("webhook calls refused", str(facts.refused_calls), _must(str(refusable), facts.refused_calls == refusable))
     all_fired = facts.kills == facts.kills_wanted
     table.add_row("processes killed", str(facts.kills), _must(str(facts.kills_wanted), all_fired))
+    table.add_section()
+    transfers = facts.transfers
+    table.add_row("money withdrawn at one bank", str(len(transfers.withdrawn)), _must("some", bool(transfers.withdrawn)))
+    both = not (by_effect[audit.WITHDRAWAL] or by_effect[audit.DEPOSIT])
+    table.add_row("money deposited at the other", str(sum(transfers.deposited.values())), _must("the same transfers", both))
+    table.add_row("transfers given up by the checker", str(transfers.given_up), _must("some", bool(transfers.given_up)))
+    table.add_row("money missing", str(transfers.money_missing), _must("0", not transfers.money_missing))
+    table.add_section()
     table.add_row("dead letters", str(facts.dead), _must("0", not facts.dead))
     table.add_section()
     table.add_row("lost", str(len(result.lost)), _must("0", not result.lost), style="bold")

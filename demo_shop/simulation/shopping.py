@@ -31,7 +31,7 @@ PART_SUBMITTED_TWICE = 0.08
 PART_RATED = 0.2
 PART_RATED_AT_ONCE = 0.3
 """Of those who rate; the others wait for their parcel."""
-LONGEST_HESITATION = 1.2
+LONGEST_HESITATION = 1.8
 """Of the time in which something can be done: who hesitates longer than 1 comes too late."""
 PART_REGRETTED = 0.1
 FEWEST_REGRETTED = 4

@@ -17,7 +17,8 @@ from django.db import connection, connections
 from rich.console import Console
 
 from demo_shop.audit import MOVEMENT, PAID, PAYMENT, SHIPMENT, SHIPPED, SMS, Audit, Facts, audit
-from demo_shop.simulation import census, fleet, shopping
+from demo_shop.banks.services import open_accounts
+from demo_shop.simulation import census, fleet, shopping, transfers
 from demo_shop.simulation.census import Traffic
 from demo_shop.simulation.copies import Copier
 from demo_shop.simulation.fleet import Fleet
@@ -28,6 +29,8 @@ from demo_shop.simulation.screen import Screen
 _SECONDS_PER_KILL = 2.0
 _SHORTEST_DAY_SECONDS = 5.0
 _LOOK_EVERY_SECONDS = 0.4
+_PART_OF_A_PROCESSOR_FOR_LOOKING = 0.1
+"""At most: who looks is on the same machine as those who work."""
 _BAD_ENDS_BORNE = 3
 _OTHER_PEOPLE = 5
 """The supplier, the killer, the provider, the critics and the copier."""
@@ -72,6 +75,7 @@ def tell(options: Options, console: Console) -> Audit:
     ledger = Ledger(f"run{random.SystemRandom().randrange(16**6):06x}")
     screen = Screen(console, ledger)
     _introduce(options, ledger, screen)
+    open_accounts(ledger.run, transfers.SAVED_AT_FIRST)
     unfinished: list[str] = []
     with fleet.running(ledger, _commands()) as processes:
         day = _Day(options, ledger, screen, processes)
@@ -121,20 +125,25 @@ class _Day:
             residents += self._start_copier(start, closing)
             while True:
                 everybody_has_left = all(future.done() for future in [*passers_by, *residents])
+                worked_before = time.thread_time()
                 self._processes.mend()
                 facts, traffic = self._look_and_show()
                 _raise_failures([*passers_by, *residents])
-                if all(future.done() for future in passers_by) and not any(_missing(facts, traffic)):
-                    # Calm so far. It counts when nobody is left who could send another copy.
-                    closing.set()
-                    if everybody_has_left:
-                        return
+                if all(future.done() for future in passers_by):
+                    if facts.transfers.given_up and facts.transfers.deposited:
+                        self._processes.end(fleet.TRANSFERS)
+                    if not any(_missing(facts, traffic)):
+                        # Calm so far. It counts when nobody is left who could send another copy.
+                        closing.set()
+                        if everybody_has_left:
+                            return
                 if time.monotonic() > deadline or len(self._processes.bad_ends) > _BAD_ENDS_BORNE:
                     raise Impatient
-                stop.wait(_LOOK_EVERY_SECONDS)
+                worked = time.thread_time() - worked_before
+                stop.wait(max(_LOOK_EVERY_SECONDS, worked / _PART_OF_A_PROCESSOR_FOR_LOOKING))
 
     def look(self) -> tuple[Facts, Traffic]:
-        return census.take(self._ledger, wanted=self._options.orders, kills_wanted=self._options.kills)
+        return census.take(self._ledger, self._processes.told(), wanted=self._options.orders, kills_wanted=self._options.kills)
 
     def _look_and_show(self) -> tuple[Facts, Traffic]:
         facts, traffic = self.look()
@@ -171,8 +180,8 @@ def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
     )
     minute, hour = (f"{span / timedelta(milliseconds=1):.0f} ms" for span in (settings.DEMO_MINUTE, settings.DEMO_HOUR))
     screen.say(
-        f"A minute lasts {minute} here, and an hour {hour}: the SMS 20 minutes after an order comes after "
-        f"{_seconds(settings.SHOP_SMS_AFTER)}, the rating 48 hours after its parcel after {_seconds(settings.SHOP_RATE_AFTER)}."
+        f"A minute lasts {minute} here, an hour {hour}: the SMS follows its order after {_seconds(settings.SHOP_SMS_AFTER)} "
+        f"(20 minutes), the rating its parcel after {_seconds(settings.SHOP_RATE_AFTER)} (48 hours)."
     )
     screen.say("Everything this run does carries its name; what earlier runs have left is neither cleared nor counted.")
 
@@ -215,6 +224,10 @@ def _missing(facts: Facts, traffic: Traffic) -> Iterator[str]:
         yield f"{facts.wanted - len(facts.committed)} orders are not placed"
     if facts.kills < facts.kills_wanted:
         yield f"{facts.kills_wanted - facts.kills} kills have not fired"
+    if not facts.transfers.given_up:
+        yield "no transfer has been given up by the checker"
+    if not facts.transfers.deposited:
+        yield "no transfer has arrived"
     for effect, findings in groupby(audit(facts).lost, key=lambda finding: finding.effect):
         orders = [finding.order for finding in findings]
         yield f"{effect} of {len(orders)} orders are missing, {orders[0]} first"

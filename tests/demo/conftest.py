@@ -27,6 +27,7 @@ def run_in_the_shop(tmp_path):
                 **os.environ,
                 "DJANGO_SETTINGS_MODULE": "demo_shop.settings",
                 "DATABASE_URL": f"sqlite:///{tmp_path / 'shop.sqlite3'}",
+                "SAVINGS_DATABASE_URL": f"sqlite:///{tmp_path / 'savings.sqlite3'}",
                 "BROKER_URL": "local://",
                 **environment,
             },

@@ -5,11 +5,32 @@ from datetime import timedelta
 
 import pytest
 
-from demo_shop.audit import EFFECTS, ORDER, PAYMENT, RATING, SHIPMENT, SMS, Early, Facts, Finding, audit
+from demo_shop.audit import (
+    DEPOSIT,
+    EFFECTS,
+    ORDER,
+    PAYMENT,
+    RATING,
+    SHIPMENT,
+    SMS,
+    WITHDRAWAL,
+    Early,
+    Facts,
+    Finding,
+    Transfers,
+    audit,
+)
 
 ORDERS = frozenset({"run-1", "run-2", "run-3"})
 TAKEN_BACK = "run-0"
 A_MOMENT = timedelta(milliseconds=1)
+BOTH_BOOKS = Transfers(
+    sent=frozenset({"out-1"}),  # out-2 has arrived, too, but its customer died before hearing of it
+    refused=frozenset({"out-3"}),
+    withdrawn={"out-1": 1, "out-2": 1},
+    deposited={"out-1": 1, "out-2": 1},
+    given_up=1,
+)
 A_GOOD_DAY = Facts(
     wanted=4,
     committed=ORDERS | {TAKEN_BACK},
@@ -19,6 +40,7 @@ A_GOOD_DAY = Facts(
     rated_by_itself=frozenset({"run-2", "run-3"}),
     effects={effect: dict.fromkeys(ORDERS, 1) for effect in EFFECTS} | {ORDER: dict.fromkeys([*ORDERS, TAKEN_BACK], 1)},
     lateness={SMS: dict.fromkeys(ORDERS, A_MOMENT), RATING: dict.fromkeys(["run-2", "run-3"], timedelta())},
+    transfers=BOTH_BOOKS,
     messages=dict.fromkeys(ORDERS, 12),
     injected=4,
     suppressed=5,
@@ -123,10 +145,38 @@ def test_an_effect_that_happened_before_it_was_due_is_early(effect):
 
 
 @pytest.mark.parametrize(
+    ("books", "lost", "doubled", "ghosts"),
+    [
+        ({"deposited": {"out-1": 1}}, [(DEPOSIT, "out-2", 0)], [], []),
+        (
+            {"deposited": {}, "withdrawn": {"out-2": 1}},
+            [(WITHDRAWAL, "out-1", 0), (DEPOSIT, "out-1", 0), (DEPOSIT, "out-2", 0)],
+            [],
+            [],
+        ),
+        ({"withdrawn": {"out-1": 1}}, [], [], [(DEPOSIT, "out-2", 1)]),
+        ({"deposited": {"out-1": 1, "out-2": 2}}, [], [(DEPOSIT, "out-2", 2)], []),
+        ({"refused": frozenset({"out-2"})}, [], [], [(DEPOSIT, "out-2", 1), (WITHDRAWAL, "out-2", 1)]),
+    ],
+    ids=["has not arrived", "was said to be sent", "comes from nowhere", "arrived twice", "was said to be refused"],
+)
+def test_a_transfer_that_is_not_in_both_books_once_or_in_neither_is_found(books, lost, doubled, ghosts):
+    result = audit(replace(A_GOOD_DAY, transfers=replace(BOTH_BOOKS, **books)))
+
+    found = [
+        [(finding.effect, finding.order, finding.count) for finding in findings]
+        for findings in (result.lost, result.doubled, result.ghosts)
+    ]
+    assert found == [lost, doubled, ghosts]
+    assert not result.passed
+
+
+@pytest.mark.parametrize(
     ("fault", "complaint"),
     [
         ({"stock_differences": {"mug": -2}}, "the stock of mug differs by -2 from the sum of its movements"),
         ({"rated_by_itself": ORDERS}, "the customer of run-1 rated it, and it has five stars by itself"),
+        ({"transfers": replace(BOTH_BOOKS, money_missing=-7)}, "of the money at both banks -7 is missing"),
         ({"dead": 1}, "1 dead letters"),
         ({"contradictions": 1}, "1 messages contradicted an earlier one with their biz-id"),
         ({"bad_ends": ("outbox_relay 1 ended by itself with 1",)}, "outbox_relay 1 ended by itself with 1"),
@@ -148,6 +198,14 @@ def test_whatever_else_went_wrong_fails_the_run(fault, complaint):
         ({"wanted": 5}, "4 of 5 orders were placed"),
         ({"lateness": {SMS: {}}}, "nothing was due later, so early effects had no chance"),
         ({"rolled_back": frozenset()}, "no order was rolled back, so ghosts had no chance"),
+        (
+            {"transfers": replace(BOTH_BOOKS, given_up=0)},
+            "no transfer was given up by the checker, so a late withdrawal had no chance",
+        ),
+        (
+            {"transfers": Transfers(given_up=1)},
+            "no money was transferred, so losing it had no chance",
+        ),
         ({"injected": 0}, "no duplicate was injected, so doubled effects had no chance"),
         ({"copied": 0}, "no message was copied on the broker, so redelivery had no chance"),
         ({"kills": 0}, "0 of 2 kills fired"),

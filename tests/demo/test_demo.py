@@ -11,15 +11,19 @@ from demo_shop.audit import EFFECTS, ORDER
 pytestmark = pytest.mark.timeout(400)
 
 ORDERS = 30
-KILLS = 2
+KILLS = 3
+"""A relay, a consumer and a customer of the banks."""
 PATIENCE_SECONDS = 150
 
 
 @pytest.fixture
 def run_demo(run_in_the_shop):
     def run(*options, **environment):
-        migrated = run_in_the_shop("manage.py", "migrate", "--verbosity", "0", timeout=60, **environment)
-        assert migrated.returncode == 0, migrated.stderr
+        for alias in ("default", "savings"):
+            migrated = run_in_the_shop(
+                "manage.py", "migrate", "--verbosity", "0", "--database", alias, timeout=60, **environment
+            )
+            assert migrated.returncode == 0, migrated.stderr
         return run_in_the_shop(
             "manage.py", "demo", "--json", "--timeout", str(PATIENCE_SECONDS), *options, timeout=195, **environment
         )
@@ -55,6 +59,10 @@ def assert_everything_happened_once(report):
     assert report["webhook_calls_repeated"] > 0
     assert report["webhook_calls_refused"] > 0
     assert report["dead"] == 0
+    transfers = report["transfers"]
+    assert transfers["withdrawn"] == transfers["deposited"] > 0
+    assert transfers["given_up_by_the_checker"] > 0
+    assert transfers["money_missing"] == 0
 
 
 def test_without_a_broker_every_effect_happens_once_although_processes_are_killed(run_demo):

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import connection
+from django.db import DEFAULT_DB_ALIAS, connections
 from django.db.migrations.executor import MigrationExecutor
 from rich.console import Console
 
@@ -65,9 +65,13 @@ def _count(text: str) -> int:
 
 
 def _require_tables() -> None:
-    executor = MigrationExecutor(connection)
-    if executor.migration_plan(executor.loader.graph.leaf_nodes()):
-        raise CommandError("The database is not migrated: run `python manage.py migrate` first; `make demo` does both.")
+    for alias in connections:
+        executor = MigrationExecutor(connections[alias])
+        if executor.migration_plan(executor.loader.graph.leaf_nodes()):
+            option = "" if alias == DEFAULT_DB_ALIAS else f" --database {alias}"
+            raise CommandError(
+                f"The database {alias!r} is not migrated: run `python manage.py migrate{option}` first, or `make demo`."
+            )
 
 
 def _as_json(result: Audit) -> dict[str, Any]:
@@ -85,6 +89,14 @@ def _as_json(result: Audit) -> dict[str, Any]:
         "duplicates_suppressed": facts.suppressed,
         "webhook_calls_repeated": facts.repeated_calls,
         "webhook_calls_refused": facts.refused_calls,
+        "transfers": {
+            "sent": len(facts.transfers.sent),
+            "refused": len(facts.transfers.refused),
+            "withdrawn": len(facts.transfers.withdrawn),
+            "deposited": len(facts.transfers.deposited),
+            "given_up_by_the_checker": facts.transfers.given_up,
+            "money_missing": facts.transfers.money_missing,
+        },
         "kills": facts.kills,
         "dead": facts.dead,
         "lost": [asdict(finding) for finding in result.lost],

@@ -1,0 +1,6 @@
+from django.apps import AppConfig
+
+
+class BanksConfig(AppConfig):
+    name = "demo_shop.banks"
+    label = "banks"

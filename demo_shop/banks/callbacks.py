@@ -1,0 +1,11 @@
+"""What became of a transfer whose process has died, or cannot say."""
+
+from __future__ import annotations
+
+from demo_shop.banks.services import TRANSFER, was_withdrawn
+from outbox import Answer, HalfMessage, checker
+
+
+@checker(TRANSFER)
+def check_transfer(message: HalfMessage) -> Answer:
+    return Answer.COMMIT if was_withdrawn(message.payload["transfer"]) else Answer.ROLLBACK

@@ -1,0 +1,51 @@
+"""A customer of both banks, in a process of its own, so that it can be killed in the middle of a transfer.
+
+It hesitates where it hurts: with the message committed and the money not withdrawn, and with the money withdrawn and the
+message undecided. What it was told of each transfer it writes down, on its standard output.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from demo_shop.banks import services
+from demo_shop.banks.models import Withdrawal
+
+SENT, REFUSED = "sent", "refused"
+SAVED_AT_FIRST = 100_000
+LARGEST_AMOUNT = 50
+LONGEST_HESITATION_SECONDS = 0.25
+_GIVEN_UP_AMONG = 8
+"""One transfer in so many waits until the checker has given it up, and comes too late."""
+
+
+def run(name: str, stop: threading.Event, tell: Callable[[str], None]) -> None:
+    """Transfer until `stop`.
+
+    Args:
+        name: of the run, whose accounts are used.
+        tell: called with a line for each transfer that has ended, the word SENT or REFUSED and its name.
+    """
+    rng = random.Random(os.getpid())
+    count = 0
+    while not stop.is_set():
+        transfer = f"{name}-{os.getpid()}-{count}"
+        pause = partial(_hesitate, rng, stop, until_decided=transfer if count % _GIVEN_UP_AMONG == 0 else "")
+        count += 1
+        try:
+            services.transfer(transfer, name, rng.randint(1, LARGEST_AMOUNT), pause=pause)
+        except services.Refused:
+            tell(f"{REFUSED} {transfer}")
+        else:
+            tell(f"{SENT} {transfer}")
+
+
+def _hesitate(rng: random.Random, stop: threading.Event, *, until_decided: str) -> None:
+    stop.wait(rng.uniform(0, LONGEST_HESITATION_SECONDS))
+    while until_decided and not Withdrawal.objects.filter(transfer=until_decided).exists():
+        if stop.wait(0.1):
+            return
