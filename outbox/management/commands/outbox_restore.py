@@ -42,11 +42,13 @@ class Command(BaseCommand):
                 "are only shown."
             )
         selection = _selection(options)
+        preview = store.preview_restoring(alias, selection)
         if options["dry_run"]:
-            self.stdout.write(_shown(store.preview_restoring(alias, selection), overdue=overdue))
+            self.stdout.write(_shown(preview, overdue=overdue))
             return
         found = store.restorable(alias, selection)
-        progress, total, left = Progress("restored", len(found)), Counter[str](), Counter[str]()
+        expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
+        progress, total, left = Progress("restored", expected), Counter[str](), Counter[str]()
         for some in restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore"):
             total.update(ready=some.ready, scheduled=some.scheduled)
             left.update(some.left)
