@@ -11,6 +11,7 @@ This module knows neither SQL (`store`) nor any broker (`transports`).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -101,9 +102,9 @@ class Pass:
     def _run_in_one_transaction(self, busy: Sequence[Busy], limit: int) -> PassReport:
         with transaction.atomic(using=self._alias, durable=True):
             store.bound_transaction(self._alias, self._options.BATCH_DEADLINE + _MARGIN)
-            deadline = self._deadline()
+            begun_at = monotonic()
             claim = store.claim_ready(self._alias, busy, limit)
-            batch = self._send(claim.rows, deadline)
+            batch = self._send(claim.rows, begun_at)
             settlement = self._decide(batch)
             settled = self._settle(settlement)
         return self._report(batch, settlement, settled, refused=len(claim.refused))
@@ -119,13 +120,13 @@ class Pass:
             return store.settle(self._alias, settlement, pass_over_locked=True)
 
     def _run_by_lease(self, busy: Sequence[Busy], limit: int) -> PassReport:
-        deadline = self._deadline()
+        begun_at = monotonic()
         rows = self._lease.claim(busy, limit)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
             return PassReport()
-        batch = self._send(rows, deadline)
+        batch = self._send(rows, begun_at)
         settlement = self._decide(batch)
         try:
             settled = self._lease.settle(settlement)
@@ -134,21 +135,20 @@ class Pass:
             return PassReport(claimed=len(rows), broken=batch.broken)
         return self._report(batch, settlement, settled)
 
-    def _deadline(self) -> float:
-        # Taken before the claim: a relay that was frozen after it must not wake up with its time still ahead.
-        return monotonic() + self._options.BATCH_DEADLINE.total_seconds()
-
-    def _send(self, rows: Sequence[RelayedMessage], deadline: float) -> _Batch:
+    def _send(self, rows: Sequence[RelayedMessage], begun_at: float) -> _Batch:
+        # Counted from before the claim: a relay that was frozen after it must not wake up with its time still ahead.
+        deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows)
         stopped_keys: set[str] = set()
         for wave in waves(self._sendable(batch, stopped_keys))[:_MOST_WAVES]:
             if batch.broken is not None or monotonic() > deadline:
                 break
-            sendable = [row for row in wave if row.key not in stopped_keys]
+            passed = monotonic() - begun_at
+            sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
             sent = self._transport.send([self._parcel(row) for row in sendable], deadline)
             batch.verdicts.update(sent.verdicts)
             batch.broken, batch.suspicious = sent.broken, sent.suspicious
-            stopped_keys.update(row.key for row in sendable if row.key and not _is_confirmed(row, sent.verdicts))
+            stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, sent.verdicts))
         return batch
 
     def _sendable(self, batch: _Batch, stopped_keys: set[str]) -> Iterator[RelayedMessage]:
@@ -270,6 +270,8 @@ class Pass:
                 failure.error,
             )
             _tell(signals.message_dead if dead else signals.message_retrying, message, error=failure.error)
+        for topic, count in Counter(by_position[position].topic for position in settlement.expired).items():
+            logger.warning("%d messages of %s have expired before they could be published.", count, topic)
         for position in settlement.expired:
             _tell(signals.message_expired, by_position[position])
         if heard:

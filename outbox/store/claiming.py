@@ -76,7 +76,11 @@ class RelayedMessage(NamedTuple):
     @property
     def expired(self) -> bool:
         """It may not be sent any more."""
-        return self.lasting is not None and self.lasting <= 0
+        return self.expires_within(0.0)
+
+    def expires_within(self, seconds: float) -> bool:
+        """It may not be sent any more so long after it was read."""
+        return self.lasting is not None and self.lasting <= seconds
 
     @property
     def headers(self) -> Mapping[str, Any]:

@@ -82,7 +82,9 @@ def _fail(connection: BaseDatabaseWrapper, failure: Failure) -> int:
     if failure.retry_after is None:
         became, written = State.DEAD, f"{written}settled_at = {now(connection)}"
     else:
-        became, written = State.RETRYING, f"{written}available_at = {now_after(connection)}"
+        # No later than it expires, because until then it holds up its key.
+        earliest = "LEAST({}, expires_at)" if is_postgresql(connection) else "MIN({}, COALESCE(expires_at, '9999'))"
+        became, written = State.RETRYING, f"{written}available_at = {earliest.format(now_after(connection))}"
         parameters.append(failure.retry_after.total_seconds())
     return _change(connection, failure.positions, became, written, parameters, reason=failure.error, matters=failure.matters)
 
