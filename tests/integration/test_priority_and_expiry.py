@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from django.db import transaction
 
-from outbox import Draft, InvalidMessage, publish_many, publish_now, reschedule, signals, store
+from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals, store
 from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.models import OutboxMessage, State
 from outbox.relay import passes
@@ -49,7 +49,7 @@ def expired():
 
 def came_due(message):
     set_columns(message, deliver_at=DatabaseTime(), available_at=DatabaseTime())
-    assert store.promote_due("default", 10) == 1
+    assert store.promote_due("default", 10) + store.promote_rested("default", 10) == 1
 
 
 def failed(message, retry_after):
@@ -69,6 +69,11 @@ def requeued(message):
     assert store.requeue("default", message.position)
 
 
+def restored(message):
+    assert cancel(message.id)
+    assert store.restore("default", message.position)
+
+
 def sent_now(message):
     assert publish_now(message.id)
 
@@ -78,6 +83,7 @@ WAYS = {
     "after its delay": (HOUR, came_due),
     "after a retry": (None, retried),
     "requeued when it was dead": (None, requeued),
+    "restored when it was cancelled": (None, restored),
     "rescheduled": (None, lambda message: reschedule(message.id, delay=HOUR) and came_due(message)),
     "sent now instead of later": (HOUR, sent_now),
 }
