@@ -1,0 +1,76 @@
+"""The timing wheel is lost with its process: what was scheduled is published all the same, once, and never early."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+from django.db.models import F
+
+from outbox import Draft, publish_many
+from outbox.models import OutboxMessage, State, TrailEntry
+from tests.crash import witness as load
+
+EVERYTHING = {"TRAIL": "all"}
+KILLS = (
+    "after outbox.store.upcoming 1",
+    "before outbox.store.fire 1",
+    "after outbox.store.fire 1",
+    "after outbox.store.upcoming 3",
+)
+NUMBER = 60
+
+
+@pytest.fixture
+def witness(world):
+    return load.Witness(world.broker_url)
+
+
+def schedule(number=NUMBER, within=timedelta(seconds=3)):
+    with transaction.atomic():
+        publish_many(Draft(load.TOPIC, {}, delay=within * n / number) for n in range(1, number + 1))
+
+
+def everything_is_published():
+    return not load.open_messages().exists()
+
+
+def assert_each_became_ready_once_and_none_early():
+    due = dict(OutboxMessage.objects.values_list("message_id", "available_at"))
+    fired = list(TrailEntry.objects.filter(was=State.SCHEDULED, became=State.READY).values_list("message_id", "at"))
+    assert Counter(message_id for message_id, _ in fired) == Counter(due.keys())
+    assert [message_id for message_id, at in fired if at < due[message_id]] == []
+    assert not OutboxMessage.objects.filter(settled_at__lt=F("deliver_at")).exists()
+
+
+def test_relays_are_killed_with_the_wheel_in_hand(world, witness):
+    for point in KILLS:
+        schedule()
+        world.dies_at(point, world.relay, outbox=EVERYTHING)
+    schedule()
+    survivors = [world.relay(outbox=EVERYTHING) for _ in range(2)]
+    world.wait_until(everything_is_published, "another has taken over the wheel")
+    for survivor in survivors:
+        world.end(survivor)
+
+    assert_each_became_ready_once_and_none_early()
+    witness.assert_nothing_went_wrong()
+
+
+def test_a_relay_sleeps_with_the_wheel_in_hand(world, witness):
+    schedule()
+    sleeper = world.relay(failpoint="stop before outbox.store.fire 1", outbox=EVERYTHING)
+    world.wait_until(lambda: sleeper.is_stopped, "the sleeper is about to make messages ready")
+    schedule()
+    other = world.relay(outbox=EVERYTHING)
+    world.wait_until(everything_is_published, "the other has taken over the wheel")
+    sleeper.wake()
+    schedule()
+    world.wait_until(everything_is_published, "they go on together")
+    world.end(other)
+    world.end(sleeper)
+
+    assert_each_became_ready_once_and_none_early()
+    witness.assert_nothing_went_wrong()
