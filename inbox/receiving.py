@@ -150,7 +150,7 @@ def _run_in_transaction(
         message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
         ran = in_transaction(
             handler,
-            lambda: store.begin_stored(handler.using, stored.pk, attempt, alone_in, follower),
+            lambda: store.begin_stored(handler.using, stored.pk, attempt, alone_in, follower, was=stored.state),
             lambda: call(handler, message, envelope),
             of=message.id,
             attempt=attempt,

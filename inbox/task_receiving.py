@@ -115,7 +115,9 @@ def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answ
         fail_stored(call.handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
         raise NotRun(f"{call.handler.name} is a dead letter now. {error}")
     try:
-        answer = _run(call, lambda: store.begin_stored(call.handler.using, stored.pk, attempt), attempt=attempt)
+        answer = _run(
+            call, lambda: store.begin_stored(call.handler.using, stored.pk, attempt, was=stored.state), attempt=attempt
+        )
     except (DatabaseAway, TwinBusy):
         raise
     # Not what ends the process: that counts, or a task that does it would come again for ever.

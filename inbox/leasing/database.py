@@ -73,7 +73,7 @@ def _unlike_others(lease: timedelta) -> timedelta:
 def _grant(wanted: Wanted, lasts: timedelta, twin_timeout: timedelta, *, asked_before: bool) -> leases.Granted | None:
     handler, stored = wanted.handler, wanted.stored
     if stored is not None:
-        return leases.lease_stored(handler.using, stored.pk, stored.attempts, lasts, wanted.alone_in)
+        return leases.lease_stored(handler.using, stored.pk, stored.attempts, lasts, wanted.alone_in, was=stored.state)
     fresh = leases.lease_fresh(handler.using, wanted.row, lasts, twin_timeout)
     return fresh or leases.lease_over(handler.using, wanted.row, lasts, asked_before=asked_before)
 

@@ -182,7 +182,8 @@ class RedisLeases:
     def _on_its_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
         alias, pk, handler = lease.wanted.handler.using, stored.pk, lease.wanted.handler
         lease.pk = pk
-        show = partial(leases.show_running, alias, pk, stored.attempts, lease.fence, handler.lease, lease.wanted.alone_in)
+        claimed = (alias, pk, stored.attempts, lease.fence, handler.lease, lease.wanted.alone_in)
+        show = partial(leases.show_running, *claimed, was=stored.state)
         try:
             if stored.fence:
                 lease.steps = decided(partial(steps_table.steps_of, alias, pk), alias) | lease.steps

@@ -12,6 +12,7 @@ from inbox.models import DUE, State
 from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import SAVEPOINT
+from inbox.store.trail import note, noting
 from outbox.kernel.clock import now_after, utcnow
 from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.prepared import Prepared, is_usable
@@ -99,7 +100,10 @@ def store_due(alias: str, row: NewRow, twin_timeout: timedelta) -> bool:
     Raises:
         TwinBusy: see `begin_fresh`.
     """
-    return _insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=timedelta()) is not None
+    with noting(alias, matters=False):
+        inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=timedelta())
+        note(alias, inserted.rows if inserted else (), was="", matters=False)
+    return inserted is not None
 
 
 def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timedelta) -> bool:
@@ -109,7 +113,11 @@ def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timede
         TwinBusy: see `begin_fresh`.
     """
     state = State.DEAD if failure.retry_after is None else State.RETRYING
-    return _insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after) is not None
+    matters = not failure.put_off
+    with noting(alias, matters=matters):
+        inserted = _insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after)
+        note(alias, inserted.rows if inserted else (), was="", reason=failure.error, matters=matters)
+    return inserted is not None
 
 
 def store_running(
@@ -138,7 +146,9 @@ def store_running(
     if conflicting:
         at = connections[alias].ops.adapt_datetimefield_value(utcnow())
         also |= {"conflicts": 1, "conflicting_id": row.message_id, "conflicting_body": row.body, "conflicting_at": at}
-    inserted = _insert(alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also=also)
+    with noting(alias, matters=False):
+        inserted = _insert(alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also=also)
+        note(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted.rows[0] if inserted else None
 
 

@@ -15,6 +15,7 @@ from inbox.store.fresh import count_duplicate
 from inbox.store.ordering import OPEN, hold_gates, promote_next
 from inbox.store.rows import Earlier, NewRow, TwinBusy
 from inbox.store.together import COLUMNS, FROM_JSON, as_json
+from inbox.store.trail import note
 from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.text import ERROR_LENGTH, printable
 
@@ -51,6 +52,10 @@ class Taken:
     earlier: Earlier | None = None
 
 
+_Stored = dict[str, tuple[str, int]]
+"""By biz-id the state that a delivery was stored in, and its row."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """One delivery with its place: does it have one, and is no other of these before it in its key?"""
@@ -75,12 +80,13 @@ def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> l
     places = _places(incoming, dead_blocks=dead_blocks)
     try:
         hold_gates(alias, handler, [given.row.key for given in incoming])
-        states = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], places)
+        stored = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], places)
     except OperationalError as error:
         if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
             raise TwinBusy from error
         raise
-    taken = [_taken(alias, given, states.pop(given.row.biz_id, "")) for given in incoming]
+    _note(alias, incoming, stored)
+    taken = [_taken(alias, given, *stored.pop(given.row.biz_id, ("", 0))) for given in incoming]
     for key in _headless(places, taken):
         promote_next(alias, handler, key)
     return taken
@@ -97,7 +103,18 @@ def _places(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[_Place]:
     return places
 
 
-def _taken(alias: str, given: Incoming, state: str) -> Taken:
+def _note(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:
+    """Refused ones matter, each for its own reason; the others go their way."""
+    first: dict[str, Incoming] = {}
+    for given in incoming:
+        first.setdefault(given.row.biz_id, given)
+    for biz_id, (state, row) in stored.items():
+        if state == State.DEAD:
+            note(alias, [row], was="", reason=first[biz_id].refused)
+    note(alias, [row for state, row in stored.values() if state != State.DEAD], was="", matters=False)
+
+
+def _taken(alias: str, given: Incoming, state: str, _row: int) -> Taken:
     # Of two in one batch that say the same, the first was inserted, and the second meets it here.
     return Taken(state) if state else Taken(earlier=count_duplicate(alias, given.row, redelivered=given.redelivered))
 
@@ -109,7 +126,7 @@ def _headless(places: Sequence[_Place], taken: Sequence[Taken]) -> list[str]:
     return sorted(missing & waiting)
 
 
-def _insert_all(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> dict[str, str]:
+def _insert_all(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _Stored:
     """One statement, see `together`; its rows are numbered in their order.
 
     What is stored already is left out before the unique index is asked: that would wait for the end of a handler which is
@@ -125,23 +142,23 @@ def _insert_all(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> di
         f"AS ({', '.join(f'{column} {kind}' for column, kind in columns.items())})) WITH ORDINALITY "
         f"AS given({', '.join(columns)}, number)) given WHERE NOT EXISTS (SELECT 1 FROM {TABLE} m "
         "WHERE m.handler = given.handler AND m.topic = given.topic AND m.biz_id = given.biz_id) "
-        "ORDER BY number ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING biz_id, state"
+        "ORDER BY number ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING biz_id, state, id"
     )
     with connection.cursor() as cursor:
         cursor.execute(sql, [json.dumps([_as_json(place) for place in places])])
-        return dict(cursor.fetchall())
+        return {biz_id: (state, row) for biz_id, state, row in cursor.fetchall()}
 
 
-def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> dict[str, str]:
+def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _Stored:
     """SQLite: there is no round trip to save, and each statement sees the rows before it."""
-    stored = {}
+    stored: _Stored = {}
     for place in places:
         row = place.given.row
         state = _state_of("%s", "%s", "%s", "%s", "%s")
         sql = (
             f"INSERT INTO {TABLE} ({_columns()}) SELECT {', '.join(['%s'] * len(COLUMNS))}, %s, %s, %s, state, "
             f"{_times('state', connection)} FROM (SELECT {state} AS state) WHERE true "
-            "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING state"
+            "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING state, id"
         )
         with connection.cursor() as cursor:
             cursor.execute(
@@ -158,8 +175,8 @@ def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> d
                     row.key,
                 ],
             )
-            for (found,) in cursor.fetchall():
-                stored[row.biz_id] = found
+            for found, pk in cursor.fetchall():
+                stored[row.biz_id] = found, pk
     return stored
 
 

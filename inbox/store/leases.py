@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -24,8 +24,12 @@ from inbox.store.fresh import store_running
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey
 from inbox.store.steps import remember_all
+from inbox.store.trail import note, note_leaving, noting
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
+
+_LEASE_OVER = "its lease had ended: its process died, or ran it for longer"
+_THE_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received', 'retrying', 'running')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, asked_before: bool 
         ours = "(fence = 1 AND next_attempt_at = received_at + make_interval(secs => %s))"
     one = f"CASE WHEN {ours} THEN 0 ELSE 1 END"
     places = ours.count("%s")
-    with connection.cursor() as cursor:
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET attempts = attempts + {one}, fence = fence + {one}, "
             f"next_attempt_at = {now_after(connection)} "
@@ -86,20 +90,32 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, asked_before: bool 
             ],
         )
         found = cursor.fetchall()
-    return Granted(*found[0]) if found else None
+        granted = Granted(*found[0]) if found else None
+        if granted and granted.fence > 1:  # the first one is only granted again
+            note(alias, [granted.row], was=State.RUNNING, reason=_LEASE_OVER)
+    return granted
 
 
-def lease_stored(alias: str, pk: int, attempts: int, lease: timedelta, alone_in: OrderedKey | None = None) -> Granted | None:
+def lease_stored(
+    alias: str,
+    pk: int,
+    attempts: int,
+    lease: timedelta,
+    alone_in: OrderedKey | None = None,
+    *,
+    was: str = State.RECEIVED,
+) -> Granted | None:
     """received | retrying | running, claimed → running, one fence on. None: it is not ours any more.
 
     Args:
         alone_in: no other message of this key may run at the same time.
+        was: the state that it was claimed in, for the trail.
 
     Raises:
         KeyBusy: one does. Give the row back.
     """
     connection = connections[alias]
-    with _in_order(alias, alone_in), connection.cursor() as cursor:
+    with _in_order(alias, alone_in, matters=was == State.RUNNING), connection.cursor() as cursor:
         cursor.execute(
             f"UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
             "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') AND next_attempt_at IS NOT NULL "
@@ -107,6 +123,8 @@ def lease_stored(alias: str, pk: int, attempts: int, lease: timedelta, alone_in:
             [lease.total_seconds(), pk, attempts],
         )
         found = cursor.fetchall()
+        if found:
+            _note_running(alias, pk, was)
         _refuse_company(alias, pk, alone_in)
     return Granted(*found[0]) if found else None
 
@@ -135,8 +153,9 @@ def extend(alias: str, pk: int, fence: int, lease: timedelta) -> bool:
 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
     """running → done, and the next one of its `order` follows. False: it is not ours any more."""
-    with _in_order(alias, order):
+    with _in_order(alias, order, matters=False):
         done = _owned(alias, pk, fence).update(**_done())
+        note(alias, [pk] if done else [], was=State.RUNNING, matters=False)
         _pass_on(alias, order)
     # A connection that is lost with the answer to a commit has us ask twice.
     return bool(done) or _was_left(alias, pk, fence, State.DONE)
@@ -147,9 +166,10 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order and lets the next one follow.
     """
-    written = _failed(failure, leaves)
-    with _in_order(alias, leaves):
+    written, matters = _failed(failure, leaves), not failure.put_off
+    with _in_order(alias, leaves, matters=matters):
         freed = _owned(alias, pk, fence).update(**written)
+        note(alias, [pk] if freed else [], was=State.RUNNING, reason=failure.error, matters=matters)
         _pass_on(alias, leaves)
     return bool(freed) or _was_left(alias, pk, fence, State.RETRYING, State.DEAD)
 
@@ -181,15 +201,29 @@ def keep(
     return kept is not None
 
 
-def show_running(alias: str, pk: int, attempts: int, fence: int, lease: timedelta, alone_in: OrderedKey | None = None) -> bool:
+def show_running(
+    alias: str,
+    pk: int,
+    attempts: int,
+    fence: int,
+    lease: timedelta,
+    alone_in: OrderedKey | None = None,
+    *,
+    was: str = State.RECEIVED,
+) -> bool:
     """received | retrying | running, claimed → running under a lease kept elsewhere. False: it is not ours any more.
+
+    Args:
+        was: the state that it was claimed in, for the trail.
 
     Raises:
         KeyBusy: see `lease_stored`.
     """
-    with _in_order(alias, alone_in):
+    with _in_order(alias, alone_in, matters=was == State.RUNNING):
         ours = _claimed(alias, pk, attempts)
         shown = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
+        if shown:
+            _note_running(alias, pk, was)
         _refuse_company(alias, pk, alone_in)
     return bool(shown)
 
@@ -208,7 +242,8 @@ def finish_kept(
         delivered: a delivery was run, and the row may have been made of a duplicate; from now on it says what that said.
         uncounted: attempts that were claimed and not made.
     """
-    with _in_order(alias, order):
+    with _in_order(alias, order, matters=False):
+        note_leaving(alias, _THE_ROW, _named(row), became=State.DONE, matters=False)
         written = {**_done(), "attempts": F("attempts") - uncounted, **(_said_by(row) if delivered else {})}
         done = _the_row(alias, row).update(**written)
         _pass_on(alias, order)
@@ -233,9 +268,10 @@ def fail_kept(
     Raises:
         TwinBusy: see `begin_fresh`.
     """
-    with transaction.atomic(using=alias), _in_order(alias, leaves):
+    with transaction.atomic(using=alias), _in_order(alias, leaves, matters=True):
         keep(alias, row, twin_timeout, until=timedelta(), attempts=failure.attempts)
         written = _failed(failure, leaves)
+        note_leaving(alias, _THE_ROW, _named(row), became=written["state"], reason=failure.error, matters=not failure.put_off)
         if not _the_row(alias, row).update(**written, **_said_by(row), fence=fence):
             return None
         pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
@@ -257,6 +293,15 @@ def note_loss(alias: str, store: str, *, known: str, found: str) -> bool:
     """That store is another incarnation than the one we knew: it remembers from now on. False: somebody noted it before."""
     lost = LeaseMemory.objects.using(alias).filter(store=store, incarnation=known)
     return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
+
+
+def _note_running(alias: str, pk: int, was: str) -> None:
+    over = was == State.RUNNING
+    note(alias, [pk], was=was, reason=_LEASE_OVER if over else "", matters=over)
+
+
+def _named(row: NewRow) -> list[str]:
+    return [row.handler, row.topic, row.biz_id]
 
 
 def _owned(alias: str, pk: int, fence: int) -> Any:
@@ -304,9 +349,9 @@ def _failed(failure: Failure, leaves: OrderedKey | None) -> dict[str, Any]:
     }
 
 
-def _in_order(alias: str, order: OrderedKey | None) -> AbstractContextManager[None]:
-    """A transaction for what the order of a key is changed with; a message without one needs none."""
-    return deciding(alias) if order else nullcontext()
+def _in_order(alias: str, order: OrderedKey | None, *, matters: bool) -> AbstractContextManager[Any]:
+    """A transaction for what the order of a key is changed with, or for the trail; what has neither needs none."""
+    return deciding(alias) if order else noting(alias, matters=matters)
 
 
 def _pass_on(alias: str, order: OrderedKey | None) -> None:

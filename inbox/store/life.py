@@ -94,7 +94,8 @@ def _moments(alias: str, handler: str, row: InboxMessage | None, entries: Sequen
         )
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return
-    was = entries[-1].became if entries else State.RECEIVED.value
+    begun = State.RUNNING if row.fence else State.RECEIVED
+    was = entries[-1].became if entries else begun.value
     yield Moment(at=row.settled_at, where=handler, was=was, became=row.state, database=alias)
 
 

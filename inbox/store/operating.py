@@ -13,6 +13,7 @@ from django.db.models.functions import Coalesce
 from inbox.models import DUE, SETTLED, InboxMessage, State, Step
 from inbox.store.dialect import TABLE
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
+from inbox.store.trail import note
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import is_collision
@@ -31,26 +32,33 @@ _TRIED_AGAIN: Mapping[str, Any] = {
 }
 
 
-def retry(alias: str, row: int) -> bool:
+def retry(alias: str, row: int, *, reason: str = "") -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
     running, past its lease → running, due now; its owner settles nothing any more. False, too, for what the age fence has
     refused, see `override_age_fence`. While a handler is running the message this waits for its end, for a while, and then
     tells the truth. In an order it is `waiting` while another is before it.
+
+    Args:
+        reason: for the trail: who did it.
     """
-    return _decide(alias, row, RETRYABLE, quarantined=False, written=_TRIED_AGAIN)
+    return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=_TRIED_AGAIN)
 
 
-def override_age_fence(alias: str, row: int) -> bool:
+def override_age_fence(alias: str, row: int, *, reason: str = "") -> bool:
     """dead, refused by the age fence → retrying, due now. False: it is not, or not any more.
 
     Nothing but the operator's word says that it has not been handled before. From here on it is a message like others: its row
     stands, so a further copy is a duplicate again.
+
+    Args:
+        reason: for the trail: who did it, and why.
     """
-    return _decide(alias, row, [State.DEAD], quarantined=True, written={**_TRIED_AGAIN, "quarantined": False})
+    told = "; ".join(filter(None, ("the age fence was overridden", reason)))
+    return _decide(alias, row, [State.DEAD], told, quarantined=True, written={**_TRIED_AGAIN, "quarantined": False})
 
 
-def skip(alias: str, row: int, reason: str) -> bool:
+def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
     """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
 
     running, past its lease → skipped; its owner settles nothing any more. A lease that is kept elsewhere may have been
@@ -58,11 +66,16 @@ def skip(alias: str, row: int, reason: str) -> bool:
 
     While a handler is running the message this waits for its end, for a while, and then tells the truth. In an order the next
     one follows.
+
+    Args:
+        reason: stays with the row.
+        by: for the trail, beside the reason: who did it.
     """
     return _decide(
         alias,
         row,
         SKIPPABLE,
+        "; ".join(filter(None, (reason, by))),
         written={
             "state": State.SKIPPED,
             "last_error": printable(f"skipped: {reason}", ERROR_LENGTH),
@@ -72,7 +85,7 @@ def skip(alias: str, row: int, reason: str) -> bool:
     )
 
 
-def _decide(alias: str, row: int, allowed: Sequence[State], *, written: Mapping[str, Any], **only: Any) -> bool:
+def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, written: Mapping[str, Any], **only: Any) -> bool:
     try:
         with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only)
@@ -80,6 +93,7 @@ def _decide(alias: str, row: int, allowed: Sequence[State], *, written: Mapping[
             message = found.select_for_update().only("handler", "key", "ordered", "state").first()
             if message is not None:
                 _write(alias, message, written)
+                note(alias, [row], was=message.state, reason=reason)
             return message is not None
     except OperationalError as error:
         if is_collision(error):

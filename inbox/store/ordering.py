@@ -32,6 +32,7 @@ from django.db import connections, transaction
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE, is_postgresql
 from inbox.store.rows import OrderedKey
+from inbox.store.trail import note
 from outbox.kernel.clock import NOW_AFTER, now_after
 from outbox.kernel.prepared import Prepared, is_usable
 
@@ -88,12 +89,19 @@ def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta |
                 f"{promote} WHERE state = 'waiting' AND id = (SELECT id FROM ({_HEAD.format('%s', '%s')})) RETURNING id",
                 [*claim, handler, key],
             )
-            return next((row for (row,) in cursor.fetchall()), None)
+            promoted = next((row for (row,) in cursor.fetchall()), None)
+        return _told(alias, promoted)
     while True:
         ((state, row),) = _promote(connection, [handler, key, *claim]) or [("", None)]
         if row is not None or state != State.WAITING:
-            return row
+            return _told(alias, row)
         # An operator has skipped that one between our look and our write; look again.
+
+
+def _told(alias: str, promoted: int | None) -> int | None:
+    if promoted is not None:
+        note(alias, [promoted], was=State.WAITING, matters=False)
+    return promoted
 
 
 def _promote(connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[str, int | None]]:

@@ -70,6 +70,7 @@ class Guard:
     Attributes:
         order: the order that its one row has a place in, to be passed on to the next.
         follower: claims the next for the one who runs this; None leaves it to be found.
+        was: the state that its rows were in before; "" when they are new.
     """
 
     alias: str
@@ -77,6 +78,7 @@ class Guard:
     transaction: str
     order: OrderedKey | None = None
     follower: Follower | None = None
+    was: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

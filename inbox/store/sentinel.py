@@ -15,6 +15,7 @@ from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.ordering import GATE, for_gate, promote_next
 from inbox.store.rows import PARTLY, Guard
+from inbox.store.trail import note
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.prepared import Prepared, is_usable
 from outbox.kernel.text import describe
@@ -72,6 +73,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
         ) from error
     if hit != len(guard.rows):
         raise TransactionEnded(ENDED)
+    note(guard.alias, guard.rows, was=guard.was, matters=False)
     if guard.order is not None:
         follower = guard.follower
         row = promote_next(guard.alias, *guard.order, claimed_for=follower.claimed_for if follower else None)

@@ -11,6 +11,7 @@ from inbox.models import State
 from inbox.store.dialect import TABLE, now
 from inbox.store.rows import NewRow
 from inbox.store.together import begin_together
+from inbox.store.trail import note
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 
@@ -33,4 +34,5 @@ def store_shed(alias: str, rows: Sequence[NewRow], reason: str, twin_timeout: ti
                 f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))})",
                 [printable(reason, ERROR_LENGTH), *guard.rows],
             )
+        note(alias, guard.rows, was="", reason=reason)
     return shed

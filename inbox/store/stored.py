@@ -19,11 +19,15 @@ from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
 from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey
 from inbox.store.sentinel import SAVEPOINT
+from inbox.store.trail import is_noted, note_leaving, noting
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 from outbox.kernel.wire import CELERY_TOPICS
 
 _NO_SUSPECTS = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
+_DUE = "state IN ('received', 'retrying', 'running')"
+_OURS = f"id = %s AND attempts = %s AND CASE WHEN {_DUE} THEN next_attempt_at IS NOT NULL ELSE false END"
+_ABANDONED = f"{_DUE} AND next_attempt_at IS NULL"
 ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
@@ -75,13 +79,20 @@ def claimed(alias: str, row: int) -> InboxMessage:
 
 
 def begin_stored(
-    alias: str, row: int, attempts: int, alone_in: OrderedKey | None = None, follower: Follower | None = None
+    alias: str,
+    row: int,
+    attempts: int,
+    alone_in: OrderedKey | None = None,
+    follower: Follower | None = None,
+    *,
+    was: str = State.RECEIVED,
 ) -> Guard | None:
     """Lock a claimed row as the first statement of the handler's transaction. None: it is not ours any more.
 
     Args:
         alone_in: no other message of this key may run at the same time.
         follower: gets to know who follows it in its order.
+        was: the state that it was claimed in, for the trail.
 
     Raises:
         KeyBusy: one does. Roll back, and give the row back.
@@ -110,11 +121,11 @@ def begin_stored(
         if not postgresql:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
     if alone_in is None:
-        return Guard(alias, (row,), found[0][0])
+        return Guard(alias, (row,), found[0][0], was=was)
     ((proof, ordered, isolation, alone),) = found
     if not alone:
         raise KeyBusy
-    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None, follower)
+    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None, follower, was)
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:
@@ -133,8 +144,9 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
     A dead letter keeps its place in the order of its key, unless it `leaves` that order and lets the next one follow.
     """
     dead = failure.retry_after is None
+    became = State.DEAD if dead else State.RETRYING
     written = {
-        "state": State.DEAD if dead else State.RETRYING,
+        "state": became,
         "attempts": failure.attempts,
         "last_error": printable(failure.error, ERROR_LENGTH),
         "traceback": printable(failure.traceback, TRACEBACK_LENGTH),
@@ -143,10 +155,17 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         "quarantined": failure.quarantined,
     }
     ours = InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
+    matters = not failure.put_off
+
+    def ours_is_told() -> bool:
+        told = note_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
+        return bool(told) or not is_noted(matters=matters)
+
     if not dead or leaves is None:
-        return bool(ours.update(**written))
+        with noting(alias, matters=matters):
+            return ours_is_told() and bool(ours.update(**written))
     with deciding(alias):
-        if not ours.update(**written, ordered=False):
+        if not ours_is_told() or not ours.update(**written, ordered=False):
             return False
         hold_gates(alias, leaves.handler, [leaves.key])
         promote_next(alias, *leaves)
@@ -175,7 +194,10 @@ def bury_abandoned(alias: str, row: int | None = None) -> int:
     # Reading first, because an UPDATE of no row would still take SQLite's write lock.
     if not abandoned.exists():
         return 0
-    buried: int = abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
+    condition, parameters = (_ABANDONED, []) if row is None else (f"{_ABANDONED} AND id = %s", [row])
+    with transaction.atomic(using=alias):
+        note_leaving(alias, condition, parameters, became=State.DEAD, reason=ABANDONED)
+        buried: int = abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
     return buried
 
 

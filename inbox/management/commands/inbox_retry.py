@@ -1,5 +1,6 @@
 import logging
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -59,7 +60,8 @@ class Command(BaseCommand):
         unsent: list[TaskNotSent] = []
         for pk, quarantined, message_id, handler in rows:
             if pk not in held_back:
-                transition = resending(store.override_age_fence if quarantined else store.retry)
+                decide = store.override_age_fence if quarantined else store.retry
+                transition = resending(partial(decide, reason="inbox_retry"))
                 try:
                     done = transition(options["database"], pk)
                 except TaskNotSent as error:
