@@ -159,7 +159,7 @@ class TestAll:
         set_columns(message, available_at=DatabaseTime())
         store.promote_due("default", 10)
         settled(failed=[failure(message, rest=timedelta(), tried=False, matters=False)])
-        store.promote_due("default", 10)
+        store.promote_rested("default", 10)
         settled(waiting=[row_of(message).pk])
         set_columns(message, key="k")
         store.release_waiting("default", keys=10, each=10)
