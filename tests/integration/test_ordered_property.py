@@ -456,13 +456,21 @@ MUTATIONS = {
 }
 
 
+FOUND_BY = {
+    "who settles passes on without the gate": 1,
+    "who follows a duplicate waits for it": 7,
+    "what is out of order does not run alone": 7,
+}
+"""The seed to begin with, for what the first ones do not find."""
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_machine_finds_the_bug(handles, monkeypatch, mutation):
     on_dead, mutate = MUTATIONS[mutation]
     mutate(monkeypatch)
 
-    for seed in range(24):
+    for seed in dict.fromkeys([FOUND_BY.get(mutation, 0), *range(24)]):
         if wrong_in(handles, seed, on_dead):
             return
     pytest.fail("it went unnoticed")
