@@ -1,9 +1,10 @@
 """How many rows does the database read for a scheduled message over its life, from when it is written until it is published?
 
 Read is what PostgreSQL counts of the outbox's table: rows fetched by way of an index, wanted or not, and rows passed in
-scans. A thousand messages a second, and as many in a burst; beside each of them the same number that is ready when written;
-all with others in the table that are scheduled for later. By which index a row was found tells what for. Settling finds its row
-once more, in either case, and is told apart.
+scans. A thousand messages a second that were scheduled before, as many in a burst, and as many that are published with a delay
+of one to two seconds; beside them the same number that is ready when written, at that pace and in a burst; all with others in
+the table that are scheduled for later. By which index a row was found tells what for. Settling finds its row once more, in any
+case, and is told apart.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from benchmarks.lab.actors import acting
+from benchmarks.lab.actors import act, acting
 from benchmarks.lab.arrivals import fresh_queue, queued
 from benchmarks.lab.database import Database
 from benchmarks.lab.plan import Plan, say
-from benchmarks.lab.processes import Process, until
+from benchmarks.lab.processes import until
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
 from benchmarks.lab.relays import LONGEST_DRAIN_SECONDS, relaying
@@ -24,7 +25,7 @@ from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
 from benchmarks.lab.workload import TOPICS, many_topics, nobody
 
-SCHEDULED, SCHEDULED_BURST = "scheduled", "scheduled burst"
+SCHEDULED, BURST, SHORT = "scheduled", "scheduled burst", "short delays"
 READY, READY_BURST = "ready", "ready burst"
 PER_SECOND, PER_TRANSACTION = 1_000, 10
 BURST_SECONDS = 0.02
@@ -56,23 +57,28 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     database = project.database
     say(f"{record.name}: scheduling {far:,} for later")
     schedule_far(database, far)
+    writers: dict[str, Callable[[], object]] = {
+        SCHEDULED: lambda: schedule_soon(database, count, count / PER_SECOND),
+        BURST: lambda: schedule_soon(database, count, BURST_SECONDS),
+        SHORT: lambda: act(project, "delaying_publisher", 0, count, PER_SECOND, 0),
+        READY: lambda: _feed(project, count),
+        READY_BURST: lambda: database.copy(count, nobody, topics=many_topics),
+    }
     for _ in plan.each_run(record.name):
-        _count(project, record, SCHEDULED, count, far, lambda _: schedule_soon(database, count, count / PER_SECOND))
-        _count(project, record, SCHEDULED_BURST, count, far, lambda _: schedule_soon(database, count, BURST_SECONDS))
-        _count(project, record, READY, count, far, lambda feeder: _feed(feeder, count))
-        _count(project, record, READY_BURST, count, far, lambda _: database.copy(count, nobody, topics=many_topics))
+        for side, write in writers.items():
+            _count(project, record, side, count, far, write)
     record.note(f"{count:,} messages beside {far:,} that are scheduled for later. What an idle relay reads is in it, too.")
     record.note("To reach: at most 3 rows read for a scheduled message, but for settling, which finds one by the pkey.")
 
 
-def _count(project: Project, record: Record, side: str, count: int, far: int, write: Callable[[Process], object]) -> None:
+def _count(project: Project, record: Record, side: str, count: int, far: int, write: Callable[[], object]) -> None:
     database = project.database
     database.sweep()
     database.connection.execute("VACUUM (ANALYZE) outbox_outboxmessage")
     fresh_queue(project, TOPICS)
     before = _counted(database)
-    with relaying(project) as relays, acting(project, "feeder") as feeder:
-        write(feeder)
+    with relaying(project) as relays:
+        write()
         until(lambda: queued(project) >= count, *relays, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
     until(lambda: not database.value(OTHERS), seconds=LONGEST_DRAIN_SECONDS)
     after = _counted(database)
@@ -86,13 +92,15 @@ def _count(project: Project, record: Record, side: str, count: int, far: int, wr
     record.judge(verdict(project, side, count, not_due=far, early=early(database)))
 
 
-def _feed(feeder: Process, count: int) -> None:
+def _feed(project: Project, count: int) -> None:
     """So many messages, at a steady pace."""
-    due = time.monotonic()
-    for _ in range(0, count, PER_TRANSACTION):
-        feeder.order(messages=PER_TRANSACTION)
-        due += PER_TRANSACTION / PER_SECOND
-        time.sleep(max(0.0, due - time.monotonic()))
+    with acting(project, "feeder") as feeder:
+        due = time.monotonic()
+        for _ in range(0, count, PER_TRANSACTION):
+            feeder.order(messages=PER_TRANSACTION)
+            due += PER_TRANSACTION / PER_SECOND
+            time.sleep(max(0.0, due - time.monotonic()))
+        until(lambda: queued(project) >= count, feeder, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
 
 
 def _counted(database: Database) -> dict[str, int]:
