@@ -1,8 +1,9 @@
 """The outbox in Django's admin: what waits, what failed and why, what an operator may do about it, and which relays run."""
 
+from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.admin.prepared import PreparedMessageAdmin
 from outbox.admin.relays import RelayAdmin
 from outbox.admin.scheduled import ScheduledMessageAdmin
 
-__all__ = ["OutboxMessageAdmin", "PreparedMessageAdmin", "RelayAdmin", "ScheduledMessageAdmin"]
+__all__ = ["OutboxMessageAdmin", "PendingCallbackAdmin", "PreparedMessageAdmin", "RelayAdmin", "ScheduledMessageAdmin"]

@@ -20,7 +20,19 @@ from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.kernel.acting_admin import counted
 from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import NOTHING, age, as_json, as_payload, as_text, identifier, moment, note, stacked, warning
+from outbox.kernel.display import (
+    NOTHING,
+    age,
+    as_json,
+    as_payload,
+    as_text,
+    headline,
+    identifier,
+    moment,
+    note,
+    stacked,
+    warning,
+)
 from outbox.kernel.envelope import JSON
 from outbox.kernel.message_admin import StateFilter, StuckFilter
 from outbox.kernel.wire import CELERY_TOPICS
@@ -28,6 +40,9 @@ from outbox.models import IN_TROUBLE, OutboxMessage, State
 
 _OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
+
+
+_CALLBACKS = 20
 
 
 class OutboxStuckFilter(StuckFilter):
@@ -66,6 +81,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         "headers_text",
         "form_text",
         "error_text",
+        "callbacks",
         "created",
         "deliver",
         "due_exactly",
@@ -82,6 +98,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         (None, {"fields": ("state_explained", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
         ("Failure", {"fields": ("attempts", "error_text")}),
         ("Content", {"fields": ("payload", "headers_text", "form_text")}),
+        ("Callbacks", {"fields": ("callbacks",)}),
         ("Times", {"fields": ("created", "deliver", "due_exactly", "expires", "settled")}),
         ("Routing", {"fields": ("priority", "shard", "is_unique")}),
         ("Origin", {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
@@ -165,6 +182,31 @@ class OutboxMessageAdmin(DecidingAdmin):
         if form is None:
             return format_html("{}", NOTHING)
         return (as_text(form) if isinstance(form, str) else as_json(form)).as_html()
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """With its callbacks only while there are some to be called."""
+        parts = super().get_fieldsets(request, obj)
+        if obj is not None and obj.pendingcallback_set.using(self.using).exists():
+            return parts
+        return [part for part in parts if part[0] != "Callbacks"]
+
+    @admin.display(description="to be called")
+    def callbacks(self, row: Any) -> SafeString:
+        """Who is still to be told what became of it."""
+        pending = row.pendingcallback_set.using(self.using).order_by("available_at", "pk")[:_CALLBACKS]
+        return stacked(
+            *(
+                format_html(
+                    "{} ({}), {} so far, {}{}",
+                    identifier(one.callback),
+                    one.event,
+                    f"{one.attempts:,} call{'' if one.attempts == 1 else 's'}",
+                    age(one.available_at, row.database_now, "due "),
+                    format_html(": {}", headline(one.last_error)) if one.last_error else "",
+                )
+                for one in pending
+            )
+        )
 
     @admin.display(description="deliver at")
     def deliver(self, row: Any) -> SafeString:

@@ -245,7 +245,7 @@ class ActingAdmin(ReadOnlyAdmin):
         entry = f"{done.capitalize()}: {reason}" if reason else f"{done.capitalize()}."
         outcomes = [self._carry_out_one(request, queryset.db, pk, row, transition, entry) for pk, row in picked.items()]
         self._report(request, done, outcomes)
-        if request.POST.get("own_page") and len(picked) == 1:
+        if request.POST.get("own_page") and self.everything(request).using(queryset.db).filter(pk__in=picked).count() == 1:
             return HttpResponseRedirect(self.own_url(next(iter(picked))))
         return None
 

@@ -1,0 +1,171 @@
+"""Callbacks that are still to be called, and why they have not returned."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from django.contrib import admin
+from django.db.models import F, Q, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.urls import NoReverseMatch, reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from outbox import store
+from outbox.callbacks import registry
+from outbox.kernel.acting_admin import ActingAdmin
+from outbox.kernel.display import Tone, age, as_text, badge, clock, headline, identifier, moment, stacked, visible
+from outbox.kernel.text import fit
+from outbox.models import PendingCallback, State
+
+_TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
+
+
+class TroubleFilter(admin.SimpleListFilter):
+    """By what keeps it from being called, or from returning."""
+
+    title = "trouble"
+    parameter_name = "trouble"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        return [("failing", "Has failed"), ("unknown", "Not known to this process")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        match self.value():
+            case "failing":
+                return queryset.exclude(last_error="")
+            case "unknown":
+                return queryset.exclude(callback__in=registry.names)
+            case _:
+                return queryset
+
+
+@admin.register(PendingCallback)
+class PendingCallbackAdmin(ActingAdmin):
+    """The next one to be called first."""
+
+    noun = "callback"
+    nothing = "Nothing is left to be told: every callback has returned."
+    hint = "The next one to be called comes first. A relay calls it until it returns; then its row goes."
+    confirmation_template = "outbox/admin/confirm.html"
+    change_form_template = "outbox/admin/message.html"
+    change_list_template = "outbox/admin/messages.html"
+
+    ordering = ("available_at", "id")
+    sortable_by = ()
+    search_fields = ("callback",)  # Makes the search box appear; get_search_results() reads it.
+    search_help_text = "The name of a callback, or a message id, biz-id or topic, exactly."
+    list_display = ("callback_name", "event_badge", "message_summary", "due", "attempts", "error_headline")
+    list_filter = (TroubleFilter,)
+    actions = ("call_now", "discard")
+    readonly_fields = (
+        "callback_name",
+        "event_badge",
+        "message_link",
+        "attempts",
+        "due",
+        "settled",
+        "reason_text",
+        "error_text",
+    )
+    fields = readonly_fields
+
+    class Media:
+        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """With the names of the message, and without its body."""
+        named = {"uuid": F("message__message_id"), "topic": F("message__topic"), "biz_id": F("message__biz_id")}
+        rows: QuerySet[Any] = super().get_queryset(request).annotate(**named)
+        return rows
+
+    def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
+        term = fit(search_term.strip())
+        if not term:
+            return queryset, False
+        named = Q(callback=term) | Q(message__topic=term) | Q(message__biz_id=term)
+        with suppress(ValueError):
+            named |= Q(message__message_id=uuid.UUID(term))
+        return queryset.filter(named), False
+
+    def subject(self, row: Any) -> str:
+        return visible(f"{row.callback} of message {row.uuid} ({row.topic} {row.biz_id})")
+
+    def badge_of(self, row: Any) -> SafeString:
+        return badge(State(row.event).label, _TONES[State(row.event)])
+
+    def offers(self, action: str, row: Any) -> bool:
+        return True
+
+    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+        if self.everything(request).using(alias).filter(pk=pk).exists():
+            return "it is being called right now"
+        return "it has been called, or somebody has discarded it"
+
+    @admin.display(description="callback")
+    def callback_name(self, row: Any) -> SafeString:
+        if row.callback in registry.names:
+            return identifier(row.callback)
+        return stacked(identifier(row.callback), badge("Not known here", Tone.FAILING))
+
+    @admin.display(description="told of")
+    def event_badge(self, row: Any) -> SafeString:
+        return self.badge_of(row)
+
+    @admin.display(description="message")
+    def message_summary(self, row: Any) -> SafeString:
+        return stacked(identifier(row.topic), identifier(row.biz_id))
+
+    @admin.display(description="message")
+    def message_link(self, row: Any) -> SafeString:
+        name = identifier(f"{row.uuid} ({row.topic} {row.biz_id})")
+        try:
+            url = reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[row.message_id])
+        except NoReverseMatch:
+            return name
+        return format_html('<a href="{}">{}</a>', url, name)
+
+    @admin.display(description="due")
+    def due(self, row: Any) -> SafeString:
+        return stacked(age(row.available_at, row.database_now), clock(row.available_at))
+
+    @admin.display(description="settled")
+    def settled(self, row: Any) -> SafeString:
+        return moment(row.settled_at, row.database_now)
+
+    @admin.display(description="why it is dead")
+    def reason_text(self, row: Any) -> SafeString:
+        return as_text(row.reason).as_html()
+
+    @admin.display(description="last error")
+    def error_headline(self, row: Any) -> SafeString:
+        return headline(row.last_error)
+
+    @admin.display(description="last error")
+    def error_text(self, row: Any) -> SafeString:
+        return as_text(row.last_error).as_html()
+
+    def has_run_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.run_pendingcallback")
+
+    def has_discard_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.discard_pendingcallback")
+
+    @admin.action(permissions=["run"], description="Call now")
+    def call_now(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
+        return self.carry_out(request, queryset, done="to be called now", transition=store.call_now)
+
+    @admin.action(permissions=["discard"], description="Discard…")
+    def discard(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
+        if self.is_confirmed(request):
+            return self.carry_out(request, queryset, done="discarded", transition=store.discard_call)
+        return self.ask(
+            request,
+            queryset,
+            action="discard",
+            question="Discard these callbacks? They are never called, so nobody is told what became of their messages.",
+            button="Discard the callbacks",
+        )
