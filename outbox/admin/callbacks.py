@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from outbox import store
 from outbox.callbacks import registry
 from outbox.kernel.acting_admin import ActingAdmin
-from outbox.kernel.display import Tone, age, as_text, badge, clock, headline, identifier, moment, stacked, visible
+from outbox.kernel.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
 from outbox.kernel.text import fit
 from outbox.models import PendingCallback, State
 
@@ -58,7 +58,7 @@ class PendingCallbackAdmin(ActingAdmin):
     sortable_by = ()
     search_fields = ("callback",)  # Makes the search box appear; get_search_results() reads it.
     search_help_text = "The name of a callback, or a message id, biz-id or topic, exactly."
-    list_display = ("callback_name", "event_badge", "message_summary", "due", "attempts", "error_headline")
+    list_display = ("callback_name", "summary", "due_in", "attempts", "error_headline")
     list_filter = (TroubleFilter,)
     actions = ("call_now", "discard")
     readonly_fields = (
@@ -115,9 +115,9 @@ class PendingCallbackAdmin(ActingAdmin):
     def event_badge(self, row: Any) -> SafeString:
         return self.badge_of(row)
 
-    @admin.display(description="message")
-    def message_summary(self, row: Any) -> SafeString:
-        return stacked(identifier(row.topic), identifier(row.biz_id))
+    @admin.display(description="told of")
+    def summary(self, row: Any) -> SafeString:
+        return stacked(self.badge_of(row), identifier(row.topic), identifier(row.biz_id))
 
     @admin.display(description="message")
     def message_link(self, row: Any) -> SafeString:
@@ -129,8 +129,12 @@ class PendingCallbackAdmin(ActingAdmin):
         return format_html('<a href="{}">{}</a>', url, name)
 
     @admin.display(description="due")
+    def due_in(self, row: Any) -> SafeString:
+        return age(row.available_at, row.database_now)
+
+    @admin.display(description="due")
     def due(self, row: Any) -> SafeString:
-        return stacked(age(row.available_at, row.database_now), clock(row.available_at))
+        return moment(row.available_at, row.database_now)
 
     @admin.display(description="settled")
     def settled(self, row: Any) -> SafeString:

@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.utils.safestring import SafeString
 
 from outbox import doorbell, store
-from outbox.admin.forms import ReasonForm, RescheduleForm
+from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
 from outbox.kernel.acting_admin import by
-from outbox.kernel.display import Tone, exact
+from outbox.kernel.display import Tone, age, exact
 from outbox.kernel.message_admin import Counterpart, MessageAdmin
 from outbox.models import OutboxMessage, State
 
@@ -45,15 +46,33 @@ class DecidingAdmin(MessageAdmin):
         "publish_now": store.RESCHEDULABLE,
         "reschedule": store.RESCHEDULABLE,
         "cancel": store.CANCELLABLE,
+        "restore": store.RESTORABLE,
         "commit": store.UNDECIDED,
         "roll_back": store.UNDECIDED,
         "ask_again": store.UNDECIDED,
     }
-    actions: Any = ("requeue", "publish_now", "reschedule", "cancel", "commit", "roll_back", "ask_again")
+    actions: Any = ("requeue", "publish_now", "reschedule", "cancel", "restore", "commit", "roll_back", "ask_again")
     confirmation_template = "outbox/admin/confirm.html"
 
     def is_here(self, where: str) -> bool:
         return where == "outbox"
+
+    def remark(self, action: str, row: Any) -> SafeString | str:
+        words = super().remark(action, row)
+        if words:
+            return words
+        if action == "restore":
+            if row.deliver_at is None or row.deliver_at <= row.database_now:
+                return "Overdue: it is sent at once."
+            return age(row.deliver_at, row.database_now, "Scheduled again, due ")
+        return age(row.available_at, row.database_now, "Due ") if row.state == State.SCHEDULED else ""
+
+    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+        if request.POST.get("action") == "restore" and not request.POST.get("overdue"):
+            row = self.everything(request).using(alias).filter(pk=pk, state__in=store.RESTORABLE).first()
+            if row is not None and (row.deliver_at is None or row.deliver_at <= row.database_now):
+                return "it is overdue, and such messages were to be left"
+        return super().why_not(request, alias, pk)
 
     def has_requeue_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.requeue_outboxmessage")
@@ -63,6 +82,9 @@ class DecidingAdmin(MessageAdmin):
 
     def has_cancel_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.cancel_outboxmessage")
+
+    def has_restore_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.restore_outboxmessage")
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.decide_outboxmessage")
@@ -116,6 +138,22 @@ class DecidingAdmin(MessageAdmin):
             button="Cancel the messages",
             done="cancelled",
             transition=store.cancel,
+        )
+
+    @admin.action(permissions=["restore"], description="Restore…")
+    def restore(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
+        form = RestoreForm(request.POST if self.is_confirmed(request) else None)
+        if form.is_valid():
+            reason, overdue = form.cleaned_data["reason"], form.cleaned_data["overdue"]
+            transition = partial(_restore, overdue=overdue, reason=by(request, reason))
+            return self.carry_out(request, queryset, done="restored", transition=transition, reason=reason)
+        return self.ask(
+            request,
+            queryset,
+            action="restore",
+            question="Restore these messages? They have a full set of attempts, and those that expire last as long again.",
+            button="Restore the messages",
+            form=form,
         )
 
     @admin.action(permissions=["decide"], description="Commit, so that it is sent…")
@@ -174,6 +212,13 @@ def _publish_now(alias: str, position: int, *, reason: str) -> bool:
     if published:
         doorbell.ring_after_commit(alias)
     return published
+
+
+def _restore(alias: str, position: int, *, overdue: bool, reason: str) -> bool:
+    restored = store.restore(alias, position, overdue=overdue, reason=reason)
+    if restored:
+        doorbell.ring_after_commit(alias)
+    return restored
 
 
 def _commit(alias: str, position: int, *, reason: str) -> bool:

@@ -23,6 +23,16 @@ class ReasonForm(forms.Form):
     )
 
 
+class RestoreForm(ReasonForm):
+    overdue = forms.BooleanField(
+        required=False,
+        initial=True,
+        label="The overdue ones, too",
+        help_text="Those whose time has passed are sent at once. Without it they are left as they are.",
+    )
+    field_order = ("overdue", "reason")
+
+
 class RescheduleForm(ReasonForm):
     """Either a span from now, or an instant."""
 

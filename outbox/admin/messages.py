@@ -122,8 +122,8 @@ class OutboxMessageAdmin(DecidingAdmin):
         return (warning(words),)
 
     def called(self, term: str) -> Q:
-        """Also the name of a Celery task names its messages."""
-        named = super().called(term) | Q(topic=f"{CELERY_TOPICS}{term}")
+        """Also the name of a Celery task names its messages. The index of biz-ids begins with the topics."""
+        named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=store.topics(self.using), biz_id=term)
         try:
             return named | Q(message_id=uuid.UUID(term))
         except ValueError:

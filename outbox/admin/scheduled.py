@@ -25,23 +25,24 @@ class DueFilter(admin.SimpleListFilter):
 
     title = "due"
     parameter_name = "due"
-    spans: ClassVar[dict[str, timedelta]] = {
-        "minute": timedelta(minutes=1),
-        "hour": timedelta(hours=1),
-        "day": timedelta(days=1),
-        "week": timedelta(days=7),
+    spans: ClassVar[dict[str, tuple[str, timedelta]]] = {
+        "minute": ("Within a minute", timedelta(minutes=1)),
+        "hour": ("Within an hour", timedelta(hours=1)),
+        "day": ("Within a day", timedelta(days=1)),
+        "week": ("Within a week", timedelta(days=7)),
     }
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         overdue = ("overdue", f"Overdue by {span(model_admin.stuck_after())}")
-        return [overdue, *((name, f"Within a {name}") for name in self.spans)]
+        return [overdue, *((name, label) for name, (label, _) in self.spans.items())]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         wanted = self.value()
         if wanted == "overdue":
             return queryset.filter(available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
         if wanted in self.spans:
-            return queryset.filter(available_at__lt=DatabaseTime(self.spans[wanted]))
+            _, within = self.spans[wanted]
+            return queryset.filter(available_at__lt=DatabaseTime(within))
         return queryset
 
 

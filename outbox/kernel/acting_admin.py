@@ -147,6 +147,10 @@ class ActingAdmin(ReadOnlyAdmin):
         """Does this action make sense for the row, as it is now?"""
         raise NotImplementedError
 
+    def remark(self, action: str, row: Any) -> SafeString | str:
+        """What becomes of the row if the action is confirmed, where that does not go without saying."""
+        return "" if self.offers(action, row) else "In this state it stays as it is."
+
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         """Why the action that was asked for did nothing to this row."""
         raise NotImplementedError
@@ -208,7 +212,7 @@ class ActingAdmin(ReadOnlyAdmin):
             "opts": self.opts,
             "media": self.media,
             "rows": [
-                (row, self.badge_of(row), self.subject(row), self.offers(action, row))
+                (row, self.badge_of(row), self.subject(row), self.remark(action, row))
                 for row in picked.values()
                 if row is not None
             ],

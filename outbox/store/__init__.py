@@ -48,6 +48,7 @@ from outbox.store.operating import (
     reschedule,
     states,
     states_of,
+    topics,
 )
 from outbox.store.preparing import (
     UNDECIDED,
@@ -163,6 +164,7 @@ __all__ = [
     "shard_of",
     "states",
     "states_of",
+    "topics",
     "topics_put_off",
     "topics_unchecked",
     "upcoming",
