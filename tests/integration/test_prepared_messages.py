@@ -166,6 +166,16 @@ class TestDeciding:
         assert (state_of(later), state_of(passed)) == (State.SCHEDULED, State.READY)
         assert row_of(later).available_at == row_of(later).deliver_at
 
+    def test_one_that_expired_undecided_is_not_sent(self):
+        half = prepare(TOPIC, {}, expires_in=HOUR)
+        set_columns(half, expires_at=DatabaseTime(-HOUR))
+        half.commit()
+
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+            assert peer.published == []
+        assert state_of(half) == State.EXPIRED
+
     def test_every_scheduling_column_is_set(self):
         half = stuck()
         before = row_of(half).available_at
@@ -379,7 +389,7 @@ class TestChecking:
         overdue(half)
         assert asked() == 0
 
-    @pytest.mark.parametrize("answer", [lambda _: 1 / 0, lambda _: sys.exit(1), None, "commit", True])
+    @pytest.mark.parametrize("answer", [lambda _: 1 / 0, lambda _: sys.exit(1), "commit"])
     def test_does_not_count_what_is_no_answer(self, caplog, answers, answer):
         answers[:] = [answer]
         half = overdue(prepare(TOPIC, {}))
@@ -453,37 +463,6 @@ class TestChecking:
         checkers.remove(TOPIC)
 
         assert askers("default", OutboxOptions()) == ()
-
-
-class TestRegistering:
-    def test_a_second_checker_names_both(self):
-        def another(message):
-            return Answer.UNKNOWN
-
-        with pytest.raises(ValueError, match=r"bank\.transfer.*answers\.<locals>\.ask and .*another"):
-            checker(TOPIC)(another)
-
-    def test_what_cannot_be_asked_is_refused(self):
-        def asking(message):
-            yield Answer.UNKNOWN
-
-        with pytest.raises(TypeError, match="generator"):
-            checker("bank.other")(asking)
-        with pytest.raises(ValueError, match="wildcard"):
-            checker("bank.*")
-
-    def test_an_async_function_is_run_to_its_end(self):
-        @checker("bank.other")
-        async def ask(message):
-            return Answer.COMMIT
-
-        try:
-            half = prepare("bank.other", {})
-            overdue(half)
-            asked()
-        finally:
-            checkers.remove("bank.other")
-        assert state_of(half) == State.READY
 
 
 class TestResuming:
