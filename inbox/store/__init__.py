@@ -36,6 +36,7 @@ from inbox.store.stored import (
     rekey,
 )
 from inbox.store.together import begin_together
+from inbox.store.trail import purge_trail, purgeable_trail
 
 __all__ = [
     "ABANDONED",
@@ -79,7 +80,9 @@ __all__ = [
     "override_age_fence",
     "promote_next",
     "purge_settled",
+    "purge_trail",
     "purgeable",
+    "purgeable_trail",
     "refuse_if_ended",
     "rekey",
     "release_stuck",

@@ -84,6 +84,7 @@ from outbox.store.settling import (
     settle,
     topics_put_off,
 )
+from outbox.store.trail import purge_trail, purgeable_trail
 from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
 
 __all__ = [
@@ -146,7 +147,9 @@ __all__ = [
     "promote_due",
     "promote_rested",
     "purge_settled",
+    "purge_trail",
     "purgeable",
+    "purgeable_trail",
     "put_off_call",
     "ready_aside",
     "recall",

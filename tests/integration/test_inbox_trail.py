@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import timedelta
 from functools import partial
 
@@ -227,3 +228,18 @@ class TestAll:
             (State.WAITING, State.RECEIVED, ""),
             (State.RECEIVED, State.DONE, ""),
         ]
+
+
+class TestRetention:
+    def test_purging_deletes_what_is_too_old_in_small_transactions(self, capsys):
+        for age in (31, 32, 33, 29):
+            at = DatabaseTime(-timedelta(days=age))
+            TrailEntry.objects.create(message_id=str(uuid.uuid4()), handler=HANDLER, was="", became="done", at=at, process="p")
+
+        call_command("inbox_purge", dry_run=True)
+        assert "3 entries of the trail would be deleted" in capsys.readouterr().out
+        assert next(store.purge_trail("default", timedelta(days=30), chunk=1)) == 1
+        call_command("inbox_purge")
+
+        assert "2 entries of the trail deleted" in capsys.readouterr().out
+        assert TrailEntry.objects.count() == 1

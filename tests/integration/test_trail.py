@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from datetime import timedelta
 from functools import partial
 
@@ -181,3 +182,19 @@ class TestAll:
 
         for n, message in enumerate(messages):
             assert trail_of(message) == [("", State.SCHEDULED if n % 2 else State.READY, "")]
+
+
+class TestRetention:
+    def test_purging_deletes_what_is_too_old_in_small_transactions(self, capsys):
+        for age in (31, 32, 33, 29):
+            TrailEntry.objects.create(
+                message_id=uuid.uuid4(), was="", became="done", at=DatabaseTime(-timedelta(days=age)), process="p"
+            )
+
+        call_command("outbox_purge", dry_run=True)
+        assert "3 entries of the trail would be deleted" in capsys.readouterr().out
+        assert next(store.purge_trail("default", timedelta(days=30), chunk=1)) == 1
+        call_command("outbox_purge")
+
+        assert "2 entries of the trail deleted" in capsys.readouterr().out
+        assert TrailEntry.objects.count() == 1

@@ -11,7 +11,10 @@ from outbox.kernel.databases import require_table
 
 
 class Command(BaseCommand):
-    help = "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay."
+    help = (
+        "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay. "
+        "Then the trail older than INBOX['TRAIL_RETENTION']."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--older-than-days", type=float, help="keep more than INBOX['RETENTION'] says, never less")
@@ -31,9 +34,23 @@ class Command(BaseCommand):
         count = store.purgeable(options["database"], older_than)
         if options["dry_run"]:
             self.stdout.write(f"{count} messages would be deleted.")
+            if entries := store.purgeable_trail(options["database"], inbox_options().TRAIL_RETENTION):
+                self.stdout.write(f"{entries} entries of the trail would be deleted.")
             return
         progress = Progress("deleted", count)
         for deleted in store.purge_settled(options["database"], older_than):
             progress.advance(deleted)
         progress.finish()
         self.stdout.write(f"{progress.done} messages deleted.")
+        self._purge_trail(options["database"])
+
+    def _purge_trail(self, alias: str) -> None:
+        retention = inbox_options().TRAIL_RETENTION
+        count = store.purgeable_trail(alias, retention)
+        if not count:
+            return
+        progress = Progress("deleted of the trail", count)
+        for deleted in store.purge_trail(alias, retention):
+            progress.advance(deleted)
+        progress.finish()
+        self.stdout.write(f"{progress.done} entries of the trail deleted.")

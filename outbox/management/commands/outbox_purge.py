@@ -11,7 +11,10 @@ from outbox.models import OutboxMessage
 
 
 class Command(BaseCommand):
-    help = "Delete published, cancelled and expired messages that are older than the retention. Dead ones stay."
+    help = (
+        "Delete published, cancelled and expired messages that are older than the retention. Dead ones stay. "
+        "Then the trail older than OUTBOX['TRAIL_RETENTION']."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--older-than-days", type=float, help="instead of OUTBOX['RETENTION']")
@@ -25,9 +28,23 @@ class Command(BaseCommand):
         count = store.purgeable(options["database"], older_than)
         if options["dry_run"]:
             self.stdout.write(f"{count} messages would be deleted.")
+            if entries := store.purgeable_trail(options["database"], outbox_options().TRAIL_RETENTION):
+                self.stdout.write(f"{entries} entries of the trail would be deleted.")
             return
         progress = Progress("deleted", count)
         for deleted in store.purge_settled(options["database"], older_than):
             progress.advance(deleted)
         progress.finish()
         self.stdout.write(f"{progress.done} messages deleted.")
+        self._purge_trail(options["database"])
+
+    def _purge_trail(self, alias: str) -> None:
+        retention = outbox_options().TRAIL_RETENTION
+        count = store.purgeable_trail(alias, retention)
+        if not count:
+            return
+        progress = Progress("deleted of the trail", count)
+        for deleted in store.purge_trail(alias, retention):
+            progress.advance(deleted)
+        progress.finish()
+        self.stdout.write(f"{progress.done} entries of the trail deleted.")
