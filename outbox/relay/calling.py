@@ -16,6 +16,7 @@ from django.db import transaction
 from outbox import store
 from outbox.callbacks import registry
 from outbox.conf import OutboxOptions
+from outbox.kernel.faults import is_collision
 from outbox.kernel.text import describe
 from outbox.relay.attending import Attendant, Job
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _LEASE = timedelta(seconds=60)
 """How long what a dead process was about to call stays put."""
+_AFTER_A_COLLISION = timedelta(seconds=1)
+"""A deadlock, or SQLite's other writer, is nobody's fault."""
 
 
 def callers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
@@ -60,7 +63,8 @@ def _call(call: store.DueCall, options: OutboxOptions) -> None:
             store.finish_call(call)
     except BaseException as error:
         # Whatever it is, also a sys.exit() of its own: it did not return, so it is called again.
-        if not store.put_off_call(call, f"{type(error).__name__}: {describe(error)}", options.retry.delay(call.number)):
+        rest = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
+        if not store.put_off_call(call, f"{type(error).__name__}: {describe(error)}", rest):
             logger.warning(
                 "The callback %s was overtaken, or failed after its commit: %s.", call, describe(error), exc_info=True
             )

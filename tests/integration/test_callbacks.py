@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 from django.core.management import call_command
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
@@ -237,6 +237,20 @@ class TestItsEffect:
         due_now()
         relay()
         assert effects() == ["call 2"]
+
+    def test_comes_soon_after_a_deadlock(self, told):
+        class Deadlock(OperationalError):
+            sqlstate = "40P01"
+
+        def colliding(message):
+            raise Deadlock
+
+        told(colliding)
+        published()
+
+        relay()
+
+        assert PendingCallback.objects.filter(available_at__lte=DatabaseTime(timedelta(seconds=2))).exists()
 
     def test_a_callback_that_would_end_the_process_has_failed(self, told):
         told(lambda message: sys.exit(message.call) if message.call == 1 else None)
