@@ -14,22 +14,18 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import transaction
-from django.db.models import Case, F, Q, QuerySet, Value, When
+from django.db.models import Case, F, QuerySet, Value, When
 
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, State
+from outbox.store.dialect import IS_AHEAD, NOW_ASIDE
 from outbox.store.trail import note
 
 UNDECIDED = (State.PREPARED, State.STUCK)
 
 _TOLD_AT_ONCE = 500
 _NO_CHECKER = "no answer: no process that runs has a checker for its topic"
-
-# An instant that cannot be that of the insert, by which a row would belong to the stream, whose readers may be past its place.
-# SQLite counts in milliseconds.
-_NOW_ASIDE = DatabaseTime(timedelta(milliseconds=1))
-_IS_AHEAD = Q(deliver_at__gt=DatabaseTime())
 
 
 def commit_prepared(alias: str, position: int, *, reason: str = "") -> bool:
@@ -38,10 +34,10 @@ def commit_prepared(alias: str, position: int, *, reason: str = "") -> bool:
         alias,
         position,
         reason,
-        state=Case(When(_IS_AHEAD, then=Value(State.SCHEDULED)), default=Value(State.READY)),
+        state=Case(When(IS_AHEAD, then=Value(State.SCHEDULED)), default=Value(State.READY)),
         attempts=0,
         last_error="",
-        available_at=Case(When(_IS_AHEAD, then=F("deliver_at")), default=_NOW_ASIDE),
+        available_at=Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW_ASIDE),
         settled_at=None,
     )
 

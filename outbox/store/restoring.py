@@ -11,26 +11,22 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from django.db import OperationalError, transaction
-from django.db.models import Count, F, Min, Q, QuerySet
+from django.db.models import Count, F, Min, QuerySet
 
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import is_collision
 from outbox.models import OutboxMessage, State
+from outbox.store.dialect import IS_AHEAD, NOW_ASIDE
 from outbox.store.operating import OPERATORS_WAIT, as_long_from, marked_as_replayed
 from outbox.store.trail import note
 
 RESTORABLE = (State.CANCELLED, State.EXPIRED, State.DEAD)
 OVERDUE, LOCKED = "overdue", "locked"
-
-_IS_AHEAD = Q(deliver_at__gt=DatabaseTime())
-# An instant that cannot be that of the insert, by which a row would belong to the stream, whose readers may be past its place.
-# SQLite counts in milliseconds.
-_NOW_ASIDE = DatabaseTime(timedelta(milliseconds=1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +83,7 @@ def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
     return [
         Restorable(topic, state, count, count - ahead, oldest)
         for topic, state, count, ahead, oldest in groups.annotate(
-            Count("id"), ahead=Count("id", filter=_IS_AHEAD), oldest=Min("settled_at")
+            Count("id"), ahead=Count("id", filter=IS_AHEAD), oldest=Min("settled_at")
         )
     ]
 
@@ -139,7 +135,7 @@ class _Some(NamedTuple):
     def restored(self, *, skip_locked: bool = False) -> Restored:
         rows = OutboxMessage.objects.using(self.alias).filter(pk__in=self.positions)
         # Locked first: an UPDATE does not tell which of these states it was.
-        locked = rows.select_for_update(no_key=True, skip_locked=skip_locked).order_by("pk").annotate(ahead=_IS_AHEAD)
+        locked = rows.select_for_update(no_key=True, skip_locked=skip_locked).order_by("pk").annotate(ahead=IS_AHEAD)
         found: dict[tuple[str, bool], list[int]] = {}
         for position, state, ahead in locked.values_list("pk", "state", "ahead"):
             found.setdefault((state, bool(ahead)), []).append(position)
@@ -162,7 +158,7 @@ class _Some(NamedTuple):
             values |= {"state": State.SCHEDULED, "available_at": F("deliver_at")}
         else:
             # Its deliver_at stays: the inbox counts a message's age from it, and a copy of an old one must not look young.
-            values |= {"state": State.READY, "available_at": _NOW_ASIDE, "expires_at": as_long_from(DatabaseTime())}
+            values |= {"state": State.READY, "available_at": NOW_ASIDE, "expires_at": as_long_from(DatabaseTime())}
         count = OutboxMessage.objects.using(self.alias).filter(pk__in=positions, state=was).update(**values)
         note(self.alias, positions, was=was, became=values["state"], reason=self.reason)
         return count
