@@ -24,7 +24,7 @@ from inbox.leasing.operating import once_ended
 from inbox.leasing.stores import LeaseStoreAway
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
-from outbox.kernel.acting_admin import counted
+from outbox.kernel.acting_admin import by, counted
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import (
     NOTHING,
@@ -400,14 +400,15 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.action(permissions=["retry"], description="Retry now")
     def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="due for a retry now", transition=once_ended(resending(store.retry)))
+        retry = partial(store.retry, reason=by(request))
+        return self.carry_out(request, queryset, done="due for a retry now", transition=once_ended(resending(retry)))
 
     @admin.action(permissions=["skip"], description="Skip…")
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         form = SkipForm(request.POST if self.is_confirmed(request) else None)
         if form.is_valid():
             reason = form.cleaned_data["reason"]
-            transition = once_ended(partial(store.skip, reason=reason))
+            transition = once_ended(partial(store.skip, reason=reason, by=by(request)))
             return self.carry_out(request, queryset, done="skipped", transition=transition, reason=reason)
         return self.ask(
             request,
@@ -422,12 +423,13 @@ class InboxMessageAdmin(MessageAdmin):
     def override_age_fence(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         form = OverrideForm(request.POST if self.is_confirmed(request) else None)
         if form.is_valid():
+            reason = form.cleaned_data["reason"]
             return self.carry_out(
                 request,
                 queryset,
                 done="due past the age fence now",
-                transition=resending(store.override_age_fence),
-                reason=form.cleaned_data["reason"],
+                transition=resending(partial(store.override_age_fence, reason=by(request, reason))),
+                reason=reason,
             )
         return self.ask(
             request,

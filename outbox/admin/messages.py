@@ -167,7 +167,9 @@ class OutboxMessageAdmin(DecidingAdmin):
         created = age(row.created_at, row.database_now)
         if row.state not in {*_OPEN, State.RETRYING}:
             return created
-        return stacked(created, age(row.available_at, row.database_now, "check " if row.state == State.PREPARED else "due "))
+        return stacked(
+            created, age(row.available_at, row.database_now, "check due " if row.state == State.PREPARED else "due ")
+        )
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:

@@ -16,7 +16,7 @@ from django.urls import reverse
 
 from inbox.conf import inbox_options
 from inbox.handlers import Handler, registry
-from inbox.models import InboxMessage, State, Step
+from inbox.models import InboxMessage, State, Step, TrailEntry
 from outbox.kernel.clock import utcnow
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
@@ -438,6 +438,21 @@ class TestSkipping:
         response = act(client, "skip", row, own_page="yes", confirmed="yes", reason="a test order")
 
         assert response.url == reverse(DETAIL, args=[row.pk])
+
+
+@pytest.mark.parametrize(
+    ("action", "permission", "quarantined"),
+    [("retry", RETRY, False), ("skip", SKIP, False), ("override_age_fence", OVERRIDE, True)],
+)
+def test_every_action_leaves_who_did_it_and_why_in_the_trail(action, permission, quarantined):
+    row = a_message(State.DEAD, quarantined=quarantined)
+
+    act(somebody(VIEW, permission), action, row, confirmed="yes", reason="the ledger says so")
+
+    entry = TrailEntry.objects.get()
+    assert (entry.was, entry.became) == (State.DEAD, state_of(row))
+    assert f"by {User.objects.get().username} in the admin" in entry.reason
+    assert action == "retry" or "the ledger says so" in entry.reason
 
 
 class TestThePastOfTheAgeFence:
