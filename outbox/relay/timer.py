@@ -40,8 +40,13 @@ from outbox.store import Place
 logger = logging.getLogger(__name__)
 
 _LEASE = timedelta(seconds=3)
-_PASSES_AHEAD = 4
-_NO_ROOM_SECONDS = 0.02
+_PASSES_IN_HAND = 2
+_PASSES_AHEAD = 8
+"""When no more is ready than the relays have in hand, it is filled up to so many passes. Relays take the lower positions
+first, so a level that was kept up all the time would never let the higher ones come to their turn."""
+_SHORTEST_ROOM_SECONDS = 0.01
+_LONGEST_ROOM_SECONDS = 0.1
+_AFTER_A_COLLISION_SECONDS = 0.02
 _CATCH_UP_SECONDS = 0.05
 """From a ring until what was newly scheduled is read, so that many rings are one reading."""
 _OVERDUE = timedelta(seconds=0.2)
@@ -72,6 +77,9 @@ class Timer:
         self._table = self._new_table()
         self._load_at = self._sweep_at = self._may_catch_up_at = 0.0
         self._catch_up_at = math.inf
+        self._room = 0
+        self._ask_for_room_at = 0.0
+        self._room_seconds = _SHORTEST_ROOM_SECONDS
 
     def run(self, stop: StopRequest) -> None:
         """Turn the wheel until asked to stop. Nothing else ends this loop."""
@@ -95,7 +103,7 @@ class Timer:
             if is_outage(error):
                 self._database.wait(error, stop)
             elif is_collision(error):
-                stop.wait(_NO_ROOM_SECONDS)
+                stop.wait(_AFTER_A_COLLISION_SECONDS)
             else:
                 logger.exception("The timer failed in a way nobody foresaw; it begins anew.")
                 stop.wait(self._trouble.next_seconds())
@@ -168,16 +176,32 @@ class Timer:
 
     def _fire(self) -> float:
         """Make ready what is due, as much as there is room for; when to come again for the rest."""
-        batch = self._options.BATCH_SIZE
-        ahead = _PASSES_AHEAD * batch
-        waiting = self._table.waiting
+        batch, waiting = self._options.BATCH_SIZE, self._table.waiting
         if not waiting:
             return math.inf
-        if waiting > batch and store.ready_aside(self._alias, ahead) >= ahead:
-            return monotonic() + _NO_ROOM_SECONDS
-        positions = self._table.next_due(batch)
+        in_a_burst = waiting > batch
+        if in_a_burst and not self._has_room():
+            return self._ask_for_room_at
+        positions = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
         fired = store.fire(self._alias, positions)
         self._table.fired(positions, fired)
+        self._room -= min(len(fired), self._room)
         if fired:
             self._ring()
         return 0.0 if self._table.waiting else math.inf
+
+    def _has_room(self) -> bool:
+        """May more be made ready? It is asked seldom, because those that are ready must be counted."""
+        now = monotonic()
+        if not self._room and now >= self._ask_for_room_at:
+            batch = self._options.BATCH_SIZE
+            enough = _PASSES_IN_HAND * batch
+            ready = store.ready_aside(self._alias, enough + 1)
+            if ready <= enough:
+                self._room = _PASSES_AHEAD * batch - ready
+            if ready <= enough / 2:
+                self._room_seconds = max(self._room_seconds / 2, _SHORTEST_ROOM_SECONDS)
+            elif ready > enough:
+                self._room_seconds = min(self._room_seconds * 2, _LONGEST_ROOM_SECONDS)
+            self._ask_for_room_at = now + self._room_seconds
+        return self._room > 0
