@@ -25,7 +25,7 @@ from tests.deliveries import wait_until
 from tests.ordered import STEP
 from tests.workers import EXCHANGE, Process, broker_options
 
-MESSAGES = int(os.environ.get("ORDERED_CHAOS_MESSAGES", "1000"))
+MESSAGES = int(os.environ.get("ORDERED_CHAOS_MESSAGES", "600"))
 KEYS = int(os.environ.get("ORDERED_CHAOS_KEYS", "50"))
 CONSUMERS = 3
 SECONDS_BETWEEN_KILLS = 1.0

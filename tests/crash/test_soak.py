@@ -11,7 +11,7 @@ from tests.crash.world import CONSUMER, RELAY
 
 logger = logging.getLogger(__name__)
 
-SOAK_SECONDS = 20
+SOAK_SECONDS = 12
 LOCAL_SOAK_SECONDS = 8
 
 
