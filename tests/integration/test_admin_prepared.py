@@ -1,5 +1,6 @@
 """Prepared messages in the admin: what waits for a decision, and the decisions of a person."""
 
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from django.urls import reverse
 
 from outbox.checkers import Answer, checker, checkers
 from outbox.conf import outbox_options
+from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage, State, TrailEntry
 from tests.admin_pages import (
     CANCEL,
@@ -139,15 +141,14 @@ class TestDeciding:
         assert state_of(row) == State.ROLLED_BACK
 
     def test_has_the_checker_asked_again(self):
-        stuck, prepared = undecided(State.STUCK, attempts=LIMIT), undecided(attempts=2, due_ago=-outbox_options().CHECK_EVERY)
+        stuck, prepared = undecided(State.STUCK, attempts=LIMIT), undecided(attempts=2, due_ago=-timedelta(hours=1))
 
         on_the_list(somebody(VIEW, DECIDE), "ask_again", stuck, prepared)
 
         for row in (stuck, prepared):
-            before = row.available_at
             row.refresh_from_db()
             assert row.state == State.PREPARED
-            assert row.available_at <= max(before, row.created_at + outbox_options().CHECK_EVERY)
+            assert row.available_at <= utcnow()
         assert (stuck.attempts, prepared.attempts) == (0, 2)
         assert trail_of(stuck) == [(State.STUCK, State.PREPARED, f"by {User.objects.get().username} in the admin")]
 
