@@ -14,6 +14,7 @@ from django.db import connections, transaction
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from outbox import publish
+from outbox.kernel.trail import life_of
 from outbox.models import OutboxMessage
 from tests.app.models import Effect, Unique
 from tests.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row, wait_until
@@ -106,6 +107,7 @@ class TestFromEndToEnd:
 
         with consuming([handler], options):
             (message,) = wait_until(lambda: list(got))
+            wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).exists())
 
         assert (message.id, message.biz_id, message.key, message.topic) == (str(published.id), "b", "k", TOPIC)
         assert message.payload == {"name": "Zoë", "n": [1, None]}
@@ -113,6 +115,8 @@ class TestFromEndToEnd:
         assert message.created_at == OutboxMessage.objects.get().created_at
         assert (message.correlation_id, message.causation_id) == (str(published.id), "")
         assert (message.attempt, message.redelivered) == (1, False)
+        life = [(moment.where, moment.became) for moment in life_of(message.id).moments]
+        assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
 
     def test_a_chain_of_handlers_keeps_its_correlation(self, handles, rabbitmq_url):
         got = []
