@@ -20,7 +20,7 @@ from inbox.store import leases
 from inbox.store.shedding import store_shed
 from outbox.kernel.clock import DatabaseTime, utcnow
 from outbox.kernel.identity import process_name
-from tests.deliveries import OPTIONS, an_envelope, deliver, drain, make_due, run_to_the_end, the_effect, the_row
+from tests.deliveries import OPTIONS, an_envelope, deliver, drain, make_due, options, run_to_the_end, the_effect, the_row
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
@@ -66,6 +66,15 @@ class TestFailedAttempts:
         deliver(handler, envelope, redelivered=redelivered)
         make_due()
         drain()
+
+        assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
+
+    def test_under_a_lease_in_redis_as_well(self, failing, redis_url):
+        handler, envelope, given = failing(mode="lease", lease=LEASE), an_envelope(), options(LEASE_STORE=redis_url)
+
+        deliver(handler, envelope, given=given)
+        make_due()
+        drain(given)
 
         assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
 
