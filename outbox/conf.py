@@ -44,7 +44,7 @@ class OutboxOptions:
         LISTEN_ALIAS: the database alias a relay LISTENs by, where a transaction pooler hides the outbox's own; "" is that one.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable one never is.
         RETRY_BASE, RETRY_CAP: rest after the first failed attempt, doubled each time, up to the cap.
-        RETENTION: how long published, cancelled and expired rows stay before `outbox_purge` removes them.
+        RETENTION: how long published, cancelled, expired and rolled back rows stay before `outbox_purge` removes them.
         TRAIL: which transitions leave a trail: "decisions", those that matter to a person, or "all".
         TRAIL_RETENTION: how long the trail is kept.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.

@@ -12,7 +12,7 @@ from outbox.models import OutboxMessage
 
 class Command(BaseCommand):
     help = (
-        "Delete published, cancelled and expired messages that are older than the retention. Dead ones stay. "
+        "Delete published, cancelled, expired and rolled back messages that are older than the retention. Dead ones stay. "
         "Then the trail older than OUTBOX['TRAIL_RETENTION']."
     )
 
