@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
-_ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
+ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
 _HELD = (
     "m.key <> '' AND EXISTS (SELECT 1 FROM {table} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}))"
@@ -110,7 +110,7 @@ _LOOK = (
     # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
     f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
-    f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
+    f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
     f"(SELECT m.id FROM {TABLE} m WHERE m.state = 'retrying' AND m.available_at <= {{now}} "
     "ORDER BY m.available_at LIMIT 1) FROM shards"
 )
@@ -120,7 +120,7 @@ def _of_a_shard(lasting: str, shard: object, above: object, each: str) -> list[s
     """What finds up to `each` of its ready messages: those aside, and those of its stream `above` a position."""
     select, of_it = f"SELECT {_COLUMNS.format(lasting=lasting)}", f"m.wire FROM {TABLE} m WHERE m.shard = {shard}"
     return [
-        f"{select}, true, {of_it} AND {_ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{select}, true, {of_it} AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
         f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 

@@ -16,6 +16,7 @@ from django.db import connections, transaction
 from outbox.kernel.clock import now_after
 from outbox.models import SHARDS, State
 from outbox.store import trail
+from outbox.store.claiming import ASIDE
 from outbox.store.dialect import TABLE, any_of, array_of, is_postgresql, now
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _TOPICS = (
     f"WITH RECURSIVE topics(topic) AS (SELECT * FROM ({_FIRST}) first "
     f"UNION ALL SELECT ({_NEXT}) FROM topics WHERE topics.topic IS NOT NULL) "
 )
-_ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
 
 
 class Place(NamedTuple):
@@ -130,7 +130,7 @@ def fire(alias: str, positions: Sequence[int]) -> set[int]:
 def ready_aside(alias: str, limit: int) -> int:
     """How many messages are ready that were not so from the start; counted up to `limit`."""
     connection = connections[alias]
-    aside = f"SELECT 1 FROM {TABLE} m WHERE {_ASIDE}"
+    aside = f"SELECT 1 FROM {TABLE} m WHERE {ASIDE}"
     if is_postgresql(connection):
         # Shard by shard, so that their index is read, and not the table.
         of_a_shard = f"{aside} AND m.shard = s.shard LIMIT {limit:d}"
