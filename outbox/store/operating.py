@@ -213,7 +213,8 @@ def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> It
     Dead messages stay until a person has decided, and those of which a callback is still to be told until it has been.
     """
     while ids := list(_old(alias, older_than).order_by("settled_at").values_list("pk", flat=True)[:chunk]):
-        yield OutboxMessage.objects.using(alias).filter(pk__in=ids, state__in=SETTLED).delete()[0]
+        # Asked once more: one that was restored meanwhile may be settled anew, with a callback that is still to be told.
+        yield _old(alias, older_than).filter(pk__in=ids).delete()[0]
 
 
 def purgeable(alias: str, older_than: timedelta) -> int:

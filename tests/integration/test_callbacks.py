@@ -15,7 +15,7 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
-from outbox import on_dead, on_published, store
+from outbox import on_dead, on_published, restore, store
 from outbox.callbacks import registry
 from outbox.conf import outbox_options
 from outbox.kernel.clock import DatabaseTime
@@ -375,6 +375,23 @@ def test_a_message_is_kept_until_its_callback_was_told(told):
     store.discard_call("default", pending().pk)
     assert store.purgeable("default", timedelta(days=7)) == 1
     assert gone.id != kept.id
+
+
+def test_a_message_that_is_settled_anew_while_it_is_purged_is_kept(told):
+    message = published()
+    set_columns(message, state=State.CANCELLED, settled_at=DatabaseTime(timedelta(days=-30)))
+    told(failing)
+
+    def meanwhile(execute, sql, *arguments):
+        if sql.startswith("DELETE") and state_of(message) == State.CANCELLED:
+            assert restore(message.id)
+            store.settle("default", store.Settlement(published=[message.position]))
+        return execute(sql, *arguments)
+
+    with connection.execute_wrapper(meanwhile):
+        assert list(store.purge_settled("default", timedelta(days=7))) == [0]
+
+    assert pending().message.message_id == message.id
 
 
 def test_the_status_tells_what_is_untold(told):
