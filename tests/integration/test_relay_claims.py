@@ -468,9 +468,9 @@ class TestTheIndexes:
         small = pages_by_statement()
 
         OutboxMessage.objects.all().delete()
-        filled("published", A_LOT)
-        filled("scheduled", A_LOT, due="now() + interval '1 day'")
-        filled("ready", A_LOT, key="CASE WHEN n % 2 = 0 THEN 'key-' || n % 5000 ELSE '' END")
+        filled("published", OF_EACH_KIND)
+        filled("scheduled", OF_EACH_KIND, due="now() + interval '1 day'")
+        filled("ready", OF_EACH_KIND, key="CASE WHEN n % 2 = 0 THEN 'key-' || n % 5000 ELSE '' END")
         filled("dead", 20, key="'key-' || n")
         filled("waiting", 200, key="'key-' || n % 20 + 1")
         filled("ready", 200, due="now() + interval '1 ms'")
@@ -483,7 +483,7 @@ class TestTheIndexes:
         assert {name: count for name, count in large.items() if count > 3 * small[name] + 600} == {}, (small, large)
 
 
-A_LOT = 400_000
+OF_EACH_KIND = 400_000
 """So many that a statement which reads all of one kind, or one index of them, reads more than a thousand pages."""
 
 
