@@ -263,7 +263,7 @@ class TestCancelling:
 
     @pytest.fixture(autouse=True)
     def patient(self, monkeypatch):
-        monkeypatch.setattr(operating, "_OPERATORS_WAIT", timedelta(seconds=SECONDS))
+        monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
 
     def cancelled_beside_a_pass(self, message, settlement):
         """Cancel while a pass has the message; the pass ends only once the cancel waits for it."""
