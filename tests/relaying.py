@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 
 import kombu
 import pytest
@@ -19,6 +20,7 @@ from outbox.models import SHARDS, OutboxMessage, State
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
+from outbox.relay.timer import Timer
 from outbox.transports import amqp, open_transport
 
 EXCHANGE = "outbox"
@@ -127,11 +129,19 @@ def in_hand(limit=500, alias="default"):
     return store.claim_ready(alias, store.look(alias).busy, limit).rows
 
 
-def relay_for(url, stop, *, alias="default", shards=range(SHARDS), **options):
+def relay_for(url, stop, *, alias="default", shards=range(SHARDS), timed=False, **options):
     options = quick(BROKER_URL=url, **options)
     transport = open_transport(url, alias=alias, exchange=EXCHANGE)
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
-    return Relay(alias, transport, options, stop=stop, watchdog=watchdog, heartbeat=Heartbeat(alias), shards=shards)
+    heartbeat = Heartbeat(alias)
+    return Relay(alias, transport, options, stop=stop, watchdog=watchdog, heartbeat=heartbeat, shards=shards, timed=timed)
+
+
+def timer_for(relay, stop, *, alias="default", **options):
+    options = quick(**options)
+    return Timer(
+        alias, options, watchdog=Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE), ring=relay.bell.ring
+    )
 
 
 def drained(url, *, alias="default", **options):
@@ -142,11 +152,12 @@ def drained(url, *, alias="default", **options):
 
 
 @contextmanager
-def relaying(url, *, relays=1, alias="default", **options):
-    """Relays in threads, each with connections of its own, until the block ends."""
+def relaying(url, *, relays=1, alias="default", timed=False, **options):
+    """Relays in threads, each with connections of its own, until the block ends; `timed`, each with a timer beside it."""
     stop = StopRequest()
-    running = [relay_for(url, stop, alias=alias, **options) for _ in range(relays)]
-    with in_threads(*(relay.run for relay in running), stop=stop):
+    running = [relay_for(url, stop, alias=alias, timed=timed, **options) for _ in range(relays)]
+    timers = [timer_for(relay, stop, alias=alias, **options) for relay in running if timed]
+    with in_threads(*(relay.run for relay in running), *(partial(timer.run, stop) for timer in timers), stop=stop):
         yield running
 
 

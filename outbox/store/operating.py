@@ -106,8 +106,13 @@ def _decide(alias: str, position: int, states: Sequence[State], written: _Writte
     resting = [state for state in states if state is not State.READY]
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
+            before = transaction.savepoint(using=alias)
             if _write(alias, position, resting, written, reason):
+                transaction.savepoint_commit(before, using=alias)
                 return True
+            # One that became ready while its lock was waited for is locked all the same: a relay that has the shard would wait
+            # for the row, and this for the shard.
+            transaction.savepoint_rollback(before, using=alias)
             return not _in_hand(alias, position) and _write(alias, position, states, written, reason)
     except OperationalError as error:
         if is_collision(error):

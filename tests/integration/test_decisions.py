@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import uuid
 from collections import Counter
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from random import Random
@@ -19,8 +21,10 @@ from outbox.api import Draft
 from outbox.decisions import Decision, Outcome
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import OutboxMessage, State
+from outbox.store.dialect import LOCK_SPACE
 from tests.fakes.amqp_peer import FakeAmqpPeer
 from tests.relaying import (
+    SECONDS,
     TOPIC,
     drained,
     eventually,
@@ -47,6 +51,12 @@ def in_state(state, **options):
     message = published(**options)
     set_columns(message, state=state)
     return message
+
+
+def somebody_waits(lock):
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {lock}")
+        return cursor.fetchone() != (0,)
 
 
 def is_about(instant, expected):
@@ -115,6 +125,31 @@ class TestCancelling:
 
         with transaction.atomic():
             assert [row.position for row in in_hand(10)] == [ready.position]
+
+    def test_of_what_becomes_ready_meanwhile_waits_for_its_relay_and_keeps_the_row_from_it_no_more(self):
+        if connection.vendor != "postgresql":
+            pytest.skip("there the one writer waits for the other")
+        message, became_ready, answers = published(delay=HOUR), threading.Event(), []
+
+        def fire():
+            with transaction.atomic():
+                OutboxMessage.objects.update(state=State.READY)
+                became_ready.set()
+                eventually(lambda: somebody_waits("transactionid = pg_current_xact_id()::xid"))
+
+        def decide():
+            assert became_ready.wait(SECONDS)
+            answers.append(cancel(message.id))
+
+        with ExitStack() as beside, transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", [LOCK_SPACE, row_of(message).shard])
+            beside.enter_context(in_threads(fire, decide))
+            eventually(lambda: somebody_waits(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
+            # As a relay does that has the shard. It would wait for a row that is locked, as the other waits for the shard.
+            OutboxMessage.objects.select_for_update(nowait=True).get()
+            OutboxMessage.objects.update(state=State.PUBLISHED)
+
+        assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
 
     @pytest.mark.parametrize(
         ("arguments", "options"),
@@ -272,6 +307,7 @@ def test_what_is_due_meanwhile_is_decided_all_the_same():
     assert cancel(message.id) == CANCELLED
 
 
+@pytest.mark.timeout(600)  # of CANCELS=10000
 def test_at_the_moment_of_firing_each_is_either_cancelled_or_published():
     count = int(os.environ.get("CANCELS", "1000"))
     with transaction.atomic():
@@ -290,7 +326,7 @@ def test_at_the_moment_of_firing_each_is_either_cancelled_or_published():
             answers[str(message.id)] = cancel(message.id)
 
     with FakeAmqpPeer() as peer:
-        with relaying(peer.url, relays=2), in_threads(*(partial(cancel_some, part) for part in range(4))):
+        with relaying(peer.url, relays=2, timed=True), in_threads(*(partial(cancel_some, part) for part in range(4))):
             pass
         drained(peer.url)
 
