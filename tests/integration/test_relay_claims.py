@@ -525,7 +525,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "upcoming": lambda: store.upcoming("default", {}, HOUR, 500),
         "upcoming after a place": lambda: store.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: store.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
-        "fire": lambda: store.fire("default", positions),
+        "fire": lambda: store.fire("default", positions[:50]),  # by their ids, some pages for each
         "room": lambda: store.ready_aside("default", 2000),
         "release": lambda: store.release_waiting("default", keys=200, each=500),
     }
@@ -539,9 +539,14 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         if by_index:
             for node in (node for plan in plans for node in nodes(plan)):
                 assert node["Node Type"] != "Seq Scan" or not of_the_table(node), name
-                assert name in may_sort or node["Node Type"] != "Sort" or not any(map(of_the_table, nodes(node))), name
+                assert name in may_sort or not sorts_a_backlog(node), (name, node)
     assert pages["look"] < 3_000, pages
     return pages
+
+
+def sorts_a_backlog(node):
+    """A handful is sorted when the statistics say that it is one."""
+    return node["Node Type"] == "Sort" and any(map(of_the_table, nodes(node))) and node["Plans"][0]["Actual Rows"] > 500
 
 
 def of_the_table(node):
