@@ -196,7 +196,8 @@ def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environ
 def test_nothing_of_a_session_is_left_behind(pgbouncer, peer, handles):
     handler = handles(the_effect)
     a_backlog()
-    with relaying(peer.url, relays=2, BATCH_SIZE=50):
+    published(delay=timedelta(seconds=0.2))
+    with relaying(peer.url, relays=2, timed=True, BATCH_SIZE=50):
         eventually(lambda: not anything_waits())
     for _ in range(5):
         deliver(handler)
