@@ -20,6 +20,7 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from outbox import doorbell, store
 from outbox.api import due
 from outbox.errors import InvalidMessage, UnknownMessage
+from outbox.kernel.text import why_unfit
 
 
 class Outcome(StrEnum):
@@ -60,7 +61,7 @@ def cancel(
     the transaction short. On SQLite, whose one writer would wait for itself, it is too late, and its state `ready`.
 
     Raises:
-        UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both.
+        UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both, or by what can be no name.
     """
     change = partial(store.cancel, reason="cancel() by the business")
     return _decide(change, Outcome.CANCELLED, store.CANCELLABLE, named(message_id, topic, biz_id), using)
@@ -124,7 +125,7 @@ def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | N
     """What finds the messages of this name: one by its id, or those with this topic and biz-id.
 
     Raises:
-        UnknownMessage: it is neither, or both.
+        UnknownMessage: it is neither, or both, or no name that a message can have.
     """
     if message_id is not None and topic is None and biz_id is None:
         try:
@@ -135,8 +136,16 @@ def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | N
             ) from None
         return partial(store.identified, message_id=name)
     if message_id is None and topic is not None and biz_id is not None:
+        refuse_unfit(topic=topic, biz_id=biz_id)
         return partial(store.named, topic=topic, biz_id=biz_id)
     raise UnknownMessage("Name the message by its message_id, or by topic and biz_id together; not by both, and not by less.")
+
+
+def refuse_unfit(**names: str) -> None:
+    """Raises UnknownMessage when no message can have these names, and a database would not take them."""
+    for argument, name in names.items():
+        if reason := why_unfit(str(name)):
+            raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
 
 
 def _reschedule(find: _Find, at: timedelta | datetime, using: str, called: str) -> Decision:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from django.db import DEFAULT_DB_ALIAS, transaction
 
 from outbox import doorbell, store
-from outbox.decisions import named
+from outbox.decisions import named, refuse_unfit
 from outbox.errors import InvalidMessage
 from outbox.store.dialect import chunks
 
@@ -55,7 +55,7 @@ def restore(
         overdue: False: only those whose time is ahead.
 
     Raises:
-        UnknownMessage: it is named by its id and otherwise, or by a biz-id without its topic.
+        UnknownMessage: it is named by its id and otherwise, or by a biz-id without its topic, or by what can be no name.
         InvalidMessage: there are `states` among these that nothing can be restored from.
     """
     if strange := set(states).difference(store.RESTORABLE):
@@ -63,6 +63,7 @@ def restore(
             f"states has {', '.join(sorted(strange))}: only {', '.join(store.RESTORABLE)} messages can be restored."
         )
     if topic is not None and message_id is None and biz_id is None:
+        refuse_unfit(topic=topic)
         positions: Iterable[int] = store.restorable(using, store.Selection(topic=topic, states=states))
     else:
         positions = named(message_id, topic, biz_id)(using)

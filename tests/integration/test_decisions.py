@@ -158,6 +158,8 @@ class TestCancelling:
             ((), {"topic": TOPIC}),
             ((), {"biz_id": "order-1"}),
             ((uuid.uuid4(),), {"topic": TOPIC, "biz_id": "order-1"}),
+            ((), {"topic": TOPIC, "biz_id": "order\0"}),
+            ((), {"topic": "\ud800", "biz_id": "order-1"}),
             (("order-1",), {}),
             ((17,), {}),
         ],

@@ -206,7 +206,7 @@ class TestRestoring:
 
     @pytest.mark.parametrize(
         ("arguments", "options"),
-        [((), {}), ((), {"biz_id": "b"}), ((uuid.uuid4(),), {"topic": TOPIC}), (("order-1",), {})],
+        [((), {}), ((), {"biz_id": "b"}), ((uuid.uuid4(),), {"topic": TOPIC}), (("order-1",), {}), ((), {"topic": "a\0"})],
     )
     def test_needs_a_name(self, arguments, options):
         with pytest.raises(UnknownMessage):
