@@ -65,7 +65,8 @@ class Screen:
         self._told = len(self._ledger.news)
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        # Between words for a person; a log has each line whole.
+        self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def show(self, facts: Facts, traffic: Traffic, workers: Sequence[Worker], *, last: bool = False) -> None:
         if self._live is not None:
