@@ -85,5 +85,6 @@ class ScheduledMessageAdmin(SelectionAdmin):
 
     @admin.display(description="created, delay")
     def delay(self, row: Any) -> SafeString:
-        delay = span(max(row.available_at - row.created_at, timedelta()))
-        return stacked(age(row.created_at, row.database_now), format_html("put off by {}", delay))
+        # An instant reckoned just before the call lies a moment short of a whole span, which would lose a unit.
+        delay = max(row.available_at - row.created_at, timedelta()) + timedelta(milliseconds=500)
+        return stacked(age(row.created_at, row.database_now), format_html("put off by {}", span(delay)))

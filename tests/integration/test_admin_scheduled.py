@@ -68,6 +68,12 @@ class TestTheList:
         for expected in ("in 30 min", "2 h", "90 min ago", "key customer-7", "priority 4", "expires in 3 h"):
             assert expected in text
 
+    def test_takes_an_instant_reckoned_just_before_the_call_for_the_whole_span(self):
+        now = utcnow()
+        scheduled(created_at=now + timedelta(milliseconds=20), available_at=now + 8 * HOUR)
+
+        assert "put off by 8 h" in self.page().text
+
     def test_leads_to_the_page_that_every_message_has(self):
         row = scheduled()
 
