@@ -45,7 +45,7 @@ class PreparedMessageAdmin(SelectionAdmin):
 
     @admin.display(description="next check, answers so far")
     def checks(self, row: Any) -> SafeString:
-        next_one = age(row.available_at, row.database_now)
+        next_one = age(row.available_at, row.database_now, "due ")
         lines = [format_html("{}", "none: a person decides") if row.state == State.STUCK else next_one]
         if row.attempts:
             lines.append(format_html("unknown {} of {} times", f"{row.attempts:,}", f"{outbox_options().CHECK_LIMIT:,}"))

@@ -73,10 +73,11 @@ class TestTheList:
         assert "Dead (" not in self.page().text
 
     def test_says_what_its_checker_said_and_how_often(self):
-        undecided(attempts=3, last_error="its checker answered unknown")
+        undecided(attempts=3, last_error="its checker answered unknown", due_ago=timedelta(minutes=3, seconds=10))
 
         text = self.page().text
 
+        assert "due 3 min ago" in text
         assert f"unknown 3 of {LIMIT} times" in text
         assert "its checker answered unknown" in text
         assert "No checker here" not in text
