@@ -112,7 +112,6 @@ class Attendant:
     def _work(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                drop_unusable_connections()
                 _call(job)
                 with self._counting:
                     self._busy -= 1
@@ -123,6 +122,7 @@ class Attendant:
 
 def _call(job: Job) -> None:
     try:
+        drop_unusable_connections()
         job()
     except BaseException:
         # What came of it could not be written down, or it tried to end the process: it is called again.

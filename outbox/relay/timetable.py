@@ -16,6 +16,8 @@ OF_A_TOPIC = 5_000
 """Most messages of one topic in hand, so that a burst of it neither fills the memory nor hides other topics."""
 _IN_FLIGHT_SECONDS = 0.25
 """So much longer than its predecessors' may a transaction take, from its INSERT to its COMMIT, to be found by catching up."""
+_MANY_TOPICS = 10_000
+"""So many are remembered as read, though nothing of them is in hand; a topic may be new with each message."""
 _TRIES = 3
 
 
@@ -74,6 +76,8 @@ class Timetable:
         still_full = {topic for topic in self._cut if not self._room(topic)}
         self._cut = still_full | {topic for topic, count in brought.items() if count >= self._room(topic)}
         self._read.update({one.topic: (one.at, one.position) for one in found})
+        if len(self._read) > _MANY_TOPICS:
+            self._read = {topic: place for topic, place in self._read.items() if topic in self._in_hand}
         self.take(found, now)
 
     def take(self, found: Iterable[Upcoming], now: float) -> None:
@@ -142,7 +146,10 @@ class Timetable:
     def _drop(self, position: int) -> None:
         self._wheel.discard(position)
         self._tries.pop(position, None)
-        self._in_hand[self._topic_of.pop(position)] -= 1
+        topic = self._topic_of.pop(position)
+        self._in_hand[topic] -= 1
+        if not self._in_hand[topic]:
+            del self._in_hand[topic]
 
     def next_tick(self) -> float:
         """When the wheel must be turned again, at the latest."""

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outbox.relay.timetable import Timetable
 from outbox.relay.wheel import TimingWheel
+from outbox.store import Upcoming
 
 
 def ticks_until(wheel, entry):
@@ -80,3 +82,15 @@ def test_a_wheel_of_any_size_does_what_a_list_would(slots, steps):
         assert len(wheel) == len(due)
         assert all((entry in wheel) == (entry in due) for entry in range(6))
     assert not wheel
+
+
+def test_topics_that_come_and_go_are_forgotten(monkeypatch):
+    monkeypatch.setattr("outbox.relay.timetable._MANY_TOPICS", 10)
+    table = Timetable(slots=8, tick=0.01, now=0.0)
+    for number in range(100):
+        table.read_on([Upcoming(number, f"topic-{number}", "2026-01-01", 0.0)], now=float(number))
+        table.advance(float(number))
+        table.fired(table.next_due(10), {number})
+
+    assert len(table.places()) <= 11
+    assert not table._in_hand
