@@ -14,6 +14,10 @@ from outbox.kernel.clock import utcnow
 from outbox.kernel.databases import with_table
 from outbox.kernel.trail import Account, Moment, Standing
 
+_NOT_HERE = (
+    "No handler here has it: none takes its topic, it has not arrived, another message of its biz-id came first, or "
+    "its row has been purged."
+)
 _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
@@ -36,16 +40,12 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
         standings += [_standing(alias, row) for row in rows.values()]
         if any(row.received_at < kept_since for row in rows.values()):
             unknown.append(f"What happened in its handlers before {kept_since:%Y-%m-%d} may be purged.")
-    if not moments:
-        unknown.append(
-            "No handler here has it: none takes its topic, it has not arrived, another message of its biz-id came first, or "
-            "its row has been purged."
-        )
     return Account(
         searched=f"the inbox ({', '.join(having) or 'no database has its tables'})",
         moments=moments,
         standings=standings,
         unknown=unknown,
+        elsewhere="" if moments else _NOT_HERE,
     )
 
 

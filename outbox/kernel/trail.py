@@ -69,12 +69,16 @@ class Account:
     Attributes:
         searched: where it looked, for people.
         unknown: what it cannot know, in whole sentences.
+        elsewhere: why the message may be elsewhere, when it is not here.
+        never_left: it has it, and has certainly never given it to anybody.
     """
 
     searched: str
     moments: Sequence[Moment] = ()
     standings: Sequence[Standing] = ()
     unknown: Sequence[str] = ()
+    elsewhere: str = ""
+    never_left: bool = False
 
 
 class Witness(Protocol):
@@ -124,12 +128,13 @@ def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
     """
     accounts = [witness.account_of(message_id, aliases) for witness in _witnesses.values()]
     standings = _once(standing for account in accounts for standing in account.standings)
+    never_left = any(account.never_left for account in accounts)
     return Life(
         message_id=message_id,
         # The sort is stable, so that what has one instant stays in the order in which it was written.
         moments=sorted(_once(moment for account in accounts for moment in account.moments), key=attrgetter("at")),
         standings=standings,
-        unknown=_once(words for account in accounts for words in account.unknown),
+        unknown=_once(words for account in accounts for words in _unknown(account, never_left=never_left)),
         searched=[account.searched for account in accounts],
         namesakes=[
             other
@@ -143,6 +148,11 @@ def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> list[str]:
     """The ids of the messages with this business name, in any app; see `life_of`."""
     return _once(found for witness in _witnesses.values() for found in witness.ids_of(topic, biz_id, aliases))
+
+
+def _unknown(account: Account, *, never_left: bool) -> Sequence[str]:
+    """What nobody was given need not be looked for."""
+    return [*account.unknown, account.elsewhere] if account.elsewhere and not never_left else account.unknown
 
 
 def _once(items: Iterable[_T]) -> list[_T]:

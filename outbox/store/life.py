@@ -14,6 +14,8 @@ from outbox.models import OutboxMessage, State, TrailEntry
 _HERE = "outbox"
 _GOES_ON = (State.SCHEDULED, State.RETRYING, State.PREPARED)
 """States that a message leaves by itself at a time that its row tells."""
+_NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
+"""States into which nothing comes that a relay has had in hand. What was cancelled, for one, may have been with the broker."""
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
@@ -43,6 +45,7 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
         moments=moments,
         standings=standings,
         unknown=unknown,
+        never_left=any(standing.state in _NEVER_SENT for standing in standings),
     )
 
 

@@ -102,6 +102,13 @@ class TestALife:
 
         assert any("may be purged" in words for words in life_of(str(message.id)).unknown)
 
+    @pytest.mark.parametrize(("state", "is_sought"), [("stuck", False), ("rolled_back", False), ("cancelled", True)])
+    def test_seeks_in_no_handler_what_was_never_sent(self, state, is_sought):
+        message = published()
+        set_columns(message, state=state)
+
+        assert any("No handler here has it" in words for words in life_of(str(message.id)).unknown) is is_sought
+
     def test_is_told_once_when_two_aliases_name_one_database(self):
         message = published()
         cancel(message.id)
