@@ -47,7 +47,8 @@ class Options:
         threads: customers at the checkout at the same time.
         kills: processes to be killed.
         seed: the same seed plans the same purchases; when what happens is up to the machine.
-        patience_seconds: longest time until everything must have come to rest.
+        patience_seconds: longest time in which nothing happens before everything has come to rest. How long all of it takes is
+            up to the machine.
     """
 
     orders: int
@@ -63,7 +64,7 @@ class Options:
 
 
 class Impatient(Exception):
-    """Not everything came to rest in time, or the processes end as soon as they begin."""
+    """Nothing happens any more and not everything has come to rest, or the processes end as soon as they begin."""
 
 
 def tell(options: Options, console: Console) -> Audit:
@@ -115,7 +116,7 @@ class _Day:
 
     def run_until_calm(self) -> None:
         """Raises Impatient."""
-        deadline = time.monotonic() + self._options.patience_seconds
+        happened, happened_at = 0, time.monotonic()
         stop, closing = threading.Event(), threading.Event()
         self._supplier.fill_shelves()
         with _threads(self._options.threads + _OTHER_PEOPLE, stop, closing) as start:
@@ -137,7 +138,10 @@ class _Day:
                         closing.set()
                         if everybody_has_left:
                             return
-                if time.monotonic() > deadline or len(self._processes.bad_ends) > _BAD_ENDS_BORNE:
+                if _happened(facts) > happened:
+                    happened, happened_at = _happened(facts), time.monotonic()
+                lost_patience = time.monotonic() > happened_at + self._options.patience_seconds
+                if lost_patience or len(self._processes.bad_ends) > _BAD_ENDS_BORNE:
                     raise Impatient
                 worked = time.thread_time() - worked_before
                 stop.wait(max(_LOOK_EVERY_SECONDS, worked / _PART_OF_A_PROCESSOR_FOR_LOOKING))
@@ -216,6 +220,13 @@ def _raise_failures(futures: Sequence[Future[None]]) -> None:
     for future in futures:
         if future.done():
             future.result()
+
+
+def _happened(facts: Facts) -> int:
+    """How much there is of what only grows."""
+    transfers = facts.transfers
+    counted = [facts.committed, transfers.withdrawn, transfers.deposited, *facts.effects.values()]
+    return sum(map(len, counted)) + facts.kills + facts.suppressed + transfers.given_up
 
 
 def _missing(facts: Facts, traffic: Traffic) -> Iterator[str]:

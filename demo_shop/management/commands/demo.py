@@ -26,7 +26,10 @@ class Command(BaseCommand):
         kills.add_argument("--no-kills", action="store_const", const=0, dest="kills", help="kill none")
         parser.add_argument("--seed", type=int, help="plans the same purchases again (default: a new one)")
         parser.add_argument(
-            "--timeout", type=float, default=240.0, help="seconds until all must be at rest (default: %(default)s)"
+            "--timeout",
+            type=float,
+            default=60.0,
+            help="seconds in which nothing need happen (default: %(default)s)",
         )
         parser.add_argument("--json", action="store_true", help="print the audit as one JSON line, progress to stderr")
 
