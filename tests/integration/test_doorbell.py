@@ -246,11 +246,19 @@ def a_stranger_who_notifies_in_a_long_commit(server):
         eventually(lambda: superuser.execute("SHOW synchronous_standby_names").fetchone() != ("",))
         pid = stranger.info.backend_pid
         waits = "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event = 'SyncRep'"
-        with in_threads(lambda: stranger.execute("BEGIN; INSERT INTO strangers VALUES (1); NOTIFY strangers; COMMIT")):
+        ended = threading.Event()
+
+        def notify():
+            # The server waits for a standby only from when its checkpointer has read the configuration.
+            while not ended.is_set():
+                stranger.execute("BEGIN; INSERT INTO strangers VALUES (1); NOTIFY strangers; COMMIT")
+
+        with in_threads(notify):
             try:
                 eventually(lambda: superuser.execute(waits, [pid]).fetchone() is not None)
                 yield
             finally:
+                ended.set()
                 superuser.execute("ALTER SYSTEM RESET synchronous_standby_names")
                 superuser.execute("SELECT pg_reload_conf()")
 
