@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from urllib.parse import quote
 
 import hypothesis
@@ -12,9 +11,8 @@ from django.db import connections
 
 from inbox.handlers import idempotent_handler, registry
 from tests import plugin
-from tests.servers import PostgresServer, RabbitServer, RedisServer
-
-ROOT = Path(__file__).parent.parent
+from tests.support import ROOT
+from tests.support.servers import PostgresServer, RabbitServer, RedisServer
 
 # How long an example takes is up to the machine, and proves nothing.
 hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])

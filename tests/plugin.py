@@ -15,8 +15,8 @@ from typing import Literal, get_args
 
 import pytest
 
-from tests.servers import PostgresServer, ServerUnavailable, binaries
-from tests.servers.private import remove, scratch_directory
+from tests.support.servers import PostgresServer, ServerUnavailable, binaries
+from tests.support.servers.private import remove, scratch_directory
 
 Engine = Literal["postgres", "sqlite"]
 

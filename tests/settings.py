@@ -55,7 +55,7 @@ INSTALLED_APPS = [
     "django.contrib.admin",
     "outbox",
     "inbox",
-    "tests.app",
+    "tests.support.apps.effects",
 ]
 MIDDLEWARE = [
     "django.contrib.sessions.middleware.SessionMiddleware",

@@ -22,7 +22,7 @@ from benchmarks.lab.relays import drain_preloaded
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.stomp import StompRabbitServer
 from benchmarks.lab.workload import many_customers
-from tests.servers import RabbitServer, ServerFailed
+from tests.support.servers import RabbitServer, ServerFailed
 
 OURS = "outbox_relay"
 TRIAL = 3_000

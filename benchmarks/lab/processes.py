@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.lab.project import ROOT, Project
-from tests.servers import watcher
+from tests.support.servers import watcher
 
 STOP_SECONDS = 60.0
 LOG_TAIL = 2000

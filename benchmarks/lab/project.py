@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.database import Database
-from tests.servers import RabbitServer
+from tests.support.servers import RabbitServer
 
 ROOT = Path(__file__).resolve().parents[2]
 

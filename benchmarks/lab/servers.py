@@ -18,7 +18,7 @@ from psycopg import sql
 
 from benchmarks.lab.database import Database, Specimen
 from benchmarks.lab.project import ROOT, Project
-from tests.servers import PostgresServer, RabbitServer, RedisServer
+from tests.support.servers import PostgresServer, RabbitServer, RedisServer
 
 POSTGRES_SETTINGS = {
     "shared_buffers": "512MB",

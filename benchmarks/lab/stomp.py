@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.servers import RabbitServer
-from tests.servers.private import LOOPBACK, free_port
+from tests.support.servers import RabbitServer
+from tests.support.servers.private import LOOPBACK, free_port
 
 
 class StompRabbitServer(RabbitServer):

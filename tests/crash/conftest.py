@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 import pytest
 from django.db import connection, connections
 
-from tests.crash.world import ROOT, World
+from tests.support import ROOT
+from tests.support.crash.world import World
 
 SECONDS = 300
 """For a test that says nothing of its own: it starts many processes, and on a slow machine each of them takes long."""
@@ -57,7 +58,7 @@ def mortal_database(mortal_postgres, transactional_db):
 
 
 def _world(environment, directory, rabbit, broker_url):
-    environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.crash.settings"}
+    environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.support.crash.settings"}
     world = World(environment, directory, rabbit, broker_url)
     yield world
     world.end_all()

@@ -18,9 +18,9 @@ from django.db import connection
 from outbox.kernel.loop import EXIT_SILENT
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
 from outbox.store.dialect import LOCK_SPACE
-from tests.crash import witness as load
-from tests.crash.world import RELAY
-from tests.servers import FaultProxy
+from tests.support.crash import witness as load
+from tests.support.crash.world import RELAY
+from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)
 

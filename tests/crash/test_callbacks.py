@@ -8,11 +8,11 @@ from django.db import transaction
 from outbox import publish
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import PendingCallback
-from tests.app.models import Effect
+from tests.support.apps.effects.models import Effect
 
 POINTS = {
     "settled and claimed": "before outbox.store.begin_call",
-    "in the callback, its effect written": "after tests.app.models.Effect.save",
+    "in the callback, its effect written": "after tests.support.apps.effects.models.Effect.save",
     "returned, not committed": "after outbox.store.finish_call",
 }
 ONE_THREAD = {"CALLBACK_THREADS": 1}

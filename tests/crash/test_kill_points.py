@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from outbox.models import RelayLease
-from tests.app.models import Effect
+from tests.support.apps.effects.models import Effect
 
 # Names of ours change; a name that is gone fails the test at once, see `failpoints.patch`.
 SEND = "outbox.transports.amqp.AmqpTransport.send"
@@ -23,7 +23,7 @@ STORE_DUE = "inbox.store.store_due"
 STORE_FAILED = "inbox.store.store_failed"
 FAIL_STORED = "inbox.store.fail_stored"
 FINISH = "inbox.store.finish"
-EFFECT = "tests.app.models.Effect.save"
+EFFECT = "tests.support.apps.effects.models.Effect.save"
 ACK = "amqp.channel.Channel.basic_ack"
 COMMIT = "django.db.backends.base.base.BaseDatabaseWrapper._commit"
 HAND_OVER = "inbox.local.LocalTransport.send"

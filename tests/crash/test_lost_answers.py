@@ -7,8 +7,8 @@ import pytest
 from inbox import store
 from inbox.models import State
 from inbox.outcomes import Received
-from tests.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
-from tests.lost_answers import losing_the_answer
+from tests.support.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
+from tests.support.lost_answers import losing_the_answer
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 

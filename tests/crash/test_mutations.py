@@ -13,9 +13,9 @@ from django.db import transaction
 
 from outbox import publish
 from outbox.models import OutboxMessage
-from tests.app.models import Unique
-from tests.crash.world import Changed
-from tests.servers import FaultProxy
+from tests.support.apps.effects.models import Unique
+from tests.support.crash.world import Changed
+from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ OPERATIONS = 10
 FINISH = "inbox.store.finish"
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 SETTLE = "outbox.store.settle"
-EFFECT = "tests.app.models.Effect.save"
+EFFECT = "tests.support.apps.effects.models.Effect.save"
 
 
 def a_consumer_is_killed_in_its_handler(world, bug):

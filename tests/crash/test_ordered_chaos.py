@@ -20,10 +20,10 @@ import pytest
 from inbox.consumer.topology import queue_of
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
-from tests.app.models import Effect
-from tests.deliveries import wait_until
-from tests.ordered import STEP
-from tests.workers import EXCHANGE, Process, broker_options
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.ordered import STEP
+from tests.support.deliveries import wait_until
+from tests.support.workers import EXCHANGE, Process, broker_options
 
 MESSAGES = int(os.environ.get("ORDERED_CHAOS_MESSAGES", "600"))
 KEYS = int(os.environ.get("ORDERED_CHAOS_KEYS", "50"))
@@ -56,7 +56,7 @@ def consumer(process_environment, rabbitmq_url, tmp_path):
     """Start consumer number n."""
     environment = {
         **process_environment,
-        "DJANGO_SETTINGS_MODULE": "tests.ordered.settings",
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.ordered.settings",
         "BROKER_URL": rabbitmq_url,
         "INBOX": json.dumps({"GROUP": "tests", "MAX_ATTEMPTS": 1000}),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db import connection
 
 from outbox.models import OutboxMessage
-from tests.servers import FaultProxy
+from tests.support.servers import FaultProxy
 
 DEADLINE = {"BATCH_DEADLINE": 1}
 SOME = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outbox.models import OutboxMessage
-from tests.servers import FaultProxy
+from tests.support.servers import FaultProxy
 
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 SETTLE = "outbox.store.settle"

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.crash.world import ROOT
+from tests.support import ROOT
 
 SIGNALLED_WHILE_WAITING = """
 import faulthandler, random, signal

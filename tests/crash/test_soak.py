@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from tests.crash.nemesis import Nemesis
-from tests.crash.world import CONSUMER, RELAY
+from tests.support.crash.nemesis import Nemesis
+from tests.support.crash.world import CONSUMER, RELAY
 
 logger = logging.getLogger(__name__)
 

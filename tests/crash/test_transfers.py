@@ -11,14 +11,14 @@ import pytest
 from django.db import connections
 
 from outbox.models import OutboxMessage, State
-from tests.app.models import Account, Booking
-from tests.bank import SAVINGS
 from tests.crash.test_kill_points import COMMIT, FINISH, SEND, SETTLE
+from tests.support.apps.bank import SAVINGS
+from tests.support.apps.effects.models import Account, Booking
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", SAVINGS])
 
 ADA, AMOUNT, AT_FIRST = "Ada", 10, 1000
-DEBIT = "tests.bank.transfers.debit"
+DEBIT = "tests.support.apps.bank.transfers.debit"
 DECIDE = "outbox.store.commit_prepared"
 ASK = "outbox.checkers.Checkers.ask"
 TOMBSTONE = "django.db.models.query.QuerySet.get_or_create"
@@ -47,7 +47,7 @@ OFTEN = {"CHECK_AFTER": 0.1, "CHECK_EVERY": 0.5, "CHECK_THREADS": 1}
 
 @pytest.fixture
 def bank(world):
-    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.bank.settings"
+    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.bank.settings"
     Account.objects.using(SAVINGS).create(owner=ADA, balance=AT_FIRST)
     Account.objects.create(owner=ADA, balance=0)
     return world

@@ -15,11 +15,20 @@ from inbox.handlers import Handler
 from inbox.leasing.opening import lease_store
 from inbox.models import State
 from inbox.reading import read
-from tests.app.models import Effect, Unique
-from tests.deliveries import OPTIONS, an_envelope, the_row, wait_until
-from tests.leased import LEASED_JOB
-from tests.worker import JOB
-from tests.workers import CONFIRMED, EXCHANGE, OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.apps.leased import LEASED_JOB
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import OPTIONS, an_envelope, the_row, wait_until
+from tests.support.workers import (
+    CONFIRMED,
+    EXCHANGE,
+    OF_THE_WORKERS,
+    Process,
+    as_environment,
+    broker_options,
+    declare,
+    length_of,
+)
 
 PROCESSES = 20
 IN_HAND = 5
@@ -91,7 +100,7 @@ def test_that_wait_for_the_same_row_have_one_effect(processes, rabbitmq_server, 
     with ExitStack() as stack:
         with transaction.atomic():
             assert store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
-            twins = processes(stack, "tests.worker.settings", TWIN_TIMEOUT=timedelta(seconds=2 * STARTING_SECONDS))
+            twins = processes(stack, "tests.support.apps.worker.settings", TWIN_TIMEOUT=timedelta(seconds=2 * STARTING_SECONDS))
             wait_until(lambda: len(who_waits_for_a_lock()) == PROCESSES, STARTING_SECONDS)
             transaction.set_rollback(True)
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 0)
@@ -109,7 +118,7 @@ def test_under_a_lease_have_one_run(request, processes, rabbitmq_server, rabbitm
     declare(OF_THE_LEASED, options)
     with ExitStack() as stack:
         kept_in = leases if leases == "database" else request.getfixturevalue("redis_url")
-        twins = processes(stack, "tests.leased.settings", LEASE_STORE=kept_in)
+        twins = processes(stack, "tests.support.apps.leased.settings", LEASE_STORE=kept_in)
         wait_until(lambda: all("Consuming" in twin.said() for twin in twins), STARTING_SECONDS)
         send_copies(rabbitmq_url, LEASED_JOB, {"do": "wait for the word"})
         # What the owner has fetched waits for its only worker.

@@ -11,7 +11,7 @@ from django.db.models import F
 
 from outbox import Draft, publish_many
 from outbox.models import OutboxMessage, State, TrailEntry
-from tests.crash import witness as load
+from tests.support.crash import witness as load
 
 EVERYTHING = {"TRAIL": "all"}
 KILLS = (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.deliveries import A_WHILE
-from tests.fakes.amqp_peer import FakeAmqpPeer, ProtocolError
+from tests.support.deliveries import A_WHILE
+from tests.support.fakes.amqp_peer import FakeAmqpPeer, ProtocolError
 
 kombu = pytest.importorskip("kombu")
 

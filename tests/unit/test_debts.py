@@ -9,7 +9,7 @@ import pytest
 
 from inbox.debts import Debts
 from inbox.transactions import DatabaseAway
-from tests.deliveries import at_once
+from tests.support.deliveries import at_once
 
 
 def away(owed=None):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.kernel.broker import dispatch_what_is_read
-from tests.fakes import amqp_wire as wire
+from tests.support.fakes import amqp_wire as wire
 
 FRAMES = st.lists(st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(0, 2**16 - 1), st.binary(max_size=40)), max_size=8)
 

@@ -20,8 +20,8 @@ import outbox.checks
 import outbox.signals
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SIDES = ("outbox", "inbox")
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import Outcome, Parcel
 from outbox.transports.frames import FrameWriter
-from tests.fakes import amqp_wire as wire
-from tests.fakes.amqp_peer import FakeAmqpPeer
-from tests.relaying import Queue, connected, soon
+from tests.support.fakes import amqp_wire as wire
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import Queue, connected, soon
 
 CHANNEL, EXCHANGE = 7, "outbox"
 FRAME_MAX = 4096

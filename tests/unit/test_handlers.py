@@ -10,7 +10,7 @@ import pytest
 from inbox.consumer.topology import queue_name
 from inbox.errors import NotCallable
 from inbox.handlers import Handler, Message, Registry, idempotent_handler, registry
-from tests.workers import broker_options
+from tests.support.workers import broker_options
 
 MESSAGE = Message(
     id="m",
@@ -59,7 +59,7 @@ class TestDecorating:
         def reserve_stock(message):
             pass
 
-        reserve_stock.__module__ = "tests.app.handlers"
+        reserve_stock.__module__ = "tests.support.apps.effects.handlers"
         idempotent_handler("t")(reserve_stock)
 
         assert registry.get("testapp.reserve_stock").topic == "t"

@@ -9,7 +9,7 @@ import pytest
 from inbox import Shed, shedding
 from inbox.handlers import Handler, Message
 from inbox.shedding import Shedder, shedder_of
-from tests.deliveries import at_once
+from tests.support.deliveries import at_once
 
 
 def a_handler(**shed):

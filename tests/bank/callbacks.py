@@ -1,9 +1,0 @@
-from outbox import Answer, checker
-from tests.app.models import Booking
-from tests.bank import SAVINGS
-
-
-@checker("bank.transfer")
-def was_debited(message):
-    booking, _ = Booking.objects.using(SAVINGS).get_or_create(transfer=message.biz_id, defaults={"amount": 0})
-    return Answer.COMMIT if booking.amount else Answer.ROLLBACK

@@ -1,6 +1,0 @@
-"""Settings of the processes of the example, which are killed as those of the other crash tests are."""
-
-from tests.crash.settings import *  # noqa: F403
-from tests.crash.settings import INSTALLED_APPS as APPS
-
-INSTALLED_APPS = [*APPS, "tests.bank"]

@@ -1,0 +1,73 @@
+"""A twin that holds the row far longer than anybody waits for it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.models import InboxMessage, State
+from inbox.reading import read
+from outbox.kernel.clock import monotonic
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import OPTIONS, an_envelope, the_row
+from tests.support.workers import EXCHANGE, OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of, send
+
+OTHERS = 50
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(240)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "twin_timeout"), [("commit", InboxOptions().TWIN_TIMEOUT), ("rollback", timedelta(seconds=0.5))]
+)
+def test_keeps_nobody_else_waiting_and_the_copy_ends_as_the_twin_says(
+    process_environment, rabbitmq_server, rabbitmq_url, tmp_path, ending, twin_timeout
+):
+    held = 12 * twin_timeout
+    options = broker_options(rabbitmq_url)
+    declare(OF_THE_WORKERS, options)
+    row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="copy"), OPTIONS).row
+    environment = {
+        **process_environment,
+        **as_environment(
+            INBOX={
+                "BROKER_URL": rabbitmq_url,
+                "EXCHANGE": EXCHANGE,
+                "GROUP": "tests",
+                "CONCURRENCY": 2,
+                "TWIN_TIMEOUT": twin_timeout,
+            }
+        ),
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+    }
+    with Process(environment, tmp_path / "log", "inbox_consume") as process:
+        with transaction.atomic():
+            guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            send(rabbitmq_url, JOB, {}, message_id="copy")
+            for number in range(OTHERS):
+                send(rabbitmq_url, JOB, {}, message_id=f"other-{number}")
+            begun_at = monotonic()
+            process.until(lambda: Effect.objects.count() == OTHERS)
+            process.until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 1)
+            process.until(lambda: monotonic() - begun_at > held.total_seconds())
+            assert length_of(rabbitmq_server, OF_THE_WORKERS, options) == 1, "the broker keeps the copy"
+            if ending == "rollback":
+                transaction.set_rollback(True)
+            else:
+                Effect.objects.create(name="copy", detail="by the twin")
+                store.finish(guard, 1)
+        process.until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 0)
+        process.until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == OTHERS + 1)
+        process.terminate()
+        assert process.ends() == 0
+
+    copy = the_row(biz_id="copy")
+    assert (copy.state, copy.attempts) == (State.DONE, 1)
+    assert copy.duplicates == (ending == "commit")
+    assert Effect.objects.filter(name="copy").count() == 1
+    assert store.balance("default").delivered == OTHERS + 1 + (ending == "commit")

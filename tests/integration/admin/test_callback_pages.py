@@ -1,0 +1,152 @@
+"""Pending callbacks in the admin: who is still to be told what, why it failed, called now or discarded."""
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.urls import reverse
+
+from outbox.callbacks import registry
+from outbox.kernel.clock import utcnow
+from outbox.models import PendingCallback, State
+from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, act, listed, said, somebody
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+CALLBACKS, CALLBACK = "admin:outbox_pendingcallback_changelist", "admin:outbox_pendingcallback_change"
+VIEW_CALLBACKS, RUN, DISCARD = "view_pendingcallback", "run_pendingcallback", "discard_pendingcallback"
+HOUR = timedelta(hours=1)
+
+on_the_list = partial(act, page=CALLBACKS)
+
+
+def pending(callback="shop.callbacks.told", due_in=HOUR, event="published", message=None, **columns):
+    message = message or a_message(State(event), settled_at=utcnow())
+    return PendingCallback.objects.create(
+        message=message,
+        event=event,
+        settled_at=message.settled_at,
+        callback=callback,
+        available_at=utcnow() + due_in,
+        **columns,
+    )
+
+
+class TestTheList:
+    def page(self):
+        return Page(somebody(VIEW_CALLBACKS).get(reverse(CALLBACKS)))
+
+    def test_has_the_next_one_first_with_what_went_wrong(self):
+        later = pending(due_in=60 * HOUR, attempts=3, last_error="no answer\nand more")
+        soon = pending(event="dead")
+
+        text = self.page().text
+
+        assert listed(somebody(VIEW_CALLBACKS), CALLBACKS) == [soon.pk, later.pk]
+        for expected in ("shop.callbacks.told", "Published", "Dead", "in 2 d", "no answer", "order-0"):
+            assert expected in text
+        assert "and more" not in text
+
+    def test_tells_those_apart_that_this_process_cannot_call(self):
+        unknown, known = pending("gone"), pending("known")
+        registry.add("shop.order.placed", "published", "known", lambda message: None)
+        try:
+            assert listed(somebody(VIEW_CALLBACKS), CALLBACKS, trouble="unknown") == [unknown.pk]
+            assert self.page().text.count("Not known here") == 1
+        finally:
+            registry.remove("known")
+        assert listed(somebody(VIEW_CALLBACKS), CALLBACKS, trouble="failing") == []
+        assert set(listed(somebody(VIEW_CALLBACKS), CALLBACKS, trouble="?")) == {unknown.pk, known.pk}
+
+    def test_is_searched_by_callback_and_by_message(self):
+        row, _ = pending("a.told"), pending("b.told")
+        client = somebody(VIEW_CALLBACKS)
+        message = row.message
+
+        for term in ("a.told", str(message.message_id), message.biz_id):
+            assert listed(client, CALLBACKS, q=term) == [row.pk]
+        for odd in ("%", NASTY, "\x01", "x" * 10_000):
+            assert listed(client, CALLBACKS, q=odd) == []
+
+    def test_says_so_when_it_is_empty(self):
+        assert "every callback has returned" in self.page().text
+
+    def test_is_closed_to_staff_without_the_permission(self):
+        assert somebody(VIEW, RUN, DISCARD).get(reverse(CALLBACKS)).status_code == 403
+
+    def test_makes_no_element_of_what_it_shows(self):
+        shapes = []
+        for text in ("harm/less", NASTY):  # as often broken into lines
+            row = pending(text, message=a_message(State.DEAD, topic=text, settled_at=utcnow()), reason=text, last_error=text)
+            pages = [self.page(), Page(somebody(VIEW_CALLBACKS).get(reverse(CALLBACK, args=[row.pk])))]
+            assert all(text in page.text for page in pages)
+            shapes.append([page.shape for page in pages])
+            row.delete()
+
+        assert shapes[0] == shapes[1]
+
+
+def test_its_page_leads_to_its_message_and_offers_what_is_allowed():
+    row = pending()
+
+    page = Page(somebody(VIEW_CALLBACKS, RUN).get(reverse(CALLBACK, args=[row.pk])))
+
+    assert page.all("a", href=reverse(DETAIL, args=[row.message.pk]))
+    assert {found["value"] for found in page.all("input", name="action")} == {"call_now"}
+
+
+def test_the_page_of_its_message_tells_of_it():
+    row = pending(attempts=2, last_error="no answer")
+    client = somebody(VIEW)
+
+    text = " ".join(Page(client.get(reverse(DETAIL, args=[row.message.pk]))).text.split())
+    row.delete()
+
+    assert "shop.callbacks.told (published), 2 calls so far, due in" in text
+    assert "no answer" in text
+    assert "Callbacks" not in Page(client.get(reverse(DETAIL, args=[row.message_id]))).text
+
+
+def test_calling_now_makes_it_due_and_is_logged():
+    row = pending()
+
+    response = on_the_list(somebody(VIEW_CALLBACKS, RUN), "call_now", row, own_page="yes")
+
+    row.refresh_from_db()
+    assert row.available_at <= utcnow()
+    assert response.url == reverse(CALLBACK, args=[row.pk])
+    assert said(response)[0][1].startswith("Callback shop.callbacks.told of message ")
+    assert LogEntry.objects.get().change_message == "To be called now."
+
+
+def test_discarding_asks_first_and_tells_of_what_was_called_meanwhile():
+    row, called = pending(), pending()
+    client = somebody(VIEW_CALLBACKS, DISCARD)
+
+    assert "nobody is told what became of their messages" in Page(on_the_list(client, "discard", row, called)).text
+    assert PendingCallback.objects.count() == 2
+    key = called.pk
+    called.delete()
+    response = on_the_list(client, "discard", row, called, confirmed="yes", _selected_action=[row.pk, key])
+
+    assert not PendingCallback.objects.exists()
+    assert [level for level, _ in said(response)] == ["success", "warning"]
+    assert f"number {key}: not discarded: it is gone" in said(response)[1][1]
+
+
+def test_discarding_from_its_own_page_leads_back_to_the_list():
+    row = pending()
+
+    response = on_the_list(somebody(VIEW_CALLBACKS, DISCARD), "discard", row, confirmed="yes", own_page="yes")
+
+    assert response.url == reverse(CALLBACKS)
+
+
+@pytest.mark.parametrize(("action", "other"), [("call_now", DISCARD), ("discard", RUN)])
+def test_an_action_needs_its_own_permission(action, other):
+    row = pending()
+
+    on_the_list(somebody(VIEW_CALLBACKS, other), action, row, confirmed="yes")
+
+    assert PendingCallback.objects.get().available_at == row.available_at

@@ -1,0 +1,107 @@
+"""The life of a message, on its page: both halves joined, for those who may see both."""
+
+from datetime import timedelta
+
+import pytest
+from django.urls import reverse
+
+from inbox.models import InboxMessage
+from inbox.models import TrailEntry as InboxTrailEntry
+from outbox.kernel.clock import utcnow
+from outbox.models import State, TrailEntry
+from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, somebody
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+VIEW_INBOX = "view_inboxmessage"
+HANDLER = "orders.reserve_stock"
+
+
+def a_life(reason="refused by the broker", process="relay-1:4711:lane-1"):
+    """A message that its relay sent at the second attempt, and its handler gave up."""
+    row = a_message(State.PUBLISHED, ago=timedelta(minutes=1), settled_at=utcnow())
+    for seconds, was, became in ((3, "ready", "retrying"), (13, "retrying", "ready"), (13.04, "ready", "published")):
+        TrailEntry.objects.create(
+            message_id=row.message_id,
+            was=was,
+            became=became,
+            at=row.created_at + timedelta(seconds=seconds),
+            process=process,
+            reason=reason if became == "retrying" else "",
+        )
+    received = InboxMessage.objects.create(
+        handler=HANDLER,
+        topic=row.topic,
+        biz_id=row.biz_id,
+        message_id=str(row.message_id),
+        state="dead",
+        body=b"{}",
+        created_at=row.created_at,
+        received_at=row.created_at + timedelta(seconds=14),
+        settled_at=utcnow(),
+    )
+    InboxTrailEntry.objects.create(
+        message_id=received.message_id,
+        handler=HANDLER,
+        was="received",
+        became="dead",
+        at=row.created_at + timedelta(seconds=15),
+        process="consumer-2:88:worker-3",
+        reason="no such article",
+    )
+    return row, received
+
+
+def words(page):
+    return " ".join(page.text.split())
+
+
+def test_is_told_in_the_order_of_time_with_who_and_why():
+    row, _ = a_life()
+
+    text = words(Page(somebody(VIEW, VIEW_INBOX).get(reverse(DETAIL, args=[row.pk]))))
+
+    told = text[text.index("Life") :]
+    steps = ("Ready", "Ready → ↻ Retrying", "refused by the broker", "Retrying → ▸ Ready", "Ready → ✓ Published", "Received")
+    places = [told.index(step) for step in (*steps, "Received → ✕ Dead", "no such article", "Now")]
+    assert places == sorted(places)
+    for expected in ("3 s later", "10 s later", "40 ms later", "relay-1:4711:lane-1", "consumer-2:88:worker-3", HANDLER):
+        assert expected in told
+
+
+def test_is_the_same_on_the_inbox_page_and_each_leads_to_the_other():
+    row, received = a_life()
+    client = somebody(VIEW, VIEW_INBOX)
+
+    here = Page(client.get(reverse(DETAIL, args=[row.pk])))
+    there = Page(client.get(reverse("admin:inbox_inboxmessage_change", args=[received.pk])))
+
+    assert "Ready → ↻ Retrying" in words(there)
+    assert here.all("a", href=f"{reverse('admin:inbox_inboxmessage_changelist')}?q={row.message_id}")
+    assert there.all("a", href=f"{reverse('admin:outbox_outboxmessage_changelist')}?q={row.message_id}")
+
+
+@pytest.mark.parametrize("half", ["outbox", "inbox"])
+def test_says_what_is_hidden_from_those_who_may_see_one_half(half):
+    row, received = a_life()
+    page = reverse(DETAIL, args=[row.pk])
+    if half == "inbox":
+        page = reverse("admin:inbox_inboxmessage_change", args=[received.pk])
+
+    text = words(Page(somebody(VIEW if half == "outbox" else VIEW_INBOX).get(page)))
+
+    hidden, seen = ("no such article", "refused by the broker") if half == "outbox" else ("refused by", "no such article")
+    assert hidden not in text
+    assert seen in text
+    assert "What happened to it elsewhere is shown to those who may view" in text
+
+
+def test_makes_no_element_of_what_it_tells():
+    shapes = []
+    for text in ("harm/less", NASTY):  # as often broken into lines
+        row, _ = a_life(reason=text, process=text)
+        page = Page(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        assert text in page.text
+        shapes.append(page.shape)
+
+    assert shapes[0] == shapes[1]

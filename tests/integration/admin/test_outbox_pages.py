@@ -1,0 +1,694 @@
+"""The outbox in the admin: found, read and acted on, by those who may, with the truth told about each message."""
+
+import json
+import re
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.contrib import admin
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import User
+from django.contrib.messages.storage.fallback import FallbackStorage
+from django.db import DatabaseError
+from django.test import Client
+from django.urls import reverse
+
+from outbox import store
+from outbox.admin import OutboxMessageAdmin, RelayAdmin
+from outbox.conf import outbox_options
+from outbox.kernel import acting_admin, display
+from outbox.kernel.clock import utcnow
+from outbox.models import OutboxMessage, RelayHeartbeat, State
+from outbox.store import SILENT_AFTER
+from tests.support.admin_pages import (
+    CANCEL,
+    DETAIL,
+    LIST,
+    NASTY,
+    REQUEUE,
+    VIEW,
+    Page,
+    a_message,
+    act,
+    said,
+    shown,
+    somebody,
+    state_of,
+)
+from tests.support.heartbeats import a_relay
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+RELAYS, RELAY = "admin:outbox_relayheartbeat_changelist", "admin:outbox_relayheartbeat_change"
+VIEW_RELAYS = "view_relayheartbeat"
+LONG_AGO = timedelta(days=1)
+
+
+class TestTheList:
+    def test_shows_state_topic_age_attempts_and_error(self):
+        a_message(State.RETRYING, ago=timedelta(minutes=3), attempts=17, last_error="refused by broker\nand more")
+
+        text = Page(somebody(VIEW).get(reverse(LIST))).text
+
+        for expected in ("Retrying", "shop.order.placed", "order-0", "3 min ago", "17", "refused by broker"):
+            assert expected in text
+        assert "and more" not in text
+
+    def test_says_when_a_message_is_due_with_the_exact_instant_on_hovering(self):
+        row = a_message(State.SCHEDULED, due_ago=-timedelta(minutes=50, seconds=50))
+
+        page = Page(somebody(VIEW).get(reverse(LIST)))
+
+        assert "due in 50 min" in page.text
+        assert row.available_at.isoformat() in [found["datetime"] for found in page.all("time")]
+
+    def test_costs_the_same_few_queries_however_long_it_is_and_leaves_bodies_in_the_database(self, django_assert_num_queries):
+        for _ in range(60):
+            a_message(State.DEAD)
+        client = somebody(VIEW, REQUEUE, CANCEL)
+        client.get(reverse(LIST))
+
+        with django_assert_num_queries(
+            7 + len(State)
+        ) as queries:  # session, user, permissions (2), what is stuck, count, rows; and a count by state
+            client.get(reverse(LIST))
+
+        statements = [query["sql"] for query in queries if "outbox_outboxmessage" in query["sql"]]
+        assert len(statements) == 3 + len(State)
+        assert all("LIMIT" in statement for statement in statements)
+        assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
+
+    def test_counts_no_further_than_it_pages_and_says_so(self, monkeypatch):
+        monkeypatch.setattr(acting_admin.BoundedPaginator, "LIMIT", 3)
+        client = somebody(VIEW)
+        for _ in range(3):
+            a_message()
+        assert "There are more" not in Page(client.get(reverse(LIST))).text
+
+        a_message()
+
+        assert "There are more: only the first 3" in Page(client.get(reverse(LIST))).text
+
+    def test_is_closed_to_staff_without_the_permission(self):
+        assert somebody().get(reverse(LIST)).status_code == 403
+
+
+class TestSearching:
+    @pytest.mark.parametrize("form", [str, lambda found: found.hex, lambda found: f" {str(found).upper()} "])
+    def test_finds_a_message_id_with_or_without_dashes(self, form):
+        row, _ = a_message(), a_message()
+
+        assert shown(somebody(VIEW), q=form(row.message_id)) == {row.pk}
+
+    def test_finds_a_biz_id_that_looks_like_a_message_id(self):
+        row, _ = a_message(biz_id=str(uuid.uuid4())), a_message()
+
+        assert shown(somebody(VIEW), q=row.biz_id) == {row.pk}
+
+    def test_finds_biz_ids_and_topics_exactly(self):
+        one, ten = a_message(biz_id="order-1"), a_message(biz_id="order-10", topic="shop.order")
+        client = somebody(VIEW)
+
+        assert shown(client, q="order-1") == {one.pk}
+        assert shown(client, q="shop.order") == {ten.pk}
+        assert shown(client, q="order") == set()
+
+    def test_finds_what_begins_so_with_a_star(self):
+        one, ten, other = a_message(biz_id="order-1"), a_message(biz_id="order-10"), a_message(topic="a", biz_id="b")
+        client = somebody(VIEW)
+
+        assert shown(client, q="order-1*") == {one.pk, ten.pk}
+        assert shown(client, q="shop.*") == {one.pk, ten.pk}
+        assert shown(client, q="") == {one.pk, ten.pk, other.pk}
+
+    @pytest.mark.parametrize(
+        "odd",
+        [
+            *("%", "_", "*", "**", "'", '"', "\\", "\\*", NASTY, "{0}", "😀", "\u202e", "\x01", "\x01*"),
+            *("x" * 10_000, "x" * 10_000 + "*", "0" * 32, "\u0660" * 32, "urn:uuid:1", b"\xff", b"\xed\xa0\x80"),
+        ],
+    )
+    def test_survives_odd_input(self, odd):
+        a_message()
+
+        assert shown(somebody(VIEW), q=odd) == set()
+
+    def test_refuses_nul_without_an_error_page(self):
+        a_message()
+
+        response = somebody(VIEW).get(reverse(LIST), {"q": "a\x00b"})
+
+        assert "Null characters are not allowed" in Page(response).text
+
+
+class TestFilters:
+    def test_stuck_is_dead_retrying_or_overdue(self):
+        dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, due_ago=-LONG_AGO)
+        overdue = a_message(State.READY, due_ago=outbox_options().STUCK_AFTER + timedelta(minutes=1))
+        forgotten = a_message(State.SCHEDULED, due_ago=LONG_AGO)
+        behind = a_message(State.WAITING, due_ago=LONG_AGO)
+        a_message(State.READY, ago=LONG_AGO, due_ago=outbox_options().STUCK_AFTER - timedelta(minutes=1))
+        a_message(State.SCHEDULED, ago=LONG_AGO, due_ago=-LONG_AGO)
+        for state in (State.PUBLISHED, State.CANCELLED, State.EXPIRED):
+            a_message(state, ago=LONG_AGO)
+        undecided, unasked = a_message(State.STUCK, due_ago=-LONG_AGO), a_message(State.PREPARED, due_ago=LONG_AGO)
+        a_message(State.PREPARED)
+        client = somebody(VIEW)
+
+        assert shown(client, stuck="any") == {
+            *(row.pk for row in (dead, retrying, overdue, forgotten, behind, undecided, unasked))
+        }
+        assert shown(client, stuck="overdue") == {overdue.pk, forgotten.pk, behind.pk, unasked.pk}
+
+    def test_stuck_follows_the_setting(self, settings):
+        settings.OUTBOX = {"STUCK_AFTER": timedelta(hours=1)}
+        client = somebody(VIEW)
+        a_message(due_ago=timedelta(minutes=50))
+        overdue = a_message(due_ago=timedelta(minutes=70))
+
+        assert shown(client, stuck="overdue") == {overdue.pk}
+        assert "Overdue by 60 min" in Page(client.get(reverse(LIST))).text
+
+    def test_state(self):
+        dead, ready, waiting = (a_message(state) for state in (State.DEAD, State.READY, State.WAITING))
+        client = somebody(VIEW)
+
+        assert shown(client, state="dead") == {dead.pk}
+        assert shown(client, state="waiting") == {waiting.pk}
+        assert shown(client, state="no such state\x00") == {dead.pk, ready.pk, waiting.pk}
+
+    @pytest.mark.parametrize("lookup", ["topic", "body__contains", "last_error__regex"])
+    def test_no_column_can_be_looked_up_through_the_address(self, lookup):
+        assert somebody(VIEW).get(reverse(LIST), {lookup: "a\x00"}).status_code == 400
+
+
+class TestTheDetailPage:
+    def page(self, row, *codenames):
+        return Page(somebody(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
+
+    def test_shows_payload_headers_error_and_times(self):
+        row = a_message(
+            State.DEAD,
+            payload={"total": "9.90", "name": "Zoë"},
+            headers={"tenant": "acme"},
+            last_error="line 1\nline 2",
+        )
+
+        text = self.page(row).text
+
+        for expected in ('"total": "9.90"', '"name": "Zoë"', '"tenant": "acme"', "line 1\nline 2", str(row.message_id)):
+            assert expected in text
+
+    def test_is_read_only(self):
+        row = a_message(State.DEAD)
+        client = somebody(VIEW, REQUEUE, CANCEL)
+        page = self.page(row, REQUEUE, CANCEL)
+
+        assert not page.all("input", name="_save")
+        assert not page.all("textarea")
+        assert client.post(reverse(DETAIL, args=[row.pk]), {"topic": "changed"}).status_code == 403
+        assert client.get(reverse("admin:outbox_outboxmessage_add")).status_code == 403
+        assert client.post(reverse("admin:outbox_outboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
+        assert OutboxMessage.objects.get().topic == row.topic
+
+    @pytest.mark.parametrize(
+        ("body", "expected"),
+        [
+            (b"", "is not JSON"),
+            (b"{", "is not JSON"),
+            (b"just text", "just text"),
+            (b"\xff\x00\x80abc", "ff 00 80 61 62 63"),
+            (b'"\\ud800 \\u202e"', '"\\ud800 \\u202e"'),
+            (b"[" * 990 + b"]" * 990, "[" * 990),
+            (b"[" * 50_000, "is not JSON"),
+            (b"9" * 5_000, "is not JSON"),
+            (b"NaN", "NaN"),
+        ],
+    )
+    def test_shows_any_body_or_says_why_not(self, body, expected):
+        assert expected in self.page(a_message(body=body)).text
+
+    def test_cuts_a_large_payload_and_says_so(self):
+        body = json.dumps({"text": "é" * 300_000}, ensure_ascii=False).encode()
+        response = somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))
+
+        assert len(response.content) < 64 * 1024 + 60_000
+        assert f"Only the first 64 kB are shown. The body has {len(body):,} bytes." in Page(response).text
+
+    def test_offers_only_what_the_state_and_the_permissions_allow(self):
+        def offered(state, *codenames):
+            return {found["value"] for found in self.page(a_message(state), *codenames).all("input", name="action")}
+
+        assert offered(State.DEAD, REQUEUE, CANCEL) == {"requeue", "cancel"}
+        assert offered(State.DEAD, CANCEL) == {"cancel"}
+        assert offered(State.SCHEDULED, REQUEUE, CANCEL) == {"cancel"}
+        assert offered(State.PUBLISHED, REQUEUE, CANCEL) == set()
+        assert offered(State.DEAD) == set()
+
+    def test_acts_and_comes_back(self):
+        row = a_message(State.DEAD)
+
+        response = act(somebody(VIEW, REQUEUE), "requeue", row, own_page="yes")
+
+        assert response.url == reverse(DETAIL, args=[row.pk])
+        assert state_of(row) == State.READY
+
+
+class TestAKeyThatStandsStill:
+    """A message that failed holds back the later ones of its key, and both say so."""
+
+    def page(self, row):
+        return Page(somebody(VIEW, CANCEL).get(reverse(DETAIL, args=[row.pk])))
+
+    @pytest.mark.parametrize("failed", [State.DEAD, State.RETRYING])
+    def test_leads_from_a_waiting_message_to_the_one_that_failed_first(self, failed):
+        a_message(State.DEAD, key="b")
+        a_message(State.PUBLISHED, key="a")
+        head = a_message(failed, key="a", biz_id="the-head")
+        _, row, _ = (a_message(state, key="a") for state in (State.DEAD, State.WAITING, State.DEAD))
+
+        page = self.page(row)
+
+        assert "It waits behind an earlier message of its ordering key, which failed: shop.order.placed the-head" in page.text
+        assert page.all("a", href=reverse(DETAIL, args=[head.pk]))
+
+    def test_says_so_when_nothing_holds_a_waiting_message_any_more(self):
+        a_message(State.PUBLISHED, key="a")
+        row = a_message(State.WAITING, key="a")
+        a_message(State.DEAD, key="a")
+
+        assert "Nothing holds it back any more" in self.page(row).text
+
+    def test_says_how_many_wait_behind_a_message_that_failed(self):
+        a_message(State.WAITING, key="a")
+        head = a_message(State.DEAD, key="a")
+        for key in ("a", "a", "b"):
+            a_message(State.WAITING, key=key)
+
+        assert "Waiting behind it: 2." in self.page(head).text
+
+    @pytest.mark.parametrize(("state", "key"), [(State.DEAD, ""), (State.READY, "a"), (State.PUBLISHED, "a")])
+    def test_is_no_matter_of_a_message_that_holds_nothing(self, state, key):
+        row = a_message(state, key=key)
+        a_message(State.WAITING, key=key)
+
+        assert "ordering key." not in self.page(row).text
+
+    def test_reads_one_row_for_what_it_says_and_leaves_the_body_in_the_database(self, django_assert_max_num_queries):
+        a_message(State.DEAD, key="a")
+        row = a_message(State.WAITING, key="a")
+        client = somebody(VIEW)
+
+        with django_assert_max_num_queries(20) as queries:
+            client.get(reverse(DETAIL, args=[row.pk]))
+
+        (statement,) = [query["sql"] for query in queries if '"state" IN' in query["sql"]]
+        assert "LIMIT 1" in statement
+        assert not re.search(r'"(body|headers)"', statement)
+
+    def test_lets_a_waiting_message_be_cancelled(self):
+        a_message(State.DEAD, key="a")
+        row = a_message(State.WAITING, key="a")
+        assert {found["value"] for found in self.page(row).all("input", name="action")} == {"cancel"}
+
+        act(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes")
+
+        assert state_of(row) == State.CANCELLED
+
+
+class TestWhatAMessageSays:
+    """Everything in a message is somebody else's text."""
+
+    def pages(self, row):
+        client = somebody(VIEW, REQUEUE, CANCEL)
+        return [
+            Page(client.get(reverse(LIST))),
+            Page(client.get(reverse(DETAIL, args=[row.pk]))),
+            Page(act(client, "cancel", row)),
+            Page(client.get(act(client, "requeue", row).url)),  # with the report
+            Page(client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk]))),
+        ]
+
+    def test_makes_no_element_and_no_attribute_on_any_page(self):
+        names = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent", "last_error")
+        pages = {}
+        for text in ("harm/less", NASTY):  # as often broken into lines
+            row = a_message(State.DEAD, payload={text: text}, headers={text: text}, **dict.fromkeys(names, text))
+            pages[text] = self.pages(row)
+            row.delete()
+
+        assert all("<script>alert(1)</script>" in page.text for page in pages[NASTY])
+        assert [page.shape for page in pages[NASTY]] == [page.shape for page in pages["harm/less"]]
+
+    def test_makes_no_element_when_it_is_not_json(self):
+        harmless, nasty = (
+            Page(somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))) for body in (b"harmless", NASTY.encode())
+        )
+
+        assert NASTY in nasty.text
+        assert nasty.shape == harmless.shape
+
+    def test_cannot_rearrange_the_line_it_stands_in(self):
+        a_message(biz_id="order-\u202e1")
+
+        text = Page(somebody(VIEW).get(reverse(LIST))).text
+
+        assert "\u202e" not in text
+        assert "order-\\u202e1" in text
+
+
+class TestPermissions:
+    @pytest.mark.parametrize(
+        ("action", "others"), [("requeue", [CANCEL]), ("cancel", [REQUEUE]), ("requeue", []), ("cancel", [])]
+    )
+    def test_an_action_without_its_permission_is_neither_offered_nor_done(self, action, others):
+        row = a_message(State.DEAD)
+        client = somebody(VIEW, *others)
+
+        assert action not in {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")}
+        act(client, action, row, confirmed="yes")
+
+        assert state_of(row) == State.DEAD
+        assert not LogEntry.objects.exists()
+
+    @pytest.mark.parametrize(("action", "permission"), [("requeue", REQUEUE), ("cancel", CANCEL)])
+    def test_an_action_is_offered_to_those_who_may(self, action, permission):
+        a_message(State.DEAD)
+
+        offered = {found.get("value") for found in Page(somebody(VIEW, permission).get(reverse(LIST))).all("option")}
+
+        assert offered == {"", action}
+
+    def test_deleting_is_never_offered(self):
+        a_message()
+        client = Client()
+        client.force_login(User.objects.create_superuser("root"))
+
+        assert {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")} == {
+            "",
+            *OutboxMessageAdmin.actions,
+        }
+
+    def test_a_get_does_nothing(self):
+        row = a_message(State.DEAD)
+        url = reverse(LIST) + f"?action=requeue&_selected_action={row.pk}"
+
+        somebody(VIEW, REQUEUE).get(url)
+
+        assert state_of(row) == State.DEAD
+
+    def test_a_post_without_the_token_does_nothing(self):
+        row = a_message(State.DEAD)
+        client = Client(enforce_csrf_checks=True)
+        client.force_login(User.objects.create_superuser("root"))
+
+        assert act(client, "requeue", row).status_code == 403
+        assert state_of(row) == State.DEAD
+
+
+class TestRequeueing:
+    def test_reports_each_message_and_writes_down_who_did_it(self):
+        dead, published = a_message(State.DEAD), a_message(State.PUBLISHED)
+        client = somebody(VIEW, REQUEUE)
+
+        response = act(client, "requeue", dead, published)
+
+        assert said(response) == [
+            ("success", f"Message {dead.message_id} (shop.order.placed order-0): requeued"),
+            (
+                "warning",
+                f"Message {published.message_id} (shop.order.placed order-1): not requeued: it is published now",
+            ),
+        ]
+        assert (state_of(dead), state_of(published)) == (State.READY, State.PUBLISHED)
+        entry = LogEntry.objects.get()
+        assert (entry.object_id, entry.change_message) == (str(dead.pk), "Requeued.")
+        assert entry.user_id == int(client.session["_auth_user_id"])
+
+    def test_reports_a_message_that_has_left_the_filter_meanwhile(self):
+        row = a_message(State.DEAD)
+        OutboxMessage.objects.filter(pk=row.pk).update(state=State.PUBLISHED)
+
+        response = act(somebody(VIEW, REQUEUE), "requeue", row, query="?state=dead")
+
+        assert [level for level, _ in said(response)] == ["warning"]
+        assert "it is published now" in said(response)[0][1]
+        assert state_of(row) == State.PUBLISHED
+
+    def test_reports_a_message_that_is_gone(self):
+        row, stays = a_message(State.DEAD), a_message(State.DEAD)
+        OutboxMessage.objects.filter(pk=row.pk).delete()
+
+        response = act(somebody(VIEW, REQUEUE), "requeue", row, stays)
+
+        assert ("warning", f"Message number {row.pk}: not requeued: it is gone") in said(response)
+        assert state_of(stays) == State.READY
+
+    def test_sums_up_more_than_a_screenful(self):
+        dead = [a_message(State.DEAD) for _ in range(19)]
+        rest = [a_message(State.PUBLISHED) for _ in range(12)] + [a_message(State.CANCELLED)]
+
+        told = said(act(somebody(VIEW, REQUEUE), "requeue", *dead, *rest))
+
+        assert told[:2] == [
+            ("success", "19 of 32 messages requeued."),
+            ("warning", "13 not requeued. 12: it is published now; 1: it is cancelled now."),
+        ]
+        assert len(told) == 2 + 10
+        assert LogEntry.objects.count() == 19
+
+    def test_takes_all_that_match_but_not_more_than_the_limit(self, monkeypatch):
+        monkeypatch.setattr(OutboxMessageAdmin, "ACTION_LIMIT", 2)
+        rows = [a_message(State.DEAD) for _ in range(3)]
+        client = somebody(VIEW, REQUEUE)
+
+        refused = act(client, "requeue", rows[0], query="?state=dead", select_across="1")
+        assert [level for level, _ in said(refused)] == ["error"]
+        assert {state_of(row) for row in rows} == {State.DEAD}
+
+        OutboxMessage.objects.filter(pk=rows[0].pk).update(state=State.CANCELLED)
+        act(client, "requeue", rows[1], query="?state=dead", select_across="1")
+        assert [state_of(row) for row in rows] == [State.CANCELLED, State.READY, State.READY]
+
+    def test_a_failing_database_spoils_one_line_and_not_the_report(self, monkeypatch):
+        first, second = a_message(State.DEAD), a_message(State.DEAD)
+        requeue = store.requeue
+
+        def fails_for_the_first(alias, position, *, reason):
+            if position == first.pk:
+                raise DatabaseError("canceling statement due to <b>lock timeout</b>")
+            return requeue(alias, position, reason=reason)
+
+        monkeypatch.setattr(store, "requeue", fails_for_the_first)
+
+        told = said(act(somebody(VIEW, REQUEUE), "requeue", first, second))
+
+        assert [level for level, _ in told] == ["error", "success"]
+        assert "the database said canceling statement" in told[0][1]
+        assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
+
+    def test_a_transition_without_its_log_entry_does_not_happen(self, monkeypatch):
+        row = a_message(State.DEAD)
+
+        def cannot_write(*args):
+            raise DatabaseError("disk full")
+
+        monkeypatch.setattr(OutboxMessageAdmin, "log_change", cannot_write)
+        act(somebody(VIEW, REQUEUE), "requeue", row)
+
+        assert state_of(row) == State.DEAD
+
+
+class TestCancelling:
+    def test_asks_first_and_lists_what_it_will_cancel(self):
+        row = a_message(State.SCHEDULED)
+
+        response = act(somebody(VIEW, CANCEL), "cancel", row)
+
+        page = Page(response)
+        assert str(row.message_id) in page.text
+        assert [found["value"] for found in page.all("input", name="_selected_action")] == [str(row.pk)]
+        assert state_of(row) == State.SCHEDULED
+
+    def test_cancels_when_confirmed_and_reports_what_was_published_meanwhile(self):
+        late, published = a_message(State.SCHEDULED), a_message(State.READY)
+        client = somebody(VIEW, CANCEL)
+        act(client, "cancel", late, published, query="?stuck=any")
+        OutboxMessage.objects.filter(pk=published.pk).update(state=State.PUBLISHED)
+
+        response = act(client, "cancel", late, published, query="?stuck=any", confirmed="yes")
+
+        assert [level for level, _ in said(response)] == ["success", "warning"]
+        assert (state_of(late), state_of(published)) == (State.CANCELLED, State.PUBLISHED)
+        assert LogEntry.objects.get().change_message == "Cancelled."
+
+    def test_tells_when_a_relay_has_it_in_hand(self, monkeypatch):
+        row = a_message(State.READY)
+        monkeypatch.setattr(store, "cancel", lambda alias, position, *, reason: False)
+
+        response = act(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes")
+
+        assert said(response)[0][1].endswith("not cancelled: it is ready now, and somebody has it in hand; try again")
+
+    def test_freezes_what_was_selected_across_pages(self):
+        rows = [a_message(State.DEAD) for _ in range(3)]
+
+        page = Page(act(somebody(VIEW, CANCEL), "cancel", rows[0], query="?state=dead", select_across="1"))
+
+        assert {found["value"] for found in page.all("input", name="_selected_action")} == {str(row.pk) for row in rows}
+        assert not page.all("input", name="select_across")
+
+    def test_says_so_when_nothing_is_left_to_ask_about(self):
+        row = a_message(State.DEAD)
+        OutboxMessage.objects.all().delete()
+
+        assert "None of them is there any more" in Page(act(somebody(VIEW, CANCEL), "cancel", row)).text
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_an_admin_that_is_told_of_another_database_shows_and_acts_there(rf):
+    class OtherAdmin(OutboxMessageAdmin):
+        using = "other"
+
+    here, there = a_message(State.DEAD), a_message(State.DEAD, using="other")
+    request = rf.post("/", {"_selected_action": [there.pk]})
+    request.user, request.session = User.objects.create_superuser("root"), {}
+    request._messages = FallbackStorage(request)
+    other_admin = OtherAdmin(OutboxMessage, admin.site)
+    queryset = other_admin.get_queryset(request)
+
+    assert [row.message_id for row in queryset] == [there.message_id]
+    other_admin.requeue(request, queryset)
+
+    assert OutboxMessage.objects.using("other").get(pk=there.pk).state == State.READY
+    assert state_of(here) == State.DEAD
+
+
+@pytest.mark.parametrize(
+    ("distance", "expected"),
+    [
+        (timedelta(), "now"),
+        (timedelta(milliseconds=900), "now"),
+        (timedelta(seconds=1), "1 s ago"),
+        (timedelta(seconds=119), "119 s ago"),
+        (timedelta(seconds=120), "2 min ago"),
+        (timedelta(hours=3), "3 h ago"),
+        (timedelta(days=2000), "2,000 d ago"),
+        (-timedelta(seconds=20), "in 20 s"),
+    ],
+)
+def test_an_age_is_said_in_one_unit(distance, expected):
+    now = utcnow()
+
+    assert display.relative(now - distance, now) == expected
+
+
+class TestTheStates:
+    def test_are_links_with_their_counts(self):
+        for state in (State.DEAD, State.DEAD, State.READY):
+            a_message(state)
+
+        page = Page(somebody(VIEW).get(reverse(LIST)))
+
+        assert "Dead (2)" in page.text
+        assert "Ready (1)" in page.text
+        assert "Published (0)" in page.text
+
+
+class TestTheRelays:
+    def page(self):
+        return Page(somebody(VIEW_RELAYS).get(reverse(RELAYS)))
+
+    def test_are_shown_with_who_they_are_and_what_they_do(self):
+        a_relay()
+
+        text = self.page().text
+
+        for expected in ("relay-1:4711", "1.2.3", "Working", "5 h ago", "4 min ago", "1,234,567", "812.5"):
+            assert expected in text
+        assert "No relay is running" not in text
+
+    def test_say_what_they_wait_for(self):
+        a_relay(waits_for="the broker: connection refused")
+
+        text = self.page().text
+
+        assert "Waiting" in text
+        assert "for the broker: connection refused" in text
+        assert "Working" not in text
+
+    def test_are_starting_until_the_first_pass_and_show_no_time_that_is_not_known(self):
+        a_relay(since_pass=None, published=0, rate=0.0, running_for=timedelta(seconds=1))
+
+        text = self.page().text
+
+        assert "Starting" in text
+        assert "Working" not in text
+
+    def test_are_called_silent_in_words_and_their_rate_is_not_known(self):
+        a_relay(silent_for=timedelta(minutes=3), waits_for="the broker", rate=812.5)
+
+        text = self.page().text
+
+        assert "Silent" in text
+        assert "for 3 min" in text
+        assert not {"Working", "Waiting", "812.5"} & set(text.split())
+
+    def test_come_with_the_silent_ones_last(self):
+        a_relay(host="gone", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
+        a_relay(host="here", running_for=timedelta(minutes=2))
+
+        text = self.page().text
+
+        assert text.index("here") < text.index("gone")
+
+    def test_are_missed_when_none_runs(self):
+        a_message(State.READY)
+        assert "No relay is running. Messages that are ready: 1." in self.page().text
+
+        a_relay(silent_for=2 * SILENT_AFTER)
+        assert "No relay is running. Messages that are ready: 1." in self.page().text
+
+    def test_can_only_be_looked_at(self):
+        relay = a_relay()
+        client = somebody(VIEW_RELAYS)
+
+        assert "Working" in Page(client.get(reverse(RELAY, args=[relay.id]))).text
+        assert not self.page().all("input", name="_selected_action")
+        assert client.post(reverse(RELAY, args=[relay.id]), {"host": "changed"}).status_code == 403
+        assert client.get(reverse("admin:outbox_relayheartbeat_add")).status_code == 403
+        assert client.post(reverse("admin:outbox_relayheartbeat_delete", args=[relay.id]), {"post": "yes"}).status_code == 403
+        assert RelayHeartbeat.objects.get().host == "relay-1"
+
+    def test_are_closed_to_staff_without_the_permission(self):
+        assert somebody(VIEW).get(reverse(RELAYS)).status_code == 403
+
+    def test_cost_the_same_few_queries_however_many_they_are(self, django_assert_num_queries):
+        for pid in range(50):
+            a_relay(pid=pid)
+        client = somebody(VIEW_RELAYS)
+        client.get(reverse(RELAYS))
+
+        with django_assert_num_queries(7):  # session, user, permissions (2), does one run, count, rows
+            client.get(reverse(RELAYS))
+
+    def test_make_no_element_of_what_the_broker_said(self):
+        harmless, nasty = [], []
+        for text, shape in (("harmless", harmless), (NASTY, nasty)):
+            relay = a_relay(host=text, waits_for=text)
+            page = self.page()
+            assert text in page.text
+            shape += [element for element in page.shape if element != ("wbr",)]
+            store.retire("default", relay.id)
+
+        assert nasty == harmless
+
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_of_another_database_are_shown_by_an_admin_that_is_told_of_it(self, rf):
+        class OtherAdmin(RelayAdmin):
+            using = "other"
+
+        a_relay()
+
+        assert list(OtherAdmin(RelayHeartbeat, admin.site).get_queryset(rf.get("/"))) == []

@@ -1,0 +1,182 @@
+"""Prepared messages in the admin: what waits for a decision, and the decisions of a person."""
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import User
+from django.urls import reverse
+
+from outbox.checkers import Answer, checker, checkers
+from outbox.conf import outbox_options
+from outbox.kernel.clock import utcnow
+from outbox.models import OutboxMessage, State, TrailEntry
+from tests.support.admin_pages import (
+    CANCEL,
+    DECIDE,
+    DETAIL,
+    LIST,
+    NASTY,
+    REQUEUE,
+    RESCHEDULE,
+    VIEW,
+    Page,
+    a_message,
+    act,
+    listed,
+    said,
+    somebody,
+    state_of,
+)
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+PREPARED = "admin:outbox_preparedmessage_changelist"
+CHECKED = "bank.transfer.requested"
+LIMIT = outbox_options().CHECK_LIMIT
+
+on_the_list = partial(act, page=PREPARED)
+
+
+@pytest.fixture(autouse=True)
+def _a_checker():
+    checker(CHECKED)(lambda message: Answer.UNKNOWN)
+    yield
+    checkers.remove(CHECKED)
+
+
+def undecided(state=State.PREPARED, *, topic=CHECKED, **columns):
+    return a_message(state, topic=topic, **columns)
+
+
+def page_of(row, *codenames):
+    return Page(somebody(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
+
+
+def trail_of(row):
+    return [(entry.was, entry.became, entry.reason) for entry in TrailEntry.objects.filter(message_id=row.message_id)]
+
+
+class TestTheList:
+    def page(self, **query):
+        return Page(somebody(VIEW).get(reverse(PREPARED), query))
+
+    def test_has_what_is_undecided_and_nothing_else_the_stuck_ones_first(self):
+        prepared, stuck = undecided(), undecided(State.STUCK)
+        for state in set(State) - {State.PREPARED, State.STUCK}:
+            a_message(state)
+
+        assert listed(somebody(VIEW), PREPARED) == [stuck.pk, prepared.pk]
+        assert listed(somebody(VIEW), PREPARED, state="stuck") == [stuck.pk]
+        assert {"Prepared (1)", "Stuck (1)"} <= {line.strip() for line in self.page().text.splitlines()}
+        assert "Dead (" not in self.page().text
+
+    def test_says_what_its_checker_said_and_how_often(self):
+        undecided(attempts=3, last_error="its checker answered unknown", due_ago=timedelta(minutes=3, seconds=10))
+
+        text = self.page().text
+
+        assert "due 3 min ago" in text
+        assert f"unknown 3 of {LIMIT} times" in text
+        assert "its checker answered unknown" in text
+        assert "No checker here" not in text
+
+    def test_says_when_nobody_can_be_asked(self):
+        undecided(topic="nobody.knows")
+
+        assert "No checker here" in self.page().text
+
+    def test_says_so_when_it_is_empty(self):
+        assert "No prepared message waits for a decision." in self.page().text
+
+    def test_is_open_to_those_who_may_view_messages_and_to_nobody_else(self):
+        assert somebody(DECIDE).get(reverse(PREPARED)).status_code == 403
+
+    def test_makes_no_element_of_what_a_message_says(self):
+        shapes = []
+        for text in ("harm/less", NASTY):  # as often broken into lines
+            row = undecided(**dict.fromkeys(("topic", "biz_id", "last_error"), text))
+            page = self.page()
+            assert text in page.text
+            shapes.append(page.shape)
+            row.delete()
+
+        assert shapes[0] == shapes[1]
+
+    def test_the_list_of_all_messages_says_that_a_person_must_decide(self):
+        undecided()
+        everything = somebody(VIEW)
+        assert "A person must decide" not in Page(everything.get(reverse(LIST))).text
+
+        undecided(State.STUCK)
+
+        assert "Prepared messages that are stuck: 1." in Page(everything.get(reverse(LIST))).text
+
+
+class TestDeciding:
+    @pytest.mark.parametrize("state", [State.PREPARED, State.STUCK])
+    @pytest.mark.parametrize(("action", "became"), [("commit", State.READY), ("roll_back", State.ROLLED_BACK)])
+    def test_asks_first_then_decides_and_leaves_who_and_why(self, state, action, became):
+        row = undecided(state)
+        client = somebody(VIEW, DECIDE)
+
+        assert str(row.message_id) in Page(on_the_list(client, action, row)).text
+        assert state_of(row) == state
+        on_the_list(client, action, row, confirmed="yes", reason="the bank said so")
+
+        assert state_of(row) == became
+        assert trail_of(row) == [(state, became, f"by {User.objects.get().username} in the admin: the bank said so")]
+        assert LogEntry.objects.get().change_message.endswith(": the bank said so")
+
+    def test_tells_when_somebody_else_has_decided(self):
+        row = undecided()
+        client = somebody(VIEW, DECIDE)
+        on_the_list(client, "commit", row)
+        OutboxMessage.objects.filter(pk=row.pk).update(state=State.ROLLED_BACK)
+
+        response = on_the_list(client, "commit", row, confirmed="yes")
+
+        assert [level for level, _ in said(response)] == ["warning"]
+        assert said(response)[0][1].endswith("not committed: it is rolled back now")
+        assert state_of(row) == State.ROLLED_BACK
+
+    def test_has_the_checker_asked_again(self):
+        stuck, prepared = undecided(State.STUCK, attempts=LIMIT), undecided(attempts=2, due_ago=-timedelta(hours=1))
+
+        on_the_list(somebody(VIEW, DECIDE), "ask_again", stuck, prepared)
+
+        for row in (stuck, prepared):
+            row.refresh_from_db()
+            assert row.state == State.PREPARED
+            assert row.available_at <= utcnow()
+        assert (stuck.attempts, prepared.attempts) == (0, 2)
+        assert trail_of(stuck) == [(State.STUCK, State.PREPARED, f"by {User.objects.get().username} in the admin")]
+
+    @pytest.mark.parametrize("action", ["commit", "roll_back", "ask_again"])
+    def test_is_closed_to_those_who_may_do_everything_else(self, action):
+        row = undecided(State.STUCK)
+        client = somebody(VIEW, REQUEUE, RESCHEDULE, CANCEL)
+
+        on_the_list(client, action, row, confirmed="yes")
+
+        assert state_of(row) == State.STUCK
+        assert not TrailEntry.objects.exists()
+
+
+class TestItsOwnPage:
+    def test_offers_the_decisions_and_nothing_else(self):
+        page = page_of(undecided(), REQUEUE, RESCHEDULE, CANCEL, DECIDE)
+
+        assert {found["value"] for found in page.all("input", name="action")} == {"commit", "roll_back", "ask_again"}
+
+    @pytest.mark.parametrize(
+        ("state", "topic", "expected"),
+        [
+            (State.STUCK, CHECKED, "could not say whether its business has happened"),
+            (State.PREPARED, CHECKED, "It has answered “unknown” 4 of "),
+            (State.PREPARED, "nobody.knows", "No checker of its topic is registered in this process"),
+        ],
+    )
+    def test_says_who_is_to_decide(self, state, topic, expected):
+        assert expected in page_of(undecided(state, topic=topic, attempts=4)).text

@@ -1,0 +1,81 @@
+"""Bringing messages back in the admin: a preview of what becomes of each, with or without the overdue ones."""
+
+from datetime import timedelta
+
+import pytest
+from django.contrib.auth.models import User
+
+from outbox.kernel.clock import utcnow
+from outbox.models import State, TrailEntry
+from tests.support.admin_pages import (
+    CANCEL,
+    REQUEUE,
+    RESTORE,
+    VIEW,
+    Page,
+    a_message,
+    act,
+    said,
+    shown,
+    somebody,
+    state_of,
+)
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+HOUR = timedelta(hours=1)
+
+
+def cancelled(**columns):
+    return a_message(State.CANCELLED, settled_at=utcnow(), **columns)
+
+
+def ahead(**columns):
+    return cancelled(deliver_at=utcnow() + HOUR, **columns)
+
+
+def test_asks_first_and_says_what_becomes_of_each():
+    rows = [cancelled(), ahead(), a_message(State.PUBLISHED)]
+
+    page = Page(act(somebody(VIEW, RESTORE), "restore", *rows))
+
+    for expected in ("Overdue: it is sent at once.", "Scheduled again, due in", "In this state it stays as it is."):
+        assert page.text.count(expected) == 1
+    assert page.all("input", name="overdue", type="checkbox")
+    assert [state_of(row) for row in rows] == [State.CANCELLED, State.CANCELLED, State.PUBLISHED]
+
+
+def test_restores_also_the_overdue_ones_and_leaves_who_and_why():
+    late, later = cancelled(), ahead()
+
+    act(somebody(VIEW, RESTORE), "restore", late, later, confirmed="yes", overdue="on", reason="cancelled by mistake")
+
+    assert (state_of(late), state_of(later)) == (State.READY, State.SCHEDULED)
+    told = f"by {User.objects.get().username} in the admin: cancelled by mistake"
+    assert all(told in entry.reason for entry in TrailEntry.objects.all())
+    assert TrailEntry.objects.count() == 2
+
+
+def test_leaves_the_overdue_ones_when_told_to_and_says_so():
+    late, later = cancelled(), ahead()
+
+    response = act(somebody(VIEW, RESTORE), "restore", late, later, confirmed="yes")
+
+    assert (state_of(late), state_of(later)) == (State.CANCELLED, State.SCHEDULED)
+    assert said(response)[0][1].endswith("not restored: it is overdue, and such messages were to be left")
+    assert said(response)[1][0] == "success"
+
+
+def test_needs_its_own_permission():
+    row = cancelled()
+
+    act(somebody(VIEW, REQUEUE, CANCEL), "restore", row, confirmed="yes", overdue="on")
+
+    assert state_of(row) == State.CANCELLED
+
+
+def test_a_message_is_found_by_its_biz_id_whatever_its_topic():
+    rows = {row.pk for topic in ("a", "b", "c") for row in [a_message(topic=topic, biz_id="order-1")]}
+    a_message(topic="a", biz_id="order-2")
+
+    assert shown(somebody(VIEW), q="order-1") == rows

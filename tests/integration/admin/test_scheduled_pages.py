@@ -1,0 +1,267 @@
+"""The messages that wait for their time, in the admin: the next one first, sent now, put off or cancelled."""
+
+from datetime import datetime, timedelta
+from functools import partial
+from itertools import repeat
+
+import pytest
+from django.contrib.admin.models import LogEntry
+from django.contrib.auth.models import User
+from django.db import connection
+from django.urls import reverse
+from django.utils import timezone
+
+from outbox.conf import outbox_options
+from outbox.kernel.clock import utcnow
+from outbox.models import OutboxMessage, State, TrailEntry
+from tests.support.admin_pages import (
+    CANCEL,
+    DETAIL,
+    LIST,
+    NASTY,
+    RESCHEDULE,
+    VIEW,
+    Page,
+    a_message,
+    act,
+    listed,
+    said,
+    somebody,
+    state_of,
+)
+
+pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+
+SCHEDULED = "admin:outbox_scheduledmessage_changelist"
+HOUR = timedelta(hours=1)
+
+in_the_list = partial(listed, page=SCHEDULED)
+on_the_list = partial(act, page=SCHEDULED)
+
+
+def scheduled(due_in=HOUR, **columns):
+    return a_message(State.SCHEDULED, due_ago=-due_in, **columns)
+
+
+class TestTheList:
+    def page(self, **query):
+        return Page(somebody(VIEW).get(reverse(SCHEDULED), query))
+
+    def test_has_what_is_scheduled_and_nothing_else_the_next_one_first(self):
+        rows = {hours: scheduled(hours * HOUR) for hours in (3, 1, 2)}
+        for state in set(State) - {State.SCHEDULED}:
+            a_message(state)
+
+        assert in_the_list(somebody(VIEW)) == [rows[1].pk, rows[2].pk, rows[3].pk]
+
+    def test_says_when_each_is_due_how_long_it_was_put_off_and_under_which_conditions(self):
+        scheduled(
+            timedelta(minutes=30, seconds=59),
+            ago=timedelta(minutes=90),
+            key="customer-7",
+            priority=4,
+            expires_at=utcnow() + 3 * HOUR + timedelta(minutes=1),
+        )
+
+        text = self.page().text
+
+        for expected in ("in 30 min", "2 h", "90 min ago", "key customer-7", "priority 4", "expires in 3 h"):
+            assert expected in text
+
+    def test_takes_an_instant_reckoned_just_before_the_call_for_the_whole_span(self):
+        now = utcnow()
+        scheduled(created_at=now + timedelta(milliseconds=20), available_at=now + 8 * HOUR)
+
+        assert "put off by 8 h" in self.page().text
+
+    def test_leads_to_the_page_that_every_message_has(self):
+        row = scheduled()
+
+        assert self.page().all("a", href=reverse(DETAIL, args=[row.pk]))
+        there = somebody(VIEW).get(reverse("admin:outbox_scheduledmessage_change", args=[row.pk]))
+        assert there.url == reverse(DETAIL, args=[row.pk])
+
+    def test_finds_messages_and_those_that_are_due_soon_or_should_have_gone_long_ago(self):
+        late = scheduled(-outbox_options().STUCK_AFTER - HOUR)
+        soon, later = scheduled(timedelta(seconds=30), biz_id="order-soon"), scheduled(2 * HOUR)
+        client = somebody(VIEW)
+
+        assert in_the_list(client, due="overdue") == [late.pk]
+        assert in_the_list(client, due="minute") == [late.pk, soon.pk]
+        assert in_the_list(client, due="day") == [late.pk, soon.pk, later.pk]
+        assert in_the_list(client, due="no such span\x00") == [late.pk, soon.pk, later.pk]
+        assert in_the_list(client, q="order-soon") == [soon.pk]
+        assert in_the_list(client, q=str(later.message_id)) == [later.pk]
+
+    def test_warns_of_what_no_relay_has_sent(self):
+        scheduled(-timedelta(seconds=2))
+        assert "Overdue by more than" not in self.page().text
+
+        scheduled(-outbox_options().STUCK_AFTER - HOUR)
+
+        assert "Overdue by more than 5 min: 1. Look whether a relay runs." in self.page().text
+
+    def test_says_so_when_it_is_empty(self):
+        assert "No message waits for its time." in self.page().text
+        assert "Nothing matches." in self.page(q="order-1").text
+
+    def test_is_open_to_those_who_may_view_messages_and_to_nobody_else(self):
+        scheduled()
+
+        assert somebody(RESCHEDULE, CANCEL).get(reverse(SCHEDULED)).status_code == 403
+        assert not Page(somebody(VIEW).get(reverse(SCHEDULED))).all("option")
+        offered = {found.get("value") for found in Page(somebody(VIEW, RESCHEDULE).get(reverse(SCHEDULED))).all("option")}
+        assert offered == {"", "publish_now", "reschedule"}
+
+    def test_makes_no_element_of_what_a_message_says(self):
+        shapes = []
+        for text in ("harm/less", NASTY):  # as often broken into lines
+            row = scheduled(**dict.fromkeys(("topic", "biz_id", "key"), text))
+            page = self.page()
+            assert text in page.text
+            shapes.append(page.shape)
+            row.delete()
+
+        assert shapes[0] == shapes[1]
+
+    @pytest.mark.parametrize("query", [{}, {"due": "hour"}])
+    def test_reads_only_what_it_shows_of_many(self, query, django_assert_num_queries):
+        if connection.vendor != "postgresql":
+            pytest.skip("its plans are those of PostgreSQL")
+        OutboxMessage.objects.bulk_create(
+            OutboxMessage(topic="t", shard=1, body=b"1", state=State.SCHEDULED, created_at=now, available_at=now + HOUR)
+            for now in repeat(utcnow(), 5000)
+        )
+        connection.cursor().execute("ANALYZE outbox_outboxmessage")
+        client = somebody(VIEW)
+        client.get(reverse(SCHEDULED))
+
+        with django_assert_num_queries(7) as queries:  # session, user, permissions (2), what is overdue, count, rows
+            client.get(reverse(SCHEDULED), query)
+
+        statement = next(query["sql"] for query in queries if "ORDER BY" in query["sql"])
+        with connection.cursor() as cursor:
+            cursor.execute(f"EXPLAIN {statement}")
+            plan = "\n".join(line for (line,) in cursor.fetchall())
+        assert "outbox_due" in plan
+        assert "Sort" not in plan
+
+
+class TestPublishingNow:
+    def test_asks_first(self):
+        row = scheduled()
+
+        page = Page(on_the_list(somebody(VIEW, RESCHEDULE), "publish_now", row))
+
+        assert "What is sent cannot be taken back." in page.text
+        assert str(row.message_id) in page.text
+        assert state_of(row) == State.SCHEDULED
+
+    def test_makes_ready_what_still_waits_and_tells_of_what_does_not(self):
+        row, gone = scheduled(), scheduled()
+        client = somebody(VIEW, RESCHEDULE)
+        OutboxMessage.objects.filter(pk=gone.pk).update(state=State.PUBLISHED)
+
+        response = on_the_list(client, "publish_now", row, gone, confirmed="yes", reason="customer called")
+
+        assert [level for level, _ in said(response)] == ["success", "warning"]
+        assert said(response)[1][1].endswith("not to be published now: it is published now")
+        assert (state_of(row), state_of(gone)) == (State.READY, State.PUBLISHED)
+        (entry,) = TrailEntry.objects.all()
+        user = User.objects.get()
+        assert (entry.was, entry.became) == (State.SCHEDULED, State.READY)
+        assert entry.reason == f"by {user.username} in the admin: customer called; due now"
+        assert LogEntry.objects.get().change_message == "To be published now: customer called"
+        assert client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk])).context["action_list"]
+
+    def test_is_closed_to_those_who_may_only_cancel(self):
+        row = scheduled()
+
+        on_the_list(somebody(VIEW, CANCEL), "publish_now", row, confirmed="yes")
+
+        assert state_of(row) == State.SCHEDULED
+        assert not TrailEntry.objects.exists()
+
+
+class TestRescheduling:
+    def reschedule(self, *rows, **fields):
+        return on_the_list(somebody(VIEW, RESCHEDULE), "reschedule", *rows, **fields)
+
+    @pytest.mark.parametrize(("written", "span"), [("30m", HOUR / 2), (" 90 S", timedelta(seconds=90)), ("2d", 48 * HOUR)])
+    def test_puts_off_by_a_span_from_now(self, written, span):
+        row = scheduled()
+        before = utcnow()
+
+        response = self.reschedule(row, confirmed="yes", delay=written)
+
+        row.refresh_from_db()
+        assert row.state == State.SCHEDULED
+        assert before + span - HOUR / 60 < row.available_at < utcnow() + span + HOUR / 60
+        assert said(response)[0][1].endswith(f"rescheduled, due in {span}")
+
+    def test_puts_off_to_an_instant_in_the_zone_of_the_site(self, settings):
+        settings.TIME_ZONE = "Asia/Shanghai"
+        row = scheduled()
+        tomorrow = timezone.localtime() + timedelta(days=1)
+
+        assert "Asia/Shanghai" in Page(self.reschedule(row)).text
+        self.reschedule(row, confirmed="yes", deliver_at=f"{tomorrow:%Y-%m-%dT}09:30:00")
+
+        row.refresh_from_db()
+        assert timezone.localtime(row.available_at) == timezone.make_aware(
+            datetime(tomorrow.year, tomorrow.month, tomorrow.day, 9, 30)  # noqa: DTZ001 - made aware at once
+        )
+
+    @pytest.mark.parametrize(
+        ("fields", "expected"),
+        [
+            ({}, "For when?"),
+            ({"delay": "30m", "deliver_at": "2999-01-01T00:00:00"}, "too far ahead: ten years"),
+            ({"delay": "soon"}, "'soon' is no span: write a number and s, m, h or d, as in '30m'."),
+            ({"delay": "0m"}, "is no span"),
+            ({"delay": "99999d"}, "too far ahead: ten years"),
+            ({"delay": NASTY}, "is no span"),
+            ({"deliver_at": "2020-01-01T00:00:00"}, "It lies in the past."),
+            ({"deliver_at": "next week"}, "Enter a valid date/time."),
+        ],
+    )
+    def test_says_what_is_wrong_with_a_time_and_does_nothing(self, fields, expected):
+        row = scheduled()
+
+        page = Page(self.reschedule(row, confirmed="yes", **fields))
+
+        assert expected in page.text
+        assert [found["value"] for found in page.all("input", name="_selected_action")] == [str(row.pk)]
+        assert OutboxMessage.objects.get(pk=row.pk).available_at == row.available_at
+
+    def test_takes_one_time_only(self):
+        row = scheduled()
+        tomorrow = timezone.localtime() + timedelta(days=1)
+
+        page = Page(self.reschedule(row, confirmed="yes", delay="30m", deliver_at=f"{tomorrow:%Y-%m-%dT%H:%M}"))
+
+        assert "Fill in either “In” or “Or at”, and not both." in page.text
+
+    def test_shows_beforehand_to_which_messages_it_can_do_something(self):
+        ready, published = a_message(State.READY), a_message(State.PUBLISHED)
+
+        page = Page(act(somebody(VIEW, RESCHEDULE), "reschedule", ready, published, page=LIST))
+
+        assert page.text.count("In this state it stays as it is.") == 1
+
+    def test_comes_back_to_the_page_of_the_message(self):
+        row = scheduled()
+
+        response = act(somebody(VIEW, RESCHEDULE), "reschedule", row, confirmed="yes", delay="1d", own_page="yes")
+
+        assert response.url == reverse(DETAIL, args=[row.pk])
+
+
+def test_cancelling_from_the_list_leaves_who_and_why_in_the_trail():
+    row = scheduled()
+
+    on_the_list(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes", reason="ordered twice")
+
+    assert state_of(row) == State.CANCELLED
+    assert TrailEntry.objects.get().reason == f"by {User.objects.get().username} in the admin: ordered twice"
+    assert LogEntry.objects.get().change_message == "Cancelled: ordered twice"

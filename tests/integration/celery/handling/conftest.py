@@ -1,0 +1,178 @@
+"""Brokers, an app whose tasks can be called, and real workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import timedelta
+
+import kombu.pools
+import pytest
+from celery import Celery, _state
+
+from inbox.celery import IdempotentTask
+from tests.crash import conftest as crash
+from tests.integration.celery.handling.project import make_app
+from tests.support import ROOT
+from tests.support.workers import Process, as_environment
+
+INBOX = {
+    "MAX_ATTEMPTS": 3,
+    "RETRY_BASE": timedelta(seconds=1),
+    "TWIN_TIMEOUT": timedelta(milliseconds=200),
+    "REDELIVERY_AFTER": timedelta(hours=1),
+}
+
+
+mortal_database = crash.mortal_database
+
+
+@pytest.fixture(params=["rabbitmq", "redis"])
+def broker(request):
+    """The URL of a broker with nothing in it."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture
+def results(redis_server):
+    """The URL of a result backend with nothing in it."""
+    redis_server.start().flush()
+    return redis_server.url.rpartition("/")[0] + "/5"
+
+
+@pytest.fixture
+def app(broker, results):
+    app = make_app(broker, results)
+    yield app
+    close(app)
+
+
+@pytest.fixture
+def current():
+    """Make an app that of this process, as a project's own is: `current(app)`."""
+    before = _state._tls.current_app
+    yield lambda app: app.set_current()
+    _state._set_current_app(before)
+
+
+@pytest.fixture
+def tasks(app):
+    return app.tasks
+
+
+@pytest.fixture
+def worker(broker, results, process_environment, tmp_path):
+    """Make workers: `with worker(pool="threads") as running`. It has begun to take tasks."""
+    count = 0
+
+    def make(*, pool="prefork", concurrency=2, visibility_seconds=3600, database=None, **settings):
+        nonlocal count
+        count += 1
+        if broker.startswith("redis"):
+            settings["broker_transport_options"] = {"visibility_timeout": visibility_seconds}
+        given = {
+            "CELERY_BROKER": broker,
+            "CELERY_RESULTS": results,
+            "CELERY_SETTINGS": json.dumps(settings),
+            "C_FORCE_ROOT": "yes",
+        }
+        environment = {
+            **process_environment,
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+            **as_environment(INBOX=INBOX),
+        }
+        if database:
+            environment["DATABASE_URL"] = database
+        return Worker({**environment, **given}, tmp_path / f"worker{count}.log", pool, concurrency)
+
+    return make
+
+
+@pytest.fixture
+def migrated_mortal_database(mortal_database, process_environment):
+    environment = {**process_environment, "DATABASE_URL": mortal_database}
+    subprocess.run([sys.executable, "-m", "django", "migrate", "-v0"], cwd=ROOT, env=environment, check=True)
+    return mortal_database
+
+
+@pytest.fixture
+def local_app(settings):
+    """An app of this test's own: its broker and its results are in this process's memory."""
+    settings.INBOX = INBOX
+    app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
+    app.conf.broker_transport_options = {"polling_interval": 0.01}
+    # The process has one memory for all of them.
+    app.control.purge()
+    yield app
+    close(app)
+
+
+@pytest.fixture
+def a_task(local_app):
+    """Make a task of a function: `a_task(function, biz_id="order_id")`."""
+
+    def make(function, *, base=IdempotentTask, name="tests.task", **options):
+        local_app.task(function, base=base, name=name, shared=False, **options)
+        return local_app.tasks[name]
+
+    return make
+
+
+@pytest.fixture
+def sent(local_app):
+    """The messages that lie in the queue of the tasks."""
+
+    def take():
+        taken = []
+        with local_app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+            while queue.qsize():
+                message = queue.get(block=False)
+                message.ack()
+                taken.append(message)
+        return taken
+
+    return take
+
+
+class Worker(Process):
+    """`celery worker`; nothing of it outlives its test."""
+
+    def __init__(self, environment, log, pool, concurrency):
+        super().__init__(environment, log)
+        self._arguments = ["--pool", pool, "--concurrency", str(concurrency)]
+
+    def start(self):
+        command = ["celery", "-A", "tests.integration.celery.handling.worker", "worker", *self._arguments]
+        quiet = ["--without-gossip", "--without-mingle", "--loglevel", "INFO"]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command, *quiet],
+                cwd=ROOT,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                # So that it can be killed with the processes of its pool.
+                start_new_session=True,
+            )
+        self.until(lambda: " ready." in self.said())
+        return self
+
+    def __exit__(self, *exc_info):
+        self.kill()
+
+    def kill(self):
+        """SIGKILL to the worker and to the processes of its pool, at once."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def close(app):
+    """Leave no socket behind."""
+    kombu.pools.reset()  # they are kombu's, one for each broker
+    backend = app.backend
+    if hasattr(backend, "result_consumer"):
+        backend.result_consumer.stop()
+        backend.client.close()
+    app.close()

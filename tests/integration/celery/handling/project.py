@@ -1,0 +1,139 @@
+"""Celery tasks like those of a shop, and the apps that know them.
+
+What a task does is said by its arguments. It says that it has begun, and hears that it may go on, through rows that are not in
+its own transaction.
+"""
+
+import os
+from contextlib import suppress
+from decimal import Decimal
+
+from celery import Celery, Task, shared_task
+from django.db import DatabaseError, transaction
+
+from inbox.celery import idempotent_task
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.deliveries import wait_until
+
+
+def make_app(broker, results, **settings):
+    app = Celery("tests", broker=broker, backend=results, set_as_current=False)
+    app.conf.update(broker_connection_retry_on_startup=True, worker_prefetch_multiplier=1, **settings)
+    app.finalize()
+    return app
+
+
+@idempotent_task(name="shop.charge", biz_id="order.id")
+def charge(order, amount=Decimal(0)):
+    """The plain case: its answer holds what only kombu's JSON can say."""
+    Effect.objects.create(name=order["id"], detail=str(amount))
+    return {"charged": amount, "by": os.getpid()}
+
+
+@idempotent_task(name="shop.work", bind=True, biz_id="order_id", max_retries=0)
+def work(self, order_id, how="work"):
+    WAYS[how](self, order_id)
+    return f"done {order_id}"
+
+
+class Wrapped(Task):
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+@idempotent_task(name="shop.quietly", ignore_result=True, base=Wrapped)
+def quietly(order_id):
+    """Deduplicated on its task id."""
+    Effect.objects.create(name=order_id)
+
+
+@idempotent_task(name="shop.try_again", bind=True, biz_id="order_id", max_retries=3)
+def try_again(self, order_id):
+    Effect.objects.create(name=order_id, detail=str(self.request.retries))
+    if not self.request.retries:
+        raise self.retry(countdown=0)
+    return self.request.retries
+
+
+@idempotent_task(
+    name="shop.by_itself", bind=True, biz_id="order_id", autoretry_for=[ConnectionError], retry_kwargs={"countdown": 0}
+)
+def by_itself(self, order_id):
+    Effect.objects.create(name=order_id, detail=str(self.request.retries))
+    if not self.request.retries:
+        raise ConnectionError("not yet")
+    return self.request.retries
+
+
+@idempotent_task(name="shop.follow")
+def follow(before, order_id):
+    """The next of a chain. Nothing but its task id tells that it is the same."""
+    Effect.objects.create(name=f"followed {order_id}", detail=str(before))
+
+
+@shared_task(name="shop.bare", acks_late=True, reject_on_worker_lost=True)
+def bare(order_id):
+    """The same without us."""
+    _wait_for_the_word(None, order_id)
+
+
+def _work(task, order_id):
+    Effect.objects.create(name=order_id)
+
+
+def _wait_for_the_word(task, order_id):
+    _work(task, order_id)
+    Effect.objects.using("other").create(name=f"begun {order_id}", detail=str(os.getpid()))
+    wait_until(lambda: Unique.objects.using("other").filter(name=f"go {order_id}").exists())
+
+
+def _swallow(task, order_id):
+    _work(task, order_id)
+    Unique.objects.create(name=order_id)
+    with suppress(DatabaseError):
+        Unique.objects.create(name=order_id)
+
+
+def _die(task, order_id):
+    """Until it has been mended."""
+    _work(task, order_id)
+    if not Unique.objects.using("other").filter(name="mended").exists():
+        Effect.objects.using("other").create(name=f"died {order_id}")
+        os._exit(13)
+
+
+def _die_with_the_worker_after_the_commit(task, order_id):
+    """Once: the delivery that comes after must live to say so."""
+    _work(task, order_id)
+    transaction.on_commit(lambda: os.killpg(os.getpgid(0), 9))
+
+
+def _die_after_the_commit(task, order_id):
+    _work(task, order_id)
+    transaction.on_commit(lambda: os._exit(13))
+
+
+def _fail(task, order_id):
+    _work(task, order_id)
+    raise ValueError("no")
+
+
+WAYS = {
+    "work": _work,
+    "wait for the word": _wait_for_the_word,
+    "swallow an IntegrityError": _swallow,
+    "die": _die,
+    "die with the worker after the commit": _die_with_the_worker_after_the_commit,
+    "die after the commit": _die_after_the_commit,
+    "fail": _fail,
+}
+
+
+def go_on(order_id):
+    Unique.objects.using("other").create(name=f"go {order_id}")
+
+
+def begun(order_id):
+    """The processes in which it has begun, in their order."""
+    rows = Effect.objects.using("other").filter(name=f"begun {order_id}").order_by("pk")
+    return [int(pid) for pid in rows.values_list("detail", flat=True)]

@@ -1,0 +1,694 @@
+"""What becomes of one delivery of a task, traced as a worker's process traces it, without a worker."""
+
+import hashlib
+import json
+import uuid
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+
+import pytest
+from celery import Celery, Task, states
+from celery.exceptions import Ignore, Reject
+from django.db import DatabaseError, connections, transaction
+from django.test import TestCase
+
+from inbox import signals, store
+from inbox.celery import IdempotentTask, idempotent_task
+from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
+from inbox.models import InboxMessage, State
+from outbox import publish
+from outbox.celery import OutboxTask
+from outbox.models import OutboxMessage
+from tests.integration.celery.handling.conftest import INBOX, close
+from tests.integration.celery.handling.tracing import deliver
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.deliveries import A_WHILE, InAThread, effects, the_row, wait_until
+
+pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+committing = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def heard():
+    """The signals of the inbox, in their order."""
+    said = []
+
+    def listener(name):
+        return lambda sender, signal, **given: said.append((name, given))
+
+    listeners = {name: listener(name) for name in vars(signals) if isinstance(getattr(signals, name), signals.Signal)}
+    for name, listen in listeners.items():
+        getattr(signals, name).connect(listen)
+    yield said
+    for name, listen in listeners.items():
+        getattr(signals, name).disconnect(listen)
+
+
+def the_effect(order_id, amount=0):
+    Effect.objects.create(name=str(order_id), detail=str(amount))
+    return {"order": order_id}
+
+
+class TestIdentity:
+    def test_without_a_biz_id_it_is_the_task_id(self, a_task):
+        task = a_task(the_effect)
+
+        deliver(task, 1, task_id="t-1")
+        deliver(task, 1, task_id="t-1")
+        deliver(task, 1, task_id="t-2")
+
+        assert list(InboxMessage.objects.order_by("pk").values_list("biz_id", "duplicates")) == [("t-1", 1), ("t-2", 0)]
+        assert effects() == 2
+
+    @pytest.mark.parametrize(
+        ("biz_id", "args", "kwargs", "known_as"),
+        [
+            ("order_id", ["o-1"], {}, "o-1"),
+            ("order_id", [], {"order_id": 17}, "17"),
+            ("amount", ["o-1"], {}, "0"),
+            ("order_id.id", [{"id": uuid.UUID(int=5)}], {}, str(uuid.UUID(int=5))),
+            ("order_id.of.id", [{"of": {"id": Decimal("1.50")}}], {}, "1.50"),
+            (lambda order_id, amount: f"{order_id}/{amount}", ["o-1"], {}, "o-1/0"),
+            (lambda *args: len(args), ["o-1"], {"amount": 3}, "2"),
+        ],
+    )
+    def test_it_is_an_argument_however_passed_or_what_a_function_makes_of_them(self, a_task, biz_id, args, kwargs, known_as):
+        task = a_task(the_effect, biz_id=biz_id)
+
+        assert deliver(task, *args, kwargs=kwargs)[0] == states.SUCCESS
+
+        assert the_row().biz_id == known_as
+
+    def test_a_bound_task_and_one_that_takes_any_keyword(self, a_task):
+        def bound(self, *numbers, **named):
+            return [self.request.id, list(numbers), named]
+
+        task = a_task(bound, bind=True, biz_id="tenant.order")
+
+        state, returned = deliver(task, 1, 2, task_id="t-1", kwargs={"tenant": {"order": "o-1"}, "x": None})
+
+        assert (state, returned) == (states.SUCCESS, ["t-1", [1, 2], {"tenant": {"order": "o-1"}, "x": None}])
+        assert the_row().biz_id == "o-1"
+        assert json.loads(bytes(the_row().body)) == {"numbers": [1, 2], "tenant": {"order": "o-1"}, "x": None}
+
+    @pytest.mark.parametrize("order", [{}, {"id": None}, {"id": ""}, {"id": ["o-1"]}, {"id": True}, None])
+    def test_what_names_nothing_fails_and_leaves_nothing(self, a_task, order):
+        task = a_task(the_effect, biz_id="order_id.id")
+
+        state, error = deliver(task, order)
+
+        assert (state, type(error)) in [(states.FAILURE, TypeError), (states.FAILURE, LookupError)]
+        assert (effects(), InboxMessage.objects.count()) == (0, 0)
+
+    def test_two_tasks_do_not_share_their_ids(self, a_task):
+        deliver(a_task(the_effect, name="tests.one"), 1, task_id="t-1")
+        deliver(a_task(the_effect, name="tests.two"), 1, task_id="t-1")
+
+        assert effects() == 2
+        assert set(InboxMessage.objects.values_list("handler", "topic")) == {
+            ("celery.tests.one", "celery.tests.one"),
+            ("celery.tests.two", "celery.tests.two"),
+        }
+
+    def test_ids_of_any_length(self, a_task):
+        def take(order_id):
+            the_effect(1)
+
+        task = a_task(take, biz_id="order_id", name="tests." + "n" * 300)
+
+        for _ in range(2):
+            deliver(task, "ä" * 300, task_id="t" * 300, root_id="r" * 300, parent_id="\0")
+
+        assert (effects(), the_row().duplicates) == (1, 1)
+
+
+class TestMistakes:
+    def test_a_biz_id_that_is_no_argument(self, a_task):
+        with pytest.raises(ValueError, match=r"'ordre_id', and it has no such argument: order_id, amount"):
+            idempotent_task(biz_id="ordre_id")(the_effect)
+        with pytest.raises(ValueError, match="no such argument"):
+            idempotent_task(biz_id="self", bind=True)(lambda self, order_id: None)
+        with pytest.raises(ValueError, match="no such argument"):
+            a_task(the_effect, biz_id="ordre_id")
+
+    def test_a_biz_id_that_is_nothing_of_the_kind(self):
+        with pytest.raises(TypeError, match=r"is 17: it must be a path"):
+            idempotent_task(biz_id=17)(the_effect)
+
+    def test_an_early_acknowledgement(self, a_task):
+        with pytest.raises(ValueError, match="a worker that dies would lose it"):
+            idempotent_task(acks_late=False)(the_effect)
+        with pytest.raises(ValueError, match="acks_late=False"):
+            a_task(the_effect, acks_late=False)
+
+    def test_a_death_that_is_acknowledged(self, a_task):
+        with pytest.raises(ValueError, match="when its process dies in the middle"):
+            idempotent_task(reject_on_worker_lost=False)(the_effect)
+        with pytest.raises(ValueError, match="reject_on_worker_lost=False"):
+            a_task(the_effect, reject_on_worker_lost=False)
+
+    def test_many_calls_inside_one_task(self, a_task):
+        task = a_task(the_effect)
+
+        for refused in (lambda: task.map([1, 2]), lambda: task.starmap([(1, 2)]), lambda: task.chunks([(1, 2)], 1)):
+            with pytest.raises(NotCallable, match="Use a group of signatures"):
+                refused()
+
+    def test_a_coroutine_function(self, a_task):
+        async def later(order_id):
+            pass
+
+        state, error = deliver(a_task(later), 1)
+
+        assert (state, type(error)) == (states.FAILURE, NotCallable)
+        assert not InboxMessage.objects.exists()
+
+
+class TestTheDecorator:
+    def test_it_passes_on_what_celery_takes(self, local_app, current):
+        class Base(Task):
+            color = "red"
+
+        @idempotent_task(base=Base, name="tests.decorated", max_retries=7, ignore_result=True, autoretry_for=[KeyError])
+        def decorated(order_id):
+            """Its words."""
+
+        current(local_app)
+        task = local_app.tasks["tests.decorated"]
+
+        assert isinstance(task, IdempotentTask)
+        assert isinstance(task, Base)
+        assert (task.color, task.max_retries, task.ignore_result, task.__doc__) == ("red", 7, True, "Its words.")
+        assert (task.acks_late, task.reject_on_worker_lost) == (True, True)
+        with pytest.raises(TypeError, match="order_id"):
+            task.delay()
+
+    def test_called_as_a_function_it_is_that_function(self, a_task):
+        task = a_task(the_effect, biz_id="order_id")
+
+        assert [task("o-1"), task("o-1")] == [{"order": "o-1"}] * 2
+
+        assert (effects(), InboxMessage.objects.count()) == (2, 0)
+
+    def test_a_task_class(self, local_app):
+        class Charge(IdempotentTask):
+            name = "tests.charge"
+            biz_id = "order_id"
+
+            def run(self, order_id):
+                Effect.objects.create(name=order_id)
+                return self.name
+
+        task = local_app.register_task(Charge())
+
+        assert [deliver(task, "o-1"), deliver(task, "o-1")] == [(states.SUCCESS, "tests.charge")] * 2
+        assert effects() == 1
+
+    def test_through_the_outbox_as_well(self, a_task):
+        class Both(IdempotentTask, OutboxTask):
+            pass
+
+        task = a_task(the_effect, base=Both, biz_id="order_id")
+
+        with transaction.atomic():
+            result = task.delay("o-1")
+
+        written = OutboxMessage.objects.get()
+        assert (str(written.message_id), written.topic) == (result.id, "celery.tests.task")
+        assert "inbox_sent_at" in json.loads(written.wire)["headers"]
+
+
+class TestAnotherDatabase:
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_row_and_effect_are_there(self, a_task):
+        def take(order_id):
+            Effect.objects.using("other").create(name=order_id)
+
+        task = a_task(take, biz_id="order_id", using="other")
+        for _ in range(2):
+            assert deliver(task, "o-1")[0] == states.SUCCESS
+
+        assert Effect.objects.using("other").count() == 1
+        assert InboxMessage.objects.using("other").get().duplicates == 1
+        assert not InboxMessage.objects.exists()
+
+
+class TestDuplicates:
+    def test_it_answers_as_the_first_did(self, a_task):
+        def charge(order_id):
+            Effect.objects.create(name=order_id)
+            return {"at": datetime(2030, 1, 2, tzinfo=UTC), "id": uuid.UUID(int=1), "of": Decimal("1.50"), "list": (1, None)}
+
+        task = a_task(charge, biz_id="order_id")
+
+        first, second = deliver(task, "o-1"), deliver(task, "o-1")
+
+        assert second == (states.SUCCESS, {**first[1], "list": [1, None]})
+        assert effects() == 1
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    @pytest.mark.parametrize("returned", [None, 0, "", [], "ä 🍰", 1e22])
+    def test_every_answer_that_json_has(self, a_task, returned, redelivered):
+        def answer(order_id):
+            return returned
+
+        task = a_task(answer, biz_id="order_id")
+
+        for _ in range(2):
+            assert deliver(task, "o-1", redelivered=redelivered, chain=[]) == (states.SUCCESS, returned)
+
+    @pytest.mark.parametrize("returned", [object(), float("nan"), "a\0b", "\ud800", {1, 2}])
+    def test_an_answer_that_cannot_be_kept_is_missed_only_by_a_task_that_waits_for_it(self, local_app, a_task, returned):
+        def answer(order_id):
+            return returned
+
+        def follow(before):
+            pass
+
+        local_app.conf.result_serializer = "pickle"
+        task = a_task(answer, biz_id="order_id", ignore_result=True)
+        follow = a_task(follow, name="tests.follow").s()
+
+        assert deliver(task, "o-1")[0] == states.SUCCESS
+        assert deliver(task, "o-1") == (states.SUCCESS, None)
+        state, error = deliver(task, "o-1", callbacks=[follow])
+
+        assert (state, type(error)) == (states.FAILURE, NotRun)
+        assert "was not JSON" in str(error)
+        assert (the_row().state, the_row().duplicates) == (State.DONE, 2)
+
+    @committing
+    @pytest.mark.parametrize(
+        ("task_id", "redelivered", "cause"), [("t-1", True, "redelivery"), ("t-1", False, "resend"), ("t-2", False, "business")]
+    )
+    def test_each_is_counted_by_its_cause_and_told(self, a_task, heard, task_id, redelivered, cause):
+        task = a_task(the_effect, biz_id="order_id")
+        deliver(task, "o-1", task_id="t-1")
+
+        deliver(task, "o-1", task_id=task_id, redelivered=redelivered)
+
+        names = {"handler": "celery.tests.task", "message_id": task_id, "biz_id": "o-1", "cause": cause}
+        assert [name for name, _ in heard] == ["message_handled", "duplicate_suppressed"]
+        assert heard[1][1] == names
+        row = the_row()
+        assert (row.duplicates, row.redeliveries, row.resends) == (1, cause == "redelivery", cause == "resend")
+
+    def test_other_arguments_under_the_same_id_are_told(self, a_task, heard):
+        task = a_task(the_effect, biz_id="order_id")
+        deliver(task, "o-1", 5)
+
+        deliver(task, "o-1", kwargs={"amount": 5})
+        assert the_row().conflicts == 0
+        deliver(task, "o-1", 6)
+
+        assert the_row().conflicts == 1
+        assert json.loads(bytes(the_row().conflicting_body)) == {"order_id": "o-1", "amount": 6}
+        assert "conflicting_duplicate" in dict(heard)
+
+    def test_arguments_that_are_not_json_are_kept_for_people_and_never_conflict(self, a_task):
+        def take(order_id, thing):
+            pass
+
+        task = a_task(take, biz_id="order_id")
+        for _ in range(2):
+            deliver(task, "o-1", object())
+
+        row = the_row()
+        assert (row.content_type, row.duplicates, row.conflicts) == ("text/plain", 1, 0)
+        assert b"<object object" in bytes(row.body)
+        assert row.digest == hashlib.sha256().hexdigest()
+
+
+class TestFailures:
+    @committing
+    def test_nothing_is_left_and_the_next_delivery_runs(self, a_task, heard):
+        fails = [True]
+
+        def sometimes(order_id):
+            the_effect(order_id)
+            if fails:
+                raise ValueError("no")
+
+        task = a_task(sometimes, biz_id="order_id")
+        state, error = deliver(task, "o-1")
+        assert (state, str(error), effects(), InboxMessage.objects.count(), heard) == (states.FAILURE, "no", 0, 0, [])
+
+        fails.clear()
+        assert deliver(task, "o-1")[0] == states.SUCCESS
+        assert effects() == 1
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_an_error_of_the_database_that_was_swallowed(self, a_task, redelivered):
+        def swallow(order_id):
+            the_effect(order_id)
+            Unique.objects.create(name="x")
+            with suppress(DatabaseError):
+                Unique.objects.create(name="x")
+
+        task = a_task(swallow, biz_id="order_id")
+        state, error = deliver(task, "o-1", redelivered=redelivered)
+
+        assert (state, type(error)) == (states.FAILURE, TransactionBroken)
+        assert (effects(), InboxMessage.objects.count()) == (0, 0)
+
+    @committing
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_a_transaction_that_the_task_ended_itself_is_a_dead_letter(self, a_task, redelivered):
+        def commit(order_id):
+            the_effect(order_id)
+            connections["default"].connection.commit()
+
+        task = a_task(commit, biz_id="order_id")
+
+        state, error = deliver(task, "o-1", redelivered=redelivered)
+        again, refusal = deliver(task, "o-1", redelivered=True)
+
+        assert (state, type(error)) == (states.FAILURE, TransactionEnded)
+        assert (again, type(refusal)) == (states.FAILURE, NotRun)
+        assert (the_row().state, effects()) == (State.DEAD, 1)
+
+    def test_a_commit_that_fails_is_seen_by_autoretry(self, a_task, sent, monkeypatch):
+        """As a deferred constraint does: the function has returned by then."""
+
+        def refuse(*args):
+            raise ConnectionResetError("at the commit")
+
+        monkeypatch.setattr(store, "finish", refuse)
+        task = a_task(the_effect, biz_id="order_id", autoretry_for=[ConnectionError], retry_kwargs={"countdown": 0})
+
+        state, _ = deliver(task, "o-1")
+
+        assert (state, effects(), len(sent())) == (states.RETRY, 0, 1)
+
+    @pytest.mark.parametrize("raised", ["retry", "ignore", "reject"])
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_what_celery_is_told_rolls_back_and_leaves_nothing(self, a_task, raised, redelivered, sent):
+        def tell(self, order_id):
+            the_effect(order_id)
+            if raised == "retry":
+                self.retry(countdown=0)
+            raise {"ignore": Ignore, "reject": Reject}[raised]
+
+        state, _ = deliver(a_task(tell, bind=True, biz_id="order_id"), "o-1", redelivered=redelivered)
+
+        assert state == {"retry": states.RETRY, "ignore": states.IGNORED, "reject": states.REJECTED}[raised]
+        assert (effects(), InboxMessage.objects.count()) == (0, 0)
+        assert len(sent()) == (raised == "retry")
+
+    def test_what_it_publishes_names_its_cause_and_rolls_back_with_it(self, a_task):
+        def order(order_id):
+            publish("shop.order.placed", {"order": order_id})
+            if order_id == "bad":
+                raise ValueError("no")
+
+        task = a_task(order, biz_id="order_id")
+        deliver(task, "bad")
+        deliver(task, "good", task_id="t-1", root_id="root", parent_id="p-1", traceparent="00-x-y-01")
+
+        published = OutboxMessage.objects.get()
+        assert (published.causation_id, published.correlation_id, published.traceparent) == ("t-1", "root", "00-x-y-01")
+        assert (the_row().correlation_id, the_row().causation_id) == ("root", "p-1")
+
+    @committing
+    def test_an_on_commit_hook_that_fails_does_not_undo_a_success(self, a_task, caplog):
+        def hook(order_id):
+            the_effect(order_id)
+            transaction.on_commit(lambda: 1 / 0)
+            return "done"
+
+        assert deliver(a_task(hook, biz_id="order_id"), "o-1") == (states.SUCCESS, "done")
+        assert effects() == 1
+        assert "failed after the effect" in caplog.text
+
+
+class TestPoison:
+    """What happens when no failure can be told, because the process is gone: an attempt was counted, and that is all."""
+
+    def killed(self, task, *args):
+        """As a worker leaves it that dies over a message that comes again."""
+        with pytest.raises(SystemExit):
+            deliver(task, *args, task_id="t-1", redelivered=True)
+
+    @pytest.fixture
+    def poison(self, a_task):
+        self.deadly = True
+
+        def die(order_id):
+            the_effect(order_id)
+            if self.deadly:
+                raise SystemExit(13)
+            return "mended"
+
+        return a_task(die, biz_id="order_id")
+
+    def test_a_fresh_delivery_is_not_counted(self, poison):
+        with pytest.raises(SystemExit):
+            deliver(poison, "o-1")
+
+        assert not InboxMessage.objects.exists()
+
+    def test_it_is_open_while_there_are_attempts_and_then_dead(self, poison, heard):
+        for attempt in (1, 2, 3):
+            self.killed(poison, "o-1")
+            assert (the_row().state, the_row().attempts) == (State.RECEIVED, attempt)
+
+        state, error = deliver(poison, "o-1", task_id="t-1", redelivered=True)
+
+        assert (state, type(error)) == (states.FAILURE, NotRun)
+        assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 3, 0)
+        assert "It was begun 3 times and never ended" in the_row().last_error
+        assert [name for name, _ in heard] == ["message_dead"]
+
+    def test_any_delivery_runs_what_is_open(self, poison):
+        self.killed(poison, "o-1")
+        self.deadly = False
+
+        assert deliver(poison, "o-1", task_id="t-2") == (states.SUCCESS, "mended")
+        assert (the_row().state, the_row().attempts, the_row().duplicates, effects()) == (State.DONE, 2, 0, 1)
+
+    def test_an_ordinary_failure_clears_the_count(self, a_task):
+        def fail(order_id):
+            raise {"killed": SystemExit, "failing": ValueError}[self.way]("no")
+
+        task = a_task(fail, biz_id="order_id")
+        self.way = "killed"
+        self.killed(task, "o-1")
+        self.way = "failing"
+
+        assert deliver(task, "o-1", redelivered=True)[0] == states.FAILURE
+        assert not InboxMessage.objects.exists()
+
+    def test_a_dead_letter_is_not_retried_by_autoretry(self, a_task, sent):
+        task = a_task(the_effect, biz_id="order_id", autoretry_for=[Exception])
+        deliver(task, "o-1")
+        InboxMessage.objects.update(state=State.DEAD, last_error="because")
+
+        state, error = deliver(task, "o-1")
+
+        assert (state, type(error)) == (states.FAILURE, NotRun)
+        assert "as dead (because)" in str(error)
+        assert sent() == []
+
+    def test_what_an_operator_skipped_is_not_run(self, poison):
+        self.killed(poison, "o-1")
+        store.skip("default", the_row().pk, "not wanted")
+
+        state, error = deliver(poison, "o-1")
+
+        assert (state, "skipped: not wanted" in str(error), the_row().duplicates) == (states.FAILURE, True, 1)
+
+
+class TestTwins:
+    @committing
+    def test_one_that_is_at_work_sends_the_other_away_with_a_copy_to_come_later(self, a_task, sent):
+        if connections["default"].vendor != "postgresql":
+            pytest.skip("SQLite has one writer: the twin waits for the end of the first")
+        go = []
+
+        def wait(order_id):
+            the_effect(order_id)
+            go.append("begun")
+            wait_until(lambda: "go" in go)
+
+        task = a_task(wait, biz_id="order_id", max_retries=0)
+        with InAThread(lambda: deliver(task, "o-1", task_id="t-1")) as first:
+            wait_until(lambda: go)
+            state, reason = deliver(task, "o-1", task_id="t-2", retries=5, inbox_sent_at="2026-01-02T00:00:00+00:00")
+            again, _ = deliver(task, "o-1", task_id="t-1", redelivered=True)
+            go.append("go")
+
+        assert first.answer[0] == states.SUCCESS
+        assert (state, again, str(reason)) == (
+            states.IGNORED,
+            states.IGNORED,
+            "another delivery of the same business id is at work",
+        )
+        copies = sent()
+        headers = copies[0].headers
+        assert [copy.headers["id"] for copy in copies] == ["t-2", "t-1"]
+        assert (headers["retries"], headers["inbox_sent_at"], headers["task"]) == (5, "2026-01-02T00:00:00+00:00", "tests.task")
+        assert headers["eta"]
+        assert effects() == 1
+
+    def test_a_copy_that_cannot_be_sent_goes_back_to_the_broker(self, a_task, monkeypatch):
+        task = a_task(the_effect, biz_id="order_id")
+
+        def busy(*args, **kwargs):
+            raise store.TwinBusy
+
+        def fail(*args, **kwargs):
+            raise ConnectionError("no broker")
+
+        monkeypatch.setattr(store, "begin_fresh", busy)
+        monkeypatch.setattr(type(task), "apply_async", fail)
+
+        state, reject = deliver(task, "o-1")
+
+        assert (state, reject.requeue) == (states.REJECTED, True)
+
+    @committing
+    def test_a_copy_is_there_before_its_delivery_is_acknowledged(self, rabbitmq_url, settings, monkeypatch):
+        """What is published to an exchange that is gone raises nothing, unless one waits for the broker's confirm."""
+        settings.INBOX = INBOX
+
+        def busy(*args, **kwargs):
+            raise store.TwinBusy
+
+        monkeypatch.setattr(store, "begin_fresh", busy)
+        app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)
+        task = app.task(the_effect, base=IdempotentTask, name="tests.task", shared=False, biz_id="order_id")
+        of_an_exchange = {"exchange": "gone", "routing_key": "x", "priority": None, "redelivered": False}
+        try:
+            state, reject = deliver(task, "o-1", delivery_info=of_an_exchange)
+            assert (state, reject.requeue) == (states.REJECTED, True)
+            assert "NOT_FOUND" in str(reject.reason)
+
+            assert deliver(task, "o-1", argsrepr="(hidden)")[0] == states.IGNORED
+            with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
+                message = queue.get(timeout=A_WHILE)
+                message.ack()
+            assert (message.payload[0], message.headers["argsrepr"]) == (["o-1"], "(hidden)")
+        finally:
+            close(app)
+
+
+class TestAge:
+    def sent(self, **ago):
+        return (datetime.now(UTC) - timedelta(**ago)).isoformat()
+
+    def test_calls_say_when_they_were_made_and_retries_keep_it(self, a_task, sent):
+        def again(self):
+            self.retry(countdown=0)
+
+        task = a_task(again, bind=True)
+        task.delay()
+        [first] = sent()
+        deliver(task, inbox_sent_at=first.headers["inbox_sent_at"])
+        [second] = sent()
+
+        assert first.headers["inbox_sent_at"] == second.headers["inbox_sent_at"]
+        assert datetime.fromisoformat(first.headers["inbox_sent_at"]).tzinfo
+
+    def test_one_that_is_older_than_the_window_is_quarantined(self, a_task, heard):
+        task = a_task(the_effect, biz_id="order_id")
+
+        state, error = deliver(task, "o-1", inbox_sent_at=self.sent(days=31))
+
+        assert (state, type(error), effects()) == (states.FAILURE, NotRun, 0)
+        row = the_row()
+        assert (row.state, row.quarantined, row.attempts) == (State.DEAD, True, 0)
+        assert "past the deduplication window" in row.last_error
+        assert [name for name, _ in heard] == ["message_dead"]
+
+    def test_one_that_is_older_and_known_still_is_a_duplicate(self, a_task):
+        task = a_task(the_effect, biz_id="order_id")
+        deliver(task, "o-1", inbox_sent_at=self.sent(days=1))
+
+        assert deliver(task, "o-1", inbox_sent_at=self.sent(days=31)) == (states.SUCCESS, {"order": "o-1"})
+        assert the_row().duplicates == 1
+
+    def test_an_operators_override_runs_it(self, a_task):
+        task = a_task(the_effect, biz_id="order_id")
+        deliver(task, "o-1", inbox_sent_at=self.sent(days=31))
+        assert not store.retry("default", the_row().pk)
+        assert store.override_age_fence("default", the_row().pk)
+
+        assert deliver(task, "o-1", inbox_sent_at=self.sent(days=31))[0] == states.SUCCESS
+        assert (the_row().state, effects()) == (State.DONE, 1)
+
+    @pytest.mark.parametrize("eta", [{"days": 1}, {"days": 29}])
+    def test_a_task_that_waited_for_its_time_is_as_old_as_that(self, a_task, eta):
+        eta = (datetime.now(UTC) - timedelta(days=eta["days"] - 0.5)).isoformat()
+
+        assert deliver(a_task(the_effect), "o-1", inbox_sent_at=self.sent(days=400), eta=eta)[0] == states.SUCCESS
+
+    @pytest.mark.parametrize("said", [None, "", "yesterday", 17, "2020-01-01T00:00:00", {}])
+    def test_one_that_does_not_say_is_run(self, a_task, said):
+        assert deliver(a_task(the_effect), "o-1", inbox_sent_at=said)[0] == states.SUCCESS
+
+
+class TestEager:
+    def test_it_is_deduplicated_and_answers(self, a_task):
+        task = a_task(the_effect, biz_id="order_id")
+
+        assert [task.apply(["o-1"]).get(), task.apply(["o-1"]).get()] == [{"order": "o-1"}] * 2
+        assert (effects(), the_row().duplicates) == (1, 1)
+
+    @committing
+    def test_inside_a_transaction_it_is_part_of_it(self, local_app, a_task):
+        local_app.conf.task_always_eager = True
+        task = a_task(the_effect, biz_id="order_id")
+
+        with transaction.atomic():
+            task.delay("o-1")
+            task.delay("o-1")
+            assert (effects(), the_row().duplicates) == (1, 1)
+            transaction.set_rollback(True)
+        assert (effects(), InboxMessage.objects.count()) == (0, 0)
+
+        with transaction.atomic():
+            task.delay("o-1")
+        assert (effects(), the_row().state) == (1, State.DONE)
+
+    def test_a_failure_rolls_back_its_own_part(self, a_task):
+        def fail(order_id):
+            the_effect(order_id)
+            raise ValueError("no")
+
+        task = a_task(fail, biz_id="order_id")
+        with transaction.atomic():
+            the_effect("before")
+            with pytest.raises(ValueError, match="no"):
+                task.apply(["o-1"]).get()
+
+        assert [effect.name for effect in Effect.objects.all()] == ["before"]
+        assert not InboxMessage.objects.exists()
+
+    @pytest.mark.parametrize("autoretry_for", [[], [ValueError]])
+    def test_a_retry_runs_after_the_rollback(self, a_task, autoretry_for):
+        def again(self, order_id):
+            the_effect(order_id, self.request.retries)
+            if not self.request.retries:
+                if autoretry_for:
+                    raise ValueError("not yet")
+                raise self.retry()
+            return "done"
+
+        task = a_task(again, bind=True, biz_id="order_id", autoretry_for=autoretry_for)
+
+        assert task.apply(["o-1"]).get() == "done"
+        assert [effect.detail for effect in Effect.objects.all()] == ["1"]
+
+
+class TestInsideATestCase(TestCase):
+    def test_a_task_runs_once(self):
+        app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
+        self.addCleanup(close, app)
+        task = app.task(the_effect, base=IdempotentTask, biz_id="order_id", name="tests.inside", shared=False)
+
+        for _ in range(2):
+            assert task.apply(["o-1"]).get() == {"order": "o-1"}
+            assert deliver(task, "o-1") == (states.SUCCESS, {"order": "o-1"})
+
+        assert (effects(), the_row().duplicates) == (1, 3)

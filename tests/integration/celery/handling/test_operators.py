@@ -1,0 +1,311 @@
+"""What an operator may do about the row of a task: Celery runs it, so it is sent again."""
+
+import json
+
+import pytest
+from celery.exceptions import Ignore, Reject
+from django.contrib.auth.models import User
+from django.contrib.messages import get_messages
+from django.core.management import CommandError, call_command
+from django.db import connections
+from django.test import Client
+from django.urls import reverse
+
+from inbox import store
+from inbox.errors import TaskNotSent
+from inbox.models import InboxMessage, State
+from inbox.resending import resending
+from tests.integration.celery.handling.tracing import deliver
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import OPTIONS, an_envelope, effects, the_effect, the_row
+from tests.support.deliveries import deliver as deliver_message
+
+pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+
+HANDLER = "celery.tests.task"
+
+
+@pytest.fixture
+def deadly(a_task, local_app, current):
+    """A task that is a dead letter: it ended its worker's process each time. `deadly()` is its row."""
+    current(local_app)
+
+    def die(order_id, *more, how="badly"):
+        raise SystemExit(13)
+
+    task = a_task(die, biz_id="order_id")
+
+    def make(**request):
+        for _ in range(3):
+            with pytest.raises(SystemExit):
+                deliver(task, "o-1", 2, kwargs={"how": "well"}, task_id="t-1", redelivered=True, **request)
+        deliver(task, "o-1", 2, kwargs={"how": "well"}, task_id="t-1", redelivered=True, **request)
+        assert the_row().state == State.DEAD
+        return the_row()
+
+    return make
+
+
+@pytest.fixture
+def operator():
+    client = Client()
+    client.force_login(User.objects.create_superuser("operator"))
+    return client
+
+
+@pytest.fixture
+def act(operator):
+    """Carry out an action of the admin on a row, and what was said."""
+
+    def do(action, row, **fields):
+        data = {"action": action, "_selected_action": [row.pk], **fields}
+        response = operator.post(reverse("admin:inbox_inboxmessage_changelist"), data)
+        return [str(message) for message in get_messages(response.wsgi_request)]
+
+    return do
+
+
+def test_a_retry_sends_it_as_it_was_sent(deadly, sent, a_task):
+    follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
+    row = deadly(chain=[follow], root_id="root", parent_id="p", timelimit=[20, 10], tenant="acme", expires="2020-01-01")
+
+    assert resending(store.retry)("default", row.pk)
+
+    [message] = sent()
+    assert message.headers["task"] == "tests.task"
+    assert message.headers["id"] == "t-1"
+    assert (message.headers["root_id"], message.headers["parent_id"], message.headers["tenant"]) == ("root", "p", "acme")
+    assert message.headers["timelimit"] == [20, 10]
+    assert message.headers["expires"] is None
+    args, kwargs, embedded = message.payload
+    assert (args, kwargs) == (["o-1", 2], {"how": "well"})
+    assert embedded["chain"][0]["options"]["task_id"] == "f-1"
+    assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
+
+
+def test_in_the_admin(deadly, act, sent):
+    row = deadly()
+
+    assert "due for a retry now" in act("retry", row)[0]
+
+    assert (the_row().state, len(sent())) == (State.RETRYING, 1)
+
+
+def test_in_the_admin_while_the_broker_is_away(deadly, act, local_app):
+    row = deadly()
+    local_app.conf.update(broker_url="amqp://127.0.0.1:1//", task_publish_retry=False)
+
+    [said] = act("retry", row)
+
+    assert "not due for a retry now: celery.tests.task cannot be sent" in said
+    assert the_row().state == State.DEAD
+
+
+def test_by_the_command(deadly, sent, capsys):
+    deadly()
+
+    call_command("inbox_retry", "--handler", HANDLER, verbosity=0)
+
+    assert "1 messages are due now." in capsys.readouterr().out
+    assert (the_row().state, len(sent())) == (State.RETRYING, 1)
+
+
+def test_by_the_command_where_no_app_is_known(deadly, local_app):
+    deadly()
+    local_app.conf.broker_url = None
+
+    with pytest.raises(CommandError, match=r"1 Celery tasks stay as they were: .* no Celery app with a broker_url"):
+        call_command("inbox_retry", "--all", verbosity=0)
+
+    assert the_row().state == State.DEAD
+
+
+def test_an_override_of_the_age_fence_sends_it_too(a_task, local_app, current, sent):
+    current(local_app)
+
+    def take(order_id):
+        Effect.objects.create(name=order_id)
+
+    task = a_task(take, biz_id="order_id")
+    deliver(task, "o-1", inbox_sent_at="2020-01-01T00:00:00+00:00", task_id="t-1")
+
+    call_command("inbox_retry", "t-1", "--override-age-fence", verbosity=0)
+
+    [message] = sent()
+    assert message.headers["inbox_sent_at"] == "2020-01-01T00:00:00+00:00"
+    assert deliver(task, "o-1", inbox_sent_at=message.headers["inbox_sent_at"], task_id="t-1")[0] == "SUCCESS"
+    assert (the_row().state, effects()) == (State.DONE, 1)
+
+
+def test_one_that_was_never_delivered_twice_is_sent_by_its_arguments(local_app, current, sent):
+    """A row that no careful attempt has written: how it was sent is not known."""
+    current(local_app)
+    row = a_row(body=json.dumps({"order_id": "o-1"}).encode(), content_type="application/json")
+
+    assert resending(store.retry)("default", row.pk)
+
+    [message] = sent()
+    assert (message.headers["id"], message.payload[1]) == ("t-1", {"order_id": "o-1"})
+
+
+def test_one_whose_arguments_cannot_be_sent_stays(local_app, current):
+    current(local_app)
+    row = a_row(body=b"{'order_id': <object>}", content_type="text/plain")
+
+    with pytest.raises(TaskNotSent, match="its arguments were not JSON"):
+        resending(store.retry)("default", row.pk)
+
+    assert the_row().state == State.DEAD
+
+
+def a_row(**columns):
+    given = {"handler": HANDLER, "topic": HANDLER, "biz_id": "o-1", "message_id": "t-1", "digest": "", "state": State.DEAD}
+    return InboxMessage.objects.create(**given, received_at="2026-01-01T00:00:00Z", **columns)
+
+
+def test_what_is_not_due_any_more_is_not_sent(deadly, sent):
+    row = deadly()
+    store.skip("default", row.pk, "no")
+
+    assert not resending(store.retry)("default", row.pk)
+
+    assert sent() == []
+
+
+def test_a_retried_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, local_app, current, sent):
+    current(local_app)
+    raised = [SystemExit(13)]
+
+    def fail(order_id):
+        raise raised[0]
+
+    task = a_task(fail, biz_id="order_id")
+    for _ in range(3):
+        with pytest.raises(SystemExit):
+            deliver(task, "o-1", task_id="t-1", redelivered=True)
+    deliver(task, "o-1", task_id="t-1", redelivered=True)
+    assert resending(store.retry)("default", the_row().pk)
+    raised[0] = ValueError("out of stock")
+
+    assert deliver(task, "o-1", task_id="t-1")[0] == "FAILURE"
+
+    assert (the_row().state, the_row().last_error) == (State.DEAD, "ValueError: out of stock")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"autoretry_for": [Exception], "dont_autoretry_for": [ValueError]},
+        {"autoretry_for": [ValueError], "max_retries": 0},
+        {"autoretry_for": [ValueError], "retry_kwargs": {"max_retries": 0}},
+    ],
+    ids=str,
+)
+def test_a_retried_task_that_autoretry_gives_up_is_a_dead_letter(a_task, local_app, current, sent, options):
+    current(local_app)
+    a_row(body=b"{}", content_type="application/json")
+    resending(store.retry)("default", the_row().pk)
+    sent()
+
+    def fail(order_id):
+        raise ValueError("out of stock")
+
+    task = a_task(fail, biz_id="order_id", **options)
+
+    assert deliver(task, "o-1", task_id="t-1")[0] == "FAILURE"
+    assert sent() == []
+    assert (the_row().state, the_row().last_error) == (State.DEAD, "ValueError: out of stock")
+
+
+@pytest.mark.parametrize(("raised", "state"), [(Ignore(), "IGNORED"), (Reject("bad", requeue=False), "REJECTED")], ids=str)
+def test_a_retried_task_that_takes_itself_away_is_a_dead_letter(a_task, local_app, current, raised, state):
+    current(local_app)
+    a_row(body=b"{}", content_type="application/json")
+    resending(store.retry)("default", the_row().pk)
+
+    def leave(order_id):
+        raise raised
+
+    assert deliver(a_task(leave, biz_id="order_id"), "o-1", task_id="t-1")[0] == state
+    assert the_row().state == State.DEAD
+    assert type(raised).__name__ in the_row().last_error
+
+
+def test_a_retried_task_whose_rejection_autoretry_takes_for_a_failure_stays_open(a_task, local_app, current, sent):
+    current(local_app)
+    a_row(body=b"{}", content_type="application/json")
+    resending(store.retry)("default", the_row().pk)
+    sent()
+
+    def leave(order_id):
+        raise Reject("bad", requeue=False)
+
+    task = a_task(leave, biz_id="order_id", autoretry_for=[Exception], max_retries=1)
+
+    assert deliver(task, "o-1", task_id="t-1")[0] == "RETRY"
+    assert (the_row().state, len(sent())) == (State.RETRYING, 1)
+    assert deliver(task, "o-1", task_id="t-1", retries=1)[0] == "REJECTED"
+    assert the_row().state == State.DEAD
+
+
+@pytest.mark.django_db(transaction=True)
+def test_one_that_ended_its_own_transaction_is_sent_again_as_it_was_sent(a_task, local_app, current, sent):
+    """At its first delivery, of which nothing had been written down."""
+    current(local_app)
+
+    def commit(order_id):
+        connections["default"].connection.commit()
+
+    task = a_task(commit, biz_id="order_id")
+    follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
+    deliver(task, "o-1", task_id="t-1", chain=[follow], tenant="acme")
+
+    assert resending(store.retry)("default", the_row().pk)
+
+    [message] = sent()
+    args, _, embedded = message.payload
+    assert (args, message.headers["tenant"], embedded["chain"][0]["options"]["task_id"]) == (["o-1"], "acme", "f-1")
+
+
+@pytest.mark.parametrize("by_autoretry", [False, True])
+def test_a_retried_task_that_celery_tries_again_stays_open(a_task, local_app, current, by_autoretry):
+    current(local_app)
+    a_row(body=b"{}", content_type="application/json")
+    resending(store.retry)("default", the_row().pk)
+
+    def again(self, order_id):
+        if self.request.retries:
+            return
+        if by_autoretry:
+            raise ValueError("not yet")
+        raise self.retry(countdown=0)
+
+    task = a_task(again, bind=True, biz_id="order_id", autoretry_for=[ValueError] if by_autoretry else [])
+
+    assert deliver(task, "o-1", task_id="t-1")[0] == "RETRY"
+    assert the_row().state == State.RETRYING
+    assert deliver(task, "o-1", task_id="t-1", retries=1)[0] == "SUCCESS"
+    assert (the_row().state, the_row().duplicates) == (State.DONE, 0)
+
+
+def test_messages_of_handlers_are_retried_as_ever(handles, sent):
+    def fail(message):
+        raise ValueError("no")
+
+    deliver_message(handles(fail), an_envelope())
+
+    assert resending(store.retry)("default", the_row().pk)
+    assert sent() == []
+
+
+def test_open_rows_of_tasks_are_no_orphans(deadly):
+    resending(store.retry)("default", deadly().pk)
+
+    assert store.orphans("default", []) == {}
+
+
+def test_a_handler_of_messages_with_the_name_of_a_task_does_not_take_its_rows(deadly, handles):
+    handler = handles(the_effect, name="tests.task")
+    resending(store.retry)("default", deadly().pk)
+
+    assert store.claim_due("default", [handler.name], OPTIONS.REDELIVERY_AFTER) is None

@@ -1,0 +1,207 @@
+"""Task classes of a project's own, and functions that call themselves: what Celery allows, an idempotent task allows."""
+
+import pytest
+from celery import Celery, Task, states
+from celery.app.trace import _install_stack_protection, reset_worker_optimizations
+from celery.exceptions import Reject
+from django.db import OperationalError, transaction
+
+from inbox import store
+from inbox.celery import IdempotentTask, idempotent_task
+from inbox.errors import NotRun
+from inbox.models import InboxMessage, State
+from outbox.celery import OutboxTask
+from outbox.models import OutboxMessage
+from tests.integration.celery.handling.tracing import deliver
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import effects, the_row
+
+pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+
+
+def the_effect(order_id):
+    Effect.objects.create(name=str(order_id))
+    return order_id
+
+
+@pytest.fixture
+def decorated(local_app, current):
+    """Make a task by the decorator, as a project does: `decorated(function, base=…)`."""
+    current(local_app)
+
+    def make(function, *, name, **options):
+        idempotent_task(name=name, **options)(function)
+        return local_app.tasks[name]
+
+    return make
+
+
+class Client(Task):
+    """Celery's own example: made once in each process, with what its tasks share."""
+
+    def __init__(self):
+        self.users = {"george": "password"}
+
+
+class Wrapped(Task):
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs)
+
+
+class Patient(Task):
+    autoretry_for = (Exception,)
+    dont_autoretry_for = (ValueError,)
+    max_retries = 3
+
+
+class TestBaseClasses:
+    def test_init_of_the_base_is_called(self, decorated):
+        def look(self, order_id):
+            the_effect(order_id)
+            return self.users["george"]
+
+        task = decorated(look, name="shared.look", base=Client, bind=True, biz_id="order_id")
+
+        assert [deliver(task, "o-1"), deliver(task, "o-1")] == [(states.SUCCESS, "password")] * 2
+        assert effects() == 1
+
+    def test_an_init_that_calls_no_super_does_not_switch_it_off(self, a_task):
+        class Sloppy(IdempotentTask):
+            def __init__(self):
+                self.users = {}
+
+        task = a_task(the_effect, base=Sloppy, biz_id="order_id")
+
+        for _ in range(2):
+            deliver(task, "o-1")
+
+        assert effects() == 1
+
+    def test_what_the_base_does_not_retry_is_not_retried(self, decorated, sent):
+        def fail(order_id):
+            raise ValueError("no")
+
+        task = decorated(fail, name="shared.fail", base=Patient, biz_id="order_id")
+
+        assert deliver(task, "o-1")[0] == states.FAILURE
+        assert sent() == []
+
+    @pytest.mark.parametrize("worker", [False, True])
+    @pytest.mark.parametrize("eager", [False, True])
+    def test_a_call_of_the_base_that_calls_on_is_a_delivery_still(self, a_task, worker, eager):
+        class Both(IdempotentTask, Wrapped):
+            pass
+
+        task = a_task(the_effect, base=Both, biz_id="order_id")
+        if worker:
+            _install_stack_protection()
+        try:
+            for _ in range(2):
+                if eager:
+                    assert task.apply(["o-1"]).get() == "o-1"
+                else:
+                    assert deliver(task, "o-1") == (states.SUCCESS, "o-1")
+        finally:
+            reset_worker_optimizations(task.app)
+
+        assert (effects(), the_row().duplicates) == (1, 1)
+
+    def test_a_project_may_make_every_task_of_its_app_one(self, current):
+        app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False, task_cls=IdempotentTask)
+        current(app)
+        task = idempotent_task(name="shared.of_the_class", biz_id="order_id")(the_effect)
+        plain = app.task(the_effect, name="shared.by_its_id", shared=False)
+
+        for one in (task, plain):
+            for _ in range(2):
+                assert deliver(one, "o-1", task_id="t-1") == (states.SUCCESS, "o-1")
+
+        assert effects() == 2
+        app.close()
+
+    def test_the_task_class_of_the_app_is_the_base(self, current):
+        class Shop(OutboxTask):
+            color = "red"
+
+        app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False, task_cls=Shop)
+        current(app)
+        task = idempotent_task(name="shared.of_the_app", biz_id="order_id")(the_effect)
+
+        assert task.color == "red"
+        with transaction.atomic():
+            task.delay("o-1")
+        assert OutboxMessage.objects.get().topic == "celery.shared.of_the_app"
+        app.close()
+
+
+class TestADirectCall:
+    @pytest.mark.parametrize("worker", [False, True])
+    @pytest.mark.parametrize("eager", [False, True])
+    def test_of_itself_is_a_call_of_the_function(self, a_task, worker, eager):
+        def count(self, order_id, depth=0):
+            the_effect(f"{order_id}/{depth}")
+            return self(order_id, depth + 1) if depth < 2 else depth
+
+        task = a_task(count, bind=True, biz_id="order_id")
+        if worker:
+            _install_stack_protection()
+        try:
+            for _ in range(2):
+                given = task.apply(["o-1"]) if eager else deliver(task, "o-1")
+                assert (given.get() if eager else given[1]) == 2
+        finally:
+            reset_worker_optimizations(task.app)
+
+        assert (effects(), the_row().duplicates) == (3, 1)
+
+
+class TestRetries:
+    @pytest.mark.parametrize("dont_autoretry_for", [(), (ValueError,)])
+    def test_what_is_not_run_is_not_retried_whatever_is_excepted(self, a_task, sent, dont_autoretry_for):
+        task = a_task(the_effect, biz_id="order_id", autoretry_for=(Exception,), dont_autoretry_for=dont_autoretry_for)
+        deliver(task, "o-1")
+        InboxMessage.objects.update(state=State.DEAD, last_error="because")
+
+        state, error = deliver(task, "o-1")
+
+        assert (state, type(error), sent()) == (states.FAILURE, NotRun, [])
+
+    def test_what_cannot_be_sent_again_goes_back_to_the_broker_whatever_is_retried(self, a_task, monkeypatch):
+        def busy(*args, **kwargs):
+            raise store.TwinBusy
+
+        monkeypatch.setattr(store, "begin_fresh", busy)
+        task = a_task(the_effect, autoretry_for=(Exception,))
+
+        # It came as pickle, and this task is sent as JSON.
+        state, reject = deliver(task, object())
+
+        assert (state, isinstance(reject, Reject), reject.requeue) == (states.REJECTED, True, True)
+
+    def test_arguments_that_a_run_has_changed_are_whole_again_for_the_next(self, a_task):
+        """A transaction that collided is run again at once, and Celery knows nothing of that."""
+        collide = [True]
+
+        def pay(order, lines):
+            the_effect(order.pop("id"))
+            lines.append("changed")
+            if collide:
+                collide.clear()
+                raise OperationalError("database is locked")
+            return [order, lines]
+
+        task = a_task(pay, biz_id="order.id")
+
+        assert deliver(task, {"id": "o-1"}, kwargs={"lines": []}) == (states.SUCCESS, [{}, ["changed"]])
+        assert [effect.name for effect in Effect.objects.all()] == ["o-1"]
+
+    def test_a_copy_that_comes_later_has_the_arguments_that_came(self, a_task, sent, monkeypatch):
+        def pay(lines):
+            lines.append("changed")
+            monkeypatch.setattr(store, "is_reachable", lambda alias: False)
+            raise OperationalError("server closed the connection unexpectedly")
+
+        deliver(a_task(pay), [1])
+
+        [message] = sent()
+        assert message.payload[0] == [[1]]

@@ -1,0 +1,125 @@
+"""Brokers, an app whose tasks can be called, and real workers."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import kombu
+import kombu.pools
+import pytest
+from django.db import transaction
+
+from outbox.models import OutboxMessage, State
+from tests.integration.celery.publishing.project import make_app
+from tests.support import ROOT
+from tests.support.deliveries import wait_until
+from tests.support.workers import Process
+
+QUEUES = ("celery", "aside")
+SECONDS = 60
+"""How long a result may take."""
+
+
+@pytest.fixture(params=["rabbitmq", "redis"])
+def broker(request):
+    """The URL of a broker with nothing in it."""
+    return request.getfixturevalue(f"{request.param}_url")
+
+
+@pytest.fixture
+def results(redis_server):
+    """The URL of a result backend with nothing in it."""
+    redis_server.start().flush()
+    return redis_server.url.rpartition("/")[0] + "/5"
+
+
+@pytest.fixture
+def make():
+    """Make apps that are closed in the end: `make(broker, **settings)`. Their results come from nowhere."""
+    made = []
+
+    def build(broker, results="cache+memory://", **settings):
+        made.append(make_app(broker, results, **settings))
+        return made[-1]
+
+    yield build
+    gc.collect()  # a result that is collected later would ask its backend to forget it
+    for app in made:
+        close(app)
+
+
+@pytest.fixture
+def app(broker, make):
+    return make(broker)
+
+
+@pytest.fixture
+def tasks(broker, results, make):
+    """Tasks whose results come from the workers."""
+    return make(broker, results).tasks
+
+
+class Worker(Process):
+    """`celery worker` with a pool of two processes; nothing of it outlives its test."""
+
+    def __init__(self, broker, results, environment, log, **settings):
+        given = {
+            "CELERY_BROKER": broker,
+            "CELERY_RESULTS": results,
+            "CELERY_SETTINGS": json.dumps(settings),
+            "C_FORCE_ROOT": "yes",
+        }
+        super().__init__({**environment, **given}, log)
+
+    def start(self):
+        command = ["celery", "-A", "tests.integration.celery.publishing.worker", "worker"]
+        pool = ["--pool", "prefork", "--concurrency", "2"]
+        quiet = ["--queues", ",".join(QUEUES), "--without-gossip", "--without-mingle", "--loglevel", "INFO"]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", *command, *pool, *quiet],
+                cwd=ROOT,
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, *exc_info):
+        self.kill()
+
+    def kill(self):
+        """SIGKILL to the worker and to the processes of its pool."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def is_ready(self):
+        return " ready." in self.said()
+
+
+def called(call):
+    with transaction.atomic():
+        return call()
+
+
+def published():
+    """All rows, once the relay has written down what the broker said."""
+    wait_until(lambda: not OutboxMessage.objects.exclude(state=State.PUBLISHED).exists())
+    return list(OutboxMessage.objects.order_by("pk"))
+
+
+def close(app):
+    """Leave no socket behind."""
+    kombu.pools.reset()  # they are kombu's, one for each broker
+    backend = app.backend
+    if hasattr(backend, "result_consumer"):
+        # A result that outlives its test would ask a server that is gone to forget it, again and again.
+        backend.result_consumer.cancel_for = lambda task_id: None
+        backend.result_consumer.stop()
+        backend.client.connection_pool.disconnect()
+    app.close()

@@ -1,0 +1,127 @@
+"""A Celery app like that of a Django project, with tasks whose calls go through the outbox.
+
+The tests make one in their own process, for calls; a worker's process makes one from its environment (`worker.py`).
+"""
+
+from celery import Celery
+from django.db import transaction
+
+from inbox.celery import IdempotentTask
+from outbox.celery import OutboxTask
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.deliveries import wait_until
+
+
+def make_app(broker, results, task_cls=None, **settings):
+    app = Celery("tests", broker=broker, backend=results, set_as_current=False, task_cls=task_cls)
+    usual = {
+        "accept_content": ["json", "pickle", "yaml"],
+        "broker_connection_retry_on_startup": True,
+        "broker_transport_options": {} if broker.startswith("redis") else {"confirm_publish": True},
+    }
+    app.conf.update({**usual, **settings})
+    for function, options in _TASKS:
+        app.task(function, **{"base": OutboxTask, "name": f"tests.{function.__name__}", "shared": False, **options})
+    app.finalize()
+    return app
+
+
+class Once(IdempotentTask, OutboxTask):
+    """Both halves."""
+
+
+_TASKS = []
+
+
+def _task(**options):
+    def remember(function):
+        _TASKS.append((function, options))
+        return function
+
+    return remember
+
+
+@_task()
+def add(x, y):
+    return x + y
+
+
+@_task()
+def total(numbers):
+    return sum(numbers)
+
+
+@_task()
+def write(name, detail=""):
+    Effect.objects.create(name=name, detail=str(detail))
+    return name
+
+
+@_task(ignore_result=True, serializer="pickle", compression="zlib", expires=3600, time_limit=60)
+def elaborate(*args, **kwargs):
+    pass
+
+
+@_task(bind=True)
+def look(self):
+    """What the worker was told of this call."""
+    request = self.request
+    return {
+        "id": request.id,
+        "root_id": request.root_id,
+        "parent_id": request.parent_id,
+        "group": request.group,
+        "correlation_id": request.correlation_id,
+        "eta": request.eta,
+        "expires": request.expires,
+        "tenant": (request.headers or {}).get("tenant"),
+        "nested": (request.headers or {}).get("nested"),
+        "priority": request.delivery_info["priority"],
+        "routing_key": request.delivery_info["routing_key"],
+        "ignore_result": request.ignore_result,
+        "stamps": request.stamps,
+    }
+
+
+@_task(bind=True)
+def order(self, name, *, fails=False):
+    """A task that calls another: the effect and the next task commit together."""
+    with transaction.atomic():
+        Effect.objects.create(name=f"ordered {name}")
+        self.app.tasks["tests.write"].delay(f"followed {name}")
+        if fails:
+            raise ValueError(name)
+
+
+@_task(bind=True, max_retries=3)
+def try_again(self, name):
+    """Asks for a retry inside its transaction, which that rolls back."""
+    with transaction.atomic():
+        Effect.objects.create(name=f"tried {name}", detail=str(self.request.retries))
+        if self.request.retries < 2:
+            raise self.retry(countdown=0)
+
+
+@_task(bind=True)
+def hand_on(self, name):
+    """Puts another task in its place inside a transaction, which that rolls back."""
+    with transaction.atomic():
+        Effect.objects.create(name=f"replaced {name}")
+        raise self.replace(self.app.tasks["tests.write"].si(f"in its place {name}"))
+
+
+@_task(base=Once, bind=True, biz_id="order_id", max_retries=3)
+def charge(self, order_id, *, retries=0):
+    Effect.objects.create(name=f"charged {order_id}", detail=str(self.request.retries))
+    if self.request.retries < retries:
+        raise self.retry(countdown=0)
+    return order_id
+
+
+@_task(acks_late=True)
+def wait_for_the_word(name):
+    """Says that it has begun, and ends when the test says so."""
+    Effect.objects.create(name=f"begun {name}")
+    wait_until(lambda: Unique.objects.filter(name=f"go {name}").exists())
+    Effect.objects.create(name=f"ended {name}")
+    return name

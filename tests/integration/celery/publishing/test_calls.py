@@ -1,0 +1,429 @@
+"""What a call inside a transaction writes, and when it writes nothing. No broker is there: none is asked."""
+
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from uuid import UUID
+
+import pytest
+from celery import chain, chord, group
+from celery.signals import after_task_publish, before_task_publish
+from django.db import transaction
+from django.urls import reverse
+from kombu.exceptions import EncodeError, OperationalError
+
+from outbox import InvalidMessage, PayloadTooLarge, store
+from outbox.celery import OutboxTask
+from outbox.kernel.context import Cause, caused_by
+from outbox.kernel.wire import Wire
+from outbox.models import OutboxMessage, State
+from tests.integration.admin.test_outbox_pages import DETAIL, LIST, VIEW, Page, shown, somebody
+from tests.support import ROOT
+from tests.support.apps.effects.models import Effect
+from tests.support.relaying import drained, set_columns
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+NOBODY = "amqp://guest:guest@127.0.0.1:1//"
+TASK_ID = "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10"
+AMQP = {"BROKER_URL": NOBODY}
+REDIS = {"BROKER_URL": "redis://127.0.0.1:1/0"}
+
+
+@pytest.fixture(autouse=True)
+def _outbox(settings):
+    settings.OUTBOX = AMQP
+
+
+@pytest.fixture
+def app(make):
+    return make(NOBODY, task_publish_retry=False, broker_connection_timeout=1)
+
+
+@pytest.fixture
+def add(app):
+    return app.tasks["tests.add"]
+
+
+def rows(using="default"):
+    return list(OutboxMessage.objects.using(using).order_by("pk"))
+
+
+def the_row():
+    [row] = rows()
+    return row
+
+
+def wire_of(row):
+    return Wire.from_text(row.wire)
+
+
+def called(task, *args, **options):
+    with transaction.atomic():
+        return task.apply_async(args, **options)
+
+
+class TestACall:
+    def test_writes_a_row_whose_id_is_that_of_the_task(self, add):
+        result = called(add, 1, 2)
+
+        row = the_row()
+        assert str(row.message_id) == row.biz_id == result.id
+        assert (row.topic, row.key, row.state) == ("celery.tests.add", "", State.READY)
+        assert bytes(row.body) == b'[[1, 2], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
+
+    def test_by_delay_is_the_same(self, add):
+        with transaction.atomic():
+            result = add.delay(1, y=2)
+
+        assert the_row().biz_id == result.id
+        assert wire_of(the_row()).headers["kwargsrepr"] == "{'y': 2}"
+
+    def test_that_is_rolled_back_was_never_made(self, add):
+        with suppress(ZeroDivisionError), transaction.atomic():
+            add.delay(1, 2)
+            raise ZeroDivisionError
+
+        assert rows() == []
+
+    def test_in_a_savepoint_that_is_rolled_back_was_never_made(self, add):
+        with transaction.atomic():
+            add.delay(1, 2)
+            with suppress(ZeroDivisionError), transaction.atomic():
+                add.delay(3, 4)
+                raise ZeroDivisionError
+
+        assert wire_of(the_row()).headers["argsrepr"] == "(1, 2)"
+
+    def test_outside_of_a_transaction_is_celerys_own(self, add):
+        with pytest.raises(OperationalError):
+            add.delay(1, 2)
+
+        assert rows() == []
+
+    def test_in_the_transaction_of_another_database_is_celerys_own(self, add):
+        with transaction.atomic(using="other"), pytest.raises(OperationalError):
+            add.delay(1, 2)
+
+    def test_may_take_the_outbox_of_another_database(self, app):
+        def nothing():
+            pass
+
+        other = app.task(nothing, base=OutboxTask, name="tests.other", shared=False, outbox_using="other")
+        with transaction.atomic(using="other"):
+            other.delay()
+        with transaction.atomic(), pytest.raises(OperationalError):
+            other.delay()
+
+        assert (len(rows("other")), rows()) == (1, [])
+
+    def test_that_is_eager_runs_at_once_and_writes_no_row(self, make):
+        app = make(NOBODY, task_always_eager=True)
+
+        with transaction.atomic():
+            assert app.tasks["tests.add"].delay(1, 2).get() == 3
+
+        assert rows() == []
+
+    def test_after_the_commit_is_celerys_own(self, add):
+        with pytest.raises(OperationalError), transaction.atomic():
+            add.delay_on_commit(1, 2)
+
+        assert rows() == []
+
+    def test_asks_no_broker_whatever_it_is_given(self, app, add):
+        with transaction.atomic(), app.connection_for_write() as connection, app.amqp.producer_pool.acquire() as producer:
+            add.apply_async([1, 2], connection=connection)
+            add.apply_async([1, 2], producer=producer, retry=True, retry_policy={"max_retries": 100})
+            add.apply_async([1, 2], publisher=producer)
+
+        assert len(rows()) == 3
+
+    @pytest.mark.parametrize(
+        ("canvas", "count"),
+        [
+            (lambda add, total: chain(add.s(1, 2), add.s(3), add.s(4)), 1),
+            (lambda add, total: group(add.s(n, n) for n in range(3)), 3),
+            (lambda add, total: chord([add.s(n, n) for n in range(3)], total.s()), 3),
+            (lambda add, total: add.s(1, 2) | group(add.s(1), add.s(2)) | total.s(), 1),
+        ],
+        ids=["chain", "group", "chord", "chain with a group"],
+    )
+    def test_of_many_writes_a_row_for_each_that_can_begin(self, canvas, count, app):
+        with transaction.atomic():
+            canvas(app.tasks["tests.add"], app.tasks["tests.total"]).apply_async()
+
+        assert [row.topic for row in rows()] == ["celery.tests.add"] * count
+
+
+class TestTheName:
+    def test_that_is_no_uuid_is_the_biz_id_and_the_message_id_another(self, add):
+        called(add, 1, 2, task_id="order-17")
+
+        assert the_row().biz_id == wire_of(the_row()).headers["id"] == "order-17"
+        assert isinstance(the_row().message_id, UUID)
+
+    def test_may_be_given_twice(self, add):
+        with transaction.atomic():
+            for _ in range(3):
+                add.apply_async([1, 2], task_id=TASK_ID)
+
+        assert [row.biz_id for row in rows()] == [TASK_ID] * 3
+        assert len({row.message_id for row in rows()}) == 3
+        assert str(rows()[0].message_id) == TASK_ID
+
+    @pytest.mark.parametrize("task_id", ["x" * 300, "a\0b", "{0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10}"])
+    def test_may_be_odd(self, task_id, settings, add):
+        settings.OUTBOX = REDIS
+        called(add, 1, 2, task_id=task_id)
+
+        assert wire_of(the_row()).headers["id"] == task_id
+
+    def test_of_the_cause_is_kept(self, add):
+        with caused_by(Cause(message_id="cause", correlation_id="first", traceparent="00-trace")):
+            called(add, 1, 2)
+
+        row = the_row()
+        assert (row.causation_id, row.correlation_id, row.traceparent) == ("cause", "first", "00-trace")
+
+    def test_of_the_family_is_the_cause_otherwise(self, add):
+        called(add, 1, 2, root_id="root", parent_id="parent", headers={"traceparent": "00-given"})
+
+        row = the_row()
+        assert (row.causation_id, row.correlation_id, row.traceparent) == ("parent", "root", "00-given")
+
+
+class TestTimes:
+    def test_a_countdown_is_an_instant_from_now_at_which_the_row_is_due(self, add):
+        before = datetime.now(tz=UTC)
+        called(add, 1, 2, countdown=600)
+        after = datetime.now(tz=UTC)
+
+        row = the_row()
+        assert row.state == State.SCHEDULED
+        assert row.deliver_at == row.available_at == datetime.fromisoformat(wire_of(row).headers["eta"])
+        assert before <= row.deliver_at - timedelta(minutes=10) <= after
+
+    @pytest.mark.parametrize(
+        ("eta", "due"),
+        [
+            (datetime(2100, 1, 1, 12, tzinfo=UTC), "2100-01-01T12:00:00+00:00"),
+            (datetime.fromisoformat("2100-01-01T12:00:00+05:30"), "2100-01-01T06:30:00+00:00"),
+            (datetime(2100, 1, 1, 12), "2100-01-01T12:00:00+00:00"),  # noqa: DTZ001 - Celery takes it for UTC
+            ("2100-01-01T12:00:00Z", "2100-01-01T12:00:00+00:00"),
+        ],
+        ids=str,
+    )
+    def test_an_eta_is_when_the_row_is_due_and_stays_in_the_message(self, eta, due, add):
+        called(add, 1, 2, eta=eta)
+
+        assert the_row().deliver_at == datetime.fromisoformat(due)
+        assert wire_of(the_row()).headers["eta"] == (eta if isinstance(eta, str) else eta.isoformat())
+
+    @pytest.mark.parametrize("past", [{"countdown": 0}, {"countdown": -5}, {"eta": datetime(2020, 1, 1, tzinfo=UTC)}], ids=str)
+    def test_what_is_past_is_due_now(self, past, add):
+        called(add, 1, 2, **past)
+
+        assert (the_row().state, the_row().deliver_at) == (State.READY, None)
+
+    def test_a_delay_needs_no_exchange_of_celerys_own(self, make):
+        """Celery sends a task with an eta through exchanges that delay it, once a queue is a quorum queue."""
+        app = make(NOBODY, task_default_queue_type="quorum", task_default_exchange_type="topic")
+        with transaction.atomic():
+            app.tasks["tests.add"].apply_async([1, 2], countdown=600)
+
+        wire = wire_of(the_row())
+        assert (wire.exchange, wire.routing_key) == ("celery", "celery")
+        assert the_row().state == State.SCHEDULED
+
+    @pytest.mark.parametrize("end", [timedelta(hours=1), 3600, "2100-01-01T12:00:00+00:00"], ids=str)
+    def test_the_end_of_a_task_is_that_of_its_row(self, end, add):
+        expires = datetime.now(tz=UTC) + end if isinstance(end, timedelta) else end
+        called(add, 1, 2, expires=expires)
+
+        told = datetime.fromisoformat(wire_of(the_row()).headers["expires"])
+        assert abs(the_row().expires_at - told) < timedelta(seconds=30), "it is counted by the database's clock"
+
+    def test_the_end_does_not_move_when_the_task_is_delayed(self, add):
+        called(add, 1, 2, countdown=600, expires=900)
+
+        row = the_row()
+        assert abs(row.expires_at - row.deliver_at - timedelta(minutes=5)) < timedelta(seconds=30)
+        assert int(wire_of(row).properties["expiration"]) == pytest.approx(300_000, abs=30_000)
+
+    @pytest.mark.parametrize(
+        "options", [{"expires": datetime(2020, 1, 1, tzinfo=UTC)}, {"countdown": 600, "expires": 60}], ids=str
+    )
+    def test_a_task_that_would_run_after_its_end_is_not_sent(self, options, add):
+        result = called(add, 1, 2, **options)
+        an_hour_passes(the_row())
+
+        [row] = claimed()
+        assert (row.id, row.expired) == (result.id, True)
+
+
+def an_hour_passes(row):
+    passed = {name: getattr(row, name) - timedelta(hours=1) for name in ("available_at", "expires_at")}
+    OutboxMessage.objects.filter(pk=row.pk).update(state=State.READY, **passed)
+
+
+def claimed():
+    with transaction.atomic():
+        return store.claim_ready("default", store.look("default").busy, 10).rows
+
+
+class TestPriority:
+    @pytest.mark.parametrize(("given", "kept"), [(0, 0), (4, 4), (9, 9), (200, 9)])
+    def test_is_that_of_the_row(self, given, kept, add):
+        called(add, 1, 2, priority=given)
+
+        assert (the_row().priority, wire_of(the_row()).priority) == (kept, given)
+
+    def test_is_left_to_the_broker_where_nine_may_be_the_lowest(self, settings, add):
+        settings.OUTBOX = REDIS
+        called(add, 1, 2, priority=9)
+
+        assert (the_row().priority, wire_of(the_row()).priority) == (0, 9)
+
+
+class TestSignals:
+    def test_of_celery_come_at_the_call_and_may_change_what_is_sent(self, add):
+        heard = []
+
+        def before(sender, headers, properties, **_):
+            headers["tenant"], properties["app_id"] = "acme", "shop"
+            heard.append(f"before {sender}")
+
+        def after(sender, **_):
+            heard.append(f"after {sender}, {len(rows())} row")
+
+        before_task_publish.connect(before)
+        after_task_publish.connect(after)
+        try:
+            called(add, 1, 2)
+        finally:
+            before_task_publish.disconnect(before)
+            after_task_publish.disconnect(after)
+
+        assert heard == ["before tests.add", "after tests.add, 1 row"]
+        assert (wire_of(the_row()).headers["tenant"], wire_of(the_row()).properties["app_id"]) == ("acme", "shop")
+
+    def test_the_event_task_sent_is_not_sent(self, make):
+        app = make(NOBODY, task_send_sent_event=True)
+
+        called(app.tasks["tests.add"], 1, 2)
+
+        assert the_row().topic == "celery.tests.add"
+
+
+class TestIsRefused:
+    @pytest.fixture(autouse=True)
+    def _nothing_is_written(self):
+        yield
+        assert rows() == []
+
+    def test_a_body_over_the_limit(self, settings, add):
+        settings.OUTBOX = {**AMQP, "BODY_LIMIT_BYTES": 1000}
+        with pytest.raises(PayloadTooLarge, match=r"tests\.add are 1\d\d\d bytes as application/json"):
+            called(add, "x" * 1000, 2)
+
+    @pytest.mark.parametrize("value", [object(), UUID(TASK_ID), 2**64, "x" * 200_000], ids=["object", "UUID", "2**64", "large"])
+    def test_a_header_that_the_broker_has_no_type_or_room_for(self, value, add):
+        with pytest.raises(InvalidMessage, match=r"tests\.add cannot be written to the outbox"):
+            called(add, 1, 2, headers={"tenant": value})
+
+    def test_a_name_that_is_too_long(self, add):
+        with pytest.raises(InvalidMessage):
+            called(add, 1, 2, reply_to="x" * 256)
+
+    def test_the_first_protocol(self, make):
+        with pytest.raises(InvalidMessage, match="task_protocol is 1"):
+            called(make(NOBODY, task_protocol=1).tasks["tests.add"], 1, 2)
+
+    def test_what_cannot_be_serialised_and_the_transaction_goes_on(self, add):
+        with transaction.atomic():
+            with pytest.raises(EncodeError):
+                add.delay(object(), 1)
+            Effect.objects.create(name="goes on")
+
+        assert Effect.objects.filter(name="goes on").exists()
+
+    def test_a_wrong_number_of_arguments(self, add):
+        with pytest.raises(TypeError):
+            called(add, 1, 2, 3)
+
+
+class TestTheRow:
+    def test_can_be_cancelled_and_requeued(self, add):
+        called(add, 1, 2, countdown=600)
+
+        assert store.cancel("default", the_row().pk)
+
+        called(add, 3, 4)
+        set_columns(Named(rows()[1]), state=State.DEAD)
+        assert store.requeue("default", rows()[1].pk)
+        assert [row.state for row in rows()] == [State.CANCELLED, State.READY]
+
+    def test_is_refused_by_the_transport_that_has_no_broker(self, settings, add):
+        settings.OUTBOX = {}
+        called(add, 1, 2)
+        drained("local://")
+
+        assert the_row().state == State.RETRYING
+        assert "celery.tests.add is in the form of another protocol" in the_row().last_error
+
+    def test_is_found_in_the_admin_by_the_name_or_the_id_of_the_task(self, add):
+        called(add, 1, 2, task_id=TASK_ID)
+        client, found = somebody(VIEW), {the_row().pk}
+
+        assert shown(client, q="tests.add") == shown(client, q="celery.tests.*") == shown(client, q=TASK_ID) == found
+        assert shown(client, q="tests.write") == set()
+
+    def test_shows_in_the_admin_what_is_sent_where(self, add):
+        called(add, 1, 2, queue="aside", headers={"tenant": "acme"})
+
+        page = Page(somebody(VIEW).get(reverse(DETAIL, args=[the_row().pk])))
+
+        for expected in ('"routing_key": "aside"', '"tenant": "acme"', '"argsrepr": "(1, 2)"', '"callbacks": null'):
+            assert expected in page.text
+
+    @pytest.mark.parametrize(
+        "wire", ["", "{", "[]", '"text"', "{}", "[" * 100_000], ids=["nothing", "cut", "list", "text", "empty", "deep"]
+    )
+    def test_is_shown_even_if_somebody_has_made_it_unreadable(self, wire, add):
+        called(add, 1, 2, serializer="pickle")
+        OutboxMessage.objects.update(wire=wire)
+
+        Page(somebody(VIEW).get(reverse(DETAIL, args=[the_row().pk])))
+        Page(somebody(VIEW).get(reverse(LIST)))
+
+
+class Named:
+    """A row as `tests.support.relaying` names messages."""
+
+    def __init__(self, row):
+        self.id = row.message_id
+
+
+@pytest.mark.django_db
+class TestInADjangoTestCase:
+    pytestmark = pytest.mark.django_db(transaction=False)
+
+    def test_only_a_transaction_of_the_code_under_test_counts(self, add):
+        with pytest.raises(OperationalError):
+            add.delay(1, 2)
+        called(add, 1, 2)
+
+        assert len(rows()) == 1
+
+
+def test_the_class_can_be_imported_before_django_is_set_up():
+    code = "from outbox.celery import OutboxTask; from celery import Celery; Celery(task_cls=OutboxTask).finalize()"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={"PATH": ""})
+
+
+def test_the_class_can_be_named_by_a_text(make):
+    app = make(NOBODY, task_cls="outbox.celery:OutboxTask")
+
+    assert isinstance(app.tasks["celery.chord_unlock"], OutboxTask)

@@ -1,0 +1,251 @@
+"""Messages in the form of another protocol, on their way to real brokers: to queues that are there, and to others."""
+
+import uuid
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import amqp
+import kombu
+import pytest
+from amqp.method_framing import frame_writer
+from amqp.serialization import dumps
+
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.transport import Outcome, Parcel
+from outbox.kernel.wire import Wire
+from outbox.transports.frames import FrameWriter
+from tests.support.fakes import amqp_wire
+from tests.support.relaying import TOPIC, Queue, connected, eventually, soon
+
+TASKS = kombu.Exchange("tasks", "direct")
+NESTED = {"none": None, "list": [1, 2.5, True, {"deep": ["x"]}], "text": "ä 🍰", "nul": "a\0b", "big": 2**40}
+
+
+def a_wire(**changes):
+    values = {
+        "exchange": "",
+        "exchange_type": "direct",
+        "routing_key": "work",
+        "content_type": "application/json",
+        "content_encoding": "utf-8",
+        "priority": 0,
+        "headers": {"task": "shop.work", "id": "1", **NESTED},
+        "properties": {"correlation_id": "1", "reply_to": "me", "delivery_mode": 2},
+    }
+    return Wire(**{**values, **changes})
+
+
+def a_parcel(position=1, body=b"[[], {}, {}]", **changes):
+    envelope = Envelope(id=str(uuid.uuid4()), topic="celery.shop.work", body=body)
+    return Parcel(position=position, envelope=envelope, wire=a_wire(**changes).to_text())
+
+
+def an_event(position=1):
+    return Parcel(position=position, envelope=Envelope(id=str(uuid.uuid4()), topic=TOPIC, body=b"{}"))
+
+
+def outcomes(sent):
+    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
+
+
+class Work:
+    """A queue for tasks on a real broker, bound to the exchange `tasks`, too."""
+
+    def __init__(self, url, exchange=TASKS, routing_key="work", name="work", **arguments):
+        self._connection = kombu.Connection(url)
+        self._queue = kombu.Queue(name, exchange, routing_key, **arguments)(self._connection.channel())
+        self._queue.declare()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._connection.release()
+
+    def take(self, count):
+        taken = []
+
+        def enough():
+            if (message := self._queue.get(no_ack=True)) is not None:
+                taken.append(message)
+            return len(taken) >= count
+
+        eventually(enough)
+        return taken
+
+
+class TestOnEveryBroker:
+    def test_is_put_into_its_queue_as_it_is(self, broker):
+        with Work(broker) as work, connected(broker) as transport:
+            sent = transport.send([a_parcel()], soon())
+            [message] = work.take(1)
+
+        assert outcomes(sent) == {1: Outcome.CONFIRMED}
+        assert message.headers == {"task": "shop.work", "id": "1", **NESTED}
+        assert (message.body, message.content_type) in {
+            ("[[], {}, {}]", "application/json"),
+            (b"[[], {}, {}]", "application/json"),
+        }
+        assert {name: message.properties[name] for name in ("correlation_id", "reply_to", "delivery_mode")} == {
+            "correlation_id": "1",
+            "reply_to": "me",
+            "delivery_mode": 2,
+        }
+
+    def test_goes_with_events_in_one_batch(self, broker):
+        with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
+            parcels = [an_event(1), a_parcel(2), an_event(3), a_parcel(4, exchange="tasks")]
+            sent = transport.send(parcels, soon())
+            queue.take(2)
+            work.take(2)
+
+        assert outcomes(sent) == dict.fromkeys((1, 2, 3, 4), Outcome.CONFIRMED)
+
+    @pytest.mark.parametrize("body", [b"", b"\x80\x04\xff\x00", b"x" * 300_000], ids=["empty", "bytes", "large"])
+    def test_carries_any_body(self, broker, body):
+        with Work(broker) as work, connected(broker) as transport:
+            transport.send([a_parcel(body=body, content_type="application/x-anything", content_encoding="binary")], soon())
+            [message] = work.take(1)
+
+        assert (message.body or b"") == body
+
+    def test_finds_its_queue_by_a_topic(self, broker):
+        topics = kombu.Exchange("topics", "topic")
+        with Work(broker, topics, "shop.#") as work, connected(broker) as transport:
+            of_topics = {"exchange": "topics", "exchange_type": "topic"}
+            sent = transport.send(
+                [a_parcel(1, routing_key="shop.order.work", **of_topics), a_parcel(2, routing_key="bank.work", **of_topics)],
+                soon(),
+            )
+            work.take(1)
+
+        assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.RETURNED}
+        assert "no queue is bound to exchange 'topics' for topic 'bank.work'" in sent.verdicts[2].reason
+
+    def test_comes_back_from_an_exchange_that_is_not_there_and_the_others_do_not_mind(self, broker):
+        nowhere = f"nowhere-{uuid.uuid4()}"
+        with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
+            parcels = [a_parcel(1), a_parcel(2, exchange=nowhere), an_event(3), a_parcel(4, exchange=nowhere), a_parcel(5)]
+            sent = transport.send(parcels, soon())
+            again = transport.send([an_event(6), a_parcel(7)], soon())
+            work.take(3)
+            queue.take(2)
+
+        back, there = Outcome.RETURNED, Outcome.CONFIRMED
+        assert outcomes(sent) == {1: there, 2: back, 3: there, 4: back, 5: there}
+        assert nowhere in sent.verdicts[2].reason
+        assert sent.broken is None
+        assert outcomes(again) == {6: there, 7: there}
+
+    def test_is_sent_as_soon_as_its_exchange_is_there(self, broker):
+        exchange = kombu.Exchange(f"later-{uuid.uuid4()}", "direct")
+        with connected(broker) as transport:
+            before = transport.send([a_parcel(exchange=exchange.name)], soon())
+            with Work(broker, exchange) as work:
+                after = transport.send([a_parcel(exchange=exchange.name)], soon())
+                work.take(1)
+
+        assert (outcomes(before), outcomes(after)) == ({1: Outcome.RETURNED}, {1: Outcome.CONFIRMED})
+
+    @pytest.mark.parametrize("wire", ["", "{", "[]", "{}", '{"exchange": 1}', "[" * 100_000], ids=range(6))
+    def test_that_somebody_has_made_unreadable_is_refused_alone(self, broker, wire):
+        with Queue(broker) as queue, connected(broker) as transport:
+            sent = transport.send([an_event(1), a_parcel(2)._replace(wire=wire), an_event(3)], soon())
+            queue.take(2)
+
+        assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.REFUSED, 3: Outcome.CONFIRMED}
+
+
+class TestOnRabbitMQ:
+    def test_comes_back_from_a_queue_that_is_not_there(self, rabbitmq_url):
+        with Queue(rabbitmq_url) as queue, connected(rabbitmq_url) as transport:
+            sent = transport.send([a_parcel(1), an_event(2)], soon())
+            queue.take(1)
+
+        assert outcomes(sent) == {1: Outcome.RETURNED, 2: Outcome.CONFIRMED}
+        assert sent.verdicts[1].reason == "unroutable: there is no queue 'work'"
+
+    def test_comes_back_after_its_exchange_was_deleted(self, rabbitmq_url):
+        with Work(rabbitmq_url) as work, connected(rabbitmq_url) as transport:
+            transport.send([a_parcel(exchange="tasks")], soon())
+            work.take(1)
+            TASKS(work._connection.channel()).delete()
+            broken = transport.send([a_parcel(1, exchange="tasks"), a_parcel(2)], soon())
+            transport.connect()
+            after = transport.send([a_parcel(1, exchange="tasks"), a_parcel(2)], soon())
+
+        assert (broken.suspicious, "404" in broken.broken) == (True, True)
+        assert outcomes(after) == {1: Outcome.RETURNED, 2: Outcome.CONFIRMED}
+
+    def test_that_may_not_be_written_to_its_exchange_is_refused_alone(self, rabbitmq_server, rabbitmq_url):
+        """The broker says so by closing the channel; one by one it becomes clear which message it meant."""
+        with (
+            Work(rabbitmq_url),
+            writing_only_to(rabbitmq_server, rabbitmq_url, "^outbox$"),
+            connected(rabbitmq_url) as transport,
+        ):
+            both = transport.send([a_parcel(1), a_parcel(2)], soon())
+            transport.connect()
+            alone = transport.send([a_parcel(1)], soon())
+            transport.connect()
+            event = transport.send([an_event(3)], soon())
+
+        assert (both.verdicts, both.suspicious) == ({}, True)
+        assert outcomes(alone) == {1: Outcome.REFUSED}
+        assert "403" in alone.verdicts[1].reason
+        assert outcomes(event) == {3: Outcome.RETURNED}
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {},
+            {"exchange": "tasks", "routing_key": "ä"},
+            {"priority": None, "properties": {}},
+            {"priority": 9, "properties": {"expiration": "60000", "timestamp": 1_600_000_000, "app_id": "shop", "unknown": 1}},
+            {"headers": {}},
+            {"headers": {"deep": {"deeper": {"deepest": [None, [None, {"x": -1.5}]]}}}},
+        ],
+        ids=str,
+    )
+    def test_is_written_as_py_amqp_would(self, changes):
+        parcel = a_parcel(body=b"x" * 10_000, **changes)
+        wire = Wire.from_text(parcel.wire)
+
+        written = FrameWriter(channel=7, exchange="outbox", frame_max=4096).publish_formed(parcel.envelope, wire)
+
+        assert written == by_py_amqp(parcel.envelope, wire, frame_max=4096)
+
+
+@contextmanager
+def writing_only_to(server, url, exchanges):
+    """New connections to the virtual host may write to exchanges of these names only."""
+    vhost = url.rpartition("/")[2]
+
+    def permit(write):
+        given = ", ".join(f'<<"{text}">>' for text in ("guest", vhost, ".*", write, ".*", "guest"))
+        server.evaluate(f"rabbit_auth_backend_internal:set_permissions({given}).")
+
+    permit(exchanges)
+    try:
+        yield
+    finally:
+        permit(".*")
+
+
+def by_py_amqp(envelope, wire, frame_max):
+    written = bytearray()
+    transport = SimpleNamespace(write=lambda data: written.extend(bytes(data)))
+    write = frame_writer(SimpleNamespace(frame_max=frame_max, bytes_sent=0), transport)
+    message = amqp.Message(
+        envelope.body,
+        content_type=wire.content_type,
+        content_encoding=wire.content_encoding,
+        application_headers=wire.headers,
+        priority=wire.priority,
+        message_id=envelope.id,
+        **wire.properties,
+    )
+    write(
+        amqp_wire.METHOD_FRAME, 7, amqp_wire.PUBLISH, dumps("Bssbb", (0, wire.exchange, wire.routing_key, True, False)), message
+    )
+    return bytes(written)

@@ -1,0 +1,155 @@
+"""What `manage.py check` says about the inbox."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+
+import pytest
+from django.core import checks
+from django.test import override_settings
+
+from inbox import checks as ours
+from tests.support.deliveries import the_effect
+
+pytestmark = pytest.mark.every_database
+
+
+def found(*, deploy=False, databases=None):
+    every = checks.run_checks(include_deployment_checks=deploy, databases=databases)
+    return {message.id: message for message in every if (message.id or "").startswith("inbox.")}
+
+
+@pytest.fixture(autouse=True)
+def settings_of_a_service_without_a_broker():
+    with override_settings(OUTBOX={}, INBOX={}):
+        yield
+
+
+def test_a_healthy_project_hears_nothing(handles):
+    handles(the_effect)
+
+    assert found() == {}
+
+
+def test_every_mistake_in_the_setting_is_told_at_once():
+    with override_settings(INBOX={"MAX_ATEMPTS": 3, "PREFETCH": "many"}):
+        problems = [message.msg for message in ours.check_options(None)]
+
+    assert len(problems) == 2
+    assert "Did you mean 'MAX_ATTEMPTS'" in problems[0]
+
+
+@pytest.mark.parametrize("given", [None, [], "amqp://"])
+def test_a_setting_that_is_no_dict_is_an_error_unless_it_is_missing(given):
+    with override_settings(INBOX=given):
+        assert ("inbox.E001" in found()) == (given is not None)
+
+
+def test_other_checks_survive_a_broken_setting(handles):
+    handles(the_effect)
+    with override_settings(INBOX={"PREFETCH": 0}):
+        assert set(found(deploy=True)) == {"inbox.E001"}
+
+
+def test_a_handler_on_a_database_nobody_knows_is_an_error(handles):
+    handles(the_effect, using="elsewhere")
+
+    problem = found()["inbox.E002"]
+
+    assert "elsewhere" in problem.msg
+    assert problem.is_serious()
+
+
+def test_two_halves_on_different_brokers_are_warned_about(handles):
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://user:secret@host//"}, INBOX={"BROKER_URL": "local://"}):
+        problem = found()["inbox.W001"]
+
+    assert "secret" not in problem.msg
+    assert "local://" in problem.msg
+
+
+def test_two_halves_on_the_same_broker_are_not(handles):
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
+        handles(the_effect)
+
+        assert found() == {}
+
+
+def test_an_ordered_handler_on_a_broker_that_cannot_keep_its_order_is_an_error(handles):
+    handles(the_effect)
+    handles(the_effect, ordered=True, name="tests.support.apps.ordered")
+    redis = {"BROKER_URL": "redis://user:secret@host/0"}
+    with override_settings(OUTBOX=redis, INBOX={"GROUP": "shop"}):
+        problem = found()["inbox.E006"]
+
+    assert "tests.support.apps.ordered" in problem.msg
+    assert "secret" not in problem.msg
+
+
+@pytest.mark.parametrize("url", ["amqp://host//", "local://"])
+def test_an_ordered_handler_elsewhere_is_not(handles, url):
+    handles(the_effect, ordered=True)
+    with override_settings(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": "shop"}):
+        assert found() == {}
+
+
+def test_a_broker_without_a_group_is_told_about_when_deploying(handles):
+    handles(the_effect, biz_id=lambda message: message.id)
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}):
+        assert "tests" in found(deploy=True)["inbox.W002"].msg
+
+
+def test_a_keyless_handler_behind_a_broker_is_told_about_when_deploying(handles):
+    handles(the_effect, name="tests.keyless")
+    handles(the_effect, name="tests.keyed", biz_id=lambda message: message.id)
+    with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
+        problem = found(deploy=True)["inbox.I001"]
+
+    assert "tests.keyless" in problem.msg
+    assert "tests.keyed" not in problem.msg
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"timeout": timedelta(minutes=16)}, {"timeout": timedelta(minutes=1), "group_commit": 20}],
+    ids=["one call", "a group"],
+)
+def test_a_handler_that_may_outlast_the_brokers_patience_is_warned_about(handles, given):
+    handles(the_effect, name="tests.slow", **given)
+    handles(the_effect, name="tests.quick", timeout=timedelta(minutes=1), group_commit=15)
+    handles(the_effect, name="tests.unbounded")
+    handles(the_effect, name="tests.support.apps.ordered", ordered=True, timeout=given["timeout"] * 20)
+
+    assert "inbox.W004" not in found()
+    with override_settings(INBOX={"BROKER_URL": "amqp://host//"}):
+        (problem,) = ours.check_timeouts(None)
+    with override_settings(INBOX={"BROKER_URL": "amqp://host//", "ACK_TIMEOUT": timedelta(hours=1)}):
+        assert "inbox.W004" not in found()
+
+    assert (problem.id, "tests.slow" in problem.msg) == ("inbox.W004", True)
+    assert "0:30:00" in problem.hint
+
+
+def test_the_databases_of_the_tests_are_supported():
+    assert ours.check_databases(None, ["default", "other"]) == []
+
+
+def test_leases_in_redis_need_its_library(monkeypatch):
+    with override_settings(INBOX={"LEASE_STORE": "redis://:secret@host/0"}):
+        assert "inbox.E007" not in found()
+        monkeypatch.setitem(sys.modules, "redis", None)
+
+        problem = found()["inbox.E007"]
+
+    assert "redis://:***@host/0" in problem.msg
+    assert "django-exactly-once[redis]" in problem.hint
+
+
+def test_leases_in_redis_are_named_after_the_group_too(handles):
+    handles(the_effect)
+
+    with override_settings(INBOX={"LEASE_STORE": "redis://host/0"}):
+        assert "inbox.W002" in found(deploy=True)
+    with override_settings(INBOX={"LEASE_STORE": "redis://host/0", "GROUP": "shop"}):
+        assert "inbox.W002" not in found(deploy=True)

@@ -1,0 +1,242 @@
+"""What an operator types: inbox_status, inbox_retry, inbox_purge."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from datetime import timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from inbox.conf import inbox_options
+from inbox.handlers import registry
+from inbox.models import InboxMessage, State
+from inbox.ordering import take_in
+from inbox.reading import read
+from outbox.kernel.clock import DatabaseTime, utcnow
+from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row, wait_until
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+LONG_AGO = timedelta(days=400)
+
+
+def run(command, *arguments, **options):
+    out = io.StringIO()
+    call_command(command, *arguments, stdout=out, **options)
+    return out.getvalue().strip()
+
+
+def status(**options):
+    return json.loads(run("inbox_status", json=True, **options))
+
+
+def fails(message):
+    the_effect(message)
+    raise ValueError("no stock")
+
+
+@pytest.fixture
+def dead(handles):
+    """A dead letter for each (handler, topic) asked for; its message id."""
+
+    def make(name="tests.h", topic="t"):
+        handler = handles(fails, name=name, topic=topic)
+        envelope = an_envelope(topic=topic)
+        deliver(handler, envelope)
+        run_to_the_end()
+        handles(the_effect, name=name + " fixed", topic=topic)
+        return envelope.id
+
+    return make
+
+
+def grow_old():
+    InboxMessage.objects.update(settled_at=utcnow() - LONG_AGO, received_at=utcnow() - LONG_AGO)
+
+
+class TestStatus:
+    def test_an_empty_inbox_says_so(self):
+        assert status() == {
+            "states": dict.fromkeys((str(state) for state in State), 0),
+            "duplicates_suppressed": 0,
+            "duplicates_by_cause": {"redelivery": 0, "resend": 0, "replay": 0, "business": 0},
+            "duplicates_conflicting": 0,
+            "delivered": 0,
+            "quarantined": 0,
+            "oldest_waiting": None,
+            "without_rows": {},
+        }
+
+    def test_it_counts_states_and_duplicates(self, handles, dead):
+        handler, envelope = handles(the_effect), an_envelope()
+        for _ in range(3):
+            deliver(handler, envelope)
+        deliver(handler, an_envelope({"other": 1}, biz_id=envelope.biz_id))
+        dead()
+
+        said = status()
+
+        assert (said["states"]["done"], said["states"]["dead"], said["states"]["retrying"]) == (1, 1, 0)
+        assert (said["duplicates_suppressed"], said["duplicates_conflicting"]) == (3, 1)
+        assert said["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
+        assert said["delivered"] == 5
+
+    def test_it_tells_what_the_age_fence_holds_back(self, handles):
+        deliver(handles(the_effect), an_envelope(created_at=utcnow() - LONG_AGO))
+
+        said = status()
+
+        assert (said["states"]["dead"], said["quarantined"]) == (1, 1)
+
+    def test_it_lists_conflicts_the_latest_first(self, handles):
+        handler = handles(the_effect)
+        for biz_id in ("order-1", "order-2"):
+            deliver(handler, an_envelope({"total": 1}, biz_id=biz_id))
+        for biz_id in ("order-2", "order-1"):
+            other = an_envelope({"total": 2}, biz_id=biz_id)
+            deliver(handler, other)
+            # SQLite's clock counts milliseconds.
+            wait_until(InboxMessage.objects.filter(biz_id=biz_id, conflicting_at__lt=DatabaseTime()).exists)
+
+        listed = status(conflicts=True)["conflicts"]
+
+        assert [(found["biz_id"], found["conflicts"]) for found in listed] == [("order-1", 1), ("order-2", 1)]
+        assert listed[0]["conflicting_id"] == other.id
+        assert other.id in run("inbox_status", conflicts=True)
+
+    def test_it_says_when_there_are_no_conflicts(self):
+        assert run("inbox_status", conflicts=True).endswith("No biz-id has come with other content.")
+
+    def test_it_tells_how_long_the_oldest_has_waited_past_its_time(self, handles):
+        deliver(handles(fails))
+        assert status()["oldest_waiting"] is None
+        since = utcnow() - timedelta(hours=3)
+        InboxMessage.objects.update(next_attempt_at=since)
+
+        assert status()["oldest_waiting"] == since.isoformat()
+
+    def test_what_stands_behind_a_dead_letter_waits_too(self, handles):
+        handler = handles(fails, ordered=True)
+        given = inbox_options()
+        take_in(
+            handler, [(read(handler, an_envelope(biz_id=name, key="k"), given), False) for name in ("head", "behind")], given
+        )
+        InboxMessage.objects.filter(biz_id="head").update(state=State.DEAD, next_attempt_at=None)
+
+        assert status()["oldest_waiting"] == the_row(biz_id="behind").received_at.isoformat()
+
+    def test_people_get_a_table(self, handles):
+        deliver(handles(the_effect))
+
+        text = run("inbox_status")
+
+        lines = dict(re.split(r"  +", line.strip()) for line in text.splitlines())
+        assert (lines["done"], lines["delivered, the sum"], lines["oldest waiting"]) == ("1", "1", "-")
+
+    def test_it_looks_at_the_database_it_is_told(self, handles):
+        deliver(handles(lambda message: None, using="other"))
+
+        assert (status()["states"]["done"], status(database="other")["states"]["done"]) == (0, 1)
+
+
+class TestRetry:
+    def test_it_wants_to_know_which(self):
+        with pytest.raises(CommandError, match="--all"):
+            run("inbox_retry")
+
+    def test_one_message_by_its_id(self, dead):
+        first, _second = dead("tests.a"), dead("tests.b")
+
+        assert run("inbox_retry", first) == "1 messages are due now."
+
+        assert the_row(message_id=first).state == State.RETRYING
+        assert InboxMessage.objects.filter(state=State.DEAD).count() == 1
+
+    def test_a_name_of_no_dead_letter_is_told_and_the_others_are_retried(self, dead):
+        first = dead("tests.a")
+
+        with pytest.raises(CommandError, match="not dead: order-17"):
+            run("inbox_retry", first, "order-17")
+
+        assert the_row(message_id=first).state == State.RETRYING
+
+    @pytest.mark.parametrize(("chosen", "count"), [({"handler": "tests.a"}, 1), ({"topic": "b"}, 2), ({"all": True}, 3)])
+    def test_many_by_handler_by_topic_or_all(self, dead, chosen, count):
+        for name, topic in (("tests.a", "a"), ("tests.b", "b"), ("tests.c", "b")):
+            dead(name, topic)
+
+        run("inbox_retry", **chosen)
+
+        assert InboxMessage.objects.filter(state=State.RETRYING, attempts=0).count() == count
+
+    def test_a_dry_run_only_counts(self, dead):
+        dead()
+
+        assert run("inbox_retry", all=True, dry_run=True) == "1 messages would be retried."
+
+        assert the_row().state == State.DEAD
+
+    def test_what_rests_is_left_alone_unless_asked_for(self, handles):
+        deliver(handles(fails))
+
+        assert run("inbox_retry", all=True) == "0 messages are due now."
+        assert drain() == 0
+        assert run("inbox_retry", all=True, retrying=True) == "1 messages are due now."
+        assert drain() == 1
+
+    def test_after_the_fix_it_takes_effect_once(self, handles):
+        deliver(handles(fails, name="tests.h"))
+        run_to_the_end()
+        registry.remove("tests.h")
+        handles(the_effect, name="tests.h")
+
+        run("inbox_retry", all=True)
+        drain()
+        run("inbox_retry", all=True, retrying=True)
+        drain()
+
+        assert (the_row().state, effects()) == (State.DONE, 1)
+
+
+class TestPurge:
+    def test_it_deletes_what_is_settled_and_past_the_retention(self, handles, dead):
+        handler = handles(the_effect)
+        for _ in range(3):
+            deliver(handler)
+        dead()
+        grow_old()
+        deliver(handler)
+
+        assert run("inbox_purge", dry_run=True) == "3 messages would be deleted."
+        assert run("inbox_purge") == "3 messages deleted."
+
+        assert sorted(InboxMessage.objects.values_list("state", flat=True)) == [State.DEAD, State.DONE]
+
+    def test_it_never_deletes_what_the_age_fence_would_still_let_in(self, handles):
+        deliver(handles(the_effect))
+        retention = inbox_options().RETENTION.days
+
+        with pytest.raises(CommandError, match="RETENTION"):
+            run("inbox_purge", older_than_days=retention - 1.0)
+
+        assert InboxMessage.objects.count() == 1
+
+    def test_it_may_keep_more(self, handles):
+        deliver(handles(the_effect))
+        grow_old()
+
+        assert run("inbox_purge", older_than_days=float(LONG_AGO.days + 1)) == "0 messages deleted."
+        assert run("inbox_purge", older_than_days=float(LONG_AGO.days - 1)) == "1 messages deleted."
+
+    @pytest.mark.parametrize("days", ["nan", "inf", "1e300", "900000", "-1"])
+    def test_an_impossible_age_is_refused(self, handles, days):
+        deliver(handles(the_effect))
+        grow_old()
+
+        with pytest.raises(CommandError):
+            run("inbox_purge", f"--older-than-days={days}")
+
+        assert InboxMessage.objects.count() == 1

@@ -1,0 +1,277 @@
+"""`manage.py check` finds what would go wrong, before it does; and each half can be installed alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from django.core.checks import run_checks
+from django.core.management import call_command
+from django.db import connection
+
+from outbox import checks
+from tests.support import ROOT
+
+
+def found(prefix="outbox."):
+    return {message.id: message for message in run_checks() if message.id.startswith(prefix)}
+
+
+class TestTheSetting:
+    def test_of_this_project_is_in_order(self):
+        assert found() == {}
+
+    def test_with_a_typo_is_an_error_that_knows_better(self, settings):
+        settings.OUTBOX = {"BATCH_SIZ": 5}
+
+        assert "Did you mean 'BATCH_SIZE'?" in found()["outbox.E001"].msg
+
+    def test_with_several_mistakes_has_an_error_for_each(self, settings):
+        settings.OUTBOX = {"BATCH_SIZ": 5, "POLL_INTERVAL": 3}
+
+        assert len([m for m in run_checks() if m.id == "outbox.E001"]) == 2
+
+    @pytest.mark.parametrize("value", [[], "amqp://", {"BATCH_SIZE": 0}])
+    def test_that_cannot_be_read_is_an_error(self, settings, value):
+        settings.OUTBOX = value
+
+        assert "outbox.E001" in found()
+
+
+class TestTheBroker:
+    def test_whose_transport_is_not_installed_is_an_error(self, settings):
+        settings.OUTBOX = {"BROKER_URL": "local://"}
+        with without_module("inbox.local"):
+            error = found()["outbox.E002"]
+
+        assert "cannot be loaded" in error.msg
+        assert "needs 'inbox'" in error.hint
+
+    @pytest.mark.parametrize("url", ["nonsense://host", "no-url-at-all", ""])
+    def test_that_kombu_does_not_know_is_an_error(self, settings, url):
+        settings.OUTBOX = {"BROKER_URL": url}
+
+        assert "outbox.E002" in found()
+
+    @pytest.mark.parametrize("url", ["memory://", "filesystem://"])
+    def test_that_loses_messages_is_an_error_in_production_and_a_warning_before(self, settings, url):
+        settings.OUTBOX = {"BROKER_URL": url}
+
+        settings.DEBUG = False
+        assert set(found()) == {"outbox.E003"}
+        settings.DEBUG = True
+        assert set(found()) == {"outbox.W001"}
+
+    def test_that_promises_less_is_a_warning_without_the_password(self, settings):
+        settings.OUTBOX = {"BROKER_URL": "redis://:secret-word@host/0"}
+
+        [warning] = found().values()
+        assert warning.id == "outbox.W001"
+        assert "no publisher confirms" in warning.msg
+        assert "secret-word" not in warning.msg
+
+    @pytest.mark.parametrize("url", ["amqp://h", "amqps://h", "pyamqp://h", "local://"])
+    def test_that_keeps_every_promise_is_in_order(self, settings, url):
+        settings.OUTBOX = {"BROKER_URL": url}
+
+        assert found() == {}
+
+
+class without_module:  # noqa: N801 - it reads as a function
+    """As if it were not installed."""
+
+    def __init__(self, name):
+        self._name = name
+
+    def __enter__(self):
+        self._found = sys.modules.pop(self._name, None)
+        sys.modules[self._name] = None
+
+    def __exit__(self, *exc_info):
+        del sys.modules[self._name]
+        if self._found is not None:
+            sys.modules[self._name] = self._found
+
+
+class TestTheDatabase:
+    @pytest.mark.every_database
+    @pytest.mark.django_db
+    def test_of_a_kind_that_is_supported_is_in_order(self):
+        assert checks.check_databases(None, databases=["default"]) == []
+
+    def test_is_not_looked_at_unless_it_is_asked_for(self):
+        assert checks.check_databases(None) == []
+
+    def test_of_a_kind_that_is_not_supported_is_an_error(self, project):
+        project(["outbox"], engine="django.db.backends.dummy", broker="amqp://h")
+
+        status, out = project.run("check", "--database", "default")
+
+        assert status != 0
+        assert "outbox.E004" in out
+        assert "Use PostgreSQL" in out
+
+    def test_sqlite_that_begins_transactions_as_a_reader_is_a_warning(self, project):
+        project(["outbox"], broker="amqp://h")
+
+        status, out = project.run("check")
+
+        assert status == 0
+        assert "outbox.W002" in out
+        assert "'transaction_mode': 'IMMEDIATE'" in out
+
+
+class Project:
+    """A Django project of a few lines, run as a process of its own."""
+
+    def __init__(self, directory):
+        self._directory = directory
+
+    def __call__(self, apps, *, engine="django.db.backends.sqlite3", options=None, broker=None):
+        outbox = {} if broker is None else {"BROKER_URL": broker}
+        database = {"ENGINE": engine, "NAME": str(self._directory / "db.sqlite3"), "OPTIONS": options or {}}
+        (self._directory / "scratch_settings.py").write_text(
+            f"INSTALLED_APPS = {apps!r}\nDATABASES = {{'default': {database!r}}}\n"
+            f"OUTBOX = {outbox!r}\nSECRET_KEY = 'x'\nUSE_TZ = True\n"
+            "DEFAULT_AUTO_FIELD = 'django.db.models.BigAutoField'\n"
+        )
+
+    def run(self, *arguments):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-m", "django", *arguments],
+            cwd=self._directory,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(self._directory), str(ROOT)]),
+                "DJANGO_SETTINGS_MODULE": "scratch_settings",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        return done.returncode, done.stdout
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Project(tmp_path)
+
+
+IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
+
+
+class TestAlone:
+    @pytest.mark.parametrize("apps", [["outbox"], ["inbox"], ["outbox", "inbox"]], ids="+".join)
+    def test_each_half_migrates_and_passes_every_check(self, project, apps):
+        project(apps, options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
+
+        for command in (
+            ["migrate", "--verbosity", "0"],
+            ["check", "--fail-level", "WARNING", "--database", "default"],
+            ["makemigrations", "--check", "--dry-run"],
+        ):
+            status, out = project.run(*command)
+            assert status == 0, out
+
+    def test_the_outbox_works_without_the_inbox(self, project):
+        project(["outbox"], options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
+        project.run("migrate", "--verbosity", "0")
+
+        status, out = project.run("outbox_status", "--json")
+
+        assert status == 0, out
+        assert '"ready": 0' in out
+
+    def test_the_outbox_imports_nothing_of_the_inbox(self, project):
+        project(["outbox"], options=IMMEDIATE, broker="amqp://h")
+
+        program = "import outbox.relay.service, sys; print([name for name in sys.modules if name.startswith('inbox')])"
+
+        status, out = project.run("shell", "--command", program)
+
+        assert status == 0, out
+        assert out.strip().endswith("[]")
+
+    def test_the_outbox_without_a_broker_and_without_the_inbox_is_told_what_is_missing(self, project):
+        project(["outbox"], options=IMMEDIATE)
+
+        status, out = project.run("check")
+
+        assert status == 0
+        assert "outbox.W003" in out
+        assert "needs 'inbox'" in out
+        assert "Traceback" not in out
+
+    def test_both_halves_need_no_setting_at_all(self, project):
+        project(["outbox", "inbox"], options=IMMEDIATE)
+
+        status, out = project.run("check", "--fail-level", "WARNING")
+
+        assert status == 0, out
+
+
+@pytest.mark.every_database
+@pytest.mark.django_db
+def test_the_migrations_are_complete():
+    call_command("makemigrations", "outbox", check=True, dry_run=True, verbosity=0)
+
+
+@pytest.mark.every_database
+@pytest.mark.django_db
+def test_the_tables_are_there():
+    assert {"outbox_outboxmessage", "outbox_relaylease"} <= set(connection.introspection.table_names())
+
+
+class TestDatabaseSettings:
+    @pytest.mark.parametrize(
+        ("settings", "named"),
+        [
+            ({"autocommit": "False"}, "AUTOCOMMIT"),
+            ({"zone": "'America/New_York'"}, "TIME_ZONE"),
+            ({"use_tz": "False"}, "USE_TZ"),
+        ],
+    )
+    def test_that_break_a_promise_are_errors_of_both_halves(self, tmp_path, settings, named):
+        (tmp_path / "odd_settings.py").write_text(
+            f"USE_TZ = {settings.get('use_tz', 'True')}\n"
+            "INSTALLED_APPS = ['django.contrib.contenttypes', 'outbox', 'inbox']\n"
+            "DATABASES = {'default': {'ENGINE': 'django.db.backends.sqlite3', 'NAME': 'x.sqlite3', "
+            f"'AUTOCOMMIT': {settings.get('autocommit', 'True')}, 'TIME_ZONE': {settings.get('zone', 'None')}, "
+            "'OPTIONS': {'transaction_mode': 'IMMEDIATE'}}}\n"
+        )
+        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "odd_settings", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+
+        done = subprocess.run(
+            [sys.executable, "-m", "django", "check"], env=environment, capture_output=True, text=True, check=False
+        )
+
+        assert done.returncode != 0
+        assert named in done.stderr
+        assert "outbox.E005" in done.stderr
+        assert "inbox.E005" in done.stderr
+
+
+class TestAForgottenMigrate:
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ["outbox_relay", "--drain"],
+            ["outbox_status"],
+            ["outbox_requeue", "--all"],
+            ["outbox_purge"],
+            ["inbox_status"],
+            ["inbox_retry", "--all"],
+            ["inbox_purge"],
+        ],
+        ids=" ".join,
+    )
+    def test_is_named_with_the_remedy_in_one_line(self, project, command):
+        project(["outbox", "inbox"], options=IMMEDIATE)
+
+        status, out = project.run(*command)
+
+        assert status != 0
+        assert "is missing in the database 'default'. Run `python manage.py migrate`." in out
+        assert "Traceback" not in out

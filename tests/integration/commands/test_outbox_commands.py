@@ -1,0 +1,419 @@
+"""The commands of the outbox: what an operator asks is answered, what he orders happens to just those messages."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import uuid
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from outbox import store
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.loop import StopRequest
+from outbox.management.commands import outbox_status
+from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease, State
+from outbox.relay.service import serve
+from outbox.store import SILENT_AFTER
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.heartbeats import a_relay
+from tests.support.relaying import eventually, ids, published, row_of, set_columns, state_of, states
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+DAY = timedelta(days=1)
+
+
+def run(*arguments):
+    out = io.StringIO()
+    call_command(*arguments, stdout=out, stderr=out)
+    return out.getvalue()
+
+
+def one_in(state, **columns):
+    message = published(columns.pop("topic", "t"))
+    set_columns(message, state=state, **columns)
+    return message
+
+
+class TestResume:
+    def test_asks_about_stuck_messages_anew(self):
+        stuck, other, dead = one_in(State.STUCK, attempts=15), one_in(State.STUCK, topic="other"), one_in(State.DEAD)
+
+        assert "1 messages would be resumed." in run("outbox_resume", "--topic", "t", "--dry-run")
+        assert "1 messages resumed." in run("outbox_resume", str(stuck.id))
+        assert (state_of(stuck), row_of(stuck).attempts) == (State.PREPARED, 0)
+        assert "1 messages resumed." in run("outbox_resume")
+        assert [state_of(message) for message in (other, dead)] == [State.PREPARED, State.DEAD]
+
+    def test_says_which_messages_are_not_stuck(self):
+        dead = one_in(State.DEAD)
+        with pytest.raises(CommandError, match=f"not stuck: {dead.id}"):
+            run("outbox_resume", str(dead.id))
+
+    def test_is_what_the_status_asks_for(self):
+        one_in(State.STUCK)
+
+        told = run("outbox_status")
+        assert "1 prepared message is stuck" in told
+        assert "No checker is registered for prepared messages of: t." in told
+
+
+class TestStatus:
+    def test_counts_every_state(self):
+        for state in (State.DEAD, State.DEAD, State.PUBLISHED):
+            one_in(state)
+        published()
+
+        lines = [line.split() for line in run("outbox_status").splitlines()]
+
+        assert lines[0] == ["outbox", "default"]
+        last = 1 + len(State)
+        assert dict(lines[1:last]) == {
+            **{state.value: "0" for state in State},
+            "dead": "2",
+            "published": "1",
+            "ready": "1",
+        }
+        assert lines[last][:2] == ["oldest", "waiting"]
+
+    def test_tells_machines_in_json(self):
+        message = published()
+        one_in(State.DEAD)
+
+        told = json.loads(run("outbox_status", "--json"))
+
+        assert told["states"] == {**{state.value: 0 for state in State}, "ready": 1, "dead": 1}
+        assert datetime.fromisoformat(told["oldest_waiting"]) == row_of(message).available_at
+
+    def test_of_an_empty_outbox_has_nothing_waiting(self):
+        assert json.loads(run("outbox_status", "--json"))["oldest_waiting"] is None
+
+    def test_a_message_waits_from_when_it_is_due(self):
+        published(delay=DAY)
+        assert json.loads(run("outbox_status", "--json"))["oldest_waiting"] is None
+
+        late = one_in(State.RETRYING, available_at=DatabaseTime(-DAY))
+        published()
+        told = json.loads(run("outbox_status", "--json"))
+
+        assert datetime.fromisoformat(told["oldest_waiting"]) == row_of(late).available_at
+
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_looks_at_the_database_it_is_told_to(self):
+        published(using="other")
+
+        assert json.loads(run("outbox_status", "--json", "--database", "other"))["states"]["ready"] == 1
+        assert json.loads(run("outbox_status", "--json"))["states"]["ready"] == 0
+
+
+class TestStatusOfTheRelays:
+    def test_shows_who_they_are_and_what_they_do(self):
+        a_relay(waits_for="the broker: connection refused", host="second", running_for=timedelta(minutes=1))
+        a_relay()
+        a_relay(since_pass=None, host="third", running_for=timedelta(seconds=0))
+
+        head, starting, waiting, working = run("outbox_status").splitlines()[-4:]
+
+        assert head.split() == [
+            *("relay", "version", "started", "heartbeat", "last", "pass", "published", "per", "second", "state")
+        ]
+        assert waiting.startswith("second:4711")
+        assert waiting.endswith("  waits for the broker: connection refused")
+        assert working.split()[:2] == ["relay-1:4711", "1.2.3"]
+        assert working.split()[2].startswith("5:00:0")
+        assert working.split()[-3:] == ["1,234,567", "812.5", "working"]
+        assert starting.split()[-4:] == ["-", "1,234,567", "812.5", "starting"]
+
+    def test_calls_a_killed_one_silent_and_does_not_guess_its_rate(self):
+        a_relay(silent_for=2 * SILENT_AFTER)
+
+        line = run("outbox_status").splitlines()[-3]
+
+        assert line.split()[-2:] == ["-", "silent"]
+
+    @pytest.mark.parametrize("silent", [False, True])
+    @pytest.mark.parametrize(
+        ("ready", "expected"),
+        [
+            (0, "No relay is running."),
+            (1, "No relay is running: 1 message is ready."),
+            (2, "No relay is running: 2 messages are ready."),
+        ],
+    )
+    def test_says_plainly_that_none_runs(self, silent, ready, expected):
+        if silent:
+            a_relay(silent_for=2 * SILENT_AFTER)
+        for _ in range(ready):
+            published()
+
+        assert run("outbox_status").splitlines()[-1] == expected
+
+    def test_says_nothing_of_the_kind_while_one_runs(self):
+        a_relay(silent_for=2 * SILENT_AFTER)
+        a_relay()
+        published()
+
+        assert "No relay is running" not in run("outbox_status")
+
+    def test_tells_machines_all_of_it(self):
+        relay, silent = a_relay(waits_for="the broker"), a_relay(silent_for=2 * SILENT_AFTER, since_pass=None)
+
+        told = json.loads(run("outbox_status", "--json"))["relays"]
+
+        assert [one["id"] for one in told] == [str(relay.id), str(silent.id)]
+        first, second = told
+        instants = ("started", "beat", "last_pass")
+        assert set(first) == {"id", "host", "pid", "version", *instants, "published", "rate", "waits_for", "silent"}
+        assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["started"]) == timedelta(hours=5)
+        assert datetime.fromisoformat(first["beat"]) - datetime.fromisoformat(first["last_pass"]) == timedelta(minutes=4)
+        assert (first["host"], first["pid"], first["version"]) == ("relay-1", 4711, "1.2.3")
+        assert (first["published"], first["rate"], first["waits_for"]) == (1_234_567, 812.5, "the broker")
+        assert (first["silent"], second["silent"]) == (False, True)
+        assert (second["last_pass"], second["rate"]) == (None, None)
+
+    def test_asks_for_the_migration_that_brings_their_table(self, monkeypatch):
+        def no_table(alias, model):
+            if model is RelayHeartbeat:
+                raise CommandError("Run `python manage.py migrate`.")
+
+        monkeypatch.setattr(outbox_status, "require_table", no_table)
+
+        with pytest.raises(CommandError, match="migrate"):
+            run("outbox_status")
+
+    def test_is_drawn_again_and_again_until_asked_to_stop(self, monkeypatch):
+        drawn = []
+
+        def once(draw, out, every_seconds, stop):
+            drawn.append((draw(), every_seconds))
+
+        monkeypatch.setattr(outbox_status, "watch", once)
+        a_relay()
+
+        run("outbox_status", "--watch")
+
+        assert [(text.splitlines()[-1].split()[-1], seconds) for text, seconds in drawn] == [("working", 2.0)]
+
+
+class TestRequeue:
+    def test_sends_dead_messages_again_with_a_full_set_of_attempts(self):
+        dead, other = one_in(State.DEAD, attempts=16), one_in(State.DEAD, attempts=16)
+
+        assert "1 messages requeued" in run("outbox_requeue", str(dead.id))
+
+        row = row_of(dead)
+        assert (row.state, row.attempts, row.settled_at) == (State.READY, 0, None)
+        assert state_of(other) == State.DEAD
+
+    def test_takes_all_of_a_topic(self):
+        chosen, other = one_in(State.DEAD, topic="a"), one_in(State.DEAD, topic="b")
+
+        run("outbox_requeue", "--topic", "a")
+
+        assert (state_of(chosen), state_of(other)) == (State.READY, State.DEAD)
+
+    def test_takes_all(self):
+        messages = [one_in(State.DEAD) for _ in range(3)]
+
+        assert "3 messages requeued" in run("outbox_requeue", "--all")
+        assert {state_of(message) for message in messages} == {State.READY}
+
+    @pytest.mark.parametrize("state", [state for state in State if state not in {State.DEAD, State.RETRYING}])
+    def test_touches_no_message_in_another_state(self, state):
+        message = one_in(state)
+
+        assert "0 messages requeued" in run("outbox_requeue", "--all", "--retrying")
+        assert state_of(message) == state
+
+    def test_takes_retrying_ones_only_when_it_is_told_to(self):
+        message = one_in(State.RETRYING, available_at=DatabaseTime(DAY))
+        run("outbox_requeue", "--all")
+        assert state_of(message) == State.RETRYING
+
+        run("outbox_requeue", "--all", "--retrying")
+
+        assert state_of(message) == State.READY
+
+    def test_only_counts_on_a_dry_run(self):
+        message = one_in(State.DEAD)
+
+        assert "1 messages would be requeued" in run("outbox_requeue", "--all", "--dry-run")
+        assert state_of(message) == State.DEAD
+
+    def test_of_nothing_in_particular_is_refused_with_the_ways_to_say_it(self):
+        with pytest.raises(CommandError, match="--topic TOPIC, or --all"):
+            run("outbox_requeue")
+
+    def test_of_something_that_is_no_message_id_is_refused(self):
+        with pytest.raises(CommandError, match="order-17"):
+            run("outbox_requeue", "order-17")
+
+    def test_of_an_unknown_message_says_which(self):
+        unknown = str(uuid.uuid4())
+        with pytest.raises(CommandError, match=unknown):
+            run("outbox_requeue", unknown)
+
+
+class TestPurge:
+    def settled(self, state, age):
+        return one_in(state, settled_at=DatabaseTime(-age))
+
+    @pytest.mark.parametrize("state", [State.PUBLISHED, State.CANCELLED, State.EXPIRED, State.ROLLED_BACK])
+    def test_deletes_what_is_settled_and_older_than_the_retention(self, state):
+        self.settled(state, 8 * DAY)
+        young = self.settled(state, 6 * DAY)
+
+        assert "1 messages deleted" in run("outbox_purge")
+        assert [row.message_id for row in OutboxMessage.objects.all()] == [young.id]
+
+    @pytest.mark.parametrize("state", [State.DEAD, State.RETRYING, State.READY, State.SCHEDULED, State.PREPARED])
+    def test_keeps_what_somebody_still_has_to_decide_or_do(self, state):
+        self.settled(state, 900 * DAY)
+
+        assert "0 messages deleted" in run("outbox_purge", "--older-than-days", "0")
+        assert states() == [state]
+
+    def test_takes_another_age(self):
+        self.settled(State.PUBLISHED, DAY)
+
+        assert "0 messages deleted" in run("outbox_purge", "--older-than-days", "1.5")
+        assert "1 messages deleted" in run("outbox_purge", "--older-than-days", "0.5")
+
+    def test_only_counts_on_a_dry_run(self):
+        self.settled(State.PUBLISHED, 8 * DAY)
+
+        assert "1 messages would be deleted" in run("outbox_purge", "--dry-run")
+        assert states() == [State.PUBLISHED]
+
+    def test_deletes_a_lot_in_small_transactions(self):
+        for _ in range(7):
+            self.settled(State.PUBLISHED, 8 * DAY)
+
+        assert list(store.purge_settled("default", DAY, chunk=3)) == [3, 3, 1]
+
+    @pytest.mark.parametrize("days", ["-1", "nan", "1e12"])
+    def test_of_an_impossible_age_is_refused(self, days):
+        self.settled(State.PUBLISHED, timedelta(seconds=1))
+
+        with pytest.raises(CommandError, match="older-than-days"):
+            run("outbox_purge", f"--older-than-days={days}")
+        assert states() == [State.PUBLISHED]
+
+
+@contextmanager
+def a_process(environment, *arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "django", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+class TestTheRelayAsAProcess:
+    @pytest.fixture
+    def peer(self):
+        with FakeAmqpPeer() as peer:
+            yield peer
+
+    @pytest.fixture
+    def environment(self, process_environment, peer, tmp_path):
+        (tmp_path / "relay_settings.py").write_text(
+            "from datetime import timedelta\nfrom tests.settings import *\n"
+            f"OUTBOX = {{'BROKER_URL': {peer.url!r}, 'BATCH_DEADLINE': timedelta(seconds=30)}}\n"
+        )
+        path = f"{tmp_path}:{process_environment['PYTHONPATH']}"
+        return {**process_environment, "PYTHONPATH": path, "DJANGO_SETTINGS_MODULE": "relay_settings"}
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_relays_until_it_is_told_to_stop_and_ends_with_exit_0(self, environment, peer, number):
+        with a_process(environment, "outbox_relay") as process:
+            first = published()
+            eventually(lambda: state_of(first) == State.PUBLISHED)
+            second = published()
+            eventually(lambda: state_of(second) == State.PUBLISHED)
+            process.send_signal(number)
+            out, _ = process.communicate(timeout=60)
+
+        assert process.returncode == 0, out
+        assert ids(peer.published) == ids([first, second])
+        assert "Traceback" not in out
+        assert "published 2 messages" in out
+
+    def test_finishes_what_is_in_hand_before_it_ends(self, environment, peer):
+        peer.hold()
+        message = published()
+        with a_process(environment, "outbox_relay") as process:
+            [arrived] = peer.wait_for_published(1, timeout=60)
+            process.send_signal(signal.SIGTERM)
+            peer.ack(arrived)
+            process.communicate(timeout=60)
+
+        assert process.returncode == 0
+        assert state_of(message) == State.PUBLISHED
+
+    def test_killed_in_the_middle_leaves_its_messages_to_the_next(self, environment, peer):
+        peer.hold()
+        message = published(using="other")
+        with a_process(environment, "outbox_relay", "--database", "other") as process:
+            peer.wait_for_published(1, timeout=60)
+            process.kill()
+            process.wait()
+        assert state_of(message, "other") == State.READY
+        OutboxMessage.objects.using("other")
+        release_the_lease_of_the_dead()
+        peer.ack_all_automatically = True
+
+        with a_process(environment, "outbox_relay", "--database", "other", "--drain") as process:
+            process.communicate(timeout=60)
+
+        assert process.returncode == 0
+        assert state_of(message, "other") == State.PUBLISHED
+        assert len(set(ids(peer.published))) == 1
+
+    def test_ends_by_itself_when_there_is_nothing_left_to_drain(self, environment, peer):
+        message = published()
+        with a_process(environment, "outbox_relay", "--drain") as process:
+            out, _ = process.communicate(timeout=60)
+
+        assert process.returncode == 0, out
+        assert state_of(message) == State.PUBLISHED
+
+    def test_refuses_to_begin_with_settings_it_cannot_read(self, environment, tmp_path):
+        (tmp_path / "relay_settings.py").write_text("from tests.settings import *\nOUTBOX = {'BROKER_ULR': 'x'}\n")
+        with a_process(environment, "outbox_relay") as process:
+            out, _ = process.communicate(timeout=60)
+
+        assert process.returncode != 0
+        assert "Did you mean 'BROKER_URL'?" in out
+
+
+def release_the_lease_of_the_dead():
+    """Only time does that on SQLite."""
+    RelayLease.objects.using("other").update(expires_at=DatabaseTime())
+
+
+@pytest.mark.parametrize("command", ["outbox_relay", "outbox_status", "outbox_purge", "inbox_status", "inbox_purge"])
+def test_a_database_that_is_not_there_is_named_with_those_that_are(command):
+    with pytest.raises(CommandError, match=r"There is no database 'nowhere'\. DATABASES has: default"):
+        run(command, "--database", "nowhere")
+
+
+def test_a_relay_that_is_given_a_stop_request_obeys_it():
+    stop = StopRequest()
+    stop.set()
+
+    assert serve("default", stop=stop) == 0

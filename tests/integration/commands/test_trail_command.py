@@ -1,0 +1,178 @@
+"""`outbox_trail`: the life of one message, both apps joined by its id, told without guessing."""
+
+from __future__ import annotations
+
+import io
+import json
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import override_settings
+
+from inbox.models import InboxMessage
+from outbox import cancel, store
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.trail import life_of
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.store import Failure, Settlement
+from tests.support.deliveries import an_envelope, deliver, the_effect
+from tests.support.relaying import TOPIC, published, set_columns
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+HANDLER = "tests.reserve_stock"
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def local():
+    with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
+        yield
+
+
+def carry():
+    call_command("outbox_relay", drain=True, verbosity=0)
+
+
+def told(*arguments, command="outbox_trail", **options):
+    out = io.StringIO()
+    call_command(command, *map(str, arguments), stdout=out, **options)
+    return out.getvalue()
+
+
+def transitions(message):
+    return [(moment.where, moment.was, moment.became) for moment in life_of(str(message.id)).moments]
+
+
+class TestALife:
+    def test_joins_both_sides_by_the_message_id(self, handles):
+        handles(the_effect, name=HANDLER)
+        message, _another = published(biz_id="order-1"), published(biz_id="order-2")
+
+        carry()
+
+        told = transitions(message)
+        # Received and published are one transaction here, and on SQLite one instant.
+        assert told[0] == ("outbox", "", "ready")
+        assert set(told[1:3]) == {(HANDLER, "", "received"), ("outbox", "ready", "published")}
+        assert told[3:] == [(HANDLER, "received", "done")]
+        standings = {standing.where: standing for standing in life_of(str(message.id)).standings}
+        assert {where: (one.state, one.attempts) for where, one in standings.items()} == {
+            "outbox": ("published", 1),
+            HANDLER: ("done", 1),
+        }
+
+    def test_begins_and_ends_by_the_row_where_the_trail_has_only_the_middle(self):
+        message = published(delay=HOUR)
+        set_columns(message, state="ready", deliver_at=DatabaseTime())
+        cancel(message.id)
+
+        moments = life_of(str(message.id)).moments
+
+        assert [(one.was, one.became, bool(one.process)) for one in moments] == [
+            ("", "scheduled", False),
+            ("ready", "cancelled", True),
+        ]
+
+    def test_of_what_came_from_elsewhere_begins_where_it_was_received(self, handles):
+        handler = handles(the_effect, name=HANDLER)
+        envelope = an_envelope(id="not-a-uuid", biz_id="order-9")
+        deliver(handler, envelope)
+
+        life = life_of("not-a-uuid")
+
+        assert [(one.where, one.became) for one in life.moments] == [(HANDLER, "received"), (HANDLER, "done")]
+        assert any("published elsewhere" in words for words in life.unknown)
+
+    def test_says_what_was_purged(self):
+        message = published(delay=HOUR)
+        cancel(message.id)
+        OutboxMessage.objects.all().delete()
+
+        life = life_of(str(message.id))
+
+        assert [one.became for one in life.moments] == ["cancelled"]
+        assert any("has been purged: only its trail is left" in words for words in life.unknown)
+
+    def test_says_that_its_trail_may_be_too_old(self):
+        message = published()
+        set_columns(message, created_at=DatabaseTime(timedelta(days=-31)))
+
+        assert any("may be purged" in words for words in life_of(str(message.id)).unknown)
+
+    @pytest.mark.parametrize(("state", "is_sought"), [("stuck", False), ("rolled_back", False), ("cancelled", True)])
+    def test_seeks_in_no_handler_what_was_never_sent(self, state, is_sought):
+        message = published()
+        set_columns(message, state=state)
+
+        assert any("No handler here has it" in words for words in life_of(str(message.id)).unknown) is is_sought
+
+    def test_is_told_once_when_two_aliases_name_one_database(self):
+        message = published()
+        cancel(message.id)
+
+        entry = TrailEntry.objects.get()
+        entry.save(using="other")
+
+        assert [one.became for one in life_of(str(message.id)).moments] == ["ready", "cancelled"]
+
+
+class TestTheCommand:
+    @pytest.mark.parametrize("columns", [80, 140])
+    def test_prints_it_within_the_terminal(self, monkeypatch, handles, columns):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        handles(the_effect, name=HANDLER)
+        message = published(biz_id="order-1", delay=HOUR)
+        set_columns(message, state="ready", deliver_at=DatabaseTime())
+        error = "x\x1b[2J" + "too large " * 60
+        store.settle("default", Settlement(failed=[Failure(positions=[message.position], error=error, retry_after=None)]))
+        call_command("outbox_requeue", str(message.id), verbosity=0)
+        carry()
+
+        printed = told(message.id)
+
+        lines = printed.splitlines()
+        assert max(map(len, lines)) <= columns
+        assert "\x1b" not in printed
+        for words in ("order-1", TOPIC, "→ scheduled", "dead → ready", "outbox_requeue", "ready → published", HANDLER, "Now"):
+            assert words in printed
+
+    def test_prints_the_same_in_the_inbox_and_as_json(self, handles):
+        handles(the_effect, name=HANDLER)
+        message = published(biz_id="order-1")
+        carry()
+
+        assert told(message.id, command="inbox_trail") == told(message.id)
+        read = json.loads(told(message.id, "--json"))
+        assert read["message_id"] == str(message.id)
+        assert {one["to"] for one in read["life"]} == {"ready", "received", "published", "done"}
+        assert [one["state"] for one in read["now"]] == ["published", "done"]
+
+    def test_finds_messages_by_their_business_name(self, handles):
+        handles(the_effect, name=HANDLER)
+        first, second = published(biz_id="order-1"), published(biz_id="order-1")
+        carry()
+        assert InboxMessage.objects.count() == 1
+
+        lives = [json.loads(line) for line in told("--topic", TOPIC, "--biz-id", "order-1", "--json").splitlines()]
+
+        assert [one["message_id"] for one in lives] == [str(first.id), str(second.id)]
+        assert [one["namesakes"] for one in lives] == [[str(second.id)], [str(first.id)]]
+        assert str(first.id) in told(second.id)
+
+    def test_says_what_was_searched_for_an_unknown_one(self):
+        unknown = uuid.uuid4()
+
+        with pytest.raises(CommandError, match=rf"{unknown}.*the outbox \(default, other\); the inbox \(default, other\)"):
+            told(unknown)
+        with pytest.raises(CommandError, match="No row here has topic"):
+            told("--topic", TOPIC, "--biz-id", "nobody")
+
+    @pytest.mark.parametrize("given", [[], ["--topic", TOPIC], [uuid.uuid4(), "--topic", TOPIC, "--biz-id", "order-1"]])
+    def test_wants_to_be_told_which(self, given):
+        with pytest.raises(CommandError, match="Say which messages"):
+            told(*given)
+        with pytest.raises(CommandError, match="There is no database 'nowhere'"):
+            told("--database", "nowhere")

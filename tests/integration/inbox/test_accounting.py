@@ -1,0 +1,313 @@
+"""Every delivery that was taken over is a row or a duplicate on one, whatever becomes of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+
+import kombu
+import pytest
+from django.db import connection, transaction
+from django.db.models import Count, Sum
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inbox import RetryLater, store
+from inbox.batching import receive_together
+from inbox.holding import store_for_later
+from inbox.models import SETTLED, InboxMessage, State
+from inbox.ordering import take_in
+from inbox.outcomes import Received
+from inbox.reading import read
+from inbox.shedding import receive_shed
+from outbox.kernel.clock import utcnow
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect, wait_until
+from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+every_database = pytest.mark.every_database
+
+WAYS = ("succeed", "fail", "reject", "later")
+FACTS = st.integers(0, 5)
+
+
+def as_told(message):
+    """Does what the message says."""
+    what = message.payload["do"]
+    if what == "fail" and message.attempt < 2:
+        raise ValueError("no stock")
+    if what == "reject":
+        raise RuntimeError("never")
+    if what == "later" and message.attempt < 2:
+        raise RetryLater
+    the_effect(message)
+
+
+def counted_by_hand():
+    """What the balance must say, by reading every row."""
+    rows = InboxMessage.objects
+    sums = rows.aggregate(
+        **{name: Sum(name, default=0) for name in ("duplicates", "redeliveries", "resends", "replays", "conflicts")}
+    )
+    by_state = dict(rows.values_list("state").annotate(Count("id")).order_by())
+    return sums, {state.value: by_state.get(state, 0) for state in State}
+
+
+def assert_balanced(delivered):
+    balance = store.balance("default")
+    sums, by_state = counted_by_hand()
+    assert balance.states == by_state
+    assert balance.delivered == sum(by_state.values()) + sums["duplicates"] == delivered
+    told = balance.duplicates
+    assert (told.suppressed, told.redelivery, told.resend, told.replay, told.conflicting) == tuple(sums.values())
+    assert told.business >= 0
+    assert balance.quarantined == InboxMessage.objects.filter(state=State.DEAD, quarantined=True).count()
+
+
+class World:
+    """Three handlers, some facts, and everything that deliveries and operators do to them."""
+
+    def __init__(self, **handlers):
+        self.handlers = handlers
+        self.delivered = 0
+        self.sent = {}
+        """By fact: the first message about it."""
+
+    def deliver(self, to, envelope, *, redelivered=False):
+        handler = self.handlers[to]
+        if handler.ordered:
+            (received,) = take_in(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
+        else:
+            received = deliver(handler, envelope, redelivered=redelivered)
+        self.note(received)
+
+    def note(self, received):
+        self.delivered += received is not Received.PUT_OFF
+
+    def envelope(self, fact, way="succeed"):
+        return self.sent.setdefault(fact, self.a_message(fact, way))
+
+    @staticmethod
+    def a_message(fact, way="succeed", **attributes):
+        return an_envelope({"do": way}, biz_id=f"fact-{fact}", key=f"key-{fact % 2}", **attributes)
+
+    def fresh(self, to, fact, way):
+        self.deliver(to, self.envelope(fact, way))
+
+    def redelivered(self, to, fact, way):
+        self.deliver(to, self.envelope(fact, way), redelivered=True)
+
+    def replayed(self, to, fact):
+        self.deliver(to, self.envelope(fact)._replace(replayed=True))
+
+    def said_again(self, to, fact, way):
+        """By the business: with an id of its own, and perhaps other content."""
+        self.deliver(to, self.a_message(fact, way))
+
+    def unreadable(self, to, fact, *, redelivered):
+        self.deliver(to, an_envelope(body=b"not JSON", id=f"bad-{fact}"), redelivered=redelivered)
+
+    def too_old(self, to, fact):
+        self.deliver(to, self.a_message(fact, created_at=utcnow() - timedelta(days=40)))
+
+    def held_for_its_turn(self, fact, *, redelivered):
+        plain = self.handlers["plain"]
+        self.note(store_for_later(plain, read(plain, self.envelope(fact), OPTIONS), OPTIONS, redelivered=redelivered))
+
+    def shed(self, facts):
+        plain = self.handlers["plain"]
+        deliveries = [(arrival, False) for arrival in self._arrivals(plain, facts)]
+        for received in receive_shed(plain, deliveries, "too many wait", OPTIONS):
+            self.note(received)
+
+    def together(self, facts, way):
+        plain = self.handlers["plain"]
+        arrivals = self._arrivals(plain, facts, way)
+        received = receive_together(plain, arrivals, OPTIONS)
+        if received is None:  # one of them failed, so that nothing has happened
+            received = [deliver(plain, arrival.envelope) for arrival in arrivals]
+        for one in received:
+            self.note(one)
+
+    def in_order(self, facts, way):
+        ordered = self.handlers["ordered"]
+        for received in take_in(ordered, [(one, False) for one in self._arrivals(ordered, facts, way)], OPTIONS):
+            self.note(received)
+
+    def _arrivals(self, handler, facts, way="succeed"):
+        return [read(handler, self.envelope(fact, way), OPTIONS) for fact in facts]
+
+    def time_passes(self):
+        make_due()
+        drain()
+
+    def operator(self, decide, which):
+        rows = list(InboxMessage.objects.order_by("pk").values_list("pk", flat=True))
+        if rows:
+            decide("default", rows[which % len(rows)])
+
+    def purge(self):
+        gone = InboxMessage.objects.filter(state__in=SETTLED)
+        sums = gone.aggregate(rows=Count("id"), duplicates=Sum("duplicates", default=0))
+        gone.update(settled_at=utcnow() - timedelta(days=31))
+        list(store.purge_settled("default", OPTIONS.RETENTION))
+        self.delivered -= sum(sums.values())
+
+
+def a_step():
+    def step(name, **arguments):
+        return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
+
+    way, some = st.sampled_from(WAYS), st.lists(FACTS, min_size=1, max_size=4)
+    to = st.sampled_from(["plain", "ordered", "leased"])
+    decisions = [store.retry, partial(store.skip, reason="not wanted"), store.override_age_fence]
+    return st.one_of(
+        step("fresh", to=to, fact=FACTS, way=way),
+        step("redelivered", to=to, fact=FACTS, way=way),
+        step("replayed", to=to, fact=FACTS),
+        step("said_again", to=to, fact=FACTS, way=way),
+        step("unreadable", to=to, fact=FACTS, redelivered=st.booleans()),
+        step("too_old", to=to, fact=FACTS),
+        step("held_for_its_turn", fact=FACTS, redelivered=st.booleans()),
+        step("shed", facts=some),
+        step("together", facts=some, way=way),
+        step("in_order", facts=some, way=way),
+        step("time_passes"),
+        step("operator", decide=st.sampled_from(decisions), which=st.integers(0, 20)),
+        step("purge"),
+    )
+
+
+@every_database
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(a_step(), min_size=5, max_size=30))
+def test_the_books_balance_after_every_step(handles, steps):
+    InboxMessage.objects.all().delete()
+    Effect.objects.all().delete()
+    world = World(
+        plain=handles(as_told, name="tests.plain"),
+        ordered=handles(as_told, name="tests.support.apps.ordered", ordered=True),
+        leased=handles(as_told, name="tests.support.apps.leased", mode="lease"),
+    )
+    for name, arguments in steps:
+        getattr(world, name)(**arguments)
+        assert_balanced(world.delivered)
+
+
+class TestWhatIsPutOff:
+    def test_is_not_delivered_yet(self, handles):
+        """A twin has it in hand, so it goes back to the broker, and is counted when it comes again."""
+        begun, ended = [], []
+
+        def slow(message):
+            begun.append(message)
+            wait_until(lambda: ended)
+
+        handler = handles(slow)
+        envelope = an_envelope()
+        with InAThread(lambda: deliver(handler, envelope)) as first:
+            try:
+                wait_until(lambda: begun)
+                received = deliver(handler, envelope)
+                assert store.balance("default").delivered == 0
+            finally:
+                ended.append(True)
+
+        assert (first.answer, received) == (Received.HANDLED, Received.PUT_OFF)
+        assert_balanced(1)
+        deliver(handler, envelope, redelivered=True)
+        assert_balanced(2)
+
+
+class TestManyAtOnce:
+    def test_twenty_threads_of_copies_are_all_accounted_for(self, handles):
+        handler = handles(the_effect)
+        facts = [an_envelope(biz_id=f"fact-{number}") for number in range(5)]
+
+        def until_decided(envelope):
+            redelivered = False
+            while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.PUT_OFF:
+                redelivered = True
+            return received
+
+        received = Counter(at_once([partial(until_decided, facts[number % 5]) for number in range(20)]))
+
+        assert received == {Received.HANDLED: 5, Received.DUPLICATE: 15}
+        assert_balanced(20)
+
+    def test_every_message_that_the_broker_was_rid_of_is_accounted_for(self, handles, rabbitmq_server, rabbitmq_url):
+        """Hundreds of them through the real consumer, which is stopped and started in between."""
+        rng = random.Random(7)
+        handler = handles(as_told)
+        options = broker_options(rabbitmq_url, RETRY_BASE=timedelta(milliseconds=50), RETRY_CAP=timedelta(milliseconds=50))
+        declare(handler, options)
+        sent = 300
+        with kombu.Connection(rabbitmq_url, transport_options=CONFIRMED) as broker:
+            producer = kombu.Producer(broker.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+            for _ in range(sent):
+                producer.publish(
+                    {"do": rng.choice(WAYS)},
+                    routing_key=handler.topic,
+                    message_id=f"message-{rng.randrange(150)}",
+                    headers={"cloudEvents:bizid": f"fact-{rng.randrange(100)}"},
+                )
+
+        for _ in range(3):
+            with consuming([handler], options):
+                taken = store.balance("default").delivered
+                wait_until(lambda before=taken: store.balance("default").delivered >= min(sent, before + 100))
+        with consuming([handler], options):
+            wait_until(lambda: length_of(rabbitmq_server, handler, options) == 0)
+
+        assert_balanced(sent)
+        assert store.balance("default").duplicates.suppressed > 100
+
+
+class TestTheCost:
+    """Among many handled rows, by indexes alone: what people look at must cost little when there is much."""
+
+    ROWS = 50_000
+
+    @pytest.fixture
+    def many(self):
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "INSERT INTO inbox_inboxmessage (handler, topic, biz_id, message_id, key, state, content_type, body, digest, "
+                "headers, source, correlation_id, causation_id, traceparent, received_at, settled_at, duplicates, resends) "
+                "SELECT 'h', 't', n::text, n::text, '', "
+                "CASE mod(n, 5000) WHEN 0 THEN 'dead' WHEN 1 THEN 'shed' ELSE 'done' END, "
+                "'application/json', decode(repeat('20', 500), 'hex'), '', '{}', '', '', '', '', now(), "
+                "CASE WHEN mod(n, 5000) > 0 THEN now() END, (mod(n, 1000) = 2)::int, (mod(n, 1000) = 2)::int "
+                "FROM generate_series(1, %s) n",
+                [self.ROWS],
+            )
+            cursor.execute("VACUUM ANALYZE inbox_inboxmessage")
+
+    def test_the_balance_does_not_read_the_table(self, many):
+        assert_balanced(self.ROWS + self.ROWS // 1000)
+
+        with transaction.atomic(), connection.cursor() as cursor:
+            statements = []
+            with connection.execute_wrapper(lambda execute, sql, *rest: statements.append(sql) or execute(sql, *rest)):
+                store.balance("default")
+            (sql,) = statements
+            cursor.execute(f"EXPLAIN {sql}")
+            plan = "\n".join(line for (line,) in cursor.fetchall())
+
+        assert "Seq Scan" not in plan
+        for index in ("inbox_open", "inbox_unhandled", "inbox_settled", "inbox_duplicates"):
+            assert index in plan
+
+    def test_the_admins_filters_do_not_read_the_table(self, many):
+        """Each is counted on every page of the list, as far as the list goes."""
+        lookups = [{"state": state} for state in State if state != State.DONE]
+        for lookup in (*lookups, {"duplicates__gt": 0}, {"conflicts__gt": 0}):
+            found = InboxMessage.objects.filter(**lookup)
+            plans = found.order_by().values("pk")[:10_001].explain() + found.order_by("-id")[:50].explain()
+
+            assert "Seq Scan" not in plans
+            assert "inbox_inboxmessage_pkey" not in plans, lookup

@@ -1,0 +1,712 @@
+"""The zoo: handlers that do what handlers must not, and what becomes of their messages.
+
+The promise is the same for all of them: a message is never acknowledged for good without its effect, and its effect never
+happens twice, however often it is run or delivered again.
+
+`test_without_the_sentinel_…` runs part of the same zoo with the commit sentinel taken out and sees messages get lost, so
+that this module is known to bite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psycopg
+import pytest
+from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
+
+from inbox import signals, store, transactions
+from inbox.errors import NotCallable
+from inbox.handlers import Message, idempotent_handler, registry
+from inbox.models import InboxMessage, State
+from inbox.receiving import Received
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.deliveries import (
+    A_WHILE,
+    TOPIC,
+    InAThread,
+    an_envelope,
+    deliver,
+    effects,
+    run_to_the_end,
+    the_effect,
+    the_row,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+SETTLED_FOR_GOOD = {Received.HANDLED, Received.DUPLICATE}
+TAKEN = "taken"
+EVERYWHERE = ("postgresql", "sqlite")
+POSTGRESQL = ("postgresql",)
+
+
+@dataclass(frozen=True)
+class Animal:
+    """One bad handler.
+
+    Attributes:
+        handle: what it does.
+        ends: the state its message must end in when it was run to the end.
+        takes_effect: whether the effect is there in the end.
+        reason: what its error must say, for the people who look at it; "" when it does no harm.
+        databases: where it lives.
+        lost_on: where its message would be lost without the sentinel.
+    """
+
+    handle: Callable[[Message], object]
+    ends: State
+    takes_effect: bool
+    reason: str = ""
+    databases: tuple[str, ...] = EVERYWHERE
+    lost_on: tuple[str, ...] = ()
+
+    def __str__(self):
+        return self.handle.__name__
+
+
+ZOO: list[Animal] = []
+
+
+def fails(reason, *, databases=EVERYWHERE, lost_on=()):
+    """Its message is never done: it runs out of attempts without an effect."""
+
+    def add(function):
+        ZOO.append(Animal(function, State.DEAD, takes_effect=False, reason=reason, databases=databases, lost_on=lost_on))
+        return function
+
+    return add
+
+
+def does_no_harm(*, databases=EVERYWHERE):
+    """It looks bad, and its message is done all the same, with its effect."""
+
+    def add(function):
+        ZOO.append(Animal(function, State.DONE, takes_effect=True, databases=databases))
+        return function
+
+    return add
+
+
+def commits_by_itself(function):
+    """Its effect is out of our hands: it is there, and a person must look at it."""
+    ZOO.append(Animal(function, State.DEAD, takes_effect=True, reason="committed by itself"))
+    return function
+
+
+# ------------------------------------------------------------ swallowed database errors
+
+
+@fails("can no longer commit", lost_on=EVERYWHERE)
+def swallows_an_integrity_error_of_orm_create(message):
+    the_effect(message)
+    with contextlib.suppress(IntegrityError):
+        Unique.objects.create(name=TAKEN)
+
+
+@fails("can no longer commit", lost_on=EVERYWHERE)
+def swallows_an_integrity_error_of_orm_update(message):
+    the_effect(message)
+    free = Unique.objects.create(name=f"free {message.attempt}")
+    with contextlib.suppress(IntegrityError):
+        Unique.objects.filter(pk=free.pk).update(name=TAKEN)
+
+
+@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
+def swallows_an_integrity_error_of_raw_sql(message):
+    the_effect(message)
+    with contextlib.suppress(IntegrityError), connection.cursor() as cursor:
+        cursor.execute("INSERT INTO testapp_unique (name) VALUES (%s)", [TAKEN])
+
+
+@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
+def swallows_an_error_before_its_effect(message):
+    """The effect fails then, too: the transaction is aborted."""
+    with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
+        cursor.execute("SELECT 1/0")
+    with contextlib.suppress(DatabaseError):
+        the_effect(message)
+
+
+@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
+def swallows_a_nowait_lock_error(message):
+    the_effect(message)
+    with (
+        psycopg.connect(**_whereabouts()) as rival,
+        contextlib.suppress(DatabaseError),
+    ):
+        rival.execute("SELECT 1 FROM testapp_unique FOR UPDATE")
+        Unique.objects.select_for_update(nowait=True).get(name=TAKEN)
+
+
+@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
+def swallows_a_statement_timeout(message):
+    the_effect(message)
+    with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL statement_timeout = '10ms'")
+        cursor.execute("SELECT pg_sleep(60)")
+
+
+@fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
+def swallows_a_deadlock(message):
+    the_effect(message)
+    with a_deadlock_in_sight() as embrace, contextlib.suppress(DatabaseError):
+        embrace()
+
+
+@fails("can no longer commit", lost_on=EVERYWHERE)
+def asks_django_to_roll_back(message):
+    the_effect(message)
+    transaction.set_rollback(True)
+
+
+# ------------------------------------------------------------ hands on the connection
+
+
+@fails("can no longer commit", lost_on=EVERYWHERE)
+def closes_the_connection(message):
+    the_effect(message)
+    connection.close()
+
+
+@fails("closed")
+def closes_the_connection_and_goes_on(message):
+    the_effect(message)
+    connection.close()
+    the_effect(message)
+
+
+@fails("can no longer commit", lost_on=EVERYWHERE)
+def closes_old_connections(message):
+    the_effect(message)
+    close_old_connections()
+
+
+@fails("'atomic' block is active")
+def commits(message):
+    the_effect(message)
+    connection.commit()
+
+
+@fails("'atomic' block is active")
+def rolls_back(message):
+    the_effect(message)
+    connection.rollback()
+
+
+@fails("'atomic' block is active")
+def sets_autocommit(message):
+    the_effect(message)
+    transaction.set_autocommit(True)
+
+
+@does_no_harm()
+def swallows_the_refusal_of_commit_and_rollback(message):
+    the_effect(message)
+    for forbidden in (connection.commit, connection.rollback, lambda: transaction.set_autocommit(True)):
+        with contextlib.suppress(transaction.TransactionManagementError):
+            forbidden()
+
+
+@fails("durable")
+def asks_for_a_durable_transaction(message):
+    the_effect(message)
+    with transaction.atomic(durable=True):
+        pass
+
+
+def execute(sql):
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+
+
+@fails("must commit together")
+def commits_by_sql(message):
+    the_effect(message)
+    execute("COMMIT")
+
+
+@fails("must commit together")
+def rolls_back_by_sql(message):
+    the_effect(message)
+    execute("  rollback work ;")
+
+
+@fails("must commit together")
+def begins_by_sql(message):
+    the_effect(message)
+    execute("BEGIN")
+
+
+@fails("must commit together")
+def starts_a_transaction_by_sql(message):
+    the_effect(message)
+    execute("start\n transaction")
+
+
+@fails("must commit together")
+def prepares_a_transaction_by_sql(message):
+    the_effect(message)
+    execute("PREPARE TRANSACTION 'x'")
+
+
+@does_no_harm()
+def swallows_the_refusal_of_commit_by_sql(message):
+    the_effect(message)
+    for sql in ("COMMIT", "END", "ABORT", "ROLLBACK", "BEGIN"):
+        with contextlib.suppress(Exception):
+            execute(sql)
+
+
+@does_no_harm()
+def uses_savepoints_by_sql(message):
+    execute("SAVEPOINT mine")
+    Effect.objects.create(name="undone")
+    execute("ROLLBACK TO SAVEPOINT mine")
+    execute("RELEASE SAVEPOINT mine")
+    the_effect(message)
+
+
+@commits_by_itself
+def hides_a_commit_in_a_comment(message):
+    the_effect(message)
+    execute("/* nobody looks here */ COMMIT")
+
+
+@commits_by_itself
+def commits_through_the_driver_after_its_effect(message):
+    the_effect(message)
+    connection.connection.commit()
+
+
+@commits_by_itself
+def commits_through_the_driver_and_then_swallows_an_error(message):
+    the_effect(message)
+    connection.connection.commit()
+    with contextlib.suppress(IntegrityError):
+        Unique.objects.create(name=TAKEN)
+
+
+@fails("", lost_on=EVERYWHERE)
+def rolls_back_through_the_driver_after_its_effect(message):
+    the_effect(message)
+    connection.connection.rollback()
+
+
+@fails("", lost_on=EVERYWHERE)
+def hides_a_rollback_in_a_comment(message):
+    the_effect(message)
+    execute("/* nobody looks here */ ROLLBACK")
+
+
+# ------------------------------------------------------------ savepoints, as they are meant
+
+
+@does_no_harm()
+def gets_or_creates(message):
+    """Django wraps it in a savepoint of its own, even when it collides."""
+    Unique.objects.get_or_create(name=TAKEN)
+    Unique.objects.get_or_create(name="new")
+    Unique.objects.update_or_create(name="newer")
+    the_effect(message)
+
+
+@does_no_harm()
+def swallows_an_error_around_a_savepoint(message):
+    the_effect(message)
+    with contextlib.suppress(IntegrityError), transaction.atomic():
+        Unique.objects.create(name=TAKEN)
+
+
+@does_no_harm()
+def leaves_a_savepoint_rolled_back(message):
+    savepoint = transaction.savepoint()
+    Effect.objects.create(name="undone")
+    transaction.savepoint_rollback(savepoint)
+    the_effect(message)
+
+
+# ------------------------------------------------------------ ways not to return
+
+
+@fails("SystemExit")
+def exits(message):
+    the_effect(message)
+    raise SystemExit(3)
+
+
+@fails("KeyboardInterrupt")
+def raises_keyboard_interrupt(message):
+    the_effect(message)
+    raise KeyboardInterrupt
+
+
+@fails("MemoryError")
+def raises_memory_error(message):
+    the_effect(message)
+    raise MemoryError
+
+
+@fails("GeneratorExit")
+def raises_generator_exit(message):
+    the_effect(message)
+    raise GeneratorExit
+
+
+@fails("RecursionError")
+def recurses_for_ever(message):
+    the_effect(message)
+    recurses_for_ever(message)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("even my text is broken")
+
+
+@fails("Unspeakable")
+def raises_what_cannot_be_printed(message):
+    the_effect(message)
+    raise Unspeakable
+
+
+@fails("ValueError")
+def raises_what_no_column_takes(message):
+    the_effect(message)
+    raise ValueError("nul \x00, lone \ud800, long " + "x" * 100_000)
+
+
+# ------------------------------------------------------------ things that are not done
+
+
+async def _later(message):
+    the_effect(message)
+
+
+@fails("nobody would run")
+def returns_a_coroutine(message):
+    return _later(message)
+
+
+@fails("nobody would run")
+def returns_a_generator(message):
+    return (the_effect(message) for _ in range(1))
+
+
+@fails("nobody would run")
+def returns_a_map(message):
+    return map(the_effect, [message])
+
+
+@does_no_harm()
+def returns_a_lazy_queryset(message):
+    the_effect(message)
+    return Effect.objects.filter(name="never looked at")
+
+
+@does_no_harm()
+def raises_in_an_on_commit_hook(message):
+    the_effect(message)
+
+    def fail():
+        raise RuntimeError("after the commit")
+
+    transaction.on_commit(fail)
+
+
+@does_no_harm()
+def exits_in_an_on_commit_hook(message):
+    the_effect(message)
+
+    def leave():
+        raise SystemExit(3)
+
+    transaction.on_commit(leave)
+
+
+# ------------------------------------------------------------ outside the transaction
+
+
+@does_no_harm()
+def writes_to_the_other_database(message):
+    Effect.objects.using("other").create(name=message.biz_id)
+    the_effect(message)
+
+
+@does_no_harm(databases=POSTGRESQL)
+def writes_from_another_thread(message):
+    """Nobody can see that it is outside the transaction; as long as the handler succeeds it happens once."""
+
+    def write():
+        the_effect(message)
+
+    with InAThread(write):
+        pass
+
+
+# ------------------------------------------------------------ transactions left open
+
+
+_LEFT_OPEN = []
+"""Blocks that nobody collects: closing one would end it."""
+
+
+def _leave_open(alias="default"):
+    _LEFT_OPEN.append(transaction.atomic(using=alias))
+    _LEFT_OPEN[-1].__enter__()
+
+
+@fails("left a transaction open")
+def leaves_an_atomic_block_open(message):
+    the_effect(message)
+    _leave_open()
+
+
+@fails("left a transaction open")
+def leaves_an_atomic_block_open_on_another_database(message):
+    the_effect(message)
+    _leave_open("other")
+
+
+@fails("on purpose")
+def leaves_an_atomic_block_open_and_fails(message):
+    the_effect(message)
+    _leave_open()
+    raise ValueError("on purpose")
+
+
+@fails("on purpose")
+def is_struck_while_it_leaves_an_atomic_block(message):
+    """By its timeout, in the middle of Django's own code: of two stacks one has been put back."""
+    the_effect(message)
+    _leave_open()
+    connection.atomic_blocks.pop()
+    raise ValueError("on purpose")
+
+
+@fails("left a transaction open")
+def closes_the_connection_in_a_block_and_leaves_it_open(message):
+    the_effect(message)
+    _leave_open()
+    connection.close()
+
+
+def _whereabouts():
+    known = connection.get_connection_params()
+    return {name: known[name] for name in ("dbname", "user", "host", "port") if name in known}
+
+
+@contextlib.contextmanager
+def a_deadlock_in_sight():
+    """A rival holds what this transaction asks for next, and waits for what it has. Ours is the one that is cancelled."""
+    ours, theirs = 4711, 4712
+    execute("SET LOCAL deadlock_timeout = '10ms'")
+    execute(f"SELECT pg_advisory_xact_lock({ours})")
+
+    def wait_for_ours():
+        with psycopg.connect(**_whereabouts()) as rival:
+            rival.execute("SET deadlock_timeout = '1h'")
+            rival.execute(f"SELECT pg_advisory_xact_lock({theirs})")
+            holds.set()
+            rival.execute(f"SELECT pg_advisory_xact_lock({ours})")
+
+    def is_waiting():
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM pg_locks WHERE locktype = 'advisory' AND objid = %s AND NOT granted", [ours])
+            return cursor.fetchone() is not None
+
+    holds = threading.Event()
+    rival = threading.Thread(target=wait_for_ours, daemon=True)
+    rival.start()
+    assert holds.wait(A_WHILE)
+    wait_until(is_waiting)
+    yield lambda: execute(f"SELECT pg_advisory_xact_lock({theirs})")
+    # Our locks go with our transaction, which outlives this block; the rival ends then.
+
+
+@pytest.fixture(autouse=True)
+def something_to_collide_with(db):
+    Unique.objects.create(name=TAKEN)
+
+
+HERE = [animal for animal in ZOO if connection.vendor in animal.databases]
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("animal", HERE, ids=str)
+@pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
+def test_it_is_never_acknowledged_without_its_effect_and_has_it_once_at_most(animal, redelivered, handles):
+    handler = handles(animal.handle)
+    envelope = an_envelope()
+
+    received = deliver(handler, envelope, redelivered=redelivered)
+
+    if received in SETTLED_FOR_GOOD:
+        assert effects(envelope.biz_id) == 1
+    run_to_the_end()
+    for again in (False, True):
+        assert deliver(handler, envelope, redelivered=again) is Received.DUPLICATE
+    run_to_the_end()
+    row = the_row()
+    assert effects(envelope.biz_id) == animal.takes_effect
+    assert row.state == animal.ends
+    assert animal.reason in row.last_error
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("animal", HERE, ids=str)
+def test_what_its_thread_does_afterwards_is_committed(animal, handles):
+    bad, good, elsewhere = (
+        handles(animal.handle),
+        handles(the_effect, topic="shop.good"),
+        handles(the_effect, topic="shop.good", using="other"),
+    )
+
+    def work():
+        deliver(bad)
+        return [deliver(one, an_envelope(topic="shop.good")) for one in (good, elsewhere)]
+
+    with InAThread(work) as thread:
+        pass
+
+    assert thread.answer == [Received.HANDLED, Received.HANDLED]
+    for one in (good, elsewhere):
+        assert InboxMessage.objects.using(one.using).get(handler=one.name).state == State.DONE
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("animal", [animal for animal in ZOO if connection.vendor in animal.lost_on], ids=str)
+def test_without_the_sentinel_the_same_zoo_loses_messages(animal, handles, monkeypatch):
+    """If this fails, the sentinel is not what keeps the messages, and the test above proves little."""
+    monkeypatch.setattr(store, "finish", lambda guard, attempts, result=None: None)
+    # The second line of defence, which sees some of them too: those that Django rolls back without running the commit's hooks.
+    monkeypatch.setattr(transactions, "refuse_if_uncommitted", lambda alias, committed: None)
+
+    received = deliver(handles(animal.handle))
+
+    assert received is Received.HANDLED
+    assert effects() == 0
+    assert not InboxMessage.objects.exists()
+
+
+@pytest.mark.every_database
+def test_the_zoo_is_not_empty_where_the_sentinel_matters():
+    assert sum(connection.vendor in animal.lost_on for animal in ZOO) >= 4
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("path", ["fresh", "redelivered", "retried"])
+def test_a_handler_that_commits_by_itself_is_announced_as_dead(path, handles):
+    """Its effect may be there in part, so it is neither done nor run again: a person is told."""
+    dead = []
+
+    def listen(**arguments):
+        dead.append(arguments["message_id"])
+
+    handler = handles(commits_through_the_driver_after_its_effect)
+    envelope = an_envelope()
+    signals.message_dead.connect(listen)
+    try:
+        if path == "retried":
+            assert deliver(handles(_raises, name=handler.name + "x"), envelope) is Received.STORED
+            InboxMessage.objects.update(handler=handler.name)
+            run_to_the_end()
+        else:
+            assert deliver(handler, envelope, redelivered=path == "redelivered") is Received.DEAD
+    finally:
+        signals.message_dead.disconnect(listen)
+
+    assert dead == [envelope.id]
+    assert the_row().state == State.DEAD
+
+
+def _raises(message):
+    raise ValueError("no")
+
+
+@pytest.mark.every_database
+def test_rolling_back_through_the_driver_and_going_on_has_no_effect_twice(handles):
+    """On SQLite the driver commits every statement from there on, so the effect is out; it must not come again."""
+
+    def handle(message):
+        connection.connection.rollback()
+        the_effect(message)
+
+    deliver(handles(handle))
+    run_to_the_end()
+
+    assert effects() <= 1
+    assert the_row().state == State.DEAD
+
+
+@pytest.mark.every_database
+def test_a_write_to_another_database_is_warned_about(handles, caplog):
+    with caplog.at_level(logging.WARNING, "inbox"):
+        deliver(handles(writes_to_the_other_database))
+
+    (record,) = [record for record in caplog.records if "outside its transaction" in record.getMessage()]
+    assert "'other'" in record.getMessage()
+
+
+@pytest.mark.every_database
+def test_reading_another_database_is_nothing_to_warn_about(handles, caplog):
+    def handle(message):
+        the_effect(message)
+        Effect.objects.using("other").count()
+
+    with caplog.at_level(logging.WARNING, "inbox"):
+        deliver(handles(handle))
+
+    assert not caplog.records
+
+
+@pytest.mark.every_database
+def test_a_hook_that_raised_is_logged_and_the_message_is_done_at_once(handles, caplog):
+    assert deliver(handles(raises_in_an_on_commit_hook)) is Received.HANDLED
+
+    assert "after the effect" in caplog.text
+    assert the_row().state == State.DONE
+
+
+def test_a_deadlock_that_is_let_out_is_met_with_another_try_at_once(handles):
+    attempts = []
+
+    def handle(message):
+        attempts.append(message.attempt)
+        if len(attempts) == 1:
+            with a_deadlock_in_sight() as embrace:
+                embrace()
+        the_effect(message)
+
+    assert deliver(handles(handle)) is Received.HANDLED
+
+    assert attempts == [1, 1]
+    assert the_row().attempts == 1
+    assert effects() == 1
+
+
+class TestRefusedAtDecoration:
+    @pytest.fixture
+    def refused(self):
+        before = registry.all()
+        yield
+        assert registry.all() == before
+
+    def test_a_generator_function(self, refused):
+        with pytest.raises(NotCallable, match="generator function"):
+
+            @idempotent_handler(TOPIC, name="tests.refused")
+            def handle(message):
+                yield the_effect(message)
+
+    def test_an_async_generator_function(self, refused):
+        with pytest.raises(NotCallable, match="generator function"):
+
+            @idempotent_handler(TOPIC, name="tests.refused")
+            async def handle(message):
+                yield message

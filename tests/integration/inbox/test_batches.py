@@ -1,0 +1,640 @@
+"""Many deliveries in one transaction, as a batch or by group commit: each effect once, and each failure for itself."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inbox import Reject, RetryLater, signals, store
+from inbox.consumer import reception
+from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
+from outbox import publish
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from outbox.models import OutboxMessage
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.deliveries import (
+    A_WHILE,
+    OPTIONS,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    effects,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+from tests.support.loads import a_delivery, receive_load, receive_together
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+every_database = pytest.mark.every_database
+
+HANDLED, DUPLICATE, STORED, DEAD, PUT_OFF = (
+    Received.HANDLED,
+    Received.DUPLICATE,
+    Received.STORED,
+    Received.DEAD,
+    Received.PUT_OFF,
+)
+POISON = {"poison": True}
+
+
+def named(*names, payload=None):
+    return [an_envelope(payload, biz_id=name) for name in names]
+
+
+def names_of(count):
+    return [f"m{number}" for number in range(count)]
+
+
+def effects_by_name():
+    return Counter(Effect.objects.values_list("name", flat=True))
+
+
+def states():
+    return dict(InboxMessage.objects.values_list("biz_id", "state"))
+
+
+def in_bulk(messages):
+    Effect.objects.bulk_create([Effect(name=message.biz_id) for message in messages])
+
+
+def refuse(message):
+    if message.payload.get("poison"):
+        raise ValueError("poison")
+
+
+def refusing(messages):
+    in_bulk(messages)
+    for message in messages:
+        refuse(message)
+
+
+def one_refusing(message):
+    the_effect(message)
+    refuse(message)
+
+
+@pytest.fixture(params=["batch", "group_commit"])
+def together(request, handles):
+    """A handler that takes many in one transaction, by either way: what is given is done for each message."""
+
+    def register(each=one_refusing, *, size=100, **arguments):
+        def handle_all(messages):
+            for message in messages:
+                each(message)
+
+        function = handle_all if request.param == "batch" else each
+        return handles(function, name="tests.together", **{request.param: size}, **arguments)
+
+    register.way = request.param
+    return register
+
+
+@contextmanager
+def heard():
+    """What the inbox's signals said: (name, biz-id or message id)."""
+    said = []
+    receivers = {
+        "message_handled": lambda message, **_: said.append(("handled", message.biz_id)),
+        "duplicate_suppressed": lambda biz_id, cause, **_: said.append((cause, biz_id)),
+        "conflicting_duplicate": lambda biz_id, **_: said.append(("conflict", biz_id)),
+        "message_retrying": lambda message_id, **_: said.append(("retrying", message_id)),
+        "message_dead": lambda message_id, **_: said.append(("dead", message_id)),
+    }
+    for name, receiver in receivers.items():
+        getattr(signals, name).connect(receiver)
+    try:
+        yield said
+    finally:
+        for name, receiver in receivers.items():
+            getattr(signals, name).disconnect(receiver)
+
+
+@every_database
+class TestOneTransaction:
+    def test_a_batch_is_a_list_in_the_order_of_the_queue(self, handles):
+        got = []
+        handler = handles(got.append, batch=10)
+
+        assert receive_together(handler, named("a", "b", "c")) == [HANDLED] * 3
+
+        assert [[message.biz_id for message in messages] for messages in got] == [["a", "b", "c"]]
+        assert {(m.attempt, m.redelivered) for m in got[0]} == {(1, False)}
+
+    def test_a_group_is_one_call_for_each_message(self, handles):
+        got = []
+        handler = handles(got.append, group_commit=10)
+
+        assert receive_together(handler, named("a", "b", "c")) == [HANDLED] * 3
+
+        assert [message.biz_id for message in got] == ["a", "b", "c"]
+
+    def test_nothing_is_seen_before_everything_is_done(self, together):
+        seen = []
+
+        def look(message):
+            the_effect(message)
+            with InAThread(lambda: (effects(), InboxMessage.objects.count())) as other:
+                pass
+            seen.append(other.answer)
+
+        receive_together(together(look), named(*names_of(5)))
+
+        assert seen == [(0, 0)] * 5
+        assert (effects(), InboxMessage.objects.filter(state=State.DONE).count()) == (5, 5)
+
+    def test_each_is_announced_after_the_commit(self, together):
+        at_the_time = []
+
+        def listen(message, **_):
+            at_the_time.append((connection.in_atomic_block, effects()))
+
+        signals.message_handled.connect(listen)
+        try:
+            receive_together(together(), named(*names_of(3)))
+        finally:
+            signals.message_handled.disconnect(listen)
+
+        assert at_the_time == [(False, 3)] * 3
+
+    def test_its_rows_are_like_those_of_single_ones(self, handles):
+        columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
+        envelopes = [
+            an_envelope(
+                {"text": "Zoë \x00 ☃", "n": [1, None]},
+                biz_id=name,
+                key="k",
+                headers={"tenant": "acme", "n": 2},
+                correlation_id="c",
+                causation_id="d",
+                traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            )
+            for name in ("a", "b", "ü%s")
+        ]
+        single, many = handles(the_effect, name="tests.single"), handles(the_effect, name="tests.many", group_commit=10)
+        for envelope in envelopes:
+            deliver(single, envelope)
+        receive_together(many, envelopes)
+
+        apart = {"received_at", "settled_at"}
+        rows = [
+            list(InboxMessage.objects.filter(handler=handler.name).order_by("biz_id").values(*columns))
+            for handler in (single, many)
+        ]
+        for one, other in zip(*rows, strict=True):
+            assert {name for name in columns if one[name] != other[name]} <= apart
+            assert other["settled_at"] >= other["received_at"]
+
+    def test_a_hook_that_fails_after_the_commit_changes_nothing(self, together, caplog):
+        def handle(message):
+            the_effect(message)
+            transaction.on_commit(lambda: 1 / 0)
+
+        assert receive_together(together(handle), named("a", "b")) == [HANDLED] * 2
+
+        assert effects() == 2
+        assert "on_commit hook" in caplog.text
+
+    def test_a_hook_of_one_call_does_not_cost_the_others_theirs(self, handles):
+        ran = []
+
+        def handle(message):
+            transaction.on_commit(partial(fail, message) if message.biz_id == "m1" else partial(ran.append, message.biz_id))
+
+        def fail(message):
+            raise RuntimeError(f"the hook of {message.biz_id}")
+
+        handler = handles(handle, group_commit=50)
+
+        assert receive_together(handler, named("m0", "m1", "m2")) == [HANDLED] * 3
+        assert ran == ["m0", "m2"]
+
+
+@every_database
+class TestDuplicates:
+    def test_inside_a_load_are_left_out_and_counted(self, together):
+        first, other = named("a", "b")
+        copy, again = an_envelope(biz_id="a", body=first.body), other
+
+        with heard() as said:
+            became = receive_together(together(), [first, other, copy, again, *named("c")])
+
+        assert became == [HANDLED, HANDLED, DUPLICATE, DUPLICATE, HANDLED]
+        assert effects_by_name() == {"a": 1, "b": 1, "c": 1}
+        assert dict(InboxMessage.objects.values_list("biz_id", "duplicates")) == {"a": 1, "b": 1, "c": 0}
+        assert Counter(said) == Counter(
+            [("handled", name) for name in "abc"] + [("business", "a"), ("resend", "b")],
+        )
+
+    def test_of_other_loads_and_of_earlier_ones(self, together):
+        handler = together()
+        a, b, c = named("a", "b", "c")
+        deliver(handler, a)
+        receive_together(handler, [b, c])
+
+        assert receive_together(handler, [c, *named("d"), a, b]) == [DUPLICATE, HANDLED, DUPLICATE, DUPLICATE]
+
+        assert effects_by_name() == {"a": 1, "b": 1, "c": 1, "d": 1}
+
+    def test_only_is_no_call(self, together):
+        handler, envelopes = together(), named("a", "b")
+        receive_together(handler, envelopes)
+
+        assert receive_together(handler, envelopes) == [DUPLICATE] * 2
+        assert effects() == 2
+
+    def test_that_say_something_else_are_told(self, together):
+        first = an_envelope({"total": 1}, biz_id="a")
+        other = an_envelope({"total": 2}, biz_id="a")
+
+        with heard() as said:
+            assert receive_together(together(), [first, other]) == [HANDLED, DUPLICATE]
+
+        assert ("conflict", "a") in said
+        assert (the_row().conflicts, bytes(the_row().body)) == (1, first.body)
+
+    def test_of_what_is_stored_do_not_run_it(self, together):
+        handler = together()
+        poisoned = an_envelope(POISON, biz_id="a")
+        deliver(handler, poisoned)
+
+        assert receive_together(handler, [poisoned, *named("b")]) == [DUPLICATE, HANDLED]
+        assert states() == {"a": State.RETRYING, "b": State.DONE}
+
+
+@every_database
+class TestAPoisonedOne:
+    @pytest.mark.parametrize("place", [0, 36, 99])
+    def test_fails_alone(self, together, place):
+        handler = together()
+        envelopes = [an_envelope(POISON if number == place else {}, biz_id=f"m{number}") for number in range(100)]
+
+        with heard() as said:
+            became = receive_together(handler, envelopes)
+
+        assert became == [STORED if number == place else HANDLED for number in range(100)]
+        assert effects_by_name() == {f"m{number}": 1 for number in range(100) if number != place}
+        assert Counter(said) == Counter(
+            [("handled", f"m{number}") for number in range(100) if number != place] + [("retrying", envelopes[place].id)]
+        )
+        row = the_row(biz_id=f"m{place}")
+        assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, "ValueError: poison")
+        assert InboxMessage.objects.exclude(pk=row.pk).filter(state=State.DONE, attempts=1).count() == 99
+
+    def test_in_a_batch_is_found_by_halves(self, handles):
+        sizes = []
+
+        def handle(messages):
+            sizes.append(len(messages))
+            refusing(messages)
+
+        handler = handles(handle, batch=100)
+        receive_together(handler, [an_envelope(POISON if number == 36 else {}) for number in range(100)])
+
+        assert sizes == [100, 50, 25, 25, 12, 6, 6, 3, 3, 1, 2, 1, 1, 13, 50]
+        assert effects() == 99
+
+    def test_in_a_group_has_all_of_them_run_singly(self, handles):
+        calls = []
+
+        def handle(message):
+            calls.append(message.biz_id)
+            one_refusing(message)
+
+        handler = handles(handle, group_commit=5)
+        envelopes = [*named("a", "b"), an_envelope(POISON, biz_id="c"), *named("d", "e")]
+        receive_together(handler, envelopes)
+
+        assert calls == [*"abc", *"abcde"]
+
+    def test_is_retried_alone_until_it_is_dead(self, together):
+        handler = together()
+        receive_together(handler, [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
+
+        run_to_the_end()
+
+        assert states() == {"a": State.DONE, "b": State.DEAD, "c": State.DONE}
+        assert (the_row(biz_id="b").attempts, effects()) == (3, 2)
+
+    def test_and_another_and_all(self, together):
+        handler = together()
+
+        assert receive_together(handler, [an_envelope(POISON if number % 3 else {}) for number in range(10)]) == [
+            STORED if number % 3 else HANDLED for number in range(10)
+        ]
+        assert receive_together(handler, [an_envelope(POISON) for _ in range(7)]) == [STORED] * 7
+        assert effects() == 4
+
+    def test_does_not_hand_its_neighbours_what_a_run_made_of_their_payload(self, together):
+        def consume(message):
+            message.payload["done"] = message.payload.pop("amount") + len(message.payload)
+            the_effect(message)
+            refuse(message)
+
+        handler = together(consume)
+        envelopes = [an_envelope({"amount": 1, "poison": number == 2}) for number in range(4)]
+
+        assert receive_together(handler, envelopes) == [HANDLED, HANDLED, STORED, HANDLED]
+        assert the_row(state=State.RETRYING).last_error == "ValueError: poison"
+
+    @pytest.mark.parametrize(
+        ("does", "becomes", "state", "attempts"),
+        [
+            pytest.param(lambda: RetryLater(timedelta(minutes=1)), STORED, State.RETRYING, 0, id="RetryLater"),
+            pytest.param(lambda: Reject("never"), DEAD, State.DEAD, 1, id="Reject"),
+            pytest.param(lambda: SystemExit(3), STORED, State.RETRYING, 1, id="sys.exit"),
+            pytest.param(KeyboardInterrupt, STORED, State.RETRYING, 1, id="KeyboardInterrupt"),
+        ],
+    )
+    def test_may_fail_on_purpose(self, together, does, becomes, state, attempts):
+        def handle(message):
+            the_effect(message)
+            if message.payload.get("poison"):
+                raise does()
+
+        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
+
+        assert became == [HANDLED, becomes, HANDLED]
+        assert (the_row(biz_id="b").state, the_row(biz_id="b").attempts) == (state, attempts)
+        assert effects_by_name() == {"a": 1, "c": 1}
+
+    def test_sys_exit_ends_nothing(self, together):
+        def handle(message):
+            sys.exit("bye")
+
+        assert receive_together(together(handle), named("a", "b")) == [STORED] * 2
+
+
+@every_database
+class TestBadHandlers:
+    def test_one_that_swallows_a_database_error_fails_alone(self, together):
+        Unique.objects.create(name="taken")
+
+        def handle(message):
+            the_effect(message)
+            if message.payload.get("poison"):
+                with contextlib.suppress(IntegrityError):
+                    Unique.objects.create(name="taken")
+
+        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
+
+        assert became == [HANDLED, STORED, HANDLED]
+        assert effects_by_name() == {"a": 1, "c": 1}
+        assert "can no longer commit" in the_row(biz_id="b").last_error
+
+    def test_one_that_closes_the_connection_fails_alone(self, together):
+        def handle(message):
+            the_effect(message)
+            if message.payload.get("poison"):
+                connection.close()
+
+        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
+
+        assert became == [HANDLED, STORED, HANDLED]
+        assert effects_by_name() == {"a": 1, "c": 1}
+
+    def test_one_that_commits_by_sql_fails_alone(self, together):
+        def handle(message):
+            the_effect(message)
+            if message.payload.get("poison"):
+                with connection.cursor() as cursor:
+                    cursor.execute("COMMIT")
+
+        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
+
+        assert became == [HANDLED, STORED, HANDLED]
+        assert effects_by_name() == {"a": 1, "c": 1}
+
+    def test_one_that_commits_past_django_leaves_all_of_its_transaction_to_a_person(self, together):
+        """What it committed with its own effect is also theirs, and nobody can tell how far each had come."""
+
+        def handle(message):
+            the_effect(message)
+            if message.payload.get("poison"):
+                connection.connection.commit()
+
+        became = receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
+
+        assert became == [DEAD] * 3
+        # SQLite's driver commits each statement after that, PostgreSQL begins another transaction, which is rolled back.
+        assert effects_by_name() == {"a": 1, "b": 1, **({"c": 1} if connection.vendor == "sqlite" else {})}
+        assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
+        assert all("committed by itself" in row.last_error for row in InboxMessage.objects.all())
+
+    def test_async_ones_work(self, handles):
+        async def handle(messages):
+            for message in messages:
+                await Effect.objects.acreate(name=message.biz_id)
+
+        assert receive_together(handles(handle, batch=3), named("a", "b")) == [HANDLED] * 2
+        assert effects() == 2
+
+
+@every_database
+class TestPublishing:
+    def test_is_in_the_same_transaction_once(self, together):
+        def handle(message):
+            publish("next", {}, biz_id=message.biz_id)
+            one_refusing(message)
+
+        receive_together(together(handle), [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
+
+        assert sorted(OutboxMessage.objects.values_list("biz_id", flat=True)) == ["a", "c"]
+
+    def test_in_a_group_names_its_cause(self, handles):
+        envelopes = named("a", "b")
+
+        receive_together(handles(lambda message: publish("next", {}, biz_id=message.biz_id), group_commit=10), envelopes)
+
+        assert dict(OutboxMessage.objects.values_list("biz_id", "causation_id")) == {
+            envelope.biz_id: envelope.id for envelope in envelopes
+        }
+
+    def test_in_a_batch_has_many_causes_and_names_none(self, handles):
+        receive_together(handles(lambda messages: publish("next", {"of": len(messages)}), batch=10), named("a", "b"))
+
+        assert OutboxMessage.objects.get().causation_id == ""
+
+
+@every_database
+class TestWhatIsNotRunTogether:
+    def test_what_the_broker_has_delivered_before_is_run_singly_with_its_attempt_counted_first(self, handles):
+        seen = []
+
+        def handle(messages):
+            seen.append([(m.biz_id, InboxMessage.objects.filter(biz_id=m.biz_id, attempts=1).exists()) for m in messages])
+            in_bulk(messages)
+
+        handler = handles(handle, batch=10)
+        load = [a_delivery(handler, envelope, redelivered=envelope.biz_id in "bd") for envelope in named(*"abcde")]
+
+        assert receive_load(load) == [HANDLED] * 5
+
+        assert seen == [[("a", False), ("c", False), ("e", False)], [("b", True)], [("d", True)]]
+        assert effects_by_name() == dict.fromkeys("abcde", 1)
+
+    def test_what_is_refused_is_a_dead_letter_and_holds_up_nobody(self, together):
+        refused = an_envelope(biz_id="b", content_type="application/x-python-serialize")
+
+        assert receive_together(together(), [*named("a"), refused, *named("c")]) == [HANDLED, DEAD, HANDLED]
+
+        assert sorted(states().values()) == [State.DEAD, State.DONE, State.DONE]
+        assert effects_by_name() == {"a": 1, "c": 1}
+
+    def test_one_alone_is_a_batch_of_one(self, handles):
+        got = []
+
+        assert receive_together(handles(got.append, batch=10), named("a")) == [HANDLED]
+        assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
+
+    def test_what_is_stored_is_run_as_a_batch_of_one(self, handles):
+        got = []
+        handler = handles(got.append, batch=10)
+        arrival = a_delivery(handler, an_envelope(biz_id="a"), redelivered=True)
+        receive_load([arrival])
+
+        assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
+
+    def test_what_has_waited_too_long_is_stored_and_not_run_yet(self, together):
+        given, handler = options(ACK_TIMEOUT=timedelta(seconds=60)), together()
+        load = [a_delivery(handler, envelope, waited=31) for envelope in named(*names_of(4))]
+
+        assert receive_load(load, given) == [STORED] * 4
+
+        assert (set(states().values()), effects()) == ({State.RECEIVED}, 0)
+        drain()
+        assert effects_by_name() == dict.fromkeys(names_of(4), 1)
+
+    def test_what_the_others_of_its_load_took_too_long_for_is_stored(self, together, monkeypatch):
+        """Failing together took its time; running all of them singly would take more than the broker's patience."""
+        begun = []
+
+        def handle(message):
+            begun.append(message)
+            the_effect(message)
+            if len(begun) == 3:
+                monkeypatch.setattr(reception, "monotonic", lambda: monotonic() + OPTIONS.longest_silence)
+                raise ValueError("slow")
+
+        handler = together(handle)
+        load = [a_delivery(handler, envelope) for envelope in named(*names_of(4))]
+
+        assert receive_load(load) == [STORED] * 4
+
+        assert len(begun) == 3
+        drain()
+        assert effects_by_name() == dict.fromkeys(names_of(4), 1)
+
+    def test_once_asked_to_stop_nothing_more_is_begun(self, together):
+        stop = StopRequest()
+
+        def handle(message):
+            stop.set()
+            one_refusing(message)
+
+        handler = together(handle)
+        load = [a_delivery(handler, an_envelope(POISON if number == 1 else {})) for number in range(4)]
+
+        assert receive_load(load, stop=stop) == [None] * 4
+        assert (effects(), InboxMessage.objects.count()) == (0, 0)
+
+
+class TestTwins:
+    def test_one_that_a_twin_has_in_hand_is_put_off_and_the_others_are_handled(self, together):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def slow(message):
+            the_effect(message)
+            if message.biz_id == "m2":
+                begun.set()
+                assert go_on.wait(A_WHILE)
+
+        handler, envelopes = together(slow), named(*names_of(4))
+        with InAThread(lambda: deliver(handler, envelopes[2])):
+            assert begun.wait(A_WHILE)
+            became = receive_together(handler, envelopes)
+            go_on.set()
+
+        assert became == [HANDLED, HANDLED, PUT_OFF, HANDLED]
+        assert effects_by_name() == dict.fromkeys(names_of(4), 1)
+
+    def test_in_other_orders_at_the_same_time_have_one_effect_each(self, together):
+        """Each waits for rows of the other, which is a deadlock, again and again."""
+        handler, envelopes = together(), named(*names_of(10))
+
+        for _ in range(5):
+            at_once([partial(receive_together, handler, envelopes), partial(receive_together, handler, envelopes[::-1])])
+
+        assert effects_by_name() == dict.fromkeys(names_of(10), 1)
+
+    def test_many_at_once_have_one_effect_each(self, together):
+        handler, envelopes = together(), named(*names_of(20))
+
+        became = at_once([partial(receive_together, handler, envelopes)] * 8)
+
+        assert effects_by_name() == dict.fromkeys(names_of(20), 1)
+        counted = Counter(one for load in became for one in load)
+        assert counted[HANDLED] == 20
+        assert counted[HANDLED] + counted[DUPLICATE] + counted[PUT_OFF] == 8 * 20
+        assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == counted[DUPLICATE]
+
+
+@every_database
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    loads=st.lists(
+        st.lists(st.tuples(st.integers(0, 7), st.sampled_from(["", "", "", "redelivered", "refused"])), min_size=1, max_size=8),
+        min_size=1,
+        max_size=4,
+    ),
+    poison=st.sets(st.integers(0, 7), max_size=2),
+    batch=st.booleans(),
+)
+def test_whatever_comes_every_delivery_is_accounted_for_and_every_effect_happens_once(handles, loads, poison, batch):
+    InboxMessage.objects.all().delete()
+    Effect.objects.all().delete()
+    handler = (
+        handles(refusing, name="tests.any", batch=8) if batch else handles(one_refusing, name="tests.other", group_commit=8)
+    )
+    sent = [
+        an_envelope(POISON if number in poison else {}, biz_id=f"m{number}", id=f"00000000-0000-4000-8000-00000000000{number}")
+        for number in range(8)
+    ]
+    deliveries, handled = 0, 0
+    for load in loads:
+        became = receive_load(
+            [
+                a_delivery(
+                    handler,
+                    sent[number]._replace(content_type="application/x-nothing") if how == "refused" else sent[number],
+                    redelivered=how == "redelivered",
+                )
+                for number, how in load
+            ],
+        )
+        deliveries += len(load)
+        handled += became.count(HANDLED)
+        assert None not in became
+        assert PUT_OFF not in became
+
+    assert store.balance("default").delivered == deliveries
+    assert effects() == handled
+    run_to_the_end()
+    meant = {f"m{number}" for load in loads for number, how in load if how != "refused" and number not in poison}
+    assert effects_by_name() == dict.fromkeys(meant, 1)

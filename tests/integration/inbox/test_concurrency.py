@@ -1,0 +1,734 @@
+"""Many workers on a real broker: never more than asked for, every effect once, whatever breaks while they are at it."""
+
+from __future__ import annotations
+
+import random
+import select
+import socket
+import threading
+import uuid
+from collections import Counter
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import kombu
+import psycopg
+import pytest
+from amqp.exceptions import PreconditionFailed
+from django.core.management import CommandError, call_command
+from django.db import connection, connections, transaction
+
+from inbox import store
+from inbox.consumer.lanes import Undecided
+from inbox.consumer.pool import Pool
+from inbox.consumer.reception import Reception
+from inbox.consumer.topology import declare as declare_queues
+from inbox.consumer.topology import queue_name
+from inbox.handlers import Handler
+from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
+from inbox.reading import read
+from inbox.runner import Runner
+from outbox.kernel.clock import monotonic
+from tests.support.aliases import the_default_at
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.apps.workshop import (
+    BATCHED,
+    BOUNDED,
+    EXIT,
+    EXITS_AFTER,
+    EXITS_ALWAYS,
+    EXITS_BEFORE,
+    GROUPED,
+    SINGLE,
+    TOPICS,
+    name_of,
+)
+from tests.support.deliveries import (
+    A_WHILE,
+    OPTIONS,
+    TOPIC,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    effects,
+    the_effect,
+    the_row,
+    wait_until,
+)
+from tests.support.loads import a_delivery
+from tests.support.servers import FaultProxy
+from tests.support.servers.private import free_port
+from tests.support.workers import (
+    CONFIRMED,
+    EXCHANGE,
+    Process,
+    as_environment,
+    broker_options,
+    consuming,
+    declare,
+    length_of,
+    send,
+)
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+SHORT = timedelta(milliseconds=200)
+
+
+@pytest.fixture
+def length(rabbitmq_server, rabbitmq_url):
+    """How many messages the broker holds for a handler, those in somebody's hands included."""
+    return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
+
+
+@pytest.fixture
+def proxy(rabbitmq_server):
+    with FaultProxy("127.0.0.1", rabbitmq_server.start().port) as proxy:
+        yield proxy
+
+
+def undelivered(url, handler):
+    """How many messages the broker has given to nobody yet."""
+    with closing(kombu.Connection(url)) as connection:
+        return connection.default_channel.queue_declare(queue_name(handler, broker_options(url)), passive=True).message_count
+
+
+def send_all(url, topic, payloads):
+    """Each payload under its name, on one connection."""
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
+        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        for name, payload in payloads:
+            producer.publish(payload, routing_key=topic, serializer="json", delivery_mode=2, message_id=name)
+
+
+def names(count, prefix="m"):
+    return [f"{prefix}{number}" for number in range(count)]
+
+
+def effects_by_name():
+    return Counter(Effect.objects.values_list("name", flat=True))
+
+
+class Gate:
+    """A handler that says when it has begun, and waits for the word."""
+
+    def __init__(self):
+        self._open = threading.Event()
+        self._opened = set()
+        self._changed = threading.Condition()
+        self.inside = []
+        self.begun = []
+        self.most = 0
+
+    def __call__(self, message):
+        with self._changed:
+            self.inside.append(message.biz_id)
+            self.begun.append(message.biz_id)
+            self.most = max(self.most, len(self.inside))
+            assert self._changed.wait_for(lambda: self._open.is_set() or message.biz_id in self._opened, A_WHILE)
+            self.inside.remove(message.biz_id)
+        the_effect(message)
+
+    def open(self, *some):
+        with self._changed:
+            self._opened |= set(some)
+            if not some:
+                self._open.set()
+            self._changed.notify_all()
+
+
+@pytest.fixture
+def gate():
+    gate = Gate()
+    yield gate
+    gate.open()
+
+
+class TestHowManyAtOnce:
+    def test_so_many_each_on_a_connection_of_its_own(self, handles, rabbitmq_url, gate):
+        servers = set()
+
+        def handle(message):
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_backend_pid()")
+                servers.add(cursor.fetchone()[0])
+            gate(message)
+
+        handler, options = handles(handle), broker_options(rabbitmq_url, CONCURRENCY=5)
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(15)])
+
+        with consuming([handler], options):
+            wait_until(lambda: len(gate.inside) == 5)
+            gate.open()
+            wait_until(lambda: effects() == 15)
+
+        assert (gate.most, len(servers)) == (5, 5)
+
+    def test_and_no_more_when_deliveries_and_stored_messages_come_together(self, handles, rabbitmq_url, gate):
+        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
+        declare(handler, options)
+        for name in names(12, "stored"):
+            arrival = read(handler, an_envelope(biz_id=name), options)
+            assert store.store_due("default", arrival.row, options.TWIN_TIMEOUT)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(12, "sent")])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: consumer._unanswered == 12)  # both are there before the first of either ends
+            for _ in range(8):
+                some = wait_until(lambda: list(gate.inside) if len(gate.inside) == 3 else None)
+                gate.open(*some)
+                wait_until(lambda some=some: not set(some) & set(gate.inside))
+            wait_until(lambda: effects() == 24)
+
+        assert gate.most == 3
+        kinds = ["stored" if name.startswith("stored") else "sent" for name in gate.begun]
+        # They take turns: neither waits for the end of the other.
+        assert set(kinds[:8]) == {"stored", "sent"}
+
+    @pytest.mark.parametrize(
+        ("given", "fetched"), [({}, 7), ({"group_commit": 5}, 10), ({"batch": 5, "batch_wait": 60.0}, 10)], ids=str
+    )
+    def test_and_no_more_are_fetched_than_are_soon_wanted(self, handles, rabbitmq_url, gate, given, fetched):
+        handle = (lambda messages: [gate(message) for message in messages]) if "batch" in given else gate
+        handler, options = handles(handle, **given), broker_options(rabbitmq_url, CONCURRENCY=2, PREFETCH=7)
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(25)])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: len(gate.inside) == 2)
+            wait_until(lambda: consumer._unanswered == fetched)
+            assert undelivered(rabbitmq_url, handler) == 25 - fetched
+            gate.open()
+            wait_until(lambda: effects() == 25)
+
+    def test_the_command_says_how_many(self, process_environment, rabbitmq_url, tmp_path):
+        with a_process(process_environment, rabbitmq_url, tmp_path / "log", "--concurrency", "2", CONCURRENCY=9) as process:
+            send_all(rabbitmq_url, SINGLE, [(name, {"do": "wait for the word"}) for name in names(3)])
+            process.until(lambda: Effect.objects.using("other").filter(name__startswith="begun").count() == 2)
+            process.until(lambda: undelivered(rabbitmq_url, as_known(SINGLE)) == 0)
+            assert Effect.objects.using("other").count() == 2
+            Unique.objects.create(name="go")
+            process.until(lambda: effects() == 3)
+
+    def test_the_command_wants_at_least_one(self):
+        with pytest.raises(CommandError, match="must be 1 or more"):
+            call_command("inbox_consume", concurrency=0)
+
+
+class TestAcknowledging:
+    def test_whatever_the_order_they_end_in_nothing_is_acknowledged_before_its_own_end(
+        self, handles, rabbitmq_url, gate, length
+    ):
+        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=8)
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(8)])
+        order = names(8)
+        random.Random(3).shuffle(order)
+
+        with consuming([handler], options):
+            wait_until(lambda: len(gate.inside) == 8)
+            for ended, name in enumerate(order, 1):
+                gate.open(name)
+                wait_until(lambda name=name: effects(name) == 1)
+                wait_until(lambda ended=ended: length(handler) == 8 - ended)
+
+        assert effects_by_name() == dict.fromkeys(order, 1)
+
+    def test_a_connection_cut_while_all_are_busy_has_each_effect_once(self, handles, rabbitmq_url, proxy, gate, length):
+        handler = handles(gate)
+        options = broker_options(proxy.through(rabbitmq_url), CONCURRENCY=4)
+        declare(handler, broker_options(rabbitmq_url))
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(10)])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: len(gate.inside) == 4)
+            epoch = consumer._epoch
+            proxy.cut()
+            wait_until(lambda: consumer._epoch > epoch + 1 and consumer._unanswered == 10)
+            gate.open()
+            wait_until(lambda: length(handler) == 0 and effects() == 10)
+
+        assert effects_by_name() == dict.fromkeys(names(10), 1)
+        assert sorted(gate.begun) == sorted(names(10))
+        assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
+
+    def test_copies_whose_twin_is_busy_hold_up_no_worker_and_keep_nobody_awake(self, handles, rabbitmq_url, gate, length):
+        gate.open(*names(20))
+        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2, TWIN_TIMEOUT=timedelta(milliseconds=20))
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [("slow", {})])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: gate.inside == ["slow"])
+            send_all(rabbitmq_url, TOPIC, [(name, {}) for name in [*["slow"] * 15, *names(20)]])
+            wait_until(lambda: effects() == 20)
+            wait_until(lambda: len(consumer._put_off) >= 12 and not consumer._is_answer_due())
+            gate.open()
+            wait_until(lambda: length(handler) == 0)
+
+        assert effects_by_name() == dict.fromkeys([*names(20), "slow"], 1)
+        assert the_row(message_id="slow").duplicates == 15
+
+    def test_twenty_threads_with_one_biz_id_have_one_effect(self, handles):
+        handler = handles(the_effect)
+        became = at_once([lambda: deliver(handler, an_envelope(biz_id="one"))] * 20)
+
+        assert (became.count(Received.HANDLED), effects()) == (1, 1)
+        assert set(became) <= {Received.HANDLED, Received.DUPLICATE, Received.PUT_OFF}
+
+    def test_two_consumers_and_twenty_copies_have_one_effect(self, handles, rabbitmq_url, length):
+        handler = handles(the_effect, biz_id="order")
+        options = broker_options(rabbitmq_url, CONCURRENCY=6, PREFETCH=5)
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [(name, {"order": "one"}) for name in names(20)])
+
+        with consuming([handler], options), consuming([handler], options):
+            wait_until(lambda: length(handler) == 0)
+
+        assert (effects("one"), the_row().duplicates, the_row().attempts) == (1, 19, 1)
+
+
+@pytest.fixture
+def the_other_database_away():
+    """It comes back when this is called."""
+    other = connections["other"]
+    before = other.settings_dict["PORT"]
+
+    def back():
+        other.close()
+        other.settings_dict["PORT"] = before
+
+    other.close()
+    other.settings_dict["PORT"] = str(free_port())
+    yield back
+    back()
+
+
+def an_effect_elsewhere(message):
+    Effect.objects.using("other").create(name=message.biz_id)
+
+
+class TestADatabaseThatIsAway:
+    def elsewhere(self, handles, options, **given):
+        """A handler on the other database, with ten messages."""
+        handler = handles(an_effect_elsewhere, name="tests.away", topic="away", using="other", **given)
+        declare(handler, options)
+        send_all(options.broker_url, "away", [(name, {}) for name in names(10, "waits ")])
+        return handler
+
+    @pytest.mark.parametrize("given", [{}, {"group_commit": 3}], ids=str)
+    def test_keeps_no_thread_from_the_handlers_of_another(
+        self, handles, rabbitmq_url, caplog, length, the_other_database_away, given
+    ):
+        here, options = handles(the_effect, name="tests.here"), broker_options(rabbitmq_url, CONCURRENCY=2)
+        declare(here, options)
+        away = self.elsewhere(handles, options, **given)
+
+        with consuming([away, here], options) as consumer:
+            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+            send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
+            wait_until(lambda: effects() == 20)
+            assert length(away) == 10
+            # The runner, which looks into it as well, tells of it for itself.
+            assert caplog.text.count("The database is away") <= 2
+            assert "is back" not in caplog.text
+            the_other_database_away()
+            wait_until(lambda: length(away) == 0)
+
+        handled = Effect.objects.using("other").values_list("name", flat=True)
+        assert Counter(handled) == dict.fromkeys(names(10, "waits "), 1)
+        assert set(InboxMessage.objects.using("other").values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
+        assert 1 <= caplog.text.count("The database is back") <= 2
+
+    def test_keeps_nobody_from_stopping(self, handles, rabbitmq_url, length, the_other_database_away):
+        options = broker_options(rabbitmq_url, CONCURRENCY=1)
+        away = self.elsewhere(handles, options)
+
+        with consuming([away], options) as consumer:
+            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+
+        assert length(away) == 10
+
+    def test_is_given_back_the_attempt_that_was_counted_before_it_is_tried_again(self, handles, the_other_database_away):
+        port, ran = connections["other"].settings_dict["PORT"], []
+
+        def handle(message):
+            ran.append(message.attempt)
+            if len(ran) == 1:
+                connections["other"].settings_dict["PORT"] = port
+                with connections["other"].cursor() as cursor:
+                    cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+        handler = handles(handle, using="other")
+        reception = Reception(OPTIONS, is_current=bool, answer=lambda *_: None, ring=lambda: None)
+        the_other_database_away()
+        with pytest.raises(Undecided) as left:
+            reception.receive([a_delivery(handler, redelivered=True)])
+        assert (left.value.everywhere, reception.ask("other") > 0) == (True, True)
+        the_other_database_away()
+
+        assert reception.ask("other") == 0
+        (row,) = InboxMessage.objects.using("other").all()
+        assert (row.state, row.attempts) == (State.RECEIVED, 0)
+        drain()
+        assert ran == [1, 1]
+
+    def test_is_not_asked_by_who_stores_what_is_stale(self, handles, rabbitmq_url, length, the_other_database_away):
+        options = broker_options(rabbitmq_url, CONCURRENCY=1, ACK_TIMEOUT=timedelta(seconds=1))
+        away = self.elsewhere(handles, options)
+
+        with consuming([away], options) as consumer:
+            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+            passed = monotonic() + options.longest_silence
+            wait_until(lambda: monotonic() > passed and consumer._ticked_at > passed)
+            assert consumer._holder is None or not consumer._holder.is_alive()
+            the_other_database_away()
+            wait_until(lambda: length(away) == 0)
+
+        assert InboxMessage.objects.using("other").count() == 10
+
+
+def test_a_database_that_answers_nothing_keeps_one_thread_of_those_that_run_what_is_stored(handles, the_other_database_away):
+    """Its connection is accepted, and then it says nothing."""
+    handles(an_effect_elsewhere, name="tests.away", using="other")
+    here, runner = handles(the_effect, name="tests.here"), Runner(OPTIONS)
+    pool = Pool([], runner, size=2)
+    pool.start()
+    wait_until(lambda: runner._outages["other"].ongoing)
+    with (
+        ExitStack() as accepted,
+        socket.create_server(("127.0.0.1", int(connections["other"].settings_dict["PORT"]))) as silent,
+    ):
+        accepted.enter_context(silent.accept()[0])
+        for name in names(20):
+            assert store.store_due("default", read(here, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        wait_until(lambda: effects() == 20)
+        pool.close()
+    wait_until(lambda: not pool.alive)
+
+
+def test_an_ordered_queue_that_cannot_be_stored_keeps_no_thread_from_the_others(handles, rabbitmq_url, caplog, length):
+    stuck, here = handles(the_effect, name="tests.stuck", topic="stuck", ordered=True), handles(the_effect, name="tests.here")
+    options = broker_options(rabbitmq_url, CONCURRENCY=1)
+    for handler in (stuck, here):
+        declare(handler, options)
+    twin = read(stuck, an_envelope(topic="stuck", biz_id="/tests#1"), options).row
+    headers = {"cloudEvents:source": "/tests", "cloudEvents:type": "stuck", "cloudEvents:orderingkey": "key"}
+    with transaction.atomic():
+        assert store.store_due("default", twin, options.TWIN_TIMEOUT)
+        for number in "123":
+            send(rabbitmq_url, "stuck", {}, headers={**headers, "cloudEvents:id": number})
+        with ExitStack() as stack:
+            stack.enter_context(consuming([stuck, here], options))
+            wait_until(lambda: "has had one of these messages in hand" in caplog.text)
+            send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
+            wait_until(lambda: effects() == 20)
+            assert length(stuck) == 3
+            consumer = stack.pop_all()
+        transaction.set_rollback(True)
+    with consumer:
+        wait_until(lambda: effects() == 23)
+
+    assert list(Effect.objects.order_by("pk").values_list("name", flat=True))[-3:] == ["/tests#1", "/tests#2", "/tests#3"]
+
+
+class TestTheBrokersPatience:
+    @pytest.fixture
+    def patience(self, rabbitmq_server):
+        """How long RabbitMQ waits for an answer on channels that are opened from now on, and how often it looks."""
+        rabbitmq_server.start()
+        before = {
+            name: rabbitmq_server.evaluate(f"application:get_env(rabbit, {name}).").partition("{ok,")[2].rstrip("}")
+            for name in ("consumer_timeout", "channel_tick_interval")
+        }
+
+        def give(milliseconds):
+            for name, value in (("consumer_timeout", milliseconds), ("channel_tick_interval", 250)):
+                rabbitmq_server.evaluate(f"application:set_env(rabbit, {name}, {value}).")
+
+        yield give
+        for name, value in before.items():
+            rabbitmq_server.evaluate(f"application:set_env(rabbit, {name}, {value}).")
+
+    def test_that_a_handler_outlasts_costs_the_channel_and_no_second_effect(
+        self, handles, rabbitmq_url, gate, length, patience
+    ):
+        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
+        declare(handler, options)
+        patience(3000)
+        send_all(rabbitmq_url, TOPIC, [("slow", {})])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: gate.inside == ["slow"])
+            wait_until(lambda: consumer._epoch > 2 and consumer._put_off)
+            send_all(rabbitmq_url, TOPIC, [("next", {})])
+            gate.open()
+            wait_until(lambda: effects("next") == 1 and length(handler) == 0)
+
+        assert (effects("slow"), gate.begun.count("slow")) == (1, 1)
+        assert (the_row(message_id="slow").state, the_row(message_id="slow").attempts) == (State.DONE, 1)
+
+    def test_that_has_ended_another_channel_is_no_verdict_on_a_queue(self, handles, rabbitmq_url, patience):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        patience(1000)
+        send(rabbitmq_url, TOPIC, {})
+        came = []
+
+        with closing(kombu.Connection(rabbitmq_url)) as connection:
+            queue = kombu.Queue(queue_name(handler, options), no_declare=True)
+            with kombu.Consumer(connection.channel(), [queue], on_message=came.append):
+                while not came:
+                    connection.drain_events(timeout=A_WHILE)
+                # That channel's end has come and is not read yet.
+                assert select.select([connection.connection.sock], [], [], A_WHILE)[0]
+
+                with pytest.raises(PreconditionFailed, match="timed out"):
+                    declare_queues(connection, handler, options)
+
+        assert len(came) == 1
+
+    def test_is_not_waited_for_by_what_waits_for_a_batch(self, handles, rabbitmq_url, length):
+        handler = handles(lambda messages: [the_effect(message) for message in messages], batch=50, batch_wait=3600.0)
+        options = broker_options(rabbitmq_url, ACK_TIMEOUT=timedelta(seconds=2))
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(5)])
+
+        with consuming([handler], options):
+            wait_until(lambda: length(handler) == 0)
+            wait_until(lambda: effects() == 5)
+
+        assert effects_by_name() == dict.fromkeys(names(5), 1)
+        assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
+
+    def test_is_not_waited_for_by_what_waits_for_a_worker(self, handles, rabbitmq_url, gate, length):
+        """All of them are busy for longer than that, and nobody knows how much longer."""
+        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(10)])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: len(gate.inside) == 2)
+            # Only now, lest a stall make the two stale that are to be run.
+            consumer._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
+            wait_until(lambda: length(handler) == 2)
+            assert InboxMessage.objects.filter(state=State.RECEIVED).count() == 8
+            gate.open()
+            wait_until(lambda: length(handler) == 0)
+            wait_until(lambda: effects() == 10)
+
+        assert effects_by_name() == dict.fromkeys(names(10), 1)
+        assert gate.most == 2
+
+
+class TestWhatMayHaveEndedItsProcess:
+    def stored(self, handler, *some, attempts=0):
+        for name in some:
+            assert store.store_due("default", read(handler, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        InboxMessage.objects.filter(biz_id__in=some).update(attempts=attempts)
+
+    def test_is_run_without_another_such_beside_it(self, handles, gate):
+        """Both would end again together, until the innocent one is out of attempts as well."""
+        suspects, others = names(4, "suspect"), names(4, "other")
+        handler = handles(gate)
+        self.stored(handler, *suspects, attempts=1)
+        self.stored(handler, *others)
+        pool = Pool([], Runner(OPTIONS), size=6)
+        pool.start()
+
+        for _ in suspects:
+            (one,) = wait_until(lambda: [name for name in gate.inside if name in suspects])
+            wait_until(lambda: set(others) < set(gate.inside))
+            assert [name for name in gate.inside if name in suspects] == [one]
+            gate.open(one)
+            wait_until(lambda one=one: effects(one) == 1)
+        gate.open()
+        wait_until(lambda: effects() == 8)
+        pool.close()
+        wait_until(lambda: not pool.alive)
+
+        assert effects_by_name() == dict.fromkeys([*suspects, *others], 1)
+        assert dict(InboxMessage.objects.values_list("biz_id", "attempts")) == {
+            **dict.fromkeys(suspects, 2),
+            **dict.fromkeys(others, 1),
+        }
+
+    def test_is_not_what_only_failed(self, handles, gate):
+        handler = handles(gate)
+        self.stored(handler, *names(4), attempts=1)
+        InboxMessage.objects.update(state=State.RETRYING)
+        pool = Pool([], Runner(OPTIONS), size=4)
+        pool.start()
+
+        wait_until(lambda: len(gate.inside) == 4)
+        gate.open()
+        wait_until(lambda: effects() == 4)
+        pool.close()
+        wait_until(lambda: not pool.alive)
+
+
+@contextmanager
+def a_process(environment, url, log, *arguments, database=None, **given):
+    """`inbox_consume` with the handlers of `tests.support.apps.workshop`."""
+    options = {"EXCHANGE": EXCHANGE, "GROUP": "tests", "RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
+    environment = {
+        **environment,
+        **as_environment(INBOX={"BROKER_URL": url, **options, **given}, OUTBOX={"BROKER_URL": url}),
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.workshop.settings",
+        **({"DATABASE_URL": database} if database else {}),
+    }
+    for topic in TOPICS:
+        declare(as_known(topic), broker_options(url))
+    with Process(environment, log, "inbox_consume", *arguments) as process:
+        yield process
+
+
+def as_known(topic):
+    """As far as its queue goes; the function lives in the processes."""
+    return Handler(name=name_of(topic), topic=topic, function=print, biz_id=None, using="default")
+
+
+def all_empty(length):
+    return all(length(as_known(topic)) == 0 for topic in TOPICS)
+
+
+def begun():
+    return Effect.objects.using("other").filter(name__startswith="begun").count()
+
+
+class TestProcesses:
+    def test_many_on_the_same_queues_have_each_effect_once(self, process_environment, rabbitmq_url, tmp_path, length):
+        sent = {topic: names(60, f"{topic} ") for topic in (SINGLE, GROUPED, BATCHED)}
+        with ExitStack() as stack:
+            processes = [
+                stack.enter_context(
+                    a_process(process_environment, rabbitmq_url, tmp_path / f"{n}.log", CONCURRENCY=3, PREFETCH=10)
+                )
+                for n in range(3)
+            ]
+            for topic, its in sent.items():
+                twice = [*its, *its]
+                random.Random(topic).shuffle(twice)
+                send_all(rabbitmq_url, topic, [(name, {}) for name in twice])
+            for process in processes:
+                process.until(lambda: all_empty(length) and effects() == 180)
+            for process in processes:
+                process.terminate()
+                assert process.ends() == 0
+
+        assert effects_by_name() == dict.fromkeys([name for its in sent.values() for name in its], 1)
+        assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 1)}
+
+    def test_sigterm_lets_all_in_hand_finish_and_gives_the_rest_back(self, process_environment, rabbitmq_url, tmp_path, length):
+        with a_process(process_environment, rabbitmq_url, tmp_path / "log", CONCURRENCY=4, PREFETCH=10) as process:
+            waits = {"do": "wait for the word"}
+            send_all(rabbitmq_url, SINGLE, [("s0", waits), ("s1", waits)])
+            process.until(lambda: begun() == 2)
+            send_all(rabbitmq_url, GROUPED, [("g0", waits)])
+            process.until(lambda: begun() == 3)
+            send_all(rabbitmq_url, BATCHED, [("b0", waits)])
+            process.until(lambda: begun() == 4)
+            for topic in (SINGLE, GROUPED, BATCHED):
+                send_all(rabbitmq_url, topic, [(f"{topic} later {n}", {}) for n in range(5)])
+            process.until(lambda: not any(undelivered(rabbitmq_url, as_known(topic)) for topic in TOPICS))
+            process.terminate()
+            process.until(lambda: "Stopping" in process.said())
+            Unique.objects.create(name="go")
+            assert process.ends() == 0
+
+            assert effects_by_name() == dict.fromkeys(["s0", "s1", "g0", "b0"], 1)
+            assert {topic: length(as_known(topic)) for topic in TOPICS} == {SINGLE: 5, GROUPED: 5, BATCHED: 5, BOUNDED: 0}
+            assert process.start()
+            process.until(lambda: all_empty(length) and effects() >= 19)
+
+        assert len(effects_by_name()) == 19
+        assert set(effects_by_name().values()) == {1}
+
+    @pytest.mark.parametrize("topic", [SINGLE, GROUPED, BATCHED])
+    def test_one_that_ends_its_process_among_others_costs_no_other_its_effect(
+        self, process_environment, rabbitmq_url, tmp_path, length, topic
+    ):
+        sent = {
+            **{name: {} for name in names(15)},
+            "before": {"do": EXITS_BEFORE},
+            "after": {"do": EXITS_AFTER},
+            "always": {"do": EXITS_ALWAYS},
+            **{name: {} for name in names(15, "n")},
+        }
+        with a_process(
+            process_environment, rabbitmq_url, tmp_path / "log", CONCURRENCY=3, MAX_ATTEMPTS=4, REDELIVERY_AFTER=SHORT
+        ) as process:
+            send_all(rabbitmq_url, topic, sent.items())
+            process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists() and all_empty(length))
+            process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == len(sent) - 1)
+
+        assert set(process.exits) == {EXIT}
+        assert effects_by_name() == dict.fromkeys(set(sent) - {"always"}, 1)
+        assert (the_row(message_id="always").state, the_row(message_id="always").attempts) == (State.DEAD, 4)
+
+    def test_a_database_restarted_under_load_costs_no_effect_and_no_attempt(
+        self, process_environment, rabbitmq_url, tmp_path, length, mortal_postgres
+    ):
+        name = f"mortal_{uuid.uuid4().hex[:8]}"
+        mortal_postgres.create_database(name)
+        url = mortal_postgres.url_of(name)
+        sent = {topic: names(300, f"{topic} ") for topic in (SINGLE, GROUPED, BATCHED)}
+        with the_default_at(HOST="127.0.0.1", PORT=mortal_postgres.port, NAME=name, USER="postgres", PASSWORD=""):
+            call_command("migrate", verbosity=0)
+            connections.close_all()
+            for topic, its in sent.items():
+                declare(as_known(topic), broker_options(rabbitmq_url))
+                send_all(rabbitmq_url, topic, [(one, {}) for one in its])
+            with a_process(
+                process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
+            ) as process:
+                for _ in range(2):
+                    seen, told = counted(url), process.said().count("The database is away")
+                    process.until(lambda seen=seen: counted(url) >= min(seen + 50, 900))
+                    mortal_postgres.stop()
+                    process.until(lambda told=told: process.said().count("The database is away") > told)
+                    mortal_postgres.start()
+                process.until(lambda: all_empty(length) and counted(url) >= 900)
+                process.terminate()
+                assert process.ends() == 0
+
+            assert effects_by_name() == dict.fromkeys([one for its in sent.values() for one in its], 1)
+            assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
+            connections.close_all()
+
+    def test_drain_does_not_wait_for_batches_to_fill(self, process_environment, rabbitmq_url, tmp_path, length):
+        with a_process(process_environment, rabbitmq_url, tmp_path / "log", "--drain") as process:
+            assert process.ends() == 0
+            for topic in (SINGLE, GROUPED, BATCHED):
+                send_all(rabbitmq_url, topic, [(f"{topic} {n}", {}) for n in range(7)])
+            assert process.start().ends() == 0
+
+        assert all_empty(length)
+        assert (len(effects_by_name()), set(effects_by_name().values())) == (21, {1})
+
+
+def counted(url):
+    with psycopg.connect(url) as straight:
+        return straight.execute("SELECT count(*) FROM testapp_effect").fetchone()[0]
+
+
+class TestOnRedis:
+    def test_a_handler_that_waits_for_its_rate_keeps_no_other_waiting(self, handles, redis_url):
+        """Deliveries of all queues of one channel would share its prefetch."""
+        slow = handles(the_effect, name="tests.slow", topic="slow", rate_limit="1/h")
+        quick = handles(the_effect, name="tests.quick", topic="quick")
+        options = broker_options(redis_url, PREFETCH=3)
+        for handler in (slow, quick):
+            declare(handler, options)
+        for topic in ("slow", "quick"):
+            for name in names(10, topic):
+                send(redis_url, topic, {}, message_id=name)
+
+        with consuming([slow, quick], options):
+            wait_until(lambda: Effect.objects.filter(name__startswith="quick").count() == 10)
+
+        assert Effect.objects.filter(name__startswith="slow").count() <= 1

@@ -1,0 +1,573 @@
+"""The consumer on a real RabbitMQ: acknowledged after the commit and not before, whatever breaks in between."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import closing
+from datetime import timedelta
+
+import amqp
+import kombu
+import pytest
+from django.db import connections, transaction
+
+from inbox.consumer.topology import queue_name
+from inbox.models import InboxMessage, State
+from outbox import publish
+from outbox.kernel.trail import life_of
+from outbox.models import OutboxMessage
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row, wait_until
+from tests.support.servers import FaultProxy
+from tests.support.workers import (
+    OF_THE_WORKERS,
+    Process,
+    as_environment,
+    broker_options,
+    consuming,
+    declare,
+    length_of,
+    relay,
+    send,
+)
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+SHORT = timedelta(milliseconds=200)
+
+
+@pytest.fixture
+def proxy(rabbitmq_server):
+    with FaultProxy("127.0.0.1", rabbitmq_server.start().port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def length(rabbitmq_server, rabbitmq_url):
+    """How many messages the broker holds for a handler, those in somebody's hands included."""
+    return lambda handler, options=None: length_of(rabbitmq_server, handler, options or broker_options(rabbitmq_url))
+
+
+@pytest.fixture
+def consumer_process(process_environment, rabbitmq_url, tmp_path):
+    """Start `inbox_consume` with these options: `with consumer_process(MAX_ATTEMPTS=2) as process`."""
+
+    def start(*arguments, database=None, **options):
+        given = {"EXCHANGE": "outbox", "GROUP": "tests", "RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
+        environment = {
+            **process_environment,
+            **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given, **options}, OUTBOX={"BROKER_URL": rabbitmq_url}),
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+            **({"DATABASE_URL": database} if database else {}),
+        }
+        declare(OF_THE_WORKERS, broker_options(rabbitmq_url))
+        return Process(environment, tmp_path / "consumer.log", "inbox_consume", *arguments)
+
+    return start
+
+
+def job(url, what, name="job"):
+    send(url, JOB, {"do": what}, message_id=name)
+
+
+def begun(name="job"):
+    return Effect.objects.using("other").filter(name=f"begun {name}").exists()
+
+
+def state(name="job"):
+    return InboxMessage.objects.filter(message_id=name).values_list("state", flat=True).first()
+
+
+class TestFromEndToEnd:
+    def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(self, handles, rabbitmq_url, length):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        with transaction.atomic():
+            for number in range(20):
+                publish(TOPIC, {"order_id": number}, biz_id=f"order-{number}")
+        relay(rabbitmq_url)
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 20)
+            wait_until(lambda: length(handler) == 0)
+
+        assert set(Effect.objects.values_list("name", flat=True)) == {f"order-{number}" for number in range(20)}
+        assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
+
+    def test_it_arrives_as_it_was_published(self, handles, rabbitmq_url):
+        got = []
+        handler, options = handles(got.append), broker_options(rabbitmq_url)
+        declare(handler, options)
+        with transaction.atomic():
+            published = publish(
+                TOPIC, {"name": "Zoë", "n": [1, None]}, biz_id="b", key="k", headers={"tenant": "acme", "n": 2, "yes": True}
+            )
+        relay(rabbitmq_url)
+
+        with consuming([handler], options):
+            (message,) = wait_until(lambda: list(got))
+            wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).exists())
+
+        assert (message.id, message.biz_id, message.key, message.topic) == (str(published.id), "b", "k", TOPIC)
+        assert message.payload == {"name": "Zoë", "n": [1, None]}
+        assert message.headers == {"tenant": "acme", "n": 2, "yes": True}
+        assert message.created_at == OutboxMessage.objects.get().created_at
+        assert (message.correlation_id, message.causation_id) == (str(published.id), "")
+        assert (message.attempt, message.redelivered) == (1, False)
+        life = [(moment.where, moment.became) for moment in life_of(message.id).moments]
+        assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
+
+    def test_a_chain_of_handlers_keeps_its_correlation(self, handles, rabbitmq_url):
+        got = []
+
+        def first(message):
+            publish("second", {}, biz_id="2")
+
+        handlers = [handles(first), handles(got.append, topic="second")]
+        options = broker_options(rabbitmq_url)
+        for handler in handlers:
+            declare(handler, options)
+        with transaction.atomic():
+            published = publish(TOPIC, {}, biz_id="1")
+        relay(rabbitmq_url)
+
+        with consuming(handlers, options):
+            wait_until(lambda: OutboxMessage.objects.filter(topic="second").exists())
+            relay(rabbitmq_url)
+            (message,) = wait_until(lambda: list(got))
+
+        assert (message.correlation_id, message.causation_id) == (str(published.id), str(published.id))
+
+    def test_every_handler_of_a_topic_gets_its_own_copy(self, handles, rabbitmq_url, length):
+        def fails(message):
+            raise ValueError("not mine")
+
+        handlers = [handles(the_effect, name="tests.good"), handles(fails, name="tests.bad")]
+        options = broker_options(rabbitmq_url)
+        for handler in handlers:
+            declare(handler, options)
+        send(rabbitmq_url, TOPIC, {}, message_id="m")
+
+        with consuming(handlers, options):
+            wait_until(lambda: InboxMessage.objects.count() == 2)
+            wait_until(lambda: [length(handler) for handler in handlers] == [0, 0])
+
+        states = dict(InboxMessage.objects.values_list("handler", "state"))
+        assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
+
+    def test_what_failed_waits_in_the_database_and_not_in_the_broker(self, handles, rabbitmq_url, length):
+        def handle(message):
+            the_effect(message)
+            if message.attempt == 1:
+                raise ValueError("not yet")
+
+        handler, options = handles(handle), broker_options(rabbitmq_url)
+        declare(handler, options)
+        send(rabbitmq_url, TOPIC, {}, message_id="m")
+
+        with consuming([handler], options):
+            wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).exists())
+            wait_until(lambda: length(handler) == 0)
+        make_due()
+        drain(options)
+
+        assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
+
+    def test_its_queue_is_a_durable_quorum_queue_without_a_delivery_limit_of_its_own(
+        self, handles, rabbitmq_url, rabbitmq_server
+    ):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        with consuming([handler], options):
+            wait_until(lambda: queue_name(handler, options) in rabbitmq_server.queue_lengths(rabbitmq_url))
+            vhost = rabbitmq_url.rpartition("/")[2]
+            listed = rabbitmq_server.ctl("list_queues", "-q", "--vhost", vhost, "name", "type", "durable", "arguments")
+
+        (line,) = [line for line in listed.splitlines() if line.startswith(queue_name(handler, options))]
+        assert "\tquorum\ttrue\t" in line
+        assert '{"x-delivery-limit",1000000000}' in line.replace(" ", "")
+
+
+class TestForeignProducers:
+    def test_plain_json_is_handled_and_recognised_when_it_comes_again(self, handles, rabbitmq_url, length):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        for _ in range(3):
+            send(rabbitmq_url, TOPIC, {"a": 1}, message_id="m-1")
+
+        with consuming([handler], options):
+            wait_until(lambda: InboxMessage.objects.filter(duplicates=2).exists())
+            wait_until(lambda: length(handler) == 0)
+
+        assert effects("m-1") == 1
+
+    @pytest.mark.parametrize(
+        ("body", "properties"),
+        [
+            pytest.param(b"{", {}, id="no JSON"),
+            pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, id="no text"),
+            pytest.param(b"{}", {"content_encoding": "no-such-encoding"}, id="an encoding nobody knows"),
+            pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, id="text of another encoding"),
+            pytest.param(b"{}", {"content_encoding": "idna"}, id="an encoding that goes one way"),
+            pytest.param(b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, id="pickle"),
+            pytest.param(b"{}", {"message_id": None}, id="no identity"),
+            pytest.param(b"{}", {"headers": {"compression": "application/x-gzip"}}, id="says it is gzip and is not"),
+            pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, id="a compression nobody knows"),
+            pytest.param(b"{}", {"headers": {"a\x00b": "c\x00d", "n": {"e": [1, None]}}}, id="odd headers"),
+            pytest.param(b"{}", {"headers": {f"h{n}": "x" * 1000 for n in range(100)}}, id="huge headers"),
+            pytest.param(b"{}", {"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, id="other properties"),
+        ],
+    )
+    def test_one_odd_message_never_holds_up_the_next(self, handles, rabbitmq_url, length, body, properties):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        send(rabbitmq_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
+        send(rabbitmq_url, TOPIC, {}, message_id="good")
+
+        with consuming([handler], options):
+            wait_until(lambda: effects("good") == 1)
+            wait_until(lambda: length(handler) == 0)
+
+        assert InboxMessage.objects.exclude(message_id="good").get().state in {State.DEAD, State.DONE}
+
+    @pytest.mark.parametrize("names", ["message_id", "type"])
+    def test_properties_that_are_not_text_are_a_dead_letter_and_end_no_consumer(self, handles, rabbitmq_url, length, names):
+        """py-amqp raises on them while it reads the frame, before anybody is asked what to do with the message."""
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        send_unreadable(rabbitmq_url, names)
+        send(rabbitmq_url, TOPIC, {}, message_id="good")
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: effects("good") == 1)
+            wait_until(lambda: length(handler) == 0)
+            assert not consumer._broker.ongoing
+
+        assert "no identity" in the_row(state=State.DEAD).last_error
+
+    def test_a_timestamp_that_no_calendar_has_never_holds_up_the_next(self, handles, rabbitmq_url, length):
+        """AMQP's timestamps are 64 bits of seconds; the client library makes a datetime of them."""
+
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        send_with_timestamp(rabbitmq_url, 2**62)
+        send(rabbitmq_url, TOPIC, {}, message_id="good")
+
+        with consuming([handler], options):
+            wait_until(lambda: effects("good") == 1)
+            wait_until(lambda: length(handler) == 0)
+
+        assert the_row(message_id="odd").body is not None
+
+
+def send_unreadable(url, name):
+    """A message with a property of bytes that are no UTF-8, as clients that write raw bytes send them."""
+    placeholder = "PLACEHOLDER"
+    with closing(kombu.Connection(url)) as connection:
+        channel = connection.channel()
+        write = connection.connection.transport._write
+        connection.connection.transport._write = lambda data: write(
+            bytes(data).replace(placeholder.encode(), b"\xff" * len(placeholder))
+        )
+        message = amqp.Message("{}", **{"content_type": "application/json", name: placeholder})
+        channel.basic_publish(message, "outbox", TOPIC)
+        channel.queue_declare("unreadable", exclusive=True)  # an answer means that the message was read before
+
+
+def is_subscribed(url, name):
+    """Whether the queue is there and somebody consumes from it, which is after it was bound."""
+    with kombu.Connection(url) as connection:
+        try:
+            return connection.default_channel.queue_declare(name, passive=True).consumer_count > 0
+        except amqp.NotFound:
+            return False
+
+
+def is_bound(server, url):
+    """Whether the exchange hands what comes for the topic to any queue."""
+    return TOPIC in server.ctl("list_bindings", "-q", "--vhost", url.rpartition("/")[2], "routing_key").split()
+
+
+def send_with_timestamp(url, seconds):
+    """A message with an AMQP timestamp that Python's own types cannot hold."""
+    with kombu.Connection(url) as connection:
+        channel = connection.default_channel
+        message = amqp.Message(b"{}", content_type="application/json", message_id="odd", delivery_mode=2)
+        serialised = message._serialize_properties
+
+        def with_timestamp():
+            flags, rest = int.from_bytes(serialised()[:2], "big"), serialised()[2:]
+            # The timestamp stands behind the message id, the last of the properties set here.
+            return (flags | 1 << 6).to_bytes(2, "big") + rest + seconds.to_bytes(8, "big")
+
+        message._serialize_properties = with_timestamp
+        channel.exchange_declare("outbox", "topic", durable=True, auto_delete=False)
+        channel.basic_publish(message, exchange="outbox", routing_key=TOPIC)
+        channel.queue_declare("read", exclusive=True)  # an answer means that the message was read before
+
+
+class TestACutConnection:
+    def test_between_commit_and_ack_the_message_comes_again_and_is_not_run_again(self, handles, rabbitmq_url, proxy, length):
+        cut = []
+
+        def handle(message):
+            the_effect(message)
+            if not cut:
+                transaction.on_commit(lambda: cut.append(proxy.cut()))
+
+        handler, options = handles(handle), broker_options(proxy.through(rabbitmq_url))
+        declare(handler, broker_options(rabbitmq_url))
+        send(rabbitmq_url, TOPIC, {}, message_id="m")
+
+        with consuming([handler], options):
+            wait_until(lambda: InboxMessage.objects.filter(duplicates=1).exists())
+            wait_until(lambda: length(handler) == 0)
+
+        assert (effects(), the_row().state, the_row().attempts) == (1, State.DONE, 1)
+
+    def test_an_ack_of_an_older_life_acknowledges_nothing(self, handles, rabbitmq_url, proxy, length):
+        """The first message of the new connection has the delivery tag that the old ack was for."""
+        holding, release = {"old": threading.Event(), "new": threading.Event()}, threading.Event()
+        release_new = threading.Event()
+
+        def handle(message):
+            holding[message.id].set()
+            assert (release if message.id == "old" else release_new).wait(A_WHILE)
+            the_effect(message)
+
+        handler, options = handles(handle), broker_options(proxy.through(rabbitmq_url))
+        declare(handler, broker_options(rabbitmq_url))
+        send(rabbitmq_url, TOPIC, {}, message_id="old")
+        with consuming([handler], options) as consumer:
+            assert holding["old"].wait(A_WHILE)
+            proxy.refuse()
+            proxy.cut()
+            # Somebody else takes the old one, so that the new one is the first of the next life.
+            with kombu.Connection(rabbitmq_url) as connection:
+                queue = kombu.Queue(queue_name(handler, options), channel=connection.default_channel)
+                wait_until(queue.get).ack()
+            send(rabbitmq_url, TOPIC, {}, message_id="new")
+            proxy.accept()
+            wait_until(lambda: consumer._unanswered == 1)
+            release.set()
+            assert holding["new"].wait(A_WHILE)
+            wait_until(lambda: not consumer._answers)
+            assert length(handler) == 1
+            release_new.set()
+            wait_until(lambda: length(handler) == 0)
+
+        assert {effects("old"), effects("new")} == {1}
+
+    def test_a_broker_that_is_away_is_waited_for(self, handles, rabbitmq_url, proxy, length):
+        handler, options = handles(the_effect), broker_options(proxy.through(rabbitmq_url))
+        declare(handler, broker_options(rabbitmq_url))
+        proxy.refuse()
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: consumer._broker.ongoing)
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+            proxy.accept()
+            wait_until(lambda: effects("m") == 1)
+            wait_until(lambda: length(handler) == 0)
+
+    def test_a_queue_deleted_under_the_consumer_is_there_again(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        name = queue_name(handler, options)
+        with consuming([handler], options):
+            wait_until(lambda: is_subscribed(rabbitmq_url, name))
+            with kombu.Connection(rabbitmq_url) as connection:
+                connection.default_channel.queue_delete(name)
+            wait_until(lambda: is_subscribed(rabbitmq_url, name))
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+            wait_until(lambda: effects("m") == 1)
+
+    def test_a_broker_that_was_killed_comes_back_with_what_it_had(self, handles, rabbitmq_url, rabbitmq_server, length):
+        # A quorum queue that was made a moment before the kill never finds its leader again (RabbitMQ 3.10): a lie of its own.
+        handler, options = handles(the_effect), broker_options(rabbitmq_url, QUEUE_TYPE="classic")
+        declare(handler, options)
+        with transaction.atomic():
+            publish(TOPIC, {}, biz_id="before")
+        relay(rabbitmq_url)
+        rabbitmq_server.kill()
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: consumer._broker.ongoing)
+            rabbitmq_server.start()
+            wait_until(lambda: effects("before") == 1)
+            wait_until(lambda: length(handler) == 0)
+
+
+class TestTwins:
+    def test_a_copy_whose_twin_is_in_hand_goes_back_to_the_broker_and_ends_as_a_duplicate(self, handles, rabbitmq_url, length):
+        begun, release = threading.Event(), threading.Event()
+
+        def handle(message):
+            begun.set()
+            assert release.wait(A_WHILE)
+            the_effect(message)
+
+        handler, options = handles(handle), broker_options(rabbitmq_url)
+        declare(handler, options)
+        for _ in range(2):
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+        with consuming([handler], broker_options(rabbitmq_url, PREFETCH=1)):
+            assert begun.wait(A_WHILE)
+            with consuming([handler], options) as second:
+                wait_until(lambda: second._put_off)
+                assert not InboxMessage.objects.exists()
+                release.set()
+                wait_until(lambda: length(handler) == 0)
+
+        assert (effects(), the_row().state, the_row().attempts, the_row().duplicates) == (1, State.DONE, 1, 1)
+
+
+class TestAProcess:
+    def test_a_crash_between_commit_and_ack_is_absorbed(self, consumer_process, rabbitmq_url, length):
+        with consumer_process() as process:
+            job(rabbitmq_url, "kill the process after the commit")
+            assert process.ends() == 13
+            assert (state(), effects("job"), length(OF_THE_WORKERS)) == (State.DONE, 1, 1)
+            process.start()
+            process.until(lambda: length(OF_THE_WORKERS) == 0)
+
+        assert (the_row().duplicates, the_row().attempts, effects("job")) == (1, 1, 1)
+
+    def test_a_message_that_kills_its_process_runs_out_of_attempts(self, consumer_process, rabbitmq_url, length):
+        # One thread: another would claim the row anew when this one stood still between claiming it and locking it.
+        with consumer_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT, CONCURRENCY=1) as process:
+            job(rabbitmq_url, "kill the process")
+            deaths = process.restarted_until(lambda: state() == State.DEAD)
+            job(rabbitmq_url, "work", "healthy")
+            process.until(lambda: state("healthy") == State.DONE)
+            process.until(lambda: length(OF_THE_WORKERS) == 0)
+
+        row = the_row(message_id="job")
+        assert set(process.exits) == {13}
+        # The first delivery cannot be counted before it has killed.
+        assert deaths == 2 + 1
+        assert (row.attempts, effects("job")) == (2, 0)
+        assert "died" in row.last_error
+
+    def test_sigterm_lets_the_running_handler_finish_and_acknowledges_it(self, consumer_process, rabbitmq_url, length):
+        with consumer_process(CONCURRENCY=1) as process:
+            job(rabbitmq_url, "wait for the word")
+            process.until(begun)
+            job(rabbitmq_url, "work", "later")
+            process.until(lambda: length(OF_THE_WORKERS) == 2)
+            process.terminate()
+            process.until(lambda: "Stopping" in process.said())
+            Unique.objects.create(name="go job")
+            assert process.ends() == 0
+
+        assert (effects("job"), state()) == (1, State.DONE)
+        assert (effects("later"), state("later")) == (0, None)
+        assert length(OF_THE_WORKERS) == 1
+
+    def test_sigterm_ends_an_idle_process(self, consumer_process):
+        with consumer_process() as process:
+            process.until(lambda: "Consuming" in process.said())
+            process.terminate()
+            assert process.ends() == 0
+
+    def test_a_handler_that_never_ends_is_cut_off_after_the_grace(self, consumer_process, rabbitmq_url, length):
+        with consumer_process(SHUTDOWN_GRACE=SHORT) as process:
+            job(rabbitmq_url, "never end")
+            process.until(begun)
+            process.terminate()
+            assert process.ends() == 70
+
+        assert "asked to stop" in process.said()
+        wait_until(lambda: length(OF_THE_WORKERS) == 1)
+        assert state() is None
+
+    def test_the_watchdog_ends_a_process_whose_main_loop_is_silent(self, consumer_process, rabbitmq_url, length):
+        with consumer_process(WATCHDOG=timedelta(seconds=6)) as process:
+            job(rabbitmq_url, "silence the main loop")
+            assert process.ends() == 70
+            assert "silent" in process.said()
+            process.start()
+            process.until(lambda: length(OF_THE_WORKERS) == 0)
+
+        assert state() == State.DONE
+
+    def test_retries_are_run_beside_the_consumer(self, consumer_process, rabbitmq_url):
+        with consumer_process() as process:
+            job(rabbitmq_url, "fail once")
+            process.until(lambda: state() == State.DONE)
+
+        assert (the_row().attempts, effects("job")) == (2, 1)
+
+    def test_drain_ends_when_nothing_is_due(self, consumer_process, rabbitmq_url, length):
+        with consumer_process("--drain") as process:
+            assert process.ends() == 0
+            for number in range(5):
+                job(rabbitmq_url, "work", f"job {number}")
+            assert process.start().ends() == 0
+
+        assert (effects(), length(OF_THE_WORKERS)) == (5, 0)
+
+    def test_a_database_that_is_away_is_waited_for_and_nothing_is_acknowledged(
+        self, consumer_process, rabbitmq_url, length, process_environment
+    ):
+        settings = connections["default"].settings_dict
+        with (
+            FaultProxy(settings["HOST"], int(settings["PORT"])) as database,
+            consumer_process(database=database.through(process_environment["DATABASE_URL"])) as process,
+        ):
+            job(rabbitmq_url, "work", "before")
+            process.until(lambda: state("before") == State.DONE and length(OF_THE_WORKERS) == 0)
+            database.refuse()
+            database.cut()
+            job(rabbitmq_url, "work", "meanwhile")
+            process.until(lambda: length(OF_THE_WORKERS) == 1)
+            process.until(lambda: "The database is away" in process.said())
+            assert (length(OF_THE_WORKERS), state("meanwhile")) == (1, None)
+            database.accept()
+            process.until(lambda: state("meanwhile") == State.DONE and length(OF_THE_WORKERS) == 0)
+            process.terminate()
+            assert process.ends() == 0
+
+        row = the_row(message_id="meanwhile")
+        assert (row.state, row.attempts, row.duplicates, effects("meanwhile")) == (State.DONE, 1, 0, 1)
+        assert "The database is back" in process.said()
+
+
+def test_the_topology_is_bound_to_the_topic_and_nothing_else(handles, rabbitmq_url):
+    handler, options = handles(the_effect), broker_options(rabbitmq_url)
+    declare(handler, options)
+
+    with closing(kombu.Connection(rabbitmq_url)) as connection:
+        queue = kombu.Queue(queue_name(handler, options), channel=connection.default_channel)
+        send(rabbitmq_url, TOPIC + ".more", {}, message_id="other")
+        send(rabbitmq_url, TOPIC, {}, message_id="ours")
+
+        assert wait_until(queue.get).properties["message_id"] == "ours"
+        assert queue.get() is None
+
+
+class TestAQueueThatIsNotAsItShouldBe:
+    def test_a_binding_that_went_with_its_exchange_comes_back(self, handles, rabbitmq_url, rabbitmq_server):
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: consumer._ticked_at)  # from here on only the check that is to come notes that it has checked
+            with closing(kombu.Connection(rabbitmq_url)) as connection:
+                connection.channel().exchange_delete("outbox")
+            assert not is_bound(rabbitmq_server, rabbitmq_url)
+            consumer._checked_at = float("-inf")  # half a minute has passed
+
+            wait_until(lambda: is_bound(rabbitmq_server, rabbitmq_url))
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+
+            wait_until(lambda: effects("m") == 1)
+
+    def test_one_with_other_arguments_is_used_as_it_is_and_holds_up_no_other(self, handles, rabbitmq_url, caplog):
+        options = broker_options(rabbitmq_url)
+        odd, sound = handles(the_effect, name="tests.odd"), handles(the_effect, name="tests.sound")
+        with closing(kombu.Connection(rabbitmq_url)) as connection:
+            connection.channel().queue_declare(queue_name(odd, options), durable=True, auto_delete=False)
+
+        with consuming([odd, sound], options) as consumer:
+            wait_until(lambda: is_subscribed(rabbitmq_url, queue_name(sound, options)))
+            send(rabbitmq_url, TOPIC, {}, message_id="m")
+            wait_until(lambda: effects("m") == 2)
+            assert not consumer._broker.ongoing
+
+        assert caplog.text.count("exists with other arguments") == 1

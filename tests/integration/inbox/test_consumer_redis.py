@@ -1,0 +1,226 @@
+"""The consumer on Redis, through kombu: weaker promises of the broker, the same one of the inbox."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import kombu
+import pytest
+import redis
+from django.db import transaction
+
+from inbox.consumer.topology import queue_name
+from inbox.models import InboxMessage, State
+from outbox import publish
+from outbox.models import OutboxMessage
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row, wait_until
+from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, consuming, declare, relay, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+
+@pytest.fixture
+def waiting(redis_url):
+    """How many messages Redis holds for a handler, and how many are in somebody's hands."""
+
+    def count(handler):
+        with redis.Redis.from_url(redis_url) as client:
+            return client.llen(queue_name(handler, broker_options(redis_url))), client.hlen("unacked")
+
+    return count
+
+
+def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(handles, redis_url, waiting):
+    handler, options = handles(the_effect), broker_options(redis_url)
+    declare(handler, options)
+    with transaction.atomic():
+        for number in range(10):
+            publish(TOPIC, {"order_id": number}, biz_id=f"order-{number}")
+    relay(redis_url)
+
+    with consuming([handler], options):
+        wait_until(lambda: effects() == 10)
+        wait_until(lambda: waiting(handler) == (0, 0))
+
+    assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
+    assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
+
+
+def test_it_arrives_as_it_was_published(handles, redis_url):
+    got = []
+    handler, options = handles(got.append), broker_options(redis_url)
+    declare(handler, options)
+    with transaction.atomic():
+        published = publish(TOPIC, {"name": "Zoë"}, biz_id="b", key="k", headers={"tenant": "acme"})
+    relay(redis_url)
+
+    with consuming([handler], options):
+        (message,) = wait_until(lambda: list(got))
+
+    assert (message.id, message.biz_id, message.key, message.topic) == (str(published.id), "b", "k", TOPIC)
+    assert (message.payload, message.headers) == ({"name": "Zoë"}, {"tenant": "acme"})
+    assert message.created_at == OutboxMessage.objects.get().created_at
+
+
+def test_a_copy_is_recognised(handles, redis_url, waiting):
+    handler, options = handles(the_effect), broker_options(redis_url)
+    declare(handler, options)
+    for _ in range(3):
+        send(redis_url, TOPIC, {}, message_id="m")
+
+    with consuming([handler], options):
+        wait_until(lambda: InboxMessage.objects.filter(duplicates=2).exists())
+        wait_until(lambda: waiting(handler) == (0, 0))
+
+    assert effects("m") == 1
+
+
+def test_every_handler_of_a_topic_gets_its_own_copy(handles, redis_url):
+    handlers = [handles(the_effect, name=f"tests.{letter}") for letter in "ab"]
+    options = broker_options(redis_url)
+    for handler in handlers:
+        declare(handler, options)
+    send(redis_url, TOPIC, {}, message_id="m")
+
+    with consuming(handlers, options):
+        wait_until(lambda: effects("m") == 2)
+
+
+def test_what_failed_waits_in_the_database_and_not_in_the_broker(handles, redis_url, waiting):
+    def handle(message):
+        the_effect(message)
+        if message.attempt == 1:
+            raise ValueError("not yet")
+
+    handler, options = handles(handle), broker_options(redis_url)
+    declare(handler, options)
+    send(redis_url, TOPIC, {}, message_id="m")
+
+    with consuming([handler], options):
+        wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).exists())
+        wait_until(lambda: waiting(handler) == (0, 0))
+    make_due()
+    drain(options)
+
+    assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "properties"),
+    [
+        pytest.param("{", {}, id="no JSON"),
+        pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, id="no text"),
+        pytest.param("{}", {"content_type": "application/x-python-serialize"}, id="pickle"),
+        pytest.param("{}", {"message_id": None}, id="no identity"),
+        pytest.param("{}", {"headers": {"compression": "application/x-gzip"}}, id="says it is gzip and is not"),
+        pytest.param("{}", {"headers": {"a\x00b": "c\x00d", "\ud800": [None]}}, id="odd headers"),
+    ],
+)
+def test_one_odd_message_never_holds_up_the_next(handles, redis_url, waiting, body, properties):
+    handler, options = handles(the_effect), broker_options(redis_url)
+    declare(handler, options)
+    send(redis_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
+    send(redis_url, TOPIC, {}, message_id="good")
+
+    with consuming([handler], options):
+        wait_until(lambda: effects("good") == 1)
+        wait_until(lambda: waiting(handler) == (0, 0))
+
+    assert InboxMessage.objects.exclude(message_id="good").get().state in {State.DEAD, State.DONE}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "binary", "no-such-encoding"])
+def test_what_another_client_wrote_without_base64_never_holds_up_the_next(handles, redis_url, waiting, encoding):
+    handler, options = handles(the_effect), broker_options(redis_url)
+    declare(handler, options)
+    delivery = {"exchange": "outbox", "routing_key": TOPIC}
+    written = {
+        "body": '{"name": "Zoë"}',
+        "content-encoding": encoding,
+        "content-type": "application/json",
+        "headers": {},
+        "properties": {"message_id": "odd", "delivery_info": delivery, "delivery_tag": "1", "delivery_mode": 2, "priority": 0},
+    }
+    with redis.Redis.from_url(redis_url) as client:
+        client.lpush(queue_name(handler, options), json.dumps(written))
+    send(redis_url, TOPIC, {}, message_id="good")
+
+    with consuming([handler], options):
+        wait_until(lambda: effects("good") == 1)
+        wait_until(lambda: waiting(handler) == (0, 0))
+
+    assert InboxMessage.objects.get(message_id="odd").state in {State.DEAD, State.DONE}
+
+
+@pytest.mark.parametrize("odd", [{"body": "\ud800"}, {"body": None}, {"body": [1]}], ids=str)
+def test_what_is_no_text_at_all_is_a_dead_letter_and_ends_no_consumer(handles, redis_url, waiting, odd):
+    handler, options = handles(the_effect), broker_options(redis_url)
+    declare(handler, options)
+    written = {
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {},
+        "properties": {"message_id": "odd", "delivery_info": {"exchange": "outbox", "routing_key": TOPIC}, "delivery_tag": "1"},
+        **odd,
+    }
+    with redis.Redis.from_url(redis_url) as client:
+        client.lpush(queue_name(handler, options), json.dumps(written))
+    send(redis_url, TOPIC, {}, message_id="good")
+
+    with consuming([handler], options):
+        wait_until(lambda: effects("good") == 1)
+        wait_until(lambda: waiting(handler) == (0, 0))
+
+    assert InboxMessage.objects.exclude(message_id="good").get().state == State.DEAD
+
+
+def test_stopping_finishes_what_is_in_hand_and_gives_the_rest_back(handles, redis_url, waiting):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def handle(message):
+        begun.set()
+        assert go_on.wait(A_WHILE)
+        the_effect(message)
+
+    handler, options = handles(handle), broker_options(redis_url, CONCURRENCY=1)
+    declare(handler, options)
+    for number in range(5):
+        send(redis_url, TOPIC, {}, message_id=f"m{number}")
+
+    with consuming([handler], options) as consumer:
+        assert begun.wait(A_WHILE)
+        wait_until(lambda: waiting(handler) == (0, 5))
+        consumer._stop.set()
+        go_on.set()
+
+    assert (effects(), waiting(handler)) == (1, (4, 0))
+    with consuming([handler], options):
+        wait_until(lambda: effects() == 5)
+        wait_until(lambda: waiting(handler) == (0, 0))
+    assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
+
+
+def test_a_crash_between_commit_and_ack_is_absorbed(process_environment, redis_url, tmp_path):
+    """Redis gives the message back only after its visibility timeout; until then a resend must have no second effect."""
+    environment = {
+        **process_environment,
+        **as_environment(
+            INBOX={"BROKER_URL": redis_url, "GROUP": "tests", "EXCHANGE": "outbox"}, OUTBOX={"BROKER_URL": redis_url}
+        ),
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+    }
+    declare(OF_THE_WORKERS, broker_options(redis_url))
+    with Process(environment, tmp_path / "consumer.log", "inbox_consume") as process:
+        send(redis_url, JOB, {"do": "kill the process after the commit"}, message_id="job")
+        assert process.ends() == 13
+        process.start()
+        with kombu.Connection(redis_url) as connection:
+            connection.default_channel.qos.restore_visible(num=10)
+        send(redis_url, JOB, {"do": "kill the process after the commit"}, message_id="job")
+        process.until(lambda: InboxMessage.objects.filter(duplicates__gte=1).exists())
+        process.terminate()
+        assert process.ends() == 0
+
+    assert (effects("job"), the_row().state) == (1, State.DONE)

@@ -1,0 +1,242 @@
+"""Duplicates are visible: each is counted by its cause, and one that says something else is a matter for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from inbox import signals
+from inbox.models import InboxMessage, State
+from inbox.receiving import Received
+from outbox import store as outbox_store
+from outbox.models import OutboxMessage
+from outbox.models import State as OutboxState
+from tests.support.deliveries import (
+    TOPIC,
+    an_envelope,
+    deliver,
+    effects,
+    the_effect,
+    the_row,
+    wait_until,
+)
+from tests.support.relaying import Queue, connected, one_pass, published, state_of
+from tests.support.workers import broker_options, consuming, declare, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+every_database = pytest.mark.every_database
+
+
+def causes(**lookup):
+    row = the_row(**lookup)
+    business = row.duplicates - row.redeliveries - row.resends - row.replays
+    return {"redelivery": row.redeliveries, "resend": row.resends, "replay": row.replays, "business": business}
+
+
+def only(**counted):
+    return {"redelivery": 0, "resend": 0, "replay": 0, "business": 0, **counted}
+
+
+@pytest.fixture
+def told():
+    """The causes that receivers of the signal hear of."""
+    heard = []
+
+    def listen(cause, **kwargs):
+        heard.append(cause)
+
+    signals.duplicate_suppressed.connect(listen)
+    yield heard
+    signals.duplicate_suppressed.disconnect(listen)
+
+
+@every_database
+class TestTheCause:
+    def test_the_broker_delivers_again(self, handles, told):
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+
+        deliver(handler, envelope, redelivered=True)
+
+        assert (causes(), told) == (only(redelivery=1), ["redelivery"])
+
+    def test_a_relay_sends_again_what_it_had_no_confirm_for(self, handles, told):
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+
+        deliver(handler, envelope)
+
+        assert (causes(), told) == (only(resend=1), ["resend"])
+
+    def test_an_operator_has_it_sent_again(self, handles, told):
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+
+        deliver(handler, envelope._replace(replayed=True))
+
+        assert (causes(), told) == (only(replay=1), ["replay"])
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_the_business_says_the_same_thing_twice(self, handles, told, redelivered):
+        handler = handles(the_effect)
+        deliver(handler, an_envelope(biz_id="order-1"))
+
+        deliver(handler, an_envelope(biz_id="order-1"), redelivered=redelivered)
+
+        assert (causes(), told) == (only(business=1), ["business"])
+
+    def test_what_has_no_id_is_the_business_unless_the_broker_says_otherwise(self, handles):
+        handler, envelope = handles(the_effect), an_envelope(id="", biz_id="order-1")
+        deliver(handler, envelope)
+
+        deliver(handler, envelope)
+        deliver(handler, envelope, redelivered=True)
+
+        assert causes() == only(redelivery=1, business=1)
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_of_what_cannot_be_handled_at_all_is_told_as_well(self, handles, redelivered):
+        handler, envelope = handles(the_effect), an_envelope(body=b"not JSON")
+        deliver(handler, envelope)
+
+        assert deliver(handler, envelope, redelivered=redelivered) is Received.DUPLICATE
+
+        assert causes() == only(**{"redelivery" if redelivered else "resend": 1})
+
+    def test_of_what_was_stored_for_a_retry_is_told_as_well(self, handles):
+        def fails(message):
+            raise ValueError("no stock")
+
+        handler, envelope = handles(fails), an_envelope()
+        deliver(handler, envelope)
+
+        deliver(handler, envelope, redelivered=True)
+        deliver(handler, an_envelope(biz_id=envelope.biz_id))
+
+        assert (the_row().state, causes()) == (State.RETRYING, only(redelivery=1, business=1))
+
+    def test_every_duplicate_has_one_cause(self, handles):
+        handler, envelope = handles(the_effect), an_envelope(biz_id="order-1")
+        deliver(handler, envelope)
+
+        for _ in range(2):
+            deliver(handler, envelope, redelivered=True)
+            deliver(handler, envelope)
+            deliver(handler, envelope._replace(replayed=True))
+            deliver(handler, an_envelope(biz_id="order-1"))
+
+        assert causes() == {"redelivery": 2, "resend": 2, "replay": 2, "business": 2}
+        assert (the_row().duplicates, effects()) == (8, 1)
+
+
+@every_database
+class TestWhatSaysSomethingElse:
+    def test_is_kept_beside_the_first_so_that_people_can_compare(self, handles):
+        handler = handles(the_effect)
+        deliver(handler, an_envelope({"total": 1}, biz_id="order-1"))
+        other = an_envelope({"total": 2}, biz_id="order-1")
+
+        deliver(handler, other)
+
+        row = the_row()
+        assert (row.conflicts, row.conflicting_id, bytes(row.conflicting_body)) == (1, other.id, other.body)
+        assert row.conflicting_at >= row.received_at
+        assert (bytes(row.body), effects()) == (b'{"total": 1}', 1)
+
+    def test_the_latest_of_many_is_kept_and_a_later_copy_that_agrees_leaves_it(self, handles):
+        handler, first = handles(the_effect), an_envelope({"total": 1}, biz_id="order-1")
+        deliver(handler, first)
+        deliver(handler, an_envelope({"total": 2}, biz_id="order-1"))
+        latest = an_envelope({"total": 3}, biz_id="order-1")
+        deliver(handler, latest)
+
+        deliver(handler, first)
+
+        row = the_row()
+        assert (row.duplicates, row.conflicts, row.conflicting_id) == (3, 2, latest.id)
+
+    def test_nothing_is_kept_while_all_agree(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+
+        deliver(handler, envelope)
+
+        row = the_row()
+        assert (row.conflicts, row.conflicting_id, row.conflicting_body, row.conflicting_at) == (0, "", None, None)
+
+
+class TestOnTheWire:
+    """With a real relay, a real broker and the real consumer."""
+
+    def test_each_cause_is_told_from_the_others(self, handles, rabbitmq_url):
+        handler, given = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, given)
+        with connected(rabbitmq_url) as transport, consuming([handler], given):
+            message = published(biz_id="order-1")
+            one_pass(transport)
+            wait_until(effects)
+
+            # The relay that published it crashed before it settled its row.
+            OutboxMessage.objects.update(state=OutboxState.READY, settled_at=None)
+            one_pass(transport)
+            wait_until(lambda: the_row().duplicates == 1)
+
+            published(biz_id="order-1")
+            one_pass(transport)
+            wait_until(lambda: the_row().duplicates == 2)
+
+        assert state_of(message) == OutboxState.PUBLISHED
+        assert causes() == only(resend=1, business=1)
+        assert effects() == 1
+
+    def test_what_reached_some_consumers_and_is_requeued_is_an_operators_replay(self, handles, rabbitmq_url):
+        """One of its two queues is full, so the broker refuses it, although the other has it."""
+        handler, given = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, given)
+        full = {"x-max-length": 1, "x-overflow": "reject-publish", "x-queue-type": "classic"}
+        with connected(rabbitmq_url) as transport, consuming([handler], given):
+            with Queue(rabbitmq_url, TOPIC, name="full", **full) as other:
+                send(rabbitmq_url, TOPIC, {}, message_id="fills-it")
+                wait_until(effects)
+                message = published(biz_id="order-1", headers={"tenant": "acme"})
+                one_pass(transport, MAX_ATTEMPTS=1)
+                assert state_of(message) == OutboxState.DEAD
+                wait_until(lambda: effects("order-1"))
+                other.take_all()
+
+            assert outbox_store.requeue("default", OutboxMessage.objects.get().pk)
+            one_pass(transport)
+            wait_until(lambda: the_row(biz_id="order-1").duplicates)
+
+        assert state_of(message) == OutboxState.PUBLISHED
+        assert causes(biz_id="order-1") == only(replay=1)
+        assert effects("order-1") == 1
+
+
+@every_database
+class TestTheMarkOfAnOperator:
+    def test_is_set_by_requeueing_and_by_nothing_else(self):
+        message, other = published(headers={"tenant": "acme"}), published()
+        row = OutboxMessage.objects.get(message_id=message.id)
+        OutboxMessage.objects.update(state=OutboxState.DEAD)
+
+        outbox_store.requeue("default", row.pk)
+
+        row.refresh_from_db()
+        assert row.headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
+        assert OutboxMessage.objects.get(message_id=other.id).headers == {}
+
+    def test_is_not_the_handlers_to_see(self, handles, settings):
+        """It is ours, and not one of the publisher's headers."""
+        got = []
+        handles(got.append)
+        settings.OUTBOX = {"BROKER_URL": "local://"}
+        message = published(headers={"tenant": "acme"})
+        OutboxMessage.objects.update(state=OutboxState.DEAD)
+        outbox_store.requeue("default", OutboxMessage.objects.get().pk)
+
+        with connected("local://") as transport:
+            one_pass(transport)
+        (stored,) = InboxMessage.objects.all()
+
+        assert (stored.message_id, stored.headers) == (str(message.id), {"tenant": "acme"})

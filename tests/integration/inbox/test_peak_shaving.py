@@ -1,0 +1,168 @@
+"""Two real consumers and one rate: a burst comes in, the rate holds for both, nothing is lost, the queue runs empty."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+
+import kombu
+import pytest
+from django.db.models import Count
+
+from inbox import Shed
+from inbox.handlers import Handler
+from inbox.models import InboxMessage, State, TokenBucket
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.limited import ABOVE, NAME, RATE, TOPIC
+from tests.support.deliveries import InAThread, effects, the_effect, wait_until
+from tests.support.taker import database_clock
+from tests.support.workers import EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+A_BURST = 600
+BURST_OF_THE_BUCKET = 1 + 0.1 * RATE
+HANDLER = Handler(name=NAME, topic=TOPIC, function=print, biz_id=None, using="default", rate_limit=RATE, shed=Shed())
+"""As far as its queue goes; the function lives in the processes."""
+
+
+@pytest.fixture
+def length(rabbitmq_server, rabbitmq_url):
+    """How many messages the broker holds, those in somebody's hands included."""
+    return lambda: length_of(rabbitmq_server, HANDLER, broker_options(rabbitmq_url))
+
+
+@pytest.fixture
+def two_consumers(process_environment, rabbitmq_url, tmp_path):
+    """Two processes that consume, both subscribed; what is `waiting` was there before them."""
+
+    @contextmanager
+    def start(waiting=()):
+        given = {"BROKER_URL": rabbitmq_url, "EXCHANGE": EXCHANGE, "GROUP": "tests"}
+        environment = {
+            **process_environment,
+            **as_environment(INBOX=given, OUTBOX={"BROKER_URL": rabbitmq_url}),
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.limited.settings",
+        }
+        declare(HANDLER, broker_options(rabbitmq_url))
+        burst(rabbitmq_url, waiting)
+        with (
+            Process(environment, tmp_path / "first.log", "inbox_consume") as first,
+            Process(environment, tmp_path / "second.log", "inbox_consume") as second,
+        ):
+            for process in (first, second):
+                process.until(lambda process=process: "Consuming" in process.said())
+            yield first, second
+
+    return start
+
+
+def burst(url, kinds):
+    with kombu.Connection(url) as connection:
+        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        for number, kind in enumerate(kinds):
+            producer.publish(
+                json.dumps({"kind": kind}),
+                routing_key=TOPIC,
+                message_id=f"{kind}-{number}",
+                content_type="application/json",
+                content_encoding="utf-8",
+                delivery_mode=2,
+            )
+        # An answer means that all were read before: of a channel that is closed at once, the last may be lost.
+        producer.exchange(connection.default_channel).declare()
+
+
+def just_before_the_first_token():
+    """The database's clock, a moment before anybody got a token."""
+    before = database_clock()
+
+    def taken():
+        nonlocal before
+        now = database_clock()
+        if TokenBucket.objects.filter(handler=NAME).exists():
+            return True
+        before = now
+        return False
+
+    wait_until(taken)
+    return before
+
+
+def last_settled():
+    return InboxMessage.objects.latest("settled_at").settled_at.timestamp()
+
+
+def test_the_rate_holds_for_both_together_and_the_backlog_drains(two_consumers, rabbitmq_url, length):
+    with two_consumers() as consumers:
+        # Watched from before the first message: it may be handled before the last one is sent.
+        with InAThread(just_before_the_first_token) as watch:
+            burst(rabbitmq_url, ["order"] * A_BURST)
+        begun = watch.answer
+        wait_until(lambda: length() == 0)
+        for consumer in consumers:
+            consumer.terminate()
+            assert consumer.ends() == 0
+
+    assert effects() == A_BURST
+    assert dict(InboxMessage.objects.values_list("state", "duplicates")) == {State.DONE: 0}
+    assert RATE * (last_settled() - begun) + BURST_OF_THE_BUCKET >= A_BURST
+    assert all("handled" in consumer.said() for consumer in consumers)
+
+
+def test_nothing_is_lost_or_done_twice_when_one_of_them_is_killed(two_consumers, rabbitmq_url, length):
+    with two_consumers() as (first, second):
+        with InAThread(just_before_the_first_token) as watch:
+            burst(rabbitmq_url, ["order"] * A_BURST)
+        begun = watch.answer
+        second.until(lambda: effects() > A_BURST / 4)
+        first._process.send_signal(signal.SIGKILL)
+        assert first.ends() == -signal.SIGKILL
+        second.until(lambda: effects() == A_BURST)
+        second.until(lambda: length() == 0)
+
+    assert Effect.objects.values("name").distinct().count() == A_BURST
+    assert not InboxMessage.objects.exclude(state=State.DONE).exists()
+    # What the killed one had leased and not used is lost, never made up for.
+    assert RATE * (last_settled() - begun) + BURST_OF_THE_BUCKET >= A_BURST
+
+
+def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_url, length):
+    kinds = ["view", "view", "order"] * (ABOVE // 2)
+    with two_consumers(waiting=kinds) as (first, second):
+        first.until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
+        first.until(lambda: length() <= ABOVE)
+
+        def accounted_for():
+            shed = InboxMessage.objects.filter(state=State.SHED)
+            return shed.count() + effects() + length() == len(kinds) and shed.count()
+
+        for consumer in (first, second):
+            consumer.terminate()
+            assert consumer.ends() == 0
+        dropped = wait_until(accounted_for)
+
+    # Both together dropped hardly more than it took to come back to nine tenths of the limit.
+    assert 0 < dropped <= len(kinds) - 0.5 * ABOVE
+    assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
+
+
+def test_at_a_low_rate_no_delivery_is_held_past_the_brokers_patience(handles, rabbitmq_url, rabbitmq_server):
+    handler = handles(the_effect, topic=TOPIC, rate_limit="1/h")
+    options = broker_options(rabbitmq_url)
+    declare(handler, options)
+    burst(rabbitmq_url, ["order"] * 4)
+
+    with consuming([handler], options) as consumer:
+        wait_until(lambda: effects() == 1)
+        # Only now, lest a stall make the one stale that is to have the token.
+        consumer._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
+        wait_until(lambda: length_of(rabbitmq_server, handler, options) == 0)
+
+    # The first had the token that the bucket began with.
+    assert dict(InboxMessage.objects.values_list("state").annotate(Count("id"))) == {State.DONE: 1, State.RECEIVED: 3}
+    assert set(InboxMessage.objects.values_list("duplicates", "redeliveries")) == {(0, 0)}
+    assert effects() == 1

@@ -1,0 +1,74 @@
+"""By which indexes the statements of every message go, on a table with a history, whatever the planner knows of it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+
+from inbox import store
+from inbox.reading import read
+from tests.support.deliveries import OPTIONS, an_envelope, the_effect
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+HISTORY = """
+INSERT INTO inbox_inboxmessage (handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
+    correlation_id, causation_id, traceparent, ordered, state, attempts, received_at, settled_at)
+SELECT %s, 'shop.order.placed', n::text, n::text, 'key-' || n %% 500, 'application/json', '', '', '{}', '', '', '', '',
+    true, CASE WHEN n > 18000 THEN 'waiting' ELSE 'done' END, 1, now(), CASE WHEN n > 18000 THEN NULL ELSE now() END
+FROM generate_series(1, 20000) n
+"""
+
+
+@pytest.fixture(params=["analysed", "never analysed"])
+def handler(request, handles):
+    handler = handles(the_effect)
+    with connection.cursor() as cursor:
+        cursor.execute(HISTORY, [handler.name])
+        if request.param == "analysed":
+            cursor.execute("ANALYZE inbox_inboxmessage")
+    return handler
+
+
+def explained(sql, parameters=()):
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN {sql}", parameters or None)
+        return "\n".join(line for (line,) in cursor.fetchall())
+
+
+def test_the_sentinel_goes_by_the_primary_key(handler):
+    row = read(handler, an_envelope(), OPTIONS).row
+    for _ in range(7):  # by then PostgreSQL has a plan that it keeps
+        with transaction.atomic():
+            guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            store.finish(guard, 1)
+            plan = explained("EXECUTE inbox_finish (1, 1, '1')")
+            transaction.set_rollback(True)
+
+    assert "inbox_inboxmessage_pkey" in plan
+    assert "inbox_open" not in plan
+    assert "inbox_due" not in plan
+
+
+def test_the_head_of_a_key_is_sought_in_the_order_alone(handler):
+    for _ in range(7):
+        with transaction.atomic():
+            store.promote_next("default", handler.name, "key-1")
+            plan = explained("EXECUTE inbox_promote ('tests.handler0', 'key-1', 0, 0)")
+            transaction.set_rollback(True)
+
+    assert "inbox_order" in plan
+    assert "inbox_inboxmessage_pkey" in plan
+    assert "inbox_open" not in plan
+
+
+def test_a_claim_goes_by_what_is_due(handler):
+    with CaptureQueriesContext(connection) as captured:
+        store.claim_due("default", [handler.name], timedelta(seconds=10))
+
+    plan = explained(captured[-1]["sql"])
+    assert "inbox_due" in plan
+    assert "inbox_once" not in plan

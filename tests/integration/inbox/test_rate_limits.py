@@ -1,0 +1,401 @@
+"""A rate limit is one token bucket in the handler's database: it holds for all processes together."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.db import connection, connections, transaction
+from django.db.models import F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.holding import store_for_later
+from inbox.limiter import Limiter, limiter_of, prefetch
+from inbox.models import InboxMessage, State, TokenBucket
+from inbox.reading import read
+from inbox.receiving import Received
+from inbox.runner import Runner
+from inbox.store.buckets import lease_tokens, pour
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.loop import StopRequest
+from tests.support import ROOT
+from tests.support.aliases import the_default_at
+from tests.support.deliveries import (
+    A_WHILE,
+    OPTIONS,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    effects,
+    the_effect,
+    the_row,
+    wait_until,
+)
+from tests.support.taker import database_clock
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+every_database = pytest.mark.every_database
+
+
+ROUNDS = 12
+
+
+@pytest.fixture(autouse=True)
+def _nobody_leases_any_more():
+    yield
+    wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "inbox-lessor"])
+
+
+def lease(most, *, rate=10.0, burst=20.0, alias="default"):
+    return lease_tokens(alias, "limited", rate=rate, burst=burst, most=most)
+
+
+def a_bucket(tokens, *, filled_ago):
+    TokenBucket.objects.update_or_create(
+        handler="limited", defaults={"tokens": tokens, "filled_at": DatabaseTime(-timedelta(seconds=filled_ago))}
+    )
+    return TokenBucket.objects.get(handler="limited")
+
+
+@every_database
+class TestTheSharedBucket:
+    def test_is_full_when_nobody_has_asked_before(self):
+        assert lease(15).tokens == 15
+        assert 5 <= TokenBucket.objects.get().tokens < 20
+
+    def test_is_in_the_handlers_own_database(self):
+        lease(1, alias="other")
+
+        assert [TokenBucket.objects.using(alias).count() for alias in ("default", "other")] == [0, 1]
+
+    def test_gives_what_there_is_when_more_is_asked_for(self):
+        a_bucket(3.5, filled_ago=0)
+
+        leased = lease(10, rate=1e-9)
+
+        assert (leased.tokens, leased.left) == (3, pytest.approx(0.5))
+
+    def test_gives_nothing_when_it_is_empty(self):
+        a_bucket(0.5, filled_ago=0)
+
+        leased = lease(10, rate=1e-9)
+
+        assert (leased.tokens, leased.left) == (0, pytest.approx(0.5))
+
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(
+        tokens=st.floats(0, 100),
+        filled_ago=st.floats(-100, 100),
+        rate=st.floats(0.001, 5000),
+        burst=st.floats(1, 500),
+        most=st.integers(1, 300),
+    )
+    def test_counts_as_the_arithmetic_says(self, tokens, filled_ago, rate, burst, most):
+        before = a_bucket(tokens, filled_ago=filled_ago)
+
+        leased = lease(most, rate=rate, burst=burst)
+
+        after = TokenBucket.objects.get()
+        elapsed = (after.filled_at - before.filled_at).total_seconds()
+        expected = pour(tokens, elapsed, rate=rate, burst=burst, most=most)
+        # What is a whole number but for rounding may be taken for one or not.
+        assert leased.tokens + leased.left == pytest.approx(expected.tokens + expected.left, abs=1e-3 * max(1, rate))
+        assert leased.tokens <= most
+        assert leased.left < 1 or leased.tokens == most
+        assert after.tokens == pytest.approx(leased.left)
+
+    def test_goes_on_at_once_after_the_clock_was_set_back(self):
+        a_bucket(2.0, filled_ago=-3600)
+
+        assert lease(10, rate=1e-9).tokens == 2
+        assert not TokenBucket.objects.filter(filled_at__gt=DatabaseTime(timedelta(seconds=1))).exists()
+
+    def test_is_begun_once_however_many_ask_first(self):
+        leased = at_once([lambda: lease(15, rate=1e-9)] * 6)
+
+        assert sum(one.tokens for one in leased) == 20
+
+    def test_no_token_is_given_twice(self):
+        lease(20, rate=1e-9)
+        a_bucket(50.0, filled_ago=0)
+
+        def take_all():
+            return sum(lease(3, rate=1e-9, burst=50.0).tokens for _ in range(10))
+
+        assert sum(at_once([take_all] * 6)) == 50
+
+
+class TestOnPostgreSQL:
+    def test_a_lease_waits_for_no_disk_and_changes_nothing_for_others(self):
+        lease(1)
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW synchronous_commit")
+            assert cursor.fetchone() == ("on",)
+
+    def test_collides_when_transactions_are_isolated_more_than_usual_and_asks_again(self, handles):
+        limiter = limiter_of(handles(the_effect, rate_limit="100/s"))
+        assert wait_until(lambda: limiter.take_or_lease(1)) == 1
+        levels = {"options": "-c default_transaction_isolation=serializable"}
+        with the_default_at(OPTIONS={**connection.settings_dict["OPTIONS"], **levels}):
+            assert sum(at_once([lambda: wait_until(lambda: limiter.take_or_lease(1))] * 3)) == 3
+
+    def test_while_the_database_is_away_nothing_is_granted(self, mortal_postgres, handles, caplog):
+        handler = handles(the_effect, rate_limit="100/s", name="tests.away")
+        mortal_postgres.create_database("away")
+        with the_default_at(NAME="away", PORT=mortal_postgres.port):
+            call_command("migrate", "inbox", verbosity=0)
+            limiter = limiter_of(handler)
+            assert wait_until(lambda: limiter.take(1)) == 1
+            mortal_postgres.stop()
+            try:
+                with caplog.at_level(logging.WARNING):
+                    wait_until(lambda: limiter.take(1) == 0 and "does not answer" in caplog.text)
+                assert limiter.take(1) == 0
+                assert limiter.take_or_lease(1) == 0
+            finally:
+                mortal_postgres.start()
+            assert wait_until(lambda: limiter.take(1)) == 1
+        assert [caplog.text.count(text) for text in ("does not answer", "answers again")] == [1, 1]
+        connections.close_all()
+
+
+@every_database
+class TestALimiter:
+    @pytest.fixture
+    def limiter(self, handles):
+        return Limiter(handles(the_effect, rate_limit="2/s"))
+
+    def test_is_one_for_all_threads_of_a_process(self, handles):
+        handler = handles(the_effect, rate_limit="5/s")
+
+        assert len(set(map(id, at_once([lambda: limiter_of(handler)] * 5)))) == 1
+
+    def test_a_handler_without_a_rate_has_none(self, handles):
+        assert limiter_of(handles(the_effect)) is None
+
+    def test_another_rate_is_another_limiter(self, handles):
+        before = limiter_of(handles(the_effect, rate_limit="5/s", name="tests.same"))
+
+        assert limiter_of(handles(the_effect, rate_limit="6/s", name="tests.same")) is not before
+
+    def test_whoever_asks_in_vain_finds_a_token_a_moment_later(self, limiter):
+        assert limiter.take(1) == 0
+
+        assert wait_until(lambda: limiter.take(1)) == 1
+
+    def test_asking_is_worth_it_at_first_and_when_there_is_a_token(self, limiter):
+        assert limiter.wait_seconds() == 0
+        limiter.take(1)
+
+        # A token that is not taken for half a second is lost, and then it is worth asking for another.
+        assert wait_until(lambda: limiter.wait_seconds() == 0 and limiter.take(1)) == 1
+
+    def test_says_how_long_the_next_token_takes(self, handles):
+        limiter = Limiter(handles(the_effect, rate_limit="15/m"))
+        while limiter.take_or_lease(1):
+            pass
+
+        assert 0 < limiter.wait_seconds() <= 4.1
+
+    def test_whoever_may_wait_leases_for_himself(self, limiter):
+        assert limiter.take_or_lease(1) == 1
+
+    def test_a_token_given_back_is_there_for_the_next(self, limiter):
+        assert limiter.take_or_lease(1) == 1
+        limiter.give_back(1)
+
+        assert limiter.take(1) == 1
+
+    def test_a_transaction_elsewhere_holds_up_nobody_who_takes(self, handles):
+        limiter = Limiter(handles(the_effect, rate_limit="2/s"))
+        lease_tokens("default", limiter._name, rate=2.0, burst=1.2, most=1)
+        with transaction.atomic():
+            TokenBucket.objects.update(tokens=F("tokens"))
+            assert limiter.take(1) == 0  # and does not wait for this transaction
+
+        wait_until(lambda: limiter.take(1))
+
+    def test_its_thread_ends_when_nobody_wants_anything(self, limiter):
+        limiter.take(1)
+        wait_until(lambda: "inbox-lessor" not in {thread.name for thread in threading.enumerate()})
+
+        limiter.take(1)
+        assert wait_until(lambda: limiter.take(1)) == 1
+
+    @pytest.mark.parametrize(("rate", "expected"), [(None, 50), ("2000/s", 50), ("10/s", 20), ("1/s", 2), ("5/h", 1)])
+    def test_no_more_is_prefetched_than_the_rate_allows_in_two_seconds(self, handles, rate, expected):
+        assert prefetch(handles(the_effect, rate_limit=rate), InboxOptions()) == expected
+
+
+@every_database
+class TestWhatIsStored:
+    """Retries and what local:// hands over obey the limit as fresh deliveries do."""
+
+    def stored(self, handler, *names):
+        for name in names:
+            row = read(handler, an_envelope(biz_id=name), OPTIONS).row
+            assert store.store_due(handler.using, row, OPTIONS.TWIN_TIMEOUT)
+
+    def test_is_run_no_faster_than_the_rate(self, handles):
+        handler = handles(the_effect, rate_limit="10/s")
+        self.stored(handler, *(f"b{number}" for number in range(12)))
+        begun = database_clock()
+
+        assert drain() == 12
+
+        assert 10 * (database_clock() - begun) + 2 >= 12
+        assert effects() == 12
+
+    def test_holds_up_no_other_handler(self, handles):
+        limited, free = handles(the_effect, rate_limit="1/h"), handles(the_effect)
+        self.stored(limited, "b1", "b2", "b3")
+        stop, runner = StopRequest(), Runner(OPTIONS)
+
+        with InAThread(lambda: runner.run(stop)):
+            wait_until(lambda: effects() == 1)
+            self.stored(free, "b4", "b5", "b6")
+            wait_until(lambda: effects() == 4)
+            stop.set()
+
+        assert the_row(handler=limited.name, biz_id="b3").attempts == 0
+
+    def test_is_not_held_up_by_handlers_that_are_always_busy(self, handles):
+        def again(message):
+            the_effect(message)
+            self.stored(free, f"{message.biz_id}+")
+
+        free, limited = handles(again), handles(the_effect, rate_limit="1000/s")
+        self.stored(free, "busy")
+        stop, runner = StopRequest(), Runner(OPTIONS)
+
+        with InAThread(lambda: runner.run(stop)):
+            wait_until(lambda: effects() > 3)
+            self.stored(limited, "b1", "b2", "b3")
+            wait_until(lambda: InboxMessage.objects.filter(handler=limited.name, state=State.DONE).count() == 3)
+            stop.set()
+
+    def test_no_token_is_spent_while_nothing_is_due(self, handles):
+        limited, free = handles(the_effect, rate_limit="1/h"), handles(the_effect)
+        self.stored(free, "b1", "b2")
+
+        drain()
+
+        assert not TokenBucket.objects.filter(handler=limited.name).exists()
+
+
+@every_database
+class TestADeliveryHeldForTooLong:
+    """At a low rate: stored, so that the broker gets its answer; handled when there is a token."""
+
+    def test_is_stored_and_run_later(self, handles):
+        handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
+
+        assert hold(handler, envelope) is Received.STORED
+
+        assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
+        assert drain() == 1
+        assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
+
+    def test_is_a_duplicate_when_it_has_been_handled(self, handles):
+        handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
+        deliver(handler, envelope)
+
+        assert hold(handler, envelope) is Received.DUPLICATE
+        assert hold(handler, envelope, redelivered=True) is Received.DUPLICATE
+
+        assert (the_row().duplicates, the_row().redeliveries, effects()) == (2, 1, 1)
+
+
+def test_a_delivery_that_a_twin_has_in_hand_is_put_off(handles):
+    handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
+
+    with transaction.atomic():
+        store.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        (became,) = at_once([lambda: hold(handler, envelope)])
+
+    assert became is Received.PUT_OFF
+
+
+def hold(handler, envelope, *, redelivered=False):
+    return store_for_later(handler, read(handler, envelope, OPTIONS), OPTIONS, redelivered=redelivered)
+
+
+class Taker:
+    """A process of its own that takes what it gets."""
+
+    def __init__(self, environment):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.taker"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc_info):
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait(A_WHILE)
+
+    def begin(self, **told):
+        print(json.dumps(told), file=self._process.stdin, flush=True)
+
+    def answer(self):
+        return json.loads(self._process.stdout.readline())
+
+
+@contextmanager
+def takers(count, environment):
+    with ExitStack() as stack:
+        started = [stack.enter_context(Taker(environment)) for _ in range(count)]
+
+        def take(**told):
+            for taker in started:
+                taker.begin(**told)
+            return [taker.answer() for taker in started]
+
+        take(name="warming up", rate=1000.0, threads=1, seconds=0.1)
+        yield take
+
+
+@every_database
+@pytest.mark.parametrize(("rate", "seconds"), [(2000.0, 2.0), (50.0, 2.0), (4.0, 3.0)])
+def test_processes_together_get_the_rate_and_never_more(process_environment, rate, seconds):
+    got = []
+    with takers(3, process_environment) as take:
+        for turn in range(ROUNDS):
+            answers = take(name=f"round {turn}", rate=rate, threads=2, seconds=seconds)
+            taken = sum(answer["taken"] for answer in answers)
+            begun, first = (min(answer[name] for answer in answers) for name in ("begun", "first"))
+            ended = max(answer["ended"] for answer in answers)
+            burst = 1 + rate * 0.1
+            # By the database's clock, and every round.
+            assert taken <= rate * (ended - begun) + burst
+            # A busy machine can only lose tokens, so the best round counts.
+            got.append(taken / (rate * (ended - first)))
+            if got[-1] >= 0.9:
+                break
+    assert max(got) >= 0.9, got
+
+
+def test_the_clock_of_the_takers_is_the_databases():
+    before = database_clock()
+
+    assert before <= database_clock() < before + A_WHILE

@@ -1,0 +1,1120 @@
+"""One delivery, one handler, one transaction: what becomes of it, and that its effect happens once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from contextlib import contextmanager
+from datetime import UTC, timedelta
+from decimal import Decimal
+
+import kombu
+import psycopg
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, transaction
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from inbox import Reject, RetryLater, signals, store
+from inbox.consumer.reception import envelope_of
+from inbox.errors import NotCallable
+from inbox.models import DUE, InboxMessage, State
+from inbox.reading import read
+from inbox.receiving import Received, receive
+from inbox.transactions import DatabaseAway
+from outbox import publish
+from outbox.kernel.clock import utcnow
+from outbox.kernel.envelope import from_delivery
+from outbox.models import OutboxMessage
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.deliveries import (
+    OPTIONS,
+    TOPIC,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    effects,
+    make_due,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+A_MINUTE = timedelta(minutes=1)
+
+
+@contextmanager
+def heard(*names):
+    """What the signals of these names said meanwhile, in order: (name, arguments)."""
+    said = []
+
+    def listener(name):
+        def listen(signal, sender, **arguments):
+            said.append((name, arguments))
+
+        return listen
+
+    listeners = {name: listener(name) for name in names}
+    for name, listen in listeners.items():
+        getattr(signals, name).connect(listen)
+    try:
+        yield said
+    finally:
+        for name, listen in listeners.items():
+            getattr(signals, name).disconnect(listen)
+
+
+def fails(message):
+    the_effect(message)
+    raise ValueError("no stock")
+
+
+def fails_times(count):
+    """A handler that fails so often and then does its work."""
+    left = [count]
+
+    def handle(message):
+        the_effect(message)
+        if left[0]:
+            left[0] -= 1
+            raise ValueError("not yet")
+
+    return handle
+
+
+def rests(row):
+    """How long the row still rests, by the clock of the database that wrote it and of this machine, which is the same."""
+    return row.next_attempt_at - utcnow()
+
+
+@pytest.mark.every_database
+class TestAFreshDelivery:
+    def test_is_handled_and_its_row_says_so(self, handles):
+        handler = handles(the_effect)
+        envelope = an_envelope({"order_id": 7}, key="customer-1", headers={"tenant": "acme"}, correlation_id="c")
+
+        assert deliver(handler, envelope) is Received.HANDLED
+
+        row = the_row()
+        assert effects(envelope.biz_id) == 1
+        assert (row.state, row.attempts, row.last_error, row.next_attempt_at) == (State.DONE, 1, "", None)
+        assert (row.handler, row.topic, row.biz_id, row.message_id) == (
+            handler.name,
+            TOPIC,
+            envelope.biz_id,
+            envelope.id,
+        )
+        assert (row.key, row.headers, row.correlation_id) == ("customer-1", {"tenant": "acme"}, "c")
+        assert bytes(row.body) == envelope.body
+        assert row.settled_at >= row.received_at
+
+    def test_reaches_the_handler_as_it_was_sent(self, handles):
+        got = []
+        envelope = an_envelope({"total": "9.90"}, key="k", headers={"n": 1}, correlation_id="c", causation_id="d")
+
+        deliver(handles(got.append), envelope)
+
+        (message,) = got
+        assert (message.id, message.topic, message.key, message.biz_id) == (envelope.id, TOPIC, "k", envelope.biz_id)
+        assert (message.payload, message.headers, message.created_at) == (
+            {"total": "9.90"},
+            {"n": 1},
+            envelope.created_at,
+        )
+        assert (message.attempt, message.redelivered) == (1, False)
+        assert (message.correlation_id, message.causation_id) == ("c", "d")
+
+    def test_is_announced_after_the_commit(self, handles):
+        seen = []
+
+        def listen(message, handler, **_):
+            seen.append((message.biz_id, handler, connection.in_atomic_block, effects()))
+
+        handler = handles(the_effect)
+        envelope = an_envelope()
+        signals.message_handled.connect(listen)
+        try:
+            deliver(handler, envelope)
+        finally:
+            signals.message_handled.disconnect(listen)
+
+        assert seen == [(envelope.biz_id, handler.name, False, 1)]
+
+    def test_a_receiver_that_raises_changes_nothing(self, handles):
+        def listen(**_):
+            raise RuntimeError("a broken receiver")
+
+        signals.message_handled.connect(listen)
+        try:
+            assert deliver(handles(the_effect)) is Received.HANDLED
+        finally:
+            signals.message_handled.disconnect(listen)
+
+        assert the_row().state == State.DONE
+
+    def test_an_async_handler_commits_with_its_row(self, handles):
+        async def handle(message):
+            await Effect.objects.acreate(name=message.biz_id)
+            await sync_to_async(the_effect)(message)
+
+        assert deliver(handles(handle)) is Received.HANDLED
+
+        assert effects() == 2
+
+    def test_an_async_handler_that_fails_leaves_no_effect(self, handles):
+        async def handle(message):
+            await Effect.objects.acreate(name=message.biz_id)
+            raise ValueError("no stock")
+
+        assert deliver(handles(handle)) is Received.STORED
+
+        assert effects() == 0
+
+    def test_a_handler_works_on_the_database_it_names(self, handles):
+        def handle(message):
+            assert connection.in_atomic_block is False
+            Effect.objects.using("other").create(name=message.biz_id)
+
+        assert deliver(handles(handle, using="other")) is Received.HANDLED
+
+        assert Effect.objects.using("other").count() == 1
+        assert InboxMessage.objects.using("other").get().state == State.DONE
+        assert not InboxMessage.objects.exists()
+
+
+@pytest.mark.every_database
+class TestDuplicates:
+    def test_twenty_threads_with_one_biz_id_run_the_handler_once(self, handles):
+        handler = handles(the_effect)
+        copies = [an_envelope(biz_id="order-1") for _ in range(20)]
+
+        def until_decided(envelope):
+            redelivered = False
+            while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.PUT_OFF:
+                redelivered = True
+            return received
+
+        received = at_once([lambda envelope=envelope: until_decided(envelope) for envelope in copies])
+
+        assert sorted(received, key=str) == [Received.DUPLICATE] * 19 + [Received.HANDLED]
+        assert effects() == 1
+        row = the_row()
+        assert (row.state, row.attempts, row.duplicates, row.conflicts) == (State.DONE, 1, 19, 0)
+
+    def test_twenty_threads_with_twenty_biz_ids_run_it_twenty_times(self, handles):
+        handler = handles(the_effect)
+        messages = [an_envelope() for _ in range(20)]
+
+        received = at_once([lambda envelope=envelope: deliver(handler, envelope) for envelope in messages])
+
+        assert set(received) == {Received.HANDLED}
+        assert {message.biz_id for message in messages} == set(Effect.objects.values_list("name", flat=True))
+
+    @pytest.mark.parametrize(("redelivered", "cause"), [(False, "resend"), (True, "redelivery")])
+    def test_a_redelivery_of_what_is_done_is_counted_and_not_run(self, handles, redelivered, cause):
+        handler, envelope = handles(the_effect), an_envelope()
+        deliver(handler, envelope)
+
+        with heard("duplicate_suppressed", "conflicting_duplicate") as said:
+            assert deliver(handler, envelope, redelivered=redelivered) is Received.DUPLICATE
+
+        row = the_row()
+        assert (row.duplicates, row.conflicts, effects()) == (1, 0, 1)
+        names = {"handler": handler.name, "message_id": envelope.id, "biz_id": envelope.biz_id, "cause": cause}
+        assert said == [("duplicate_suppressed", names)]
+
+    def test_a_resend_by_the_business_is_recognised_by_its_biz_id(self, handles):
+        handler = handles(the_effect, biz_id=lambda message: message.payload["order_id"])
+        deliver(handler, an_envelope({"order_id": 17}, biz_id=""))
+
+        assert deliver(handler, an_envelope({"order_id": 17}, biz_id="")) is Received.DUPLICATE
+
+        assert (effects(), the_row().biz_id) == (1, "17")
+
+    def test_the_same_biz_id_with_other_content_is_a_conflict_and_told(self, handles, caplog):
+        handler = handles(the_effect)
+        deliver(handler, an_envelope({"total": 1}, biz_id="order-1"))
+        other = an_envelope({"total": 2}, biz_id="order-1")
+
+        with heard("conflicting_duplicate", "duplicate_suppressed") as said:
+            assert deliver(handler, other) is Received.DUPLICATE
+
+        row = the_row()
+        assert (row.duplicates, row.conflicts, effects()) == (1, 1, 1)
+        assert [name for name, _ in said] == ["conflicting_duplicate", "duplicate_suppressed"]
+        assert said[0][1] == {"handler": handler.name, "message_id": other.id, "biz_id": "order-1"}
+        assert "bug upstream" in caplog.text
+
+    def test_the_same_biz_id_under_another_topic_is_another_fact(self, handles):
+        deliver(handles(the_effect), an_envelope(biz_id="1"))
+        deliver(handles(the_effect, topic="other"), an_envelope(biz_id="1", topic="other"))
+
+        assert effects() == 2
+
+    def test_one_that_waits_for_its_retry_is_not_run_by_a_redelivery(self, handles):
+        """Its attempts and its rest are its own; a broker that redelivers must not shorten them."""
+        handler, envelope = handles(fails), an_envelope()
+        deliver(handler, envelope)
+        before = the_row()
+
+        assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+
+        row = the_row()
+        assert (row.state, row.attempts, row.next_attempt_at) == (State.RETRYING, 1, before.next_attempt_at)
+
+    def test_a_dead_one_stays_dead(self, handles):
+        handler, envelope = handles(fails), an_envelope()
+        deliver(handler, envelope)
+        run_to_the_end()
+
+        assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+        run_to_the_end()
+
+        assert (the_row().state, effects()) == (State.DEAD, 0)
+
+
+@pytest.mark.every_database
+class TestFailing:
+    def test_is_stored_with_its_error_traceback_and_next_attempt(self, handles):
+        handler, envelope = handles(fails), an_envelope()
+
+        with heard("message_retrying", "message_dead") as said:
+            assert deliver(handler, envelope) is Received.STORED
+
+        row = the_row()
+        assert (row.state, row.attempts, row.settled_at) == (State.RETRYING, 1, None)
+        assert row.last_error == "ValueError: no stock"
+        assert "in fails" in row.traceback
+        assert timedelta(minutes=25) < rests(row) <= timedelta(hours=1)
+        assert bytes(row.body) == envelope.body
+        assert effects() == 0
+        assert [(name, told["message_id"], told["handler"]) for name, told in said] == [
+            ("message_retrying", envelope.id, handler.name)
+        ]
+
+    def test_is_run_again_by_the_runner_and_not_before_its_time(self, handles):
+        handler = handles(fails_times(1))
+        deliver(handler)
+
+        assert drain() == 0
+        assert effects() == 0
+        make_due()
+        assert drain() == 1
+
+        row = the_row()
+        assert (row.state, row.attempts, row.last_error, row.traceback) == (State.DONE, 2, "", "")
+        assert Effect.objects.get().detail == "2"
+
+    def test_rests_longer_every_time(self, handles):
+        handler = handles(fails)
+        given = options(MAX_ATTEMPTS=5, RETRY_BASE=A_MINUTE, RETRY_FACTOR=100.0, RETRY_CAP=timedelta(days=300))
+        deliver(handler, given=given)
+        rest = [rests(the_row())]
+        for _ in range(2):
+            make_due()
+            drain(given)
+            rest.append(rests(the_row()))
+
+        assert rest[0] < A_MINUTE < timedelta(minutes=45) < rest[1] <= timedelta(minutes=100) < rest[2]
+
+    def test_out_of_attempts_is_a_dead_letter_and_told(self, handles):
+        handler, envelope = handles(fails), an_envelope()
+        with heard("message_dead", "message_retrying") as said:
+            deliver(handler, envelope)
+            run_to_the_end()
+
+        row = the_row()
+        assert (row.state, row.attempts, row.next_attempt_at) == (State.DEAD, OPTIONS.MAX_ATTEMPTS, None)
+        assert row.settled_at is not None
+        assert [name for name, _ in said] == ["message_retrying", "message_retrying", "message_dead"]
+        assert said[-1][1] == {"handler": handler.name, "message_id": envelope.id, "error": "ValueError: no stock"}
+
+    def test_the_only_attempt_may_be_the_last(self, handles):
+        assert deliver(handles(fails), given=options(MAX_ATTEMPTS=1)) is Received.DEAD
+
+    def test_reject_is_a_dead_letter_at_once_with_its_reason(self, handles):
+        def handle(message):
+            the_effect(message)
+            raise Reject("the customer is gone")
+
+        with heard("message_dead") as said:
+            assert deliver(handles(handle)) is Received.DEAD
+
+        row = the_row()
+        assert (row.state, row.last_error, effects()) == (State.DEAD, "rejected: the customer is gone", 0)
+        assert len(said) == 1
+
+    def test_retry_later_rests_as_long_as_asked_and_burns_no_attempt(self, handles):
+        def handle(message):
+            the_effect(message)
+            raise RetryLater(timedelta(hours=5), "the shop is closed")
+
+        handler = handles(handle)
+        assert deliver(handler) is Received.STORED
+
+        row = the_row()
+        assert (row.state, row.attempts, effects()) == (State.RETRYING, 0, 0)
+        assert "the shop is closed" in row.last_error
+        assert timedelta(hours=4, minutes=59) < rests(row) < timedelta(hours=5, minutes=1)
+
+    def test_retry_later_may_be_asked_for_ever(self, handles):
+        left = [3 * OPTIONS.MAX_ATTEMPTS]
+
+        def handle(message):
+            if left[0]:
+                left[0] -= 1
+                raise RetryLater
+            the_effect(message)
+
+        deliver(handles(handle))
+        for _ in range(3 * OPTIONS.MAX_ATTEMPTS):
+            assert the_row().state == State.RETRYING
+            make_due()
+            drain()
+
+        row = the_row()
+        assert (row.state, row.attempts, effects()) == (State.DONE, 1, 1)
+
+    @pytest.mark.parametrize("delay", [30, 0.5, "1 min", timedelta.max, timedelta(days=4_000_000)], ids=str)
+    def test_a_delay_that_cannot_be_is_no_reason_to_lose_or_loop(self, handles, delay):
+        def handle(message):
+            raise RetryLater(delay)
+
+        handler, envelope = handles(handle), an_envelope()
+
+        assert deliver(handler, envelope) in {Received.STORED, Received.DEAD}
+
+        row = the_row()
+        assert row.state == State.DEAD or row.next_attempt_at is not None
+
+    @pytest.mark.parametrize("delay", [timedelta(), -timedelta(days=9_000)], ids=str)
+    def test_asking_for_no_rest_at_all_is_no_way_to_keep_a_worker_busy_for_ever(self, handles, delay):
+        """Nor to come before everybody else: what is due longest is run first."""
+
+        def handle(message):
+            raise RetryLater(delay)
+
+        deliver(handles(handle))
+        drain()
+
+        row = the_row()
+        assert (row.state, row.attempts) == (State.RETRYING, 0)
+        assert rests(row) > -A_MINUTE
+
+    def test_several_handlers_of_one_topic_fail_independently(self, handles):
+        envelope = an_envelope()
+        good, bad = handles(the_effect, name="tests.good"), handles(fails, name="tests.bad")
+
+        assert deliver(bad, envelope) is Received.STORED
+        assert deliver(good, envelope) is Received.HANDLED
+        run_to_the_end()
+
+        assert dict(InboxMessage.objects.values_list("handler", "state")) == {
+            "tests.good": State.DONE,
+            "tests.bad": State.DEAD,
+        }
+        assert effects() == 1
+
+
+@pytest.mark.every_database
+class TestTheCarefulPath:
+    """A delivery the broker has sent before may have killed a process."""
+
+    def test_counts_the_attempt_in_its_own_commit_before_the_handler_runs(self, handles):
+        seen = []
+
+        def handle(message):
+            with InAThread(the_row) as other:
+                pass
+            seen.append((message.attempt, other.answer.attempts, other.answer.state))
+            the_effect(message)
+
+        assert deliver(handles(handle), redelivered=True) is Received.HANDLED
+
+        assert seen == [(1, 1, State.RECEIVED)]
+        assert the_row().state == State.DONE
+
+    def test_a_claim_that_nobody_settled_is_due_again_with_its_attempt_counted(self, handles):
+        """What a process leaves that was killed in the middle of the handler."""
+        handler, envelope = handles(the_effect), an_envelope()
+        arrival = read(handler, envelope, OPTIONS)
+        store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        claimed = store.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
+
+        row = the_row()
+        assert (claimed.pk, row.attempts, row.state) == (row.pk, 1, State.RECEIVED)
+        assert timedelta() < rests(row) <= OPTIONS.REDELIVERY_AFTER
+        assert drain() == 0
+        make_due()
+        assert drain() == 1
+
+        assert (the_row().attempts, the_row().state, effects()) == (2, State.DONE, 1)
+
+    def test_one_that_always_kills_runs_out_of_attempts_without_being_run_again(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        arrival = read(handler, envelope, OPTIONS)
+        store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        for _ in range(OPTIONS.MAX_ATTEMPTS):
+            store.claim_due(handler.using, [handler.name], timedelta())
+
+        with heard("message_dead") as said:
+            make_due()
+            drain()
+
+        row = the_row()
+        assert (row.state, row.attempts, effects()) == (State.DEAD, OPTIONS.MAX_ATTEMPTS, 0)
+        assert "died" in row.last_error
+        assert len(said) == 1
+
+    def test_a_claim_that_ran_out_can_no_longer_settle(self, handles):
+        """Somebody else has taken the message over: the slow one's failure is not written over his."""
+        handler = handles(the_effect)
+        arrival = read(handler, an_envelope(), OPTIONS)
+        store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        slow = store.claim_due(handler.using, [handler.name], timedelta())
+        make_due()
+        fresh = store.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
+        failure = store.Failure(error="stale", retry_after=None, attempts=1)
+
+        assert not store.fail_stored(handler.using, slow.pk, slow.attempts, failure)
+        with transaction.atomic():
+            assert store.begin_stored(handler.using, slow.pk, slow.attempts) is None
+        with transaction.atomic():
+            assert store.begin_stored(handler.using, fresh.pk, fresh.attempts) is not None
+            transaction.set_rollback(True)
+        assert the_row().last_error == ""
+
+
+class TestATwinInHand:
+    """Two copies at the same time; the first one's handler is still running. (PostgreSQL: SQLite has one writer.)"""
+
+    @pytest.fixture
+    def twin(self, handles):
+        """A handler that is running the message until it may go on, and its message."""
+        begun, go_on = threading.Event(), threading.Event()
+
+        def handle(message):
+            begun.set()
+            assert go_on.wait(30)
+            the_effect(message)
+
+        handler, envelope = handles(handle), an_envelope()
+        with InAThread(lambda: deliver(handler, envelope)) as first:
+            assert begun.wait(30)
+            try:
+                yield handler, envelope
+            finally:
+                go_on.set()
+        assert first.answer is Received.HANDLED
+        assert (effects(), the_row().attempts) == (1, 1)
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_is_put_off_and_no_attempt_is_counted(self, twin, redelivered):
+        handler, envelope = twin
+
+        assert deliver(handler, envelope, redelivered=redelivered) is Received.PUT_OFF
+
+        assert not InboxMessage.objects.exists()  # nothing but the twin's own, uncommitted row
+
+    def test_a_stored_twin_that_is_being_run_puts_a_copy_off(self, handles):
+        begun, go_on = threading.Event(), threading.Event()
+
+        def handle(message):
+            if message.attempt == 1:
+                raise ValueError("first")
+            begun.set()
+            assert go_on.wait(30)
+            the_effect(message)
+
+        handler, envelope = handles(handle), an_envelope()
+        deliver(handler, envelope)
+        make_due()
+        with InAThread(drain):
+            assert begun.wait(30)
+            try:
+                assert deliver(handler, envelope) is Received.PUT_OFF
+                assert deliver(handler, envelope, redelivered=True) is Received.PUT_OFF
+                assert drain() == 0
+            finally:
+                go_on.set()
+
+        assert (the_row().attempts, the_row().state, effects()) == (2, State.DONE, 1)
+
+    def test_a_copy_goes_on_as_soon_as_its_twin_has_failed(self, handles):
+        """The twin rolls back within the time a copy waits, and is stored; the copy is then its duplicate or its rival."""
+        handler, envelope = handles(fails_times(1)), an_envelope()
+
+        at_once([lambda: deliver(handler, envelope, given=options(TWIN_TIMEOUT=A_MINUTE)) for _ in range(2)])
+        run_to_the_end()
+
+        assert (the_row().state, effects()) == (State.DONE, 1)
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_the_handlers_own_lock_timeout_is_not_ours(self, handles, redelivered):
+        seen = []
+
+        def handle(message):
+            with connection.cursor() as cursor:
+                cursor.execute("SHOW lock_timeout")
+                seen.append(cursor.fetchone()[0])
+
+        with connection.cursor() as cursor:
+            cursor.execute("SET lock_timeout = '1234ms'")
+        try:
+            deliver(handles(handle), redelivered=redelivered)
+        finally:
+            connection.close()
+
+        assert seen == ["1234ms"]
+
+
+class TestCollisions:
+    """The database asks for the same transaction again: it gets it at once, and nobody's attempt is counted."""
+
+    def test_a_serialization_failure_is_met_with_another_try_at_once(self, handles):
+        Unique.objects.create(name="stock 0")
+        attempts = []
+
+        def take_one(name):
+            with psycopg.connect(_conninfo(), autocommit=True) as rival:
+                rival.execute("UPDATE testapp_unique SET name = %s", [name])
+
+        def handle(message):
+            attempts.append(message.attempt)
+            if len(attempts) == 1:
+                take_one("stock 1")
+            Unique.objects.update(name="stock 2")
+            the_effect(message)
+
+        connection.ensure_connection()
+        connection.connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        try:
+            assert deliver(handles(handle)) is Received.HANDLED
+        finally:
+            connection.close()
+
+        assert attempts == [1, 1]
+        assert (the_row().attempts, effects(), Unique.objects.get().name) == (1, 1, "stock 2")
+
+    def test_a_lost_connection_is_no_attempt_either(self, handles):
+        attempts = []
+
+        def handle(message):
+            attempts.append(message.attempt)
+            if len(attempts) == 1:
+                with connection.cursor() as cursor:
+                    cursor.execute("SELECT pg_backend_pid()")
+                    ours = cursor.fetchone()[0]
+                with psycopg.connect(_conninfo(), autocommit=True) as operator:
+                    operator.execute("SELECT pg_terminate_backend(%s)", [ours])
+            the_effect(message)
+
+        assert deliver(handles(handle)) is Received.HANDLED
+
+        assert attempts == [1, 1]
+        assert (the_row().attempts, effects()) == (1, 1)
+
+    def test_what_goes_on_colliding_rests_and_is_no_attempt(self, handles):
+        attempts = []
+
+        def handle(message):
+            attempts.append(message.attempt)
+            with connection.cursor() as cursor:
+                cursor.execute("DO $$ BEGIN RAISE SQLSTATE '40001'; END $$")
+
+        assert deliver(handles(handle)) is Received.STORED
+
+        assert 1 < len(attempts) < 20
+        assert set(attempts) == {1}
+        assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
+        assert "collided with other transactions" in the_row().last_error
+
+
+def _conninfo():
+    known = connection.get_connection_params()
+    return psycopg.conninfo.make_conninfo("", **{n: known[n] for n in ("dbname", "user", "host", "port")})
+
+
+@pytest.mark.every_database
+class TestTheAgeFence:
+    """What is older than the deduplication window may have been handled and purged: only a person can tell."""
+
+    def test_too_old_is_a_dead_letter_with_that_reason(self, handles):
+        envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run - A_MINUTE)
+
+        assert deliver(handles(the_effect), envelope) is Received.DEAD
+
+        assert (the_row().state, effects()) == (State.DEAD, 0)
+        assert "deduplication window" in the_row().last_error
+
+    def test_just_young_enough_is_run(self, handles):
+        envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
+
+        assert deliver(handles(the_effect), envelope) is Received.HANDLED
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_a_replay_after_the_purge_does_not_run_again(self, handles, redelivered):
+        handler = handles(the_effect)
+        envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
+        deliver(handler, envelope)
+        InboxMessage.objects.update(settled_at=utcnow() - OPTIONS.RETENTION - A_MINUTE)
+        assert sum(store.purge_settled("default", OPTIONS.RETENTION)) == 1
+
+        late = an_envelope(
+            id=envelope.id, biz_id=envelope.biz_id, created_at=envelope.created_at - OPTIONS.RETENTION, body=envelope.body
+        )
+        assert deliver(handler, late, redelivered=redelivered) is Received.DEAD
+
+        assert effects() == 1
+
+    def test_a_delayed_message_is_as_old_as_its_delivery(self, handles):
+        envelope = an_envelope(created_at=utcnow() - timedelta(days=400), deliver_at=utcnow() - A_MINUTE)
+
+        assert deliver(handles(the_effect), envelope) is Received.HANDLED
+
+    def test_one_from_the_far_future_would_escape_the_fence_and_is_refused(self, handles):
+        envelope = an_envelope(created_at=utcnow() + OPTIONS.AGE_FENCE_MARGIN + A_MINUTE)
+
+        assert deliver(handles(the_effect), envelope) is Received.DEAD
+
+        assert "future" in the_row().last_error
+
+    def test_one_whose_delivery_lies_in_the_far_future_is_refused_too(self, handles):
+        envelope = an_envelope(deliver_at=utcnow() + timedelta(days=3650))
+
+        assert deliver(handles(the_effect), envelope) is Received.DEAD
+
+    def test_one_that_does_not_say_its_age_is_run(self, handles):
+        assert deliver(handles(the_effect), an_envelope(created_at=None)) is Received.HANDLED
+
+    def test_an_operator_who_knows_better_has_it_run_once(self, handles):
+        handler = handles(the_effect)
+        envelope = an_envelope(created_at=utcnow() - timedelta(days=400))
+        deliver(handler, envelope)
+
+        assert store.override_age_fence("default", the_row().pk)
+        assert drain() == 1
+
+        assert (the_row().state, effects()) == (State.DONE, 1)
+        deliver(handler, envelope)
+        run_to_the_end()
+        assert effects() == 1
+
+
+@pytest.mark.every_database
+class TestWhatCannotBeHandled:
+    """Stored as a dead letter with its reason, so that the delivery can be acknowledged and somebody can look."""
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    @pytest.mark.parametrize(
+        ("envelope", "reason"),
+        [
+            (an_envelope(body=b"{not json"), "is not JSON"),
+            (an_envelope(body=b""), "is not JSON"),
+            (an_envelope(body=b"\xff\xfe\xff"), "is not JSON"),
+            (an_envelope(body=b"[" * 100_000), "is not JSON"),
+            (an_envelope(body=b"1" * 5_000), "is not JSON"),
+            (an_envelope(content_type="application/x-python-serialize", body=b"cos\nsystem\n."), "not accepted"),
+            (an_envelope(content_type="text/plain", body=b"{}"), "not accepted"),
+            (an_envelope(id="", biz_id=""), "no identity"),
+            (an_envelope(topic="shop.order.cancelled"), "shop.order.cancelled"),
+            (an_envelope(topic=""), "topic"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_is_a_dead_letter_with_its_reason(self, handles, envelope, reason, redelivered):
+        with heard("message_dead") as said:
+            assert deliver(handles(the_effect), envelope, redelivered=redelivered) is Received.DEAD
+
+        row = the_row()
+        assert (row.state, effects()) == (State.DEAD, 0)
+        assert reason in row.last_error
+        assert bytes(row.body) == envelope.body
+        assert len(said) == 1
+
+    def test_two_different_ones_do_not_hide_each_other(self, handles):
+        handler = handles(the_effect)
+        for body in (b"{1", b"{2", b"{2"):
+            deliver(handler, an_envelope(id="", biz_id="", body=body))
+
+        assert InboxMessage.objects.filter(state=State.DEAD).count() == 2
+
+    def test_pickle_is_never_opened_even_when_an_operator_retries_it(self, handles):
+        handler = handles(the_effect)
+        deliver(handler, an_envelope(content_type="application/x-python-serialize", body=b"cos\nsystem\n."))
+
+        store.retry("default", the_row().pk)
+        run_to_the_end()
+
+        assert (the_row().state, effects()) == (State.DEAD, 0)
+        assert "not accepted" in the_row().last_error
+
+    @pytest.mark.parametrize("content_type", ["application/vnd.shop.order+json", "Application/JSON; charset=utf-8"])
+    def test_any_json_media_type_is_decoded(self, handles, content_type):
+        assert deliver(handles(the_effect), an_envelope(content_type=content_type)) is Received.HANDLED
+
+
+@pytest.mark.every_database
+class TestIdentity:
+    def test_a_biz_id_that_raises_is_a_dead_letter_and_runs_once_after_the_fix(self, handles):
+        broken = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["orderid"])
+        envelope = an_envelope({"order_id": 5})
+
+        assert deliver(broken, envelope) is Received.DEAD
+        assert "KeyError" in the_row().last_error
+        store.retry("default", the_row().pk)
+        run_to_the_end()
+        assert the_row().state == State.DEAD
+
+        fixed = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["order_id"])
+        assert store.retry("default", the_row().pk)
+        run_to_the_end()
+
+        row = the_row()
+        assert (row.state, row.biz_id, effects("5")) == (State.DONE, "5", 1)
+        assert deliver(fixed, envelope) is Received.DUPLICATE
+        assert effects() == 1
+
+    def test_one_that_was_handled_meanwhile_is_not_run_again_after_the_fix(self, handles):
+        envelope = an_envelope({"order_id": 5})
+        deliver(handles(the_effect, name="tests.h", biz_id=lambda message: 1 / 0), envelope)
+        fixed = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["order_id"])
+        deliver(fixed, envelope)
+        assert effects() == 1
+
+        store.retry("default", the_row(state=State.DEAD).pk)
+        run_to_the_end()
+
+        assert effects() == 1
+        assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE, State.SKIPPED}
+
+    @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
+    def test_whatever_a_biz_id_raises_nothing_escapes(self, handles, error):
+        def identify(message):
+            raise error
+
+        handler = handles(the_effect, biz_id=identify)
+        try:
+            assert deliver(handler) is Received.DEAD
+        except error:
+            pytest.fail(f"{error.__name__} would end the worker's thread")
+
+        assert error.__name__ in the_row().last_error
+
+    @pytest.mark.parametrize("nothing", [None, "", False, 1.5, {}, object()], ids=lambda value: type(value).__name__)
+    def test_no_biz_id_is_no_identity(self, handles, nothing):
+        """Else every message without one would be "a duplicate" of the first, and lost."""
+        handler = handles(the_effect, biz_id=lambda message: nothing)
+
+        received = [deliver(handler, an_envelope({"order_id": number})) for number in range(2)]
+
+        assert received == [Received.DEAD, Received.DEAD]
+        assert InboxMessage.objects.filter(state=State.DEAD).count() == 2
+
+    def test_an_async_biz_id_is_refused_at_decoration(self, handles):
+        async def identify(message):
+            return message.payload["order_id"]
+
+        with pytest.raises(NotCallable, match="async"):
+            handles(the_effect, biz_id=identify)
+
+    def test_a_biz_id_that_turns_out_to_be_async_is_no_identity(self, handles):
+        async def identify(message):
+            return message.payload["order_id"]
+
+        assert deliver(handles(the_effect, biz_id=lambda message: (identify(message), message)[0])) is Received.DEAD
+
+    @pytest.mark.parametrize(
+        "value", [17, 0, uuid.UUID(int=7), "x" * 10_000, "nul \x00", "lone \ud800", Decimal("1.50")], ids=repr
+    )
+    def test_any_other_value_names_the_fact(self, handles, value):
+        handler = handles(the_effect, biz_id=lambda message: value)
+
+        assert deliver(handler) is Received.HANDLED
+        assert deliver(handler, an_envelope()) is Received.DUPLICATE
+
+        assert len(the_row().biz_id.encode()) <= 255
+        assert effects() == 1
+
+    def test_two_long_biz_ids_that_begin_alike_are_two(self, handles):
+        handler = handles(the_effect, biz_id=lambda message: "x" * 10_000 + message.payload)
+
+        assert [deliver(handler, an_envelope(end)) for end in "ab"] == [Received.HANDLED] * 2
+
+    def test_nobody_can_forge_the_name_of_an_unidentified_one(self, handles):
+        handler = handles(the_effect)
+        deliver(handler, an_envelope(body=b"{"))
+        forged = the_row().biz_id
+
+        assert deliver(handler, an_envelope(biz_id=forged)) is Received.HANDLED
+
+
+@pytest.mark.every_database
+class TestForeignProducers:
+    """Who publishes without this package: each message is recognised when it comes again."""
+
+    def arrives(self, handler, *, body, headers=None, again=1, **properties):
+        for _ in range(1 + again):
+            envelope = from_delivery(properties=properties, headers=headers or {}, body=body, routing_key=TOPIC)
+            received = deliver(handler, envelope)
+        return received
+
+    def test_plain_json_with_a_message_id(self, handles):
+        got = []
+        received = self.arrives(handles(got.append), body=b'{"a": 1}', content_type="application/json", message_id="m-1")
+
+        assert received is Received.DUPLICATE
+        assert [(message.id, message.biz_id, message.payload) for message in got] == [("m-1", "m-1", {"a": 1})]
+
+    def test_plain_json_without_any_identity_is_a_dead_letter(self, handles):
+        self.arrives(handles(the_effect), body=b"{}", content_type="application/json")
+
+        assert "no identity" in the_row().last_error
+
+    @pytest.mark.parametrize("prefix", ["cloudEvents:", "cloudEvents_"])
+    def test_cloudevents_binary_mode_with_either_prefix(self, handles, prefix):
+        got = []
+        attributes = {"specversion": "1.0", "id": "e-1", "source": "/till", "type": TOPIC, "time": "2999-01-01T00:00:00Z"}
+        attributes["time"] = utcnow().isoformat()
+        headers = {prefix + name: value for name, value in attributes.items()} | {"tenant": "acme"}
+
+        received = self.arrives(handles(got.append), body=b"[1]", headers=headers, content_type="application/json")
+
+        assert received is Received.DUPLICATE
+        (message,) = got
+        assert (message.id, message.biz_id, message.topic, message.payload) == ("e-1", "/till#e-1", TOPIC, [1])
+        assert message.headers == {"tenant": "acme"}
+        assert the_row().source == "/till"
+
+    def test_cloudevents_structured_mode(self, handles):
+        got = []
+        event = {"specversion": "1.0", "id": "e-1", "source": "/till", "type": TOPIC, "data": {"a": "ä"}, "bizid": "b"}
+
+        received = self.arrives(
+            handles(got.append), body=json.dumps(event).encode(), content_type="application/cloudevents+json; charset=utf-8"
+        )
+
+        assert received is Received.DUPLICATE
+        assert [(message.id, message.biz_id, message.payload) for message in got] == [("e-1", "b", {"a": "ä"})]
+
+    def test_the_same_id_from_two_sources_is_two_events(self, handles):
+        handler = handles(the_effect)
+        for source in ("/a", "/b"):
+            deliver(handler, an_envelope(id="1", source=source, biz_id=""))
+
+        assert effects() == 2
+
+    @pytest.mark.parametrize("body", [b"{}", b"[]", b"\xff", b'{"specversion": "1.0", "data_base64": "!"}'])
+    def test_a_broken_structured_event_is_a_dead_letter(self, handles, body):
+        message = kombu.Message(
+            body=body,
+            content_type="application/cloudevents+json",
+            content_encoding="binary",
+            properties={"message_id": "m-1"},
+            delivery_info={"routing_key": TOPIC},
+        )
+        handler = handles(the_effect)
+
+        envelope, refused = envelope_of(message)
+        received = receive(handler, read(handler, envelope, OPTIONS, refused=refused), OPTIONS, redelivered=False)
+
+        assert received is Received.DEAD
+        assert bytes(the_row().body) == body
+
+
+@pytest.mark.every_database
+class TestAChain:
+    """A handler that publishes: the outbox row commits with its effect or not at all."""
+
+    def test_what_it_publishes_commits_with_its_effect_and_names_its_cause(self, handles):
+        def handle(message):
+            the_effect(message)
+            publish("stock.reserved", {}, biz_id="r-1")
+
+        envelope = an_envelope(correlation_id="first", headers={})
+        deliver(handles(handle), envelope)
+
+        row = OutboxMessage.objects.get()
+        assert (row.causation_id, row.correlation_id, effects()) == (envelope.id, "first", 1)
+
+    def test_the_first_of_a_chain_is_what_the_others_are_correlated_with(self, handles):
+        envelope = an_envelope()
+        deliver(handles(lambda message: publish("stock.reserved", {})), envelope)
+
+        assert OutboxMessage.objects.get().correlation_id == envelope.id
+
+    def test_the_trace_goes_on(self, handles):
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        deliver(handles(lambda message: publish("stock.reserved", {})), an_envelope(traceparent=trace))
+
+        assert OutboxMessage.objects.get().traceparent == trace
+
+    @pytest.mark.parametrize("path", ["fresh", "redelivered", "retried"])
+    def test_a_retry_names_the_same_cause(self, handles, path):
+        handle = fails_times(1 if path == "retried" else 0)
+        envelope = an_envelope(correlation_id="first", traceparent="t")
+
+        def publishes(message):
+            publish("stock.reserved", {})
+            handle(message)
+
+        deliver(handles(publishes), envelope, redelivered=path == "redelivered")
+        run_to_the_end()
+
+        row = OutboxMessage.objects.get()
+        assert (row.causation_id, row.correlation_id, row.traceparent) == (envelope.id, "first", "t")
+
+    def test_what_a_failing_handler_publishes_is_gone_with_it(self, handles):
+        def handle(message):
+            publish("stock.reserved", {})
+            raise ValueError("no")
+
+        deliver(handles(handle))
+        run_to_the_end()
+
+        assert not OutboxMessage.objects.exists()
+
+    def test_a_message_published_after_a_handler_ran_has_no_cause(self, handles):
+        deliver(handles(the_effect))
+
+        with transaction.atomic():
+            publish("alone", {})
+
+        assert OutboxMessage.objects.get().causation_id == ""
+
+
+names = st.text(max_size=40) | st.sampled_from(
+    [f"{prefix}{name}" for prefix in ("cloudEvents:", "cloudEvents_") for name in ("id", "type", "time", "deliverat", "bizid")]
+)
+instants = st.datetimes(timezones=st.timezones() | st.just(UTC)).map(lambda instant: instant.isoformat())
+surrogates = st.text(st.characters(codec=None, categories=None), max_size=20)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | surrogates | st.binary(max_size=20) | instants | st.datetimes(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(surrogates, inner, max_size=3),
+    max_leaves=6,
+)
+bodies = st.binary(max_size=200) | st.recursive(
+    st.none() | st.booleans() | st.floats() | surrogates,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(surrogates, inner, max_size=3),
+    max_leaves=6,
+).map(lambda payload: json.dumps(payload).encode())
+properties = st.fixed_dictionaries(
+    {},
+    optional={
+        "message_id": values,
+        "content_type": st.sampled_from(["application/json", "application/cloudevents+json", "text/plain"]) | surrogates,
+        "correlation_id": values,
+        "timestamp": st.integers() | st.datetimes() | values,
+    },
+)
+NIGHTMARES = [
+    {"a\x00b": "c\x00d", "\ud800": "\udfff"},
+    {"x" * 255: "y" * 100_000},
+    {"cloudEvents:id": "x" * 10_000, "cloudEvents:bizid": "\x00" * 10_000},
+    {"cloudEvents:id": "1", "cloudEvents:time": "0001-01-01T00:00:00+14:00"},
+    {"cloudEvents:id": "1", "cloudEvents:time": "9999-12-31T23:59:59-14:00"},
+    {"cloudEvents:id": "1", "cloudEvents:deliverat": "9999-12-31T23:59:59-14:00"},
+    {"cloudEvents:id": "1", "cloudEvents:time": 10**30, "huge": 10**4_000, "nan": float("nan")},
+    {f"h{number}": "v" * 1_000 for number in range(500)},
+]
+
+
+@pytest.mark.every_database
+class TestWhateverArrives:
+    @pytest.mark.parametrize("headers", NIGHTMARES, ids=range(len(NIGHTMARES)))
+    @pytest.mark.parametrize("handle", [the_effect, fails], ids=["handled", "failing"])
+    def test_the_worst_we_could_think_of_is_stored_and_can_be_read(self, handles, headers, handle):
+        self.arrives(handles(handle), {"message_id": "m"}, headers, b"{}")
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @given(properties=properties, headers=st.dictionaries(names | surrogates, values, max_size=5), body=bodies)
+    @example(properties={"message_id": "m"}, headers={}, body=b'"\\u0000\\ud800"')
+    def test_it_is_stored_and_can_be_read(self, handles, properties, headers, body):
+        """Nothing raises, nothing is put off: a delivery that cannot be stored would come back for ever."""
+        self.arrives(handles(the_effect), properties, headers, body)
+
+    def arrives(self, handler, properties, headers, body):
+        content_type = properties.get("content_type", "application/json")
+        message = kombu.Message(
+            body=body,
+            headers=headers,
+            properties={name: value for name, value in properties.items() if name != "content_type"},
+            content_type=content_type,
+            content_encoding="utf-8",
+            delivery_info={"routing_key": TOPIC},
+        )
+        envelope, refused = envelope_of(message)
+        arrival = read(handler, envelope, OPTIONS, refused=refused)
+
+        received = receive(handler, arrival, OPTIONS, redelivered=False)
+
+        assert received in {Received.HANDLED, Received.DUPLICATE, Received.STORED, Received.DEAD}
+        row = InboxMessage.objects.get(handler=handler.name, biz_id=arrival.row.biz_id)
+        assert bytes(row.body) == body or "cloudevents+json" in content_type
+        store.retry("default", row.pk)
+        drain()
+        row.refresh_from_db()
+        assert row.state not in DUE or row.next_attempt_at is not None
+
+
+def test_a_handler_that_is_slower_than_its_claim_is_not_run_beside_itself(handles):
+    """Its row is due again and locked while it runs, so nobody takes it. (PostgreSQL: SQLite has one writer.)"""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def handle(message):
+        begun.set()
+        assert go_on.wait(30)
+        the_effect(message)
+
+    handler, envelope = handles(handle), an_envelope()
+    given = options(REDELIVERY_AFTER=timedelta(milliseconds=50))
+    with InAThread(lambda: deliver(handler, envelope, given=given, redelivered=True)) as slow:
+        assert begun.wait(30)
+        try:
+            wait_until(lambda: rests(the_row()) < timedelta())
+            assert drain(given) == 0
+        finally:
+            go_on.set()
+
+    assert slow.answer is Received.HANDLED
+    assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
+
+
+def test_a_database_that_does_not_answer_decides_nothing(handles, monkeypatch):
+    """Its connection is refused: DatabaseAway, so that the consumer does not acknowledge."""
+    handler = handles(the_effect)
+    envelope = an_envelope()
+    connection.close()
+    monkeypatch.setitem(connection.settings_dict, "PORT", "1")
+
+    with pytest.raises(DatabaseAway):
+        deliver(handler, envelope)
+    with pytest.raises(DatabaseAway):
+        deliver(handler, envelope, redelivered=True)
+
+    monkeypatch.undo()
+    assert deliver(handler, envelope) is Received.HANDLED
+
+
+def test_autocommit_that_a_hook_left_off_costs_no_later_message(handles):
+    """On such a connection atomic() ends without a commit and without an exception."""
+
+    def leave_it_off(message):
+        the_effect(message)
+        transaction.on_commit(lambda: transaction.set_autocommit(False))
+
+    deliver(handles(leave_it_off, name="tests.careless"), an_envelope(id=str(uuid.uuid4())))
+    later = an_envelope()
+
+    assert deliver(handles(the_effect, name="tests.careful"), later) is Received.HANDLED
+
+    connection.close()
+    assert effects(later.biz_id) == 1

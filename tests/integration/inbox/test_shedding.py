@@ -1,0 +1,256 @@
+"""What is not handled because too many wait is written down, every one of it, and nothing else is dropped."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import contextmanager
+from datetime import timedelta
+
+import kombu
+import pytest
+from django.db import transaction
+
+from inbox import Shed, signals
+from inbox.models import InboxMessage, State
+from inbox.reading import read
+from inbox.receiving import Received
+from inbox.shedding import receive_shed, shedder_of
+from inbox.store import begin_fresh
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import (
+    OPTIONS,
+    TOPIC,
+    an_envelope,
+    at_once,
+    deliver,
+    effects,
+    options,
+    the_effect,
+    the_row,
+    wait_until,
+)
+from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+every_database = pytest.mark.every_database
+
+REASON = "130 messages waited, and shedding keeps them below 100"
+
+
+@pytest.fixture
+def told():
+    """What receivers of the signal hear."""
+    heard = []
+
+    def listen(handler, message_id, biz_id, reason, **kwargs):
+        heard.append((handler, message_id, biz_id, reason))
+
+    signals.message_shed.connect(listen)
+    yield heard
+    signals.message_shed.disconnect(listen)
+
+
+def shed(handler, *envelopes, given=OPTIONS, redelivered=False):
+    return receive_shed(handler, [(read(handler, envelope, given), redelivered) for envelope in envelopes], REASON, given)
+
+
+def states():
+    return dict(InboxMessage.objects.values_list("biz_id", "state"))
+
+
+@contextmanager
+def a_twin_at_work(handler, envelope):
+    """Another transaction has this message in hand."""
+    with transaction.atomic():
+        begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        yield
+
+
+@every_database
+class TestWritingDown:
+    def test_each_has_a_row_with_the_reason_and_no_effect(self, handles, told):
+        handler = handles(the_effect)
+        envelopes = [an_envelope(biz_id=f"b{number}") for number in range(3)]
+
+        assert shed(handler, *envelopes) == [Received.SHED] * 3
+
+        assert effects() == 0
+        for envelope in envelopes:
+            row = the_row(message_id=envelope.id)
+            assert (row.state, row.last_error, row.attempts, row.next_attempt_at) == (State.SHED, REASON, 0, None)
+            assert row.settled_at >= row.received_at
+            assert bytes(row.body) == envelope.body
+        assert told == [(handler.name, envelope.id, envelope.biz_id, REASON) for envelope in envelopes]
+
+    def test_their_number_is_told_now_and_then_and_not_for_each(self, handles, caplog):
+        handler = handles(the_effect, name="tests.views", shed=Shed(above=10))
+
+        with caplog.at_level(logging.WARNING):
+            for _ in range(3):
+                shed(handler, an_envelope())
+            shedder_of(handler).saw(20)
+            shed(handler, an_envelope(), an_envelope())
+            shedder_of(handler).saw(20)
+            shedder_of(handler).saw(0)
+            shedder_of(handler).saw(0)
+
+        assert [record.getMessage() for record in caplog.records if "shed;" in record.getMessage()] == [
+            "tests.views: 3 messages have been shed; each has its row.",
+            "tests.views: 2 messages have been shed; each has its row.",
+        ]
+
+    def test_what_the_broker_delivers_again_is_no_resend(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        shed(handler, envelope)
+
+        assert shed(handler, envelope, redelivered=True) == [Received.DUPLICATE]
+        assert shed(handler, envelope) == [Received.DUPLICATE]
+
+        assert (the_row().redeliveries, the_row().resends) == (1, 1)
+
+    def test_a_duplicate_of_what_is_done_is_counted_as_one(self, handles, told):
+        handler, done, fresh = handles(the_effect), an_envelope(), an_envelope()
+        deliver(handler, done)
+
+        assert shed(handler, done, fresh) == [Received.DUPLICATE, Received.SHED]
+
+        assert states() == {done.biz_id: State.DONE, fresh.biz_id: State.SHED}
+        assert the_row(message_id=done.id).duplicates == 1
+        assert [message_id for _, message_id, *_ in told] == [fresh.id]
+
+    def test_duplicates_among_them_are_counted_as_such(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+
+        assert shed(handler, envelope, envelope, envelope) == [Received.SHED, Received.DUPLICATE, Received.DUPLICATE]
+
+        assert the_row().duplicates == 2
+
+    def test_what_was_shed_stays_so_when_it_comes_again(self, handles):
+        handler, envelope = handles(the_effect), an_envelope()
+        shed(handler, envelope)
+
+        assert deliver(handler, envelope) is Received.DUPLICATE
+        assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
+
+        assert (effects(), the_row().state) == (0, State.SHED)
+
+    def test_one_that_cannot_be_read_is_a_dead_letter(self, handles):
+        handler, broken, fresh = handles(the_effect), an_envelope(body=b"{"), an_envelope()
+
+        assert shed(handler, broken, fresh) == [Received.DEAD, Received.SHED]
+
+    def test_another_handler_of_the_topic_is_not_concerned(self, handles):
+        shedding, handling, envelope = handles(the_effect), handles(the_effect), an_envelope()
+        shed(shedding, envelope)
+
+        assert deliver(handling, envelope) is Received.HANDLED
+
+    def test_copies_shed_by_many_at_once_are_one_row_each(self, handles):
+        handler, envelopes = handles(the_effect), [an_envelope() for _ in range(40)]
+
+        became = at_once([lambda: shed(handler, *envelopes), lambda: shed(handler, *reversed(envelopes))] * 2)
+
+        counted = [received for part in became for received in part]
+        # Where two count at one row, one of them is put off.
+        assert counted.count(Received.SHED) == 40
+        assert set(counted) <= {Received.SHED, Received.DUPLICATE, Received.PUT_OFF}
+        assert set(states().values()) == {State.SHED}
+        assert sum(row.duplicates for row in InboxMessage.objects.all()) == counted.count(Received.DUPLICATE)
+
+
+def test_only_the_one_that_a_twin_has_in_hand_is_put_off(handles):
+    handler, busy, fresh = handles(the_effect), an_envelope(), an_envelope()
+    given = options(TWIN_TIMEOUT=timedelta(milliseconds=50))
+
+    with a_twin_at_work(handler, busy):
+        (became,) = at_once([lambda: shed(handler, fresh, busy, given=given)])
+
+    assert became == [Received.SHED, Received.PUT_OFF]
+
+
+def test_an_ordered_handler_must_not_shed(handles):
+    with pytest.raises(ValueError, match="ordered=True excludes shed"):
+        handles(the_effect, ordered=True, shed=Shed(above=10))
+
+
+# ---------------------------------------------------------------------------------------------------------------- from RabbitMQ
+
+
+def a_backlog(url, kinds):
+    """Persistent messages of these kinds, one each, already in the queue."""
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
+        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        for number, kind in enumerate(kinds):
+            producer.publish(
+                json.dumps({"kind": kind}),
+                routing_key=TOPIC,
+                message_id=f"{kind}-{number}",
+                content_type="application/json",
+                content_encoding="utf-8",
+                delivery_mode=2,
+            )
+
+
+def is_a_view(message):
+    return message.payload["kind"] == "view"
+
+
+@pytest.fixture
+def a_queue(rabbitmq_url, rabbitmq_server):
+    """Have the queue of `handler` hold these messages and nobody have heard of them; its options."""
+
+    def fill(handler, kinds):
+        given = broker_options(rabbitmq_url)
+        declare(handler, given)
+        a_backlog(rabbitmq_url, kinds)
+        wait_until(lambda: length_of(rabbitmq_server, handler, given) == len(kinds))
+        return given
+
+    return fill
+
+
+class TestEndToEnd:
+    def test_what_is_too_much_is_shed_and_everything_is_accounted_for(self, handles, a_queue, rabbitmq_server):
+        handler = handles(the_effect, shed=Shed(above=100, droppable=is_a_view), rate_limit="20/s")
+        kinds = ["view", "view", "view", "order"] * 100
+        given = a_queue(handler, kinds)
+
+        with consuming([handler], given):
+            wait_until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
+            wait_until(lambda: length_of(rabbitmq_server, handler, given) <= 100)
+        # Down to nine tenths of the limit and not below; what this process had in hand counts as no longer waiting.
+        dropped = InboxMessage.objects.filter(state=State.SHED).count()
+        left = length_of(rabbitmq_server, handler, given)
+        assert dropped + effects() + left == len(kinds)
+        assert dropped <= len(kinds) - 90
+        assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
+        assert not InboxMessage.objects.exclude(state__in=[State.SHED, State.DONE]).exists()
+
+    def test_nothing_is_shed_below_the_limit(self, handles, a_queue):
+        handler = handles(the_effect, shed=Shed(above=100))
+        given = a_queue(handler, ["view"] * 100)
+
+        with consuming([handler], given):
+            wait_until(lambda: effects() == 100)
+
+        assert not InboxMessage.objects.filter(state=State.SHED).exists()
+
+    def test_a_rate_limit_does_not_hold_up_what_is_dropped(self, handles, a_queue):
+        handler = handles(the_effect, shed=Shed(above=10), rate_limit="1/h")
+        given = a_queue(handler, ["view"] * 200)
+
+        with consuming([handler], given):
+            wait_until(lambda: InboxMessage.objects.filter(state=State.SHED).count() >= 120)
+
+        assert effects() <= 2
+
+    def test_what_droppable_fails_on_is_handled(self, handles, a_queue):
+        handler = handles(the_effect, shed=Shed(above=10, droppable=lambda message: message.payload["missing"]))
+        given = a_queue(handler, ["view"] * 50)
+
+        with consuming([handler], given):
+            wait_until(lambda: effects() == 50)
+
+        assert Effect.objects.count() == InboxMessage.objects.filter(state=State.DONE).count() == 50

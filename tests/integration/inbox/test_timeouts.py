@@ -1,0 +1,367 @@
+"""A handler's `timeout`: what takes longer is a failed attempt, and nothing of it strikes what comes after."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import threading
+import time
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import DatabaseError, connection
+
+from inbox import timeouts
+from inbox.errors import HandlerTimeout
+from inbox.handlers import Handler
+from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
+from inbox.timeouts import bounded
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.workshop import BOUNDED, name_of
+from tests.support.deliveries import (
+    A_WHILE,
+    InAThread,
+    an_envelope,
+    deliver,
+    drain,
+    effects,
+    make_due,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+from tests.support.loads import receive_together
+from tests.support.workers import Process, as_environment, broker_options, declare, length_of, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+every_database = pytest.mark.every_database
+
+LIMIT = timedelta(seconds=0.2)
+LONGER = timedelta(seconds=1)
+"""For a handler that must have begun when its time is up."""
+AMPLE = timedelta(seconds=A_WHILE)
+"""For a handler that must end in time, however long the machine stands still."""
+SHORT = timedelta(milliseconds=200)
+
+
+def spin(seconds):
+    """Pure Python, for so long."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+def runs_of_this_thread():
+    """Those that the alarm watches; hold its lock."""
+    return [run for run in timeouts._alarm._runs if run.thread == threading.get_ident()]
+
+
+def its_time_is_up():
+    """Of the run that calls this, and of no other; it ends here."""
+    with timeouts._alarm._changed:
+        for run in runs_of_this_thread():
+            run.ends_at = 0.0
+        timeouts._alarm._changed.notify()
+    spin(A_WHILE)
+
+
+def loops(message):
+    the_effect(message)
+    while True:
+        pass
+
+
+def catches_exceptions(message):
+    the_effect(message)
+    while True:
+        with contextlib.suppress(Exception):
+            spin(0.01)
+
+
+def sleeps_by_the_millisecond(message):
+    the_effect(message)
+    while True:
+        time.sleep(0.001)
+
+
+async def awaits(message):
+    await Effect.objects.acreate(name=message.biz_id)
+    await asyncio.sleep(A_WHILE)
+
+
+async def awaits_and_cleans_up(message):
+    await Effect.objects.acreate(name=message.biz_id)
+    try:
+        await asyncio.sleep(A_WHILE)
+    finally:
+        await Effect.objects.acreate(name="cleaned up")
+
+
+async def blocks_the_thread_of_the_transaction(message):
+    await Effect.objects.acreate(name=message.biz_id)
+    await sync_to_async(spin)(A_WHILE)
+
+
+@every_database
+class TestARunThatTakesTooLong:
+    @pytest.mark.parametrize(
+        "handle",
+        [
+            loops,
+            catches_exceptions,
+            sleeps_by_the_millisecond,
+            awaits,
+            awaits_and_cleans_up,
+            blocks_the_thread_of_the_transaction,
+        ],
+        ids=lambda handle: handle.__name__,
+    )
+    def test_is_a_failed_attempt_without_an_effect(self, handles, handle, monkeypatch):
+        if handle in {awaits, awaits_and_cleans_up}:
+            # They end by themselves. A stall would have them struck before they can.
+            monkeypatch.setattr(timeouts, "_A_MOMENT_SECONDS", A_WHILE)
+        handler = handles(handle, name="tests.slow", timeout=LONGER)
+
+        assert deliver(handler) is Received.STORED
+
+        row = the_row()
+        assert (row.state, row.attempts, effects()) == (State.RETRYING, 1, 0)
+        assert row.last_error == "HandlerTimeout: tests.slow took longer than its timeout of 1 s"
+        # What is struck while it waits for the coroutine's own thread shows nothing of the coroutine.
+        assert handle.__name__ in row.traceback or handle is blocks_the_thread_of_the_transaction
+
+    def test_runs_out_of_attempts(self, handles):
+        deliver(handles(loops, timeout=LIMIT))
+
+        run_to_the_end()
+
+        assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 3, 0)
+
+    def test_leaves_its_thread_sound(self, handles):
+        slow, quick = handles(loops, timeout=LIMIT), handles(the_effect, timeout=AMPLE)
+        for _ in range(3):
+            deliver(slow)
+            assert deliver(quick) is Received.HANDLED
+
+        spin(2 * LIMIT.total_seconds())
+        assert effects() == 3
+
+    def test_that_is_faster_than_its_limit_is_handled(self, handles):
+        def handle(message):
+            spin(LONGER.total_seconds())
+            the_effect(message)
+
+        assert deliver(handles(handle, timeout=10 * LONGER)) is Received.HANDLED
+        assert effects() == 1
+
+    def test_does_not_end_the_others_of_its_process(self, handles):
+        slow = handles(loops, timeout=LIMIT)
+        patient = handles(lambda message: (time.sleep(3 * LIMIT.total_seconds()), the_effect(message)), timeout=AMPLE)
+
+        with InAThread(lambda: deliver(patient)) as other:
+            assert deliver(slow) is Received.STORED
+
+        assert other.answer is Received.HANDLED
+        assert effects() == 1
+
+    def test_of_a_coroutine_that_fails_by_itself_keeps_its_own_error(self, handles):
+        async def fails(message):
+            raise TimeoutError("the supplier did not answer")
+
+        deliver(handles(fails, timeout=AMPLE))
+
+        assert the_row().last_error == "TimeoutError: the supplier did not answer"
+
+
+class TestAStatement:
+    """PostgreSQL cancels it; no exception of Python's reaches a thread that waits for a socket in C."""
+
+    def test_that_takes_too_long_is_cancelled(self, handles):
+        def handle(message):
+            the_effect(message)
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_sleep(60)")
+
+        assert deliver(handles(handle, timeout=LIMIT)) is Received.STORED
+
+        assert (the_row().state, effects()) == (State.RETRYING, 0)
+        assert "took longer than its timeout" in the_row().last_error
+
+    def test_whose_cancelling_is_swallowed_is_no_success(self, handles):
+        def handle(message):
+            the_effect(message)
+            with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
+                cursor.execute("SELECT pg_sleep(60)")
+
+        assert deliver(handles(handle, timeout=LIMIT)) is Received.STORED
+
+        assert (the_row().state, effects()) == (State.RETRYING, 0)
+
+    def test_among_many_short_ones_leaves_a_connection_that_works(self, handles):
+        def handle(message):
+            the_effect(message)
+            while True:
+                with connection.cursor() as cursor:
+                    cursor.execute("SELECT pg_sleep(0.001)")
+
+        slow, quick = handles(handle, timeout=LIMIT), handles(the_effect)
+        for _ in range(5):
+            assert deliver(slow) is Received.STORED
+            assert deliver(quick) is Received.HANDLED
+
+        assert effects() == 5
+
+    def test_of_the_next_message_is_not_bounded_by_it(self, handles):
+        shown = []
+
+        def handle(message):
+            with connection.cursor() as cursor:
+                cursor.execute("SHOW statement_timeout")
+                shown.append(cursor.fetchone()[0])
+
+        deliver(handles(handle, timeout=timedelta(seconds=7)))
+        deliver(handles(handle))
+
+        assert shown == ["7s", "0"]
+
+
+@every_database
+class TestTogether:
+    def test_only_the_slow_one_of_a_group_fails(self, handles):
+        def handle(message):
+            the_effect(message)
+            if message.payload.get("slow"):
+                its_time_is_up()
+
+        handler = handles(handle, timeout=AMPLE, group_commit=10)
+        envelopes = [an_envelope({"slow": number == 3}) for number in range(10)]
+
+        became = receive_together(handler, envelopes)
+
+        assert became == [Received.STORED if number == 3 else Received.HANDLED for number in range(10)]
+        assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(
+            envelope.biz_id for number, envelope in enumerate(envelopes) if number != 3
+        )
+
+    def test_the_limit_of_a_group_is_that_of_each_call(self, handles):
+        ends = []
+
+        def handle(message):
+            with timeouts._alarm._changed:
+                ends.extend(run.ends_at for run in runs_of_this_thread())
+            spin(LIMIT.total_seconds())
+            the_effect(message)
+
+        became = receive_together(handles(handle, timeout=AMPLE, group_commit=5), [an_envelope() for _ in range(5)])
+
+        assert became == [Received.HANDLED] * 5
+        assert len(ends) == 5
+        assert all(later - earlier >= LIMIT.total_seconds() for earlier, later in pairwise(ends)), "each begins anew"
+
+    def test_the_limit_of_a_batch_is_that_of_the_whole(self, handles):
+        def handle(messages):
+            for message in messages:
+                the_effect(message)
+                if message.payload.get("slow"):
+                    its_time_is_up()
+
+        handler = handles(handle, timeout=AMPLE, batch=4)
+
+        became = receive_together(handler, [an_envelope({"slow": number == 2}) for number in range(4)])
+
+        assert became == [Received.HANDLED, Received.HANDLED, Received.STORED, Received.HANDLED]
+        assert effects() == 3
+
+
+class TestTheMomentOfItsEnd:
+    """A handler may end just when its time is up: it is struck inside its run, or not at all."""
+
+    @pytest.fixture
+    def _switching_all_the_time(self):
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        yield
+        sys.setswitchinterval(before)
+
+    @pytest.mark.usefixtures("_switching_all_the_time")
+    def test_is_decided_once(self):
+        limit, astray, ended = 0.002, [], {True: 0, False: 0}
+
+        def run(dice):
+            until = time.monotonic() + 4
+            while time.monotonic() < until:
+                try:
+                    in_time = True
+                    try:
+                        with bounded("it", timedelta(seconds=limit)):
+                            spin(limit * dice.uniform(0.7, 1.1))
+                    except HandlerTimeout:
+                        in_time = False
+                    ended[in_time] += 1
+                    spin(limit / 4)
+                except BaseException as error:  # noqa: BLE001 - it is what must not be
+                    astray.append(error)
+
+        threads = [threading.Thread(target=run, args=[random.Random(seed)], daemon=True) for seed in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(A_WHILE)
+
+        assert not any(thread.is_alive() for thread in threads), "a lock was never let go"
+        assert astray == []
+        assert min(ended.values()) > 0, "none ended near its limit"
+
+    @every_database
+    def test_leaves_every_effect_once(self, handles):
+        dice, limit = random.Random(7), 0.02
+
+        def handle(message):
+            the_effect(message)
+            if message.attempt == 1:
+                spin(limit * dice.uniform(0, 1.2))
+
+        handler = handles(handle, timeout=timedelta(seconds=limit))
+        envelopes = [an_envelope() for _ in range(100)]
+        # On a busy machine a run without any spin may outlast so short a limit as well, again and again.
+        given = options(MAX_ATTEMPTS=1000)
+
+        became = [deliver(handler, envelope, given=given) for envelope in envelopes]
+
+        assert effects() == became.count(Received.HANDLED)
+        assert became.count(Received.STORED) == 100 - effects()
+        while make_due():
+            drain(given)
+        assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)
+
+
+def test_one_that_hears_nothing_ends_its_process_and_its_attempts_are_counted(
+    process_environment, rabbitmq_url, rabbitmq_server, tmp_path
+):
+    handler = Handler(name=name_of(BOUNDED), topic=BOUNDED, function=print, biz_id=None, using="default")
+    # One thread: another would claim the row anew when this one stood still between claiming it and locking it.
+    given = {"GROUP": "tests", "EXCHANGE": "outbox", "MAX_ATTEMPTS": 1, "REDELIVERY_AFTER": SHORT, "CONCURRENCY": 1}
+    environment = {
+        **process_environment,
+        **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given}, OUTBOX={"BROKER_URL": rabbitmq_url}),
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.workshop.settings",
+    }
+    declare(handler, broker_options(rabbitmq_url))
+    send(rabbitmq_url, BOUNDED, {"do": "hear nothing"}, message_id="deaf")
+    with Process(environment, tmp_path / "consumer.log", "inbox_consume") as process:
+        deaths = process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists())
+        send(rabbitmq_url, BOUNDED, {}, message_id="sound")
+        process.until(lambda: effects("sound") == 1 and length_of(rabbitmq_server, handler, broker_options(rabbitmq_url)) == 0)
+
+    assert set(process.exits) == {70}
+    # The first delivery cannot be counted before it has ended its process.
+    assert deaths == 2
+    assert (the_row(message_id="deaf").attempts, effects("deaf")) == (1, 0)
+    assert "cannot be stopped" in process.said()

@@ -1,0 +1,264 @@
+"""The inbox's trail: what became of a message in a handler, in whose hands and why; and nothing of what only goes its way."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+
+from inbox import RetryLater, store
+from inbox.models import InboxMessage, State, TrailEntry
+from inbox.ordering import take_in
+from inbox.reading import read
+from inbox.store import leases
+from inbox.store.shedding import store_shed
+from outbox.kernel.clock import DatabaseTime, utcnow
+from outbox.kernel.identity import process_name
+from tests.support.deliveries import (
+    OPTIONS,
+    an_envelope,
+    deliver,
+    drain,
+    make_due,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+HANDLER = "tests.reserve_stock"
+BOOM = "ValueError: no stock"
+LEASE = timedelta(hours=1)
+
+
+def trail_of(message_id):
+    """From, to and reason of each of its entries, in their order."""
+    entries = TrailEntry.objects.filter(message_id=message_id).order_by("pk")
+    assert {(entry.process, entry.handler) for entry in entries} <= {(process_name(), HANDLER)}
+    return [(entry.was, entry.became, entry.reason) for entry in entries]
+
+
+@pytest.fixture
+def failing(handles):
+    def fail(message):
+        raise ValueError("no stock")
+
+    return partial(handles, fail, name=HANDLER)
+
+
+class TestFailedAttempts:
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_each_tells_its_error_until_it_is_dead(self, failing, redelivered):
+        handler, envelope = failing(), an_envelope()
+
+        deliver(handler, envelope, redelivered=redelivered)
+        run_to_the_end()
+
+        first = (State.RECEIVED if redelivered else "", State.RETRYING, BOOM)
+        assert trail_of(envelope.id) == [
+            first,
+            (State.RETRYING, State.RETRYING, BOOM),
+            (State.RETRYING, State.DEAD, BOOM),
+        ]
+
+    @pytest.mark.parametrize("redelivered", [False, True])
+    def test_under_a_lease_as_well(self, failing, redelivered):
+        handler, envelope = failing(mode="lease", lease=LEASE), an_envelope()
+
+        deliver(handler, envelope, redelivered=redelivered)
+        make_due()
+        drain()
+
+        assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
+
+    def test_under_a_lease_in_redis_as_well(self, failing, redis_url):
+        handler, envelope, given = failing(mode="lease", lease=LEASE), an_envelope(), options(LEASE_STORE=redis_url)
+
+        deliver(handler, envelope, given=given)
+        make_due()
+        drain(given)
+
+        assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
+
+    def test_putting_off_is_none(self, handles):
+        def later(message):
+            raise RetryLater(LEASE)
+
+        envelope = an_envelope()
+        deliver(handles(later, name=HANDLER), envelope)
+        make_due()
+        drain()
+
+        assert the_row().state == State.RETRYING
+        assert trail_of(envelope.id) == []
+
+    def test_what_is_not_its_own_any_more_leaves_nothing(self, failing):
+        handler, envelope = failing(), an_envelope()
+        deliver(handler, envelope)
+        before = trail_of(envelope.id)
+
+        failure = store.Failure(error="late", retry_after=None, attempts=9)
+        assert not store.fail_stored("default", the_row().pk, 9, failure)
+
+        assert trail_of(envelope.id) == before
+
+    def test_what_is_rolled_back_leaves_nothing(self, failing):
+        handler, envelope = failing(), an_envelope()
+        arrival = read(handler, envelope, OPTIONS)
+
+        with transaction.atomic():
+            store.store_failed("default", arrival.row, store.Failure(error="x", retry_after=None, attempts=1), LEASE)
+            transaction.set_rollback(True)
+
+        assert trail_of(envelope.id) == []
+
+
+class TestOtherEnds:
+    def test_the_age_fence_tells_its_reason_and_who_overrode_it(self, handles):
+        handler, envelope = handles(the_effect, name=HANDLER), an_envelope(created_at=utcnow() - timedelta(days=400))
+        deliver(handler, envelope)
+        reason = the_row().last_error
+
+        call_command("inbox_retry", envelope.id, override_age_fence=True, verbosity=0)
+
+        assert trail_of(envelope.id) == [
+            ("", State.DEAD, reason),
+            (State.DEAD, State.RETRYING, "the age fence was overridden; inbox_retry"),
+        ]
+
+    def test_operators_leave_their_names(self, failing):
+        handler, envelope = failing(), an_envelope()
+        deliver(handler, envelope)
+
+        store.retry("default", the_row().pk, reason="by ann in the admin")
+        store.skip("default", the_row().pk, "sold out", by="by ann in the admin")
+        assert not store.retry("default", the_row().pk, reason="too late")
+
+        assert trail_of(envelope.id)[1:] == [
+            (State.RETRYING, State.RETRYING, "by ann in the admin"),
+            (State.RETRYING, State.SKIPPED, "sold out; by ann in the admin"),
+        ]
+
+    def test_shedding_tells_why(self, handles):
+        handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
+
+        store_shed("default", [read(handler, envelope, OPTIONS).row], "too many wait", LEASE)
+
+        assert trail_of(envelope.id) == [("", State.SHED, "too many wait")]
+
+    def test_a_lease_that_ended_is_told_when_another_takes_it(self, handles):
+        handler, envelope = handles(the_effect, name=HANDLER, mode="lease", lease=LEASE), an_envelope()
+        row = read(handler, envelope, OPTIONS).row
+        for take_over in (partial(deliver, handler, envelope), drain):
+            InboxMessage.objects.all().delete()
+            TrailEntry.objects.all().delete()
+            leases.lease_fresh("default", row, LEASE, LEASE)
+            InboxMessage.objects.update(next_attempt_at=DatabaseTime())
+
+            take_over()
+
+            assert the_row().state == State.DONE
+            ((was, became, reason),) = trail_of(envelope.id)
+            assert (was, became) == (State.RUNNING, State.RUNNING)
+            assert "its lease had ended" in reason
+
+    def test_what_committed_by_itself_is_buried_with_its_reason(self, failing):
+        handler, envelope = failing(), an_envelope()
+        deliver(handler, envelope)
+        InboxMessage.objects.update(next_attempt_at=None)
+
+        assert store.bury_abandoned("default") == 1
+
+        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, store.ABANDONED)]
+
+    def test_a_refused_message_of_an_order(self, handles):
+        handler = handles(the_effect, name=HANDLER, ordered=True)
+        good, old = an_envelope(key="k"), an_envelope(key="k", created_at=utcnow() - timedelta(days=400))
+
+        take_in(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (good, old)], OPTIONS)
+
+        assert trail_of(good.id) == []
+        assert trail_of(old.id) == [("", State.DEAD, the_row(message_id=old.id).last_error)]
+
+
+class TestWhatGoesItsWay:
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_leaves_nothing_and_costs_no_statement(self, handles, stored):
+        handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
+
+        with CaptureQueriesContext(connection) as captured:
+            deliver(handler, envelope, redelivered=stored)
+            if stored:
+                drain()
+
+        assert the_row().state == State.DONE
+        assert trail_of(envelope.id) == []
+        assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
+
+
+class TestAll:
+    @pytest.fixture(autouse=True)
+    def everything(self):
+        with override_settings(INBOX={"TRAIL": "all"}):
+            yield
+
+    def test_a_fresh_delivery_is_done_at_once(self, handles):
+        envelope = an_envelope()
+        deliver(handles(the_effect, name=HANDLER), envelope)
+
+        assert trail_of(envelope.id) == [("", State.DONE, "")]
+
+    def test_a_stored_one_was_received_before(self, handles):
+        envelope = an_envelope()
+        deliver(handles(the_effect, name=HANDLER), envelope, redelivered=True)
+        drain()
+
+        assert trail_of(envelope.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
+
+    @pytest.mark.parametrize("stored", [False, True])
+    def test_under_a_lease_it_runs_in_between(self, handles, stored):
+        handler, envelope = handles(the_effect, name=HANDLER, mode="lease", lease=LEASE), an_envelope()
+        if stored:
+            store.store_due("default", read(handler, envelope, OPTIONS).row, LEASE)
+            drain()
+        else:
+            deliver(handler, envelope)
+
+        begun = [("", State.RECEIVED, ""), (State.RECEIVED, State.RUNNING, "")] if stored else [("", State.RUNNING, "")]
+        assert trail_of(envelope.id) == [*begun, (State.RUNNING, State.DONE, "")]
+
+    def test_an_order_is_waited_for(self, handles):
+        handler = handles(the_effect, name=HANDLER, ordered=True)
+        first, second = an_envelope(key="k"), an_envelope(key="k")
+        take_in(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (first, second)], OPTIONS)
+        drain()
+
+        assert trail_of(first.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
+        assert trail_of(second.id) == [
+            ("", State.WAITING, ""),
+            (State.WAITING, State.RECEIVED, ""),
+            (State.RECEIVED, State.DONE, ""),
+        ]
+
+
+class TestRetention:
+    def test_purging_deletes_what_is_too_old_in_small_transactions(self, capsys):
+        for age in (31, 32, 33, 29):
+            at = DatabaseTime(-timedelta(days=age))
+            TrailEntry.objects.create(message_id=str(uuid.uuid4()), handler=HANDLER, was="", became="done", at=at, process="p")
+
+        call_command("inbox_purge", dry_run=True)
+        assert "3 entries of the trail would be deleted" in capsys.readouterr().out
+        assert next(store.purge_trail("default", timedelta(days=30), chunk=1)) == 1
+        call_command("inbox_purge")
+
+        assert "2 entries of the trail deleted" in capsys.readouterr().out
+        assert TrailEntry.objects.count() == 1

@@ -1,0 +1,476 @@
+"""Per key one message at a time, each once, in the order of the queue, whatever happens on the way; and nothing stands still.
+
+`Machine`: two consumers that take the queue in after each other, and while the older has not noticed; runners, an operator, and
+kills; each stopped at every step until it is its turn, or waiting for a lock that another holds. What it does is chosen by its
+seed. And then seeded bugs, to prove that the machine would find them.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import pytest
+from django.db import DatabaseError, InterfaceError, connection, connections
+
+from inbox import RetryLater, store
+from inbox.errors import Reject
+from inbox.handlers import registry
+from inbox.models import InboxMessage, State
+from inbox.ordering import take_in
+from inbox.outcomes import Received
+from inbox.reading import read
+from inbox.runner import Runner
+from inbox.store import intake, operating, ordering, sentinel, stored
+from inbox.transactions import DatabaseAway
+from outbox.kernel.clock import DatabaseTime, monotonic, utcnow
+from outbox.kernel.loop import StopRequest
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import an_envelope, options, wait_until
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+SECONDS = 30.0
+STEPS = 400
+KEYS = ("a", "a", "a", "b", "b", "c", "")
+OPTIONS = options(MAX_ATTEMPTS=2, TWIN_TIMEOUT=timedelta(minutes=1))
+OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
+GATES = {
+    intake: ["hold_gates", "_insert_all", "_headless"],
+    sentinel: ["promote_next"],
+    stored: ["promote_next", "hold_gates"],
+    operating: ["hold_gates", "is_head", "promote_next", "_write"],
+    store: ["begin_stored", "finish", "fail_stored", "give_back", "take_in", "retry", "skip"],
+}
+
+
+class Killed(BaseException):
+    """The process of this actor is gone."""
+
+
+class Actor:
+    """A thread with a connection of its own that goes from gate to gate when it is told to, or waits for a lock on the way."""
+
+    here = threading.local()
+
+    def __init__(self, machine, work):
+        self.machine = machine
+        self.gate = ""
+        self.error = None
+        self.blocked = False
+        self.killed = self._ended = False
+        self.works_by = work
+        self._go, self._came = threading.Semaphore(0), threading.Semaphore(0)
+        self._pid = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._came.acquire(timeout=SECONDS)
+
+    @property
+    def is_idle(self):
+        return self.gate == "idle" and not self.blocked
+
+    def is_blocked(self):
+        """Does it still wait for the lock that it was found waiting for?"""
+        if self.blocked:
+            self.goes_on()
+        return self.blocked
+
+    def goes_on(self):
+        if not self.blocked:
+            self._go.release()
+        self._arrives()
+
+    def dies(self):
+        if not self.blocked:
+            self.killed = True
+            self.goes_on()
+
+    def ends(self):
+        self._ended = self.killed = True
+        self._go.release()
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive(), f"an actor hangs after {self.gate!r}; {self.machine}"
+
+    def stop_at(self, gate):
+        if self.killed:
+            raise Killed  # the code that runs on is not there any more
+        self.gate = gate
+        self._pid = connection.connection.info.backend_pid if connection.connection else 0
+        self._came.release()
+        self._go.acquire()
+        if self.killed:
+            with suppress(DatabaseError, InterfaceError, AttributeError):
+                connection.connection.close()  # what the server sees of a kill
+            raise Killed
+
+    def _arrives(self):
+        deadline = monotonic() + SECONDS
+        while not self._came.acquire(timeout=0.01):
+            self.blocked = self._waits_for_a_lock()
+            if self.blocked:
+                return
+            assert monotonic() < deadline, f"an actor hangs after {self.gate!r}; {self.machine}"
+        self.blocked = False
+        if self.error is not None:
+            raise self.error
+
+    def _waits_for_a_lock(self):
+        if not self._pid:
+            return False
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT cardinality(pg_blocking_pids(%s)) > 0", [self._pid])
+            return cursor.fetchone()[0]
+
+    def _run(self):
+        self.here.actor = self
+        try:
+            while True:
+                connection.ensure_connection()  # to be known by
+                self.stop_at("idle")
+                pid = self._pid
+                try:
+                    self.works_by(self)
+                except (Killed, DatabaseError, InterfaceError, DatabaseAway):
+                    connection.close()
+                if self.killed:
+                    self._forget(pid)
+                    if self._ended:
+                        return
+                    self.killed = False
+        except Killed:
+            pass
+        except BaseException as error:  # noqa: BLE001 - raised in the test's own thread
+            self.error = error
+        finally:
+            connections.close_all()
+            self._came.release()
+
+    def _forget(self, pid):
+        """The server has undone what a killed one was at."""
+        self.machine.forget(self)
+        with connection.cursor() as cursor:
+            gone = "SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = %s AND pid <> pg_backend_pid())"
+            wait_until(lambda: cursor.execute(gone, [pid]) and cursor.fetchone()[0])
+
+
+@dataclass
+class Life:
+    """What a consumer knows: how far it has taken the queue in, and to where it was delivered."""
+
+    taken: int
+    delivered: int = 0
+
+
+@dataclass
+class Machine:
+    handler: object
+    seed: int
+    wrong: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.chance = random.Random(self.seed)
+        self.step = 0
+        self.queue = []
+        self.acked = 0
+        self._moods = random.Random(f"{self.seed}-moods")
+        self._is_kind = False
+        self._running = {}
+        self._lock = threading.Lock()
+        self._lives = {}
+        self._names = 0
+        self.patience = 40
+
+    def __str__(self):
+        return f"seed {self.seed}, step {self.step}"
+
+    def run(self):
+        """Take all steps, then be kind to everybody; what went wrong is in `wrong`."""
+        consumers = [Actor(self, self._consume) for _ in range(2)]
+        runners = [Actor(self, self._run_stored) for _ in range(3)]
+        operator = Actor(self, self._operate)
+        self._current = consumers[0]
+        self._lives = {actor: Life(0) for actor in consumers}
+        actors = [*consumers, *runners, operator]
+        try:
+            while self.step < STEPS and not self.wrong:
+                self.step += 1
+                what = self.chance.choices(["go", "publish", "due", "fail over", "kill"], [80, 7, 6, 2, 2])[0]
+                if what == "go":
+                    self._let_somebody_go_on(actors)
+                elif what == "publish":
+                    self._publish()
+                elif what == "due":
+                    self._make_due()
+                elif what == "fail over":
+                    self._fail_over(self.chance.choice(consumers))
+                else:
+                    self._kill(self.chance.choice([*consumers, *runners]), consumers)
+            if not self.wrong:
+                self._drain(actors)
+        finally:
+            for actor in actors:
+                actor.ends()
+        return self.wrong
+
+    def _let_somebody_go_on(self, actors):
+        ready = [actor for actor in actors if not actor.is_blocked() and (not actor.is_idle or self._has_work(actor))]
+        if ready:
+            actor = self.chance.choice(ready)
+            for _ in range(self.chance.choice([1, 1, 2, 8])):
+                actor.goes_on()
+
+    def _has_work(self, actor):
+        if life := self._lives.get(actor):
+            return life.taken < (len(self.queue) if actor is self._current else life.delivered)
+        if actor.works_by == self._operate:
+            return self.chance.random() < 0.2
+        return store.next_due("default", [self.handler.name])
+
+    # --------------------------------------------------------------------------------------------------------------- the queue
+
+    def _publish(self):
+        for _ in range(self.chance.choice([1, 3, 6])):
+            if self.queue and self.chance.random() < 0.1:
+                self.queue.append(self.chance.choice(self.queue))  # somebody sends it again
+                continue
+            name, key = f"{self._names:03}", self.chance.choice(KEYS)
+            self._names += 1
+            age = timedelta(days=40 if self.chance.random() < 0.04 else 0)  # too old is dead from the start
+            self.queue.append(an_envelope({}, biz_id=name, key=key, created_at=utcnow() - age))
+
+    def _consume(self, actor):
+        life = self._lives[actor]
+        if actor is self._current:
+            life.delivered = min(len(self.queue), max(life.delivered, life.taken + 8))
+        start, end = life.taken, min(life.delivered, life.taken + self.chance.randint(1, 5))
+        if start == end:
+            return
+        part = [(read(self.handler, one, OPTIONS), False) for one in self.queue[start:end]]
+        became = take_in(self.handler, part, OPTIONS)
+        life.taken = end
+        if actor is self._current and self._lives[actor] is life:
+            self.acked = max(self.acked, end)
+        assert {*became} <= {Received.STORED, Received.DUPLICATE, Received.DEAD, Received.PUT_OFF}
+
+    def _fail_over(self, actor):
+        """The broker takes the connection of the current one for lost; that one may not know it yet."""
+        if actor is not self._current:
+            self._current = actor
+            self._lives[actor] = Life(self.acked)
+
+    def _kill(self, actor, consumers):
+        if actor.is_idle or actor.blocked:
+            return
+        actor.dies()
+        if actor in consumers:
+            self._lives[actor] = Life(self.acked)
+            self._fail_over(next(other for other in consumers if other is not actor))
+
+    # ----------------------------------------------------------------------------------------------------- runners and operator
+
+    def _run_stored(self, actor):
+        runner = Runner(OPTIONS)
+        runner._swept_at = dict.fromkeys(["default"], float("inf"))  # the safety net would hide what is to be found
+        runner._told = {"default"}
+        runner._turn(raising=True)
+
+    def handle(self, message):
+        actor = _actor()
+        with self._lock:
+            if message.key and message.key in self._running.values():
+                self.wrong.append(f"{message.biz_id} runs beside another of {message.key!r}; {self}")
+            self._running[actor] = message.key
+        try:
+            Effect.objects.create(name=message.biz_id, detail=message.key)
+            if actor is not None:
+                for _ in range(self._moods.choice([1, 1, 5])):  # some take long
+                    actor.stop_at("handling")
+            mood = "do" if self._is_kind else self._moods.choices(["do", "fail", "later", "reject"], [74, 10, 4, 12])[0]
+            if mood == "fail":
+                raise ValueError("not this time")
+            if mood == "later":
+                raise RetryLater
+            if mood == "reject":
+                raise Reject("never")
+        finally:
+            self._ends_running(actor)
+
+    def _ends_running(self, actor):
+        with self._lock:
+            if actor is None or not actor.killed:
+                self._running.pop(actor, None)
+
+    def forget(self, actor):
+        with self._lock:
+            self._running.pop(actor, None)
+
+    def _operate(self, actor):
+        of = (State.DEAD,) if self.chance.random() < 0.5 else OPEN
+        rows = list(InboxMessage.objects.filter(state__in=of).order_by("pk").values_list("pk", flat=True))
+        if not rows:
+            return
+        row = self.chance.choice(rows)
+        if self.chance.random() < 0.6:
+            _ = store.retry("default", row) or store.override_age_fence("default", row)
+        else:
+            store.skip("default", row, "not wanted")
+
+    def _make_due(self):
+        waiting = InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING], next_attempt_at__isnull=False)
+        some = [pk for pk in waiting.values_list("pk", flat=True) if self.chance.random() < 0.8]
+        with connection.cursor() as cursor:
+            # Rows that somebody is running are left alone; a lock would be waited for.
+            cursor.execute(
+                f"UPDATE {store.TABLE} SET next_attempt_at = statement_timestamp() WHERE next_attempt_at IS NOT NULL AND id IN "
+                f"(SELECT id FROM {store.TABLE} WHERE id = ANY(%s) FOR UPDATE SKIP LOCKED)",
+                [some],
+            )
+
+    # ------------------------------------------------------------------------------------------------------------------ the end
+
+    def _drain(self, actors):
+        """Nothing may stand still, and then everything is handled that nobody has skipped."""
+        self._is_kind = True
+        while not all(actor.is_idle for actor in actors):
+            for actor in actors:
+                if not actor.is_idle:
+                    actor.goes_on()
+        while self._lives[self._current].taken < len(self.queue) or not self._current.is_idle:
+            self._current.goes_on()
+        released = store.release_stuck("default", [], None)
+        if released.stuck:
+            self.wrong.append(f"{released.stuck} keys stood still; {self}")
+        while InboxMessage.objects.filter(state__in=OPEN).exists() and self.patience:
+            self.patience -= 1
+            for row in InboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
+                _ = store.retry("default", row) or store.override_age_fence("default", row)
+            InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING]).update(next_attempt_at=DatabaseTime())
+            Runner(OPTIONS).drain(StopRequest())
+        self._judge()
+
+    def _judge(self):
+        left = list(InboxMessage.objects.filter(state__in=OPEN).values_list("biz_id", "state"))
+        if left:
+            self.wrong.append(f"{left} are not settled; {self}")
+        arrived = list(dict.fromkeys(one.biz_id for one in self.queue))
+        states = dict(InboxMessage.objects.values_list("biz_id", "state"))
+        effects = defaultdict(list)
+        for name, key in Effect.objects.order_by("pk").values_list("name", "detail"):
+            effects[key].append(name)
+        done = sorted(name for names in effects.values() for name in names)
+        if done != sorted(name for name in arrived if states.get(name) == State.DONE):
+            self.wrong.append(f"effects {done} of {states}; {self}")
+        passed = set(InboxMessage.objects.filter(ordered=False).exclude(key="").values_list("biz_id", flat=True))
+        if passed and self.handler.on_dead == "block":
+            self.wrong.append(f"{passed} have no place; {self}")
+        for key, names in effects.items():
+            kept = [name for name in names if name not in passed]
+            if key and kept != sorted(kept):
+                self.wrong.append(f"{key!r} was handled as {names}, of which {sorted(passed)} had been passed over; {self}")
+
+
+def _actor():
+    return getattr(Actor.here, "actor", None)
+
+
+@contextmanager
+def gates():
+    """Every actor stops where it turns from one step to the next."""
+
+    def gated(name, original):
+        def function(*args, **kwargs):
+            actor = _actor()
+            if actor:
+                actor.stop_at(f"before {name}")
+            result = original(*args, **kwargs)
+            if actor:
+                actor.stop_at(f"after {name}")
+            return result
+
+        return function
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in GATES.items():
+            for name in names:
+                patch.setattr(module, name, gated(name, getattr(module, name)))
+        yield
+
+
+def wrong_in(handles, seed, on_dead):
+    InboxMessage.objects.all().delete()
+    Effect.objects.all().delete()
+    machine = Machine(None, seed)
+    machine.handler = handles(machine.handle, ordered=True, on_dead=on_dead, name="tests.support.apps.ordered")
+    try:
+        with gates():
+            return machine.run()
+    finally:
+        registry.remove("tests.support.apps.ordered")
+
+
+@pytest.mark.parametrize("on_dead", ["block", "skip"])
+@pytest.mark.parametrize("schedule", [*range(3), "any"])
+def test_every_key_is_handled_in_order_in_any_schedule(handles, schedule, on_dead):
+    """Each once, never two at a time, none left standing."""
+    seed = random.randrange(2**32) if schedule == "any" else schedule
+
+    assert not wrong_in(handles, seed, on_dead), f"seed {seed}"
+
+
+def nothing(*args, **kwargs):
+    return None
+
+
+BLOCK, SKIP = "block", "skip"
+MUTATIONS = {
+    "who adds looks without the gate": (BLOCK, lambda patch: patch.setattr(intake, "hold_gates", nothing)),
+    "who settles passes on without the gate": (
+        BLOCK,
+        lambda patch: (
+            patch.setattr(sentinel, "is_usable", lambda connection: False),
+            patch.setattr(sentinel, "GATE", "{gate}, {bound}::text"),
+        ),
+    ),
+    "nobody follows what is done": (BLOCK, lambda patch: patch.setattr(sentinel, "promote_next", nothing)),
+    "nobody follows what is skipped": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", nothing)),
+    "nobody follows what is passed over": (SKIP, lambda patch: patch.setattr(stored, "promote_next", nothing)),
+    "who follows a duplicate waits for it": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
+    "a retried one is always due": (BLOCK, lambda patch: patch.setattr(operating, "is_head", lambda *order: True)),
+    "a dead one does not hold its key": (
+        BLOCK,
+        lambda patch: (
+            patch.setattr(intake, "OPEN", ordering.OPEN.replace(", 'dead'", "")),
+            patch.setattr(ordering, "is_usable", lambda connection: False),
+            patch.setattr(ordering, "_HEAD", ordering._HEAD.replace(", 'dead'", "")),
+        ),
+    ),
+    "what is out of order does not run alone": (
+        SKIP,
+        lambda patch: patch.setattr(stored, "begun", lambda connection, order: ("'read committed', true", [])),
+    ),
+}
+
+
+FOUND_BY = {
+    "who settles passes on without the gate": 1,
+    "who follows a duplicate waits for it": 7,
+    "what is out of order does not run alone": 7,
+}
+"""The seed to begin with, for what the first ones do not find."""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_machine_finds_the_bug(handles, monkeypatch, mutation):
+    on_dead, mutate = MUTATIONS[mutation]
+    mutate(monkeypatch)
+
+    for seed in dict.fromkeys([FOUND_BY.get(mutation, 0), *range(24)]):
+        if wrong_in(handles, seed, on_dead):
+            return
+    pytest.fail("it went unnoticed")

@@ -1,0 +1,326 @@
+"""Ordered handlers on a real RabbitMQ: one consumer at a time takes a queue in, and the order outlasts its end."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import defaultdict
+from contextlib import ExitStack, suppress
+
+import kombu
+import pytest
+from amqp.exceptions import ChannelError
+from django.db import OperationalError, transaction
+
+from inbox import store
+from inbox.consumer import consumer as consumer_module
+from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
+from inbox.consumer.topology import declare as declare_queues
+from inbox.handlers import registry
+from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
+from outbox import Draft, publish_many
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import TOPIC, effects, the_effect, wait_until
+from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, relay, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+
+def declared(handler, options):
+    with kombu.Connection(options.broker_url) as connection:
+        return declare_queues(connection, handler, options)
+
+
+def published(names, *, keys=4):
+    """Committed messages; the number of each is its place in its key."""
+    with transaction.atomic():
+        publish_many([Draft(TOPIC, {"n": n}, biz_id=f"{n}", key=f"key-{n % keys}", strict_order=True) for n in names])
+
+
+def sent(url, numbers, *, keys=4, **properties):
+    """As a foreign producer sends them: in their order, on one connection."""
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
+        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        for n in numbers:
+            key = {"cloudEvents:orderingkey": f"key-{n % keys}"} if keys else {}
+            headers = {"cloudEvents:id": f"{n}", "cloudEvents:source": "/tests", "cloudEvents:type": TOPIC, **key}
+            producer.publish({"n": n}, routing_key=TOPIC, headers=headers, delivery_mode=2, **properties)
+
+
+def by_key(keys=4):
+    """The numbers of the effects, key by key, in the order of their commits."""
+    found = defaultdict(list)
+    for name in Effect.objects.order_by("pk").values_list("name", flat=True):
+        number = int(name.rpartition("#")[2])
+        found[number % keys].append(number)
+    return found
+
+
+def assert_each_once_and_in_order(count, keys=4):
+    found = by_key(keys)
+    assert {key: numbers for key, numbers in found.items() if numbers != sorted(set(numbers))} == {}
+    assert sum(map(len, found.values())) == count
+
+
+def lengths(server, handler, options):
+    prefix = queue_name(handler, options)
+    return {name: length for name, length in server.queue_lengths(options.broker_url).items() if name.startswith(prefix)}
+
+
+class TestTheOrder:
+    def test_what_the_outbox_published_in_order_takes_effect_in_order(self, handles, rabbitmq_server, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=3)
+        declared(handler, options)
+        published(range(200))
+        relay(rabbitmq_url)
+
+        with consuming([handler], options), consuming([handler], options):
+            wait_until(lambda: effects() == 200)
+            wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
+
+        assert_each_once_and_in_order(200)
+        assert set(InboxMessage.objects.values_list("state", "ordered", "duplicates")) == {(State.DONE, True, 0)}
+
+    def test_consumers_that_come_and_go_keep_it(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=2)
+        declared(handler, options)
+        total = 800
+        sending = threading.Thread(target=sent, args=[rabbitmq_url, range(total)])
+        sending.start()
+        chance = random.Random(7)
+        try:
+            while InboxMessage.objects.count() < total:
+                with ExitStack() as stack:
+                    consumers = [stack.enter_context(consuming([handler], options)) for _ in range(2)]
+                    seen = InboxMessage.objects.count()
+                    some = min(total, seen + chance.randint(20, 120))
+                    wait_until(lambda some=some: InboxMessage.objects.count() >= some)
+                    assert consumers
+        finally:
+            sending.join()
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == total)
+
+        assert_each_once_and_in_order(total)
+        rows = InboxMessage.objects.order_by("pk").values_list("message_id", flat=True)
+        assert [int(name) for name in rows] == list(range(total))
+
+    def test_the_queue_is_taken_in_by_one_consumer_at_a_time(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
+        declared(handler, options)
+
+        with consuming([handler], options) as first:
+            sent(rabbitmq_url, range(10))
+            wait_until(lambda: effects() == 10)
+            with consuming([handler], options) as second:
+                sent(rabbitmq_url, range(10, 40))
+                wait_until(lambda: effects() == 40)
+
+        assert (first.received[Received.STORED], second.received.total()) == (40, 0)
+        assert_each_once_and_in_order(40)
+
+    def test_what_comes_again_is_a_duplicate_and_holds_nobody_up(self, handles, rabbitmq_server, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
+        declared(handler, options)
+        sent(rabbitmq_url, [0, 1, 2, 0, 1, 2, 3])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
+            wait_until(lambda: effects() == 4)
+
+        assert consumer.received[Received.STORED] == 4
+        assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == 3
+        assert_each_once_and_in_order(4)
+
+    def test_a_database_that_is_away_loses_and_mixes_up_nothing(self, handles, rabbitmq_url, monkeypatch):
+        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
+        declared(handler, options)
+        sent(rabbitmq_url, range(60))
+        failures = iter(range(3))
+        original = store.take_in
+
+        def away(*args, **kwargs):
+            taken = original(*args, **kwargs)
+            if next(failures, None) is not None:
+                raise OperationalError("server closed the connection unexpectedly")
+            return taken
+
+        monkeypatch.setattr(store, "take_in", away)
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 60)
+
+        assert_each_once_and_in_order(60)
+        rows = InboxMessage.objects.order_by("pk").values_list("message_id", flat=True)
+        assert [int(name) for name in rows] == list(range(60))
+
+    def test_a_bug_while_storing_lets_nothing_past(self, handles, rabbitmq_url, monkeypatch, caplog):
+        handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
+        declared(handler, options)
+        sent(rabbitmq_url, range(30))
+        failures = iter(range(2))
+        original = store.take_in
+
+        def broken(*args, **kwargs):
+            if next(failures, None) is not None:
+                raise ArithmeticError("nobody foresaw it")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(store, "take_in", broken)
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 30)
+
+        assert_each_once_and_in_order(30)
+        assert "nothing goes past them" in caplog.text
+
+
+class TestAQueueThatCannotKeepIt:
+    @pytest.fixture(autouse=True)
+    def looked_at_often(self, monkeypatch):
+        monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
+
+    def test_is_not_received_from_until_an_operator_has_deleted_it(self, handles, rabbitmq_url, caplog):
+        """The handler was not ordered before, so its queue feeds several consumers at once."""
+        options = broker_options(rabbitmq_url)
+        declare(handles(the_effect, name="changing"), options)
+        registry.remove("changing")
+        handler, other = handles(the_effect, ordered=True, name="changing"), handles(the_effect, topic="other", name="other")
+        declare(other, options)
+        sent(rabbitmq_url, [0])
+
+        with consuming([handler, other], options) as consumer:
+            wait_until(lambda: "without a single active consumer" in caplog.text)
+            send(rabbitmq_url, "other", {}, message_id="other#1")
+            wait_until(lambda: effects("other#1") == 1 and consumer.received.total())
+            assert consumer.received.total() == 1
+            with kombu.Connection(rabbitmq_url) as connection:
+                connection.default_channel.queue_delete(queue_name(handler, options))
+            wait_until(lambda: len(consumer._subscriptions) == 2)  # which is after it was bound
+            assert existing_queues(rabbitmq_url, handler, options) == [queue_name(handler, options)]
+            sent(rabbitmq_url, [0])
+            wait_until(lambda: effects("/tests#0") == 1)
+
+        assert [record.levelno for record in caplog.records if "single active consumer" in record.message] == [logging.ERROR]
+
+    def test_is_told_about_when_it_differs_otherwise_and_used_as_it_is(self, handles, rabbitmq_url, caplog):
+        handler = handles(the_effect, ordered=True)
+        declared(handler, broker_options(rabbitmq_url, QUEUE_TYPE="classic"))
+        options = broker_options(rabbitmq_url)
+        sent(rabbitmq_url, [0, 4, 8])
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 3)
+
+        assert "exists with other arguments" in caplog.text
+        assert_each_once_and_in_order(3)
+
+
+class TestPartitions:
+    def test_keys_are_spread_over_the_queues_and_keep_their_order(self, handles, rabbitmq_server, rabbitmq_url):
+        handler = handles(the_effect, ordered=True, partitions=4)
+        options = broker_options(rabbitmq_url, CONCURRENCY=3)
+        declared(handler, options)
+        published(range(300), keys=60)
+        relay(rabbitmq_url)
+        name = queue_name(handler, options)
+        assert set(lengths(rabbitmq_server, handler, options)) == {f"{name}.{n}" for n in range(4)}
+        assert min(lengths(rabbitmq_server, handler, options).values()) > 0
+
+        with consuming([handler], options), consuming([handler], options):
+            wait_until(lambda: effects() == 300)
+            wait_until(lambda: not any(lengths(rabbitmq_server, handler, options).values()))
+
+        assert_each_once_and_in_order(300, keys=60)
+        assert InboxMessage.objects.filter(duplicates=0, state=State.DONE).count() == 300
+
+    def test_a_key_is_always_found_in_the_same_queue(self, handles, rabbitmq_server, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
+        declared(handler, options)
+
+        sent(rabbitmq_url, range(40), keys=1)
+        declared(handler, options)
+        sent(rabbitmq_url, range(40, 60), keys=1)
+
+        wait_until(lambda: sum(lengths(rabbitmq_server, handler, options).values()) == 60)
+        assert sorted(lengths(rabbitmq_server, handler, options).values()) == [0, 0, 60]
+
+    def test_messages_without_a_key_are_handled(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
+        declared(handler, options)
+        sent(rabbitmq_url, range(10), keys=0)
+        send(rabbitmq_url, TOPIC, {}, message_id="#11")
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 11)
+
+    def test_a_broker_that_cannot_hash_is_told_about_and_serves_the_other_handlers(
+        self, handles, rabbitmq_server, rabbitmq_url, caplog, monkeypatch
+    ):
+        monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
+        handler, options = handles(the_effect, ordered=True, partitions=2), broker_options(rabbitmq_url)
+        other = handles(the_effect, topic="other", name="tests.other")
+        declare(other, options)
+        kind = '<<"x-consistent-hash">>'
+        rabbitmq_server.evaluate(f"rabbit_registry:unregister(exchange, {kind}).")
+        try:
+            with consuming([handler, other], options) as consumer:
+                wait_until(lambda: "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange" in caplog.text)
+                send(rabbitmq_url, "other", {}, message_id="other#1")
+                wait_until(lambda: effects("other#1") == 1)
+                assert not consumer._broker.ongoing
+                rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
+                wait_until(lambda: not consumer._unordered)
+                wait_until(lambda: len(consumer._subscriptions) == 3)
+                sent(rabbitmq_url, [0])
+                wait_until(lambda: effects("/tests#0") == 1)
+        finally:
+            rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
+
+        assert caplog.text.count("rabbitmq-plugins enable") == 1
+
+    def test_an_exchange_of_that_name_that_spreads_nothing_is_told_about(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True, partitions=2), broker_options(rabbitmq_url)
+        with kombu.Connection(rabbitmq_url) as connection:
+            connection.default_channel.exchange_declare(queue_name(handler, options), "fanout", durable=True, auto_delete=False)
+
+        with pytest.raises(Unordered, match="Delete it"):
+            declared(handler, options)
+
+    @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 3), (3, 1)])
+    def test_another_number_is_refused_while_the_queues_of_the_old_one_are_there(self, handles, rabbitmq_url, before, after):
+        options = broker_options(rabbitmq_url)
+        handler = handles(the_effect, ordered=True, partitions=before, name="changing")
+        declared(handler, options)
+        declared(handler, options)
+        registry.remove("changing")
+        changed = handles(the_effect, ordered=True, partitions=after, name="changing")
+
+        with pytest.raises(Unordered, match="another number"):
+            declared(changed, options)
+
+        with kombu.Connection(rabbitmq_url) as connection:
+            for queue in queues_of(handler, options):
+                connection.default_channel.queue_delete(queue.name)
+            connection.default_channel.exchange_delete(queue_name(handler, options))
+        assert declared(changed, options) == ""
+
+    def test_some_that_were_left_behind_in_the_middle_of_declaring_are_completed(self, handles, rabbitmq_url):
+        handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
+        with kombu.Connection(rabbitmq_url) as connection:
+            queue_of(handler, options, 2)(connection.default_channel).declare()
+
+        assert declared(handler, options) == ""
+
+
+def existing_queues(url, handler, options):
+    """Those of its queues that are there as they should be."""
+    with kombu.Connection(url) as connection:
+        found = []
+        for queue in queues_of(handler, options):
+            with connection.channel() as channel, suppress(ChannelError):
+                queue(channel).queue_declare(nowait=False, passive=True)
+                queue(channel).queue_declare()
+                found.append(queue.name)
+        return found

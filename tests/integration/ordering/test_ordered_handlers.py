@@ -1,0 +1,873 @@
+"""Ordered handlers: per key one at a time, in the order of arrival; keys side by side. Here without a broker."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import partial
+
+import psycopg
+import pytest
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.test import override_settings
+
+from inbox import RetryLater, store
+from inbox.handlers import registry
+from inbox.models import InboxMessage, State
+from inbox.ordering import take_in
+from inbox.reading import read
+from inbox.receiving import Received, claim_next, run_stored
+from inbox.store import intake, ordering, sentinel
+from inbox.transactions import DatabaseAway
+from outbox import Draft, publish, publish_many
+from outbox.kernel.clock import utcnow
+from tests.support.aliases import the_default_at
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import (
+    A_WHILE,
+    OPTIONS,
+    TOPIC,
+    InAThread,
+    an_envelope,
+    at_once,
+    deliver,
+    drain,
+    make_due,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+    wait_until,
+)
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+everywhere = pytest.mark.every_database
+
+
+def a_message(name, key="a", **attributes):
+    return an_envelope({"name": name}, biz_id=name, key=key, **attributes)
+
+
+def arrive(handler, *envelopes, redelivered=False, given=OPTIONS, refused=""):
+    """What the consumer does with deliveries of an ordered queue, in their order."""
+    return take_in(handler, [(read(handler, one, given, refused=refused), redelivered) for one in envelopes], given)
+
+
+def named(handler, *names, key="a", **how):
+    return arrive(handler, *(a_message(name, key) for name in names), **how)
+
+
+def states(*names):
+    found = dict(InboxMessage.objects.values_list("biz_id", "state"))
+    return [found.get(name) for name in names]
+
+
+def states_of_all():
+    return list(InboxMessage.objects.order_by("pk").values_list("state", flat=True))
+
+
+def in_the_order_of_their_effects():
+    return list(Effect.objects.order_by("pk").values_list("name", flat=True))
+
+
+class Failing:
+    """A handler that fails for the messages called so."""
+
+    def __init__(self, *names, error=ValueError):
+        self.names = set(names)
+        self.error = error
+
+    def __call__(self, message):
+        the_effect(message)
+        if message.biz_id in self.names:
+            raise self.error("no stock")
+
+
+class Waiting:
+    """A handler that waits in the middle of the message called so until it is told to go on."""
+
+    def __init__(self, *names):
+        self.names = set(names)
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, message):
+        if message.biz_id in self.names:
+            self.began.set()
+            assert self.go.wait(A_WHILE)
+        the_effect(message)
+
+
+def failed_out(given=OPTIONS):
+    """Let what fails fail until it is dead."""
+    for _ in range(given.MAX_ATTEMPTS):
+        drain(given)
+        make_due()
+
+
+@everywhere
+class TestTakingIn:
+    def test_the_first_of_a_key_is_due_and_the_rest_wait_behind_it(self, handles):
+        handler = handles(the_effect, ordered=True)
+
+        became = [*named(handler, "a1", "a2"), *named(handler, "b1", key="b"), *named(handler, "a3")]
+
+        assert became == [Received.STORED] * 4
+        assert states("a1", "a2", "b1", "a3") == [State.RECEIVED, State.WAITING, State.RECEIVED, State.WAITING]
+        assert not InboxMessage.objects.filter(state=State.WAITING, next_attempt_at__isnull=False).exists()
+
+    def test_they_are_run_in_their_order(self, handles):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1", "a2", "a3")
+        named(handler, "a4")
+
+        assert drain() == 4
+
+        assert in_the_order_of_their_effects() == ["a1", "a2", "a3", "a4"]
+        assert not InboxMessage.objects.exclude(state=State.DONE).exists()
+
+    def test_their_rows_are_numbered_in_the_order_of_arrival(self, handles):
+        handler = handles(the_effect, ordered=True)
+        names = [f"m{number}" for number in range(150)]
+
+        arrive(handler, *(a_message(name, key=f"key-{number % 7}") for number, name in enumerate(names)))
+
+        assert list(InboxMessage.objects.order_by("pk").values_list("biz_id", flat=True)) == names
+
+    def test_a_message_without_a_key_waits_for_nobody(self, handles):
+        handler = handles(the_effect, ordered=True)
+
+        named(handler, "x1", "x2", key="")
+
+        assert states("x1", "x2") == [State.RECEIVED, State.RECEIVED]
+        assert not InboxMessage.objects.filter(ordered=True).exists()
+
+    def test_a_duplicate_is_counted_and_not_stored(self, handles):
+        handler = handles(the_effect, ordered=True)
+        first = a_message("a1")
+        arrive(handler, first)
+
+        assert arrive(handler, first, redelivered=True) == [Received.DUPLICATE]
+
+        row = the_row()
+        assert (row.duplicates, row.redeliveries) == (1, 1)
+
+    def test_a_duplicate_in_the_same_transaction_is_counted(self, handles):
+        handler = handles(the_effect, ordered=True)
+        first = a_message("a1")
+
+        assert arrive(handler, first, a_message("a2"), first) == [Received.STORED, Received.STORED, Received.DUPLICATE]
+
+        assert the_row(biz_id="a1").duplicates == 1
+        drain()
+        assert in_the_order_of_their_effects() == ["a1", "a2"]
+
+    def test_what_follows_a_duplicate_of_something_done_is_the_head(self, handles):
+        handler = handles(the_effect, ordered=True)
+        first = a_message("a1")
+        arrive(handler, first)
+        drain()
+
+        assert arrive(handler, first, a_message("a2"), a_message("a3")) == [
+            Received.DUPLICATE,
+            Received.STORED,
+            Received.STORED,
+        ]
+
+        assert states("a2", "a3") == [State.RECEIVED, State.WAITING]
+        drain()
+        assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
+
+    def test_the_transaction_that_stores_them_is_all_or_nothing(self, handles, monkeypatch):
+        handler = handles(the_effect, ordered=True)
+        monkeypatch.setattr(store.intake, "_headless", lambda places, taken: 1 / 0)
+
+        with pytest.raises(Exception, match="cannot be stored"):
+            named(handler, "a1", "a2")
+
+        assert not InboxMessage.objects.exists()
+
+
+@everywhere
+class TestAHeadThatFails:
+    def test_keeps_the_rest_of_its_key_waiting_and_no_other_key(self, handles):
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
+        named(handler, "a1", "a2", "a3")
+        named(handler, "b1", "b2", key="b")
+
+        drain()
+
+        assert states("a1", "a2", "a3", "b1", "b2") == ["retrying", "waiting", "waiting", "done", "done"]
+        assert in_the_order_of_their_effects() == ["b1", "b2"]
+
+    def test_is_followed_by_the_rest_when_it_succeeds(self, handles):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+        drain()
+        named(handler, "a3")
+
+        behaviour.names.clear()
+        make_due()
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
+
+    def test_may_ask_for_a_later_time(self, handles):
+        behaviour = Failing("a1", error=lambda text: RetryLater(timedelta(hours=1), text))
+        handler = handles(behaviour, ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+
+        drain()
+
+        assert states("a1", "a2") == ["retrying", "waiting"]
+
+    def test_and_dies_blocks_its_key(self, handles):
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+
+        failed_out()
+        named(handler, "a3")
+        drain()
+
+        assert states("a1", "a2", "a3") == ["dead", "waiting", "waiting"]
+        assert in_the_order_of_their_effects() == []
+
+    def test_goes_first_when_an_operator_retries_it(self, handles):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        named(handler, "a1", "a2", "a3")
+        failed_out()
+        behaviour.names.clear()
+
+        assert store.retry("default", the_row(biz_id="a1").pk)
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
+
+    def test_is_left_out_when_an_operator_skips_it(self, handles):
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
+        named(handler, "a1", "a2", "a3")
+        failed_out()
+
+        assert store.skip("default", the_row(biz_id="a1").pk, "wrong customer")
+        assert states("a1", "a2", "a3") == ["skipped", "received", "waiting"]
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a2", "a3"]
+
+    def test_that_kills_its_process_is_dead_in_the_end_and_blocks_its_key(self, handles):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1", "a2")
+        for _ in range(OPTIONS.MAX_ATTEMPTS):
+            assert claim_next([handler], "default", OPTIONS)
+            make_due()
+
+        drain()
+
+        assert states("a1", "a2") == ["dead", "waiting"]
+
+    def test_whose_handler_committed_by_itself_blocks_its_key(self, handles):
+        def commits(message):
+            the_effect(message)
+            connection.connection.commit()
+
+        handler = handles(commits, ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+
+        drain()
+
+        assert states("a1", "a2") == ["dead", "waiting"]
+
+
+@everywhere
+class TestPassedOver:
+    """on_dead="skip": the others go on without a dead letter."""
+
+    def test_a_dead_letter_lets_the_next_follow(self, handles):
+        handler = handles(Failing("a1"), ordered=True, on_dead="skip", name="ordered")
+        named(handler, "a1", "a2", "a3")
+
+        drain()
+        assert states("a1", "a2", "a3") == ["retrying", "waiting", "waiting"]
+        failed_out()
+
+        assert states("a1", "a2", "a3") == ["dead", "done", "done"]
+        assert in_the_order_of_their_effects() == ["a2", "a3"]
+
+    def test_a_delivery_that_is_refused_has_no_place(self, handles):
+        handler = handles(the_effect, ordered=True, on_dead="skip")
+
+        assert named(handler, "a1", refused="it cannot be read") == [Received.DEAD]
+        named(handler, "a2")
+
+        assert states("a2") == [State.RECEIVED]
+
+    def test_an_operator_may_retry_it_later_out_of_order(self, handles):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, ordered=True, on_dead="skip", name="ordered")
+        named(handler, "a1", "a2")
+        failed_out()
+        behaviour.names.clear()
+
+        assert store.retry("default", the_row(biz_id="a1").pk)
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a2", "a1"]
+
+    def test_a_handler_that_begins_to_skip_passes_over_what_is_dead(self, handles, caplog):
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
+        named(handler, "a1", "a2", "a3")
+        failed_out()
+        behaviour = handler.function
+        registry.remove("ordered")
+        handles(behaviour, ordered=True, on_dead="skip", name="ordered")
+
+        drain()
+
+        assert states("a1", "a2", "a3") == ["dead", "done", "done"]
+        assert "1 dead letters" in caplog.text
+
+    def test_what_committed_by_itself_is_passed_over_by_the_sweep(self, handles):
+        def commits(message):
+            the_effect(message)
+            if message.biz_id == "a1":
+                connection.connection.commit()
+
+        handler = handles(commits, ordered=True, on_dead="skip", name="ordered")
+        named(handler, "a1", "a2")
+        drain()
+
+        drain()  # another runner, which sweeps at once
+
+        assert states("a1", "a2") == ["dead", "done"]
+
+
+@everywhere
+class TestRefused:
+    """What cannot be read, or is too old, has its place like any other, and is dead there."""
+
+    def test_it_blocks_its_key_from_its_place_on(self, handles, caplog):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1")
+        assert named(handler, "a2", refused="it cannot be read") == [Received.DEAD]
+        named(handler, "a3")
+
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a1"]
+        dead, waits = InboxMessage.objects.exclude(state=State.DONE).order_by("pk")
+        assert (dead.state, waits.state) == (State.DEAD, State.WAITING)
+        assert (dead.last_error, dead.key, dead.ordered) == ("it cannot be read", "a", True)
+        assert "it cannot be read" in caplog.text
+
+    def test_it_waits_for_its_turn_when_it_is_retried_too_early(self, handles):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        old = a_message("a2", created_at=utcnow() - timedelta(days=40))
+        arrive(handler, a_message("a1"), old, a_message("a3"))
+        drain()
+        assert states("a1", "a2", "a3") == ["retrying", "dead", "waiting"]
+        assert the_row(biz_id="a2").quarantined
+        assert not store.retry("default", the_row(biz_id="a2").pk)
+
+        assert store.override_age_fence("default", the_row(biz_id="a2").pk)
+
+        assert states("a1", "a2", "a3") == ["retrying", "waiting", "waiting"]
+        behaviour.names.clear()
+        run_to_the_end()
+        assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
+
+
+@everywhere
+class TestOperators:
+    def test_one_that_waits_may_be_skipped(self, handles):
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
+        named(handler, "a1", "a2", "a3")
+        drain()
+
+        assert store.skip("default", the_row(biz_id="a2").pk, "not wanted")
+        assert states("a1", "a2", "a3") == ["retrying", "skipped", "waiting"]
+        assert store.skip("default", the_row(biz_id="a1").pk, "not wanted")
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a3"]
+
+    def test_one_that_waits_cannot_be_retried(self, handles):
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+
+        assert not store.retry("default", the_row(biz_id="a2").pk)
+
+    def test_a_retrying_head_may_be_retried_now(self, handles):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+        drain()
+        behaviour.names.clear()
+
+        assert store.retry("default", the_row(biz_id="a1").pk)
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a1", "a2"]
+
+    def test_a_late_name_that_another_has_lets_the_next_follow(self, handles):
+        """An unreadable delivery is retried after a deploy that can read it, and turns out to be known."""
+        readable = []
+
+        def biz_id(message):
+            if not readable:
+                raise LookupError("not yet")
+            return message.payload["name"]
+
+        handler = handles(the_effect, ordered=True, biz_id=biz_id, name="ordered")
+        nameless = a_message("a1")
+        arrive(handler, nameless, a_message("x"))
+        assert set(states_of_all()) == {"dead"}
+        readable.append(True)
+        arrive(handler, a_message("a1", key="elsewhere"))
+        assert store.retry("default", InboxMessage.objects.order_by("pk")[0].pk)
+
+        drain()
+
+        assert states_of_all() == ["skipped", "dead", "done"]
+        assert store.retry("default", InboxMessage.objects.order_by("pk")[1].pk)
+        drain()
+        assert states_of_all() == ["skipped", "done", "done"]
+
+
+@everywhere
+class TestWhenAHandlerChanges:
+    def test_to_ordered_what_is_stored_already_has_no_place_but_runs_alone(self, handles):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, name="changing")
+        deliver(handler, a_message("a1"))
+        registry.remove("changing")
+        handler = handles(behaviour, ordered=True, name="changing")
+        named(handler, "a2", "a3")
+
+        drain()
+        behaviour.names.clear()
+        run_to_the_end()
+
+        assert in_the_order_of_their_effects() == ["a2", "a3", "a1"]
+
+    def test_from_ordered_what_is_stored_keeps_its_order(self, handles):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, ordered=True, name="changing")
+        named(handler, "a1", "a2", "a3")
+        drain()
+        registry.remove("changing")
+        handler = handles(behaviour, name="changing")
+        deliver(handler, a_message("a4"))
+
+        behaviour.names.clear()
+        run_to_the_end()
+
+        assert in_the_order_of_their_effects() == ["a4", "a1", "a2", "a3"]
+
+
+@everywhere
+class TestTheSafetyNet:
+    def test_a_key_that_waits_for_nobody_is_released_and_told_about(self, handles, caplog):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1", "a2")
+        named(handler, "b1", "b2", key="b")
+        InboxMessage.objects.filter(biz_id="a1").delete()
+
+        drain()
+
+        assert sorted(in_the_order_of_their_effects()) == ["a2", "b1", "b2"]
+        assert [r.levelno for r in caplog.records if "nothing was before them" in r.message] == [logging.ERROR]
+
+    def test_a_healthy_order_is_left_alone(self, handles, caplog):
+        handler = handles(Failing("a1"), ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+        named(handler, "b1", key="b", refused="it cannot be read")
+        named(handler, "b2", key="b")
+        drain()
+
+        drain()
+
+        assert "nothing was before them" not in caplog.text
+        assert sorted(states_of_all()) == ["dead", "retrying", "waiting", "waiting"]
+
+    def test_many_keys_are_looked_at_part_by_part(self, handles, monkeypatch):
+        monkeypatch.setattr(ordering, "_KEYS_AT_ONCE", 3)
+        handler = handles(Failing(), ordered=True, name="ordered")
+        for key in "abcdefg":
+            named(handler, f"{key}1", f"{key}2", key=key)
+        InboxMessage.objects.filter(biz_id__endswith="1").delete()
+
+        found, up_to = [], None
+        for _ in range(3):
+            released = store.release_stuck("default", [], up_to)
+            found.append(released.stuck)
+            up_to = released.up_to
+
+        assert found == [3, 3, 1]
+        assert up_to is None
+        assert set(states_of_all()) == {"received"}
+
+
+def gates_waited_for():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+        return cursor.fetchone()[0]
+
+
+@contextmanager
+def paused(monkeypatch, module, name, *, after=True):
+    """The first call of this function stops, before or after it, until the test says `go`."""
+    original, first = getattr(module, name), threading.Event()
+    here, go = threading.Event(), threading.Event()
+
+    def function(*args, **kwargs):
+        mine = not first.is_set()
+        first.set()
+        if mine and not after:
+            here.set()
+            assert go.wait(A_WHILE)
+        result = original(*args, **kwargs)
+        if mine and after:
+            here.set()
+            assert go.wait(A_WHILE)
+        return result
+
+    monkeypatch.setattr(module, name, function)
+    try:
+        yield here, go
+    finally:
+        go.set()
+
+
+class TestSideBySide:
+    def test_one_that_arrives_while_the_head_is_leaving_is_not_forgotten(self, handles, monkeypatch):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1")
+        with paused(monkeypatch, sentinel, "promote_next") as (leaving, go), InAThread(drain):
+            assert leaving.wait(A_WHILE)
+            with InAThread(lambda: named(handler, "a2", given=options(TWIN_TIMEOUT=timedelta(minutes=1)))):
+                wait_until(gates_waited_for)
+                go.set()
+
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a1", "a2"]
+
+    def test_one_that_is_being_stored_while_the_head_leaves_is_not_forgotten(self, handles, monkeypatch):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1")
+        with (
+            paused(monkeypatch, intake, "_headless") as (storing, go),
+            InAThread(lambda: named(handler, "a2")),
+        ):
+            assert storing.wait(A_WHILE)
+            with InAThread(drain):
+                wait_until(gates_waited_for)
+                go.set()
+
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a1", "a2"]
+
+    def test_a_handler_that_takes_its_time_holds_up_nobody_who_stores(self, handles):
+        behaviour = Waiting("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        first = a_message("a1")
+        arrive(handler, first)
+        with InAThread(drain):
+            assert behaviour.began.wait(A_WHILE)
+
+            became = arrive(handler, first, a_message("a2"), redelivered=True)
+
+            assert became == [Received.PUT_OFF, Received.STORED]
+            assert states("a1", "a2") == ["received", "waiting"]
+            behaviour.go.set()
+        assert in_the_order_of_their_effects() == ["a1", "a2"]
+
+    def test_keys_run_side_by_side(self, handles):
+        behaviour = Waiting("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        named(handler, "a1", "a2")
+        named(handler, "b1", "b2", key="b")
+        with InAThread(drain):
+            assert behaviour.began.wait(A_WHILE)
+
+            drain()
+
+            assert in_the_order_of_their_effects() == ["b1", "b2"]
+            behaviour.go.set()
+
+    def test_what_is_retried_out_of_order_never_runs_beside_another_of_its_key(self, handles):
+        behaviour, failing = Waiting("a2"), Failing("a1")
+
+        def handle(message):
+            failing(message) if message.biz_id == "a1" else behaviour(message)
+
+        handler = handles(handle, ordered=True, on_dead="skip", name="ordered")
+        named(handler, "a1")
+        failed_out()
+        failing.names.clear()
+        named(handler, "a2")
+        with InAThread(drain):
+            assert behaviour.began.wait(A_WHILE)
+            assert store.retry("default", the_row(biz_id="a1").pk)
+            asked_at = utcnow()
+
+            drain()
+
+            row = the_row(biz_id="a1")
+            assert (row.state, row.attempts) == (State.RETRYING, 0)
+            assert row.next_attempt_at > asked_at + timedelta(seconds=0.4), "it rests"
+            behaviour.go.set()
+        make_due()
+        drain()
+        assert in_the_order_of_their_effects() == ["a2", "a1"]
+
+    def test_one_that_an_operator_is_skipping_is_not_waited_for_by_its_successor(self, handles):
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1", "a2", "a3")
+        row = the_row(biz_id="a2").pk
+        skipped, go = threading.Event(), threading.Event()
+
+        def skip():
+            with transaction.atomic():
+                assert store.skip("default", row, "not wanted")
+                skipped.set()
+                assert go.wait(A_WHILE)
+
+        with InAThread(skip):
+            assert skipped.wait(A_WHILE)
+            with InAThread(drain):
+                wait_until(rows_waited_for)
+                go.set()
+        drain()
+
+        assert in_the_order_of_their_effects() == ["a1", "a3"]
+
+    def test_a_process_that_is_frozen_while_it_stores_holds_up_its_keys_for_a_moment_only(self, handles, monkeypatch):
+        monkeypatch.setattr(ordering, "_LONGEST_SLEEP_MS", 300)
+        handler = handles(the_effect, ordered=True)
+        named(handler, "a1")
+        with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseAway):
+            with InAThread(lambda: named(handler, "a2")) as zombie:
+                assert frozen.wait(A_WHILE)
+
+                drain()
+
+                assert not zombie.ended
+                assert in_the_order_of_their_effects() == ["a1"]
+                assert named(handler, "a2") == [Received.STORED]
+                go.set()
+            assert zombie.answer == [Received.DUPLICATE]
+        drain()
+        assert in_the_order_of_their_effects() == ["a1", "a2"]
+
+    def test_twins_that_store_the_same_in_one_order_store_it_once_in_that_order(self, handles):
+        handler = handles(the_effect, ordered=True)
+        messages = [a_message(f"{number}", key=f"key-{number % 5}") for number in range(100)]
+        patient = options(TWIN_TIMEOUT=timedelta(minutes=1))
+
+        def store_them(size):
+            became = []
+            for start in range(0, len(messages), size):
+                became += arrive(handler, *messages[start : start + size], given=patient)
+            return Counter(became)
+
+        became = sum(at_once([partial(store_them, size) for size in (1, 7, 10, 100)]), Counter())
+
+        assert became == {Received.STORED: 100, Received.DUPLICATE: 300}
+        rows = list(InboxMessage.objects.order_by("pk").values_list("key", "biz_id"))
+        assert {key: [int(n) for k, n in rows if k == key] for key, _ in rows} == {
+            f"key-{key}": list(range(key, 100, 5)) for key in range(5)
+        }
+        assert states_of_all().count("received") == 5
+
+    def test_many_runners_and_much_that_arrives_keep_every_key_in_order(self, handles):
+        behaviour = OneAtATime()
+        handler = handles(behaviour, ordered=True, name="ordered")
+        patient = options(TWIN_TIMEOUT=timedelta(minutes=1), RETRY_BASE=timedelta(milliseconds=1))
+        arriving = threading.Event()
+
+        def arrives():
+            for start in range(0, 240, 8):
+                arrive(handler, *(a_message(f"{n}", key=f"key-{n % 6}") for n in range(start, start + 8)), given=patient)
+            arriving.set()
+
+        def runs():
+            while not arriving.is_set() or InboxMessage.objects.exclude(state=State.DONE).exists():
+                drain(patient)
+
+        at_once([arrives, runs, runs, runs])
+
+        assert behaviour.wrong == []
+        found = [int(name) for name in in_the_order_of_their_effects()]
+        assert {key: [n for n in found if n % 6 == key] for key in range(6)} == {
+            key: list(range(key, 240, 6)) for key in range(6)
+        }
+
+
+def rows_waited_for():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'transactionid' AND NOT granted")
+        return cursor.fetchone()[0]
+
+
+class OneAtATime:
+    """A handler that fails every fourth first attempt, and knows when two of a key meet in it."""
+
+    def __init__(self):
+        self.wrong = []
+        self._running = set()
+        self._lock = threading.Lock()
+
+    def __call__(self, message):
+        with self._lock:
+            if message.key in self._running:
+                self.wrong.append(message)
+            self._running.add(message.key)
+        try:
+            the_effect(message)
+            if message.attempt == 1 and int(message.biz_id) % 4 == 0:
+                raise ValueError("not yet")
+        finally:
+            with self._lock:
+                self._running.discard(message.key)
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
+class TestUnderStricterIsolation:
+    def test_what_came_while_the_handler_ran_follows_all_the_same(self, handles, level):
+        behaviour = Waiting("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
+            named(handler, "a1")
+            with InAThread(drain):
+                assert behaviour.began.wait(A_WHILE)
+                named(handler, "a2", "a3")
+                behaviour.go.set()
+
+            assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
+
+    def test_failures_and_operators_keep_the_order(self, handles, level):
+        behaviour = Failing("a1")
+        handler = handles(behaviour, ordered=True, name="ordered")
+        with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
+            named(handler, "a1", "a2", "a3")
+            failed_out()
+            assert store.skip("default", the_row(biz_id="a2").pk, "not wanted")
+            behaviour.names.clear()
+            assert store.retry("default", the_row(biz_id="a1").pk)
+            drain()
+
+            assert in_the_order_of_their_effects() == ["a1", "a3"]
+
+
+@everywhere
+class TestWithoutABroker:
+    @pytest.fixture(autouse=True)
+    def local(self):
+        with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={"RETRY_BASE": timedelta(hours=1)}):
+            yield
+
+    def test_what_is_published_in_order_is_handled_in_order(self, handles):
+        behaviour = Failing("3")
+        handles(behaviour, ordered=True, name="ordered")
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, biz_id=f"{n}", key=f"key-{n % 3}", strict_order=True) for n in range(30)])
+
+        call_command("outbox_relay", drain=True)
+
+        assert states("0", "3", "6", "1") == ["done", "retrying", "waiting", "done"]
+        behaviour.names.clear()
+        run_to_the_end()
+        found = [int(name) for name in in_the_order_of_their_effects()]
+        assert {key: [n for n in found if n % 3 == key] for key in range(3)} == {
+            key: list(range(key, 30, 3)) for key in range(3)
+        }
+
+    def test_a_message_that_cannot_be_read_blocks_its_key(self, handles):
+        def biz_id(message):
+            return message.payload["name"]
+
+        handles(the_effect, ordered=True, biz_id=biz_id, name="ordered")
+        with transaction.atomic():
+            for payload in ({"name": "a1"}, {}, {"name": "a3"}):
+                publish(TOPIC, payload, key="a")
+
+        call_command("outbox_relay", drain=True)
+
+        assert states_of_all() == ["done", "dead", "waiting"]
+
+
+class TestTheCost:
+    """Of a full table: what is read must not grow with what waits."""
+
+    @pytest.fixture
+    def a_backlog(self, handles):
+        """A thousand keys with a hundred messages each, one of each due."""
+        handler = handles(the_effect, ordered=True)
+        (row,) = [read(handler, a_message("a"), OPTIONS).row]
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"INSERT INTO {store.TABLE} (handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
+                "content_type, body, digest, headers, source, correlation_id, causation_id, traceparent, received_at) "
+                "SELECT %s, %s, n::text, n::text, 'key-' || n %% 1000, true, CASE WHEN n < 1000 THEN 'received' "
+                "ELSE 'waiting' END, CASE WHEN n < 1000 THEN now() END, "
+                "'application/json', '{}', '', '{}', '', '', '', '', now() "
+                "FROM generate_series(0, 99999) n",
+                [row.handler, row.topic],
+            )
+            cursor.execute(f"VACUUM ANALYZE {store.TABLE}")
+        return handler
+
+    def test_what_is_read_does_not_grow_with_what_waits(self, a_backlog):
+        (due,) = InboxMessage.objects.filter(biz_id="500").values_list("pk", flat=True)
+        fetched = rows_read(
+            {
+                "take in": lambda: named(a_backlog, *(f"x{n}" for n in range(50)), key="key-7"),
+                "run": lambda: run_stored(*claim_next([a_backlog], "default", OPTIONS), OPTIONS),
+                "skip": lambda: store.skip("default", due, "not wanted"),
+                "look after": lambda: store.release_stuck("default", [], None),
+            }
+        )
+
+        assert in_the_order_of_their_effects() == ["0"]
+        assert states("1000", "1500") == ["received", "received"]
+        assert fetched["take in"] < 4 * 50, fetched
+        assert fetched["run"] < 30, fetched
+        assert fetched["skip"] < 30, fetched
+        assert fetched["look after"] <= 2 * 1000, fetched
+
+
+def rows_read(actions):
+    """By action, how many rows of the inbox the server fetched for its statements, by any scan."""
+    fetched, doing = Counter(), ""
+
+    def explain(execute, sql, params, many, context):
+        if store.TABLE in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "INSERT")):
+            raw = context["connection"].connection
+            own = raw.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
+            with raw.cursor() as cursor:
+                cursor.execute("BEGIN" if own else "SAVEPOINT measuring")
+                cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", params)
+                fetched[doing] += sum(_rows(cursor.fetchone()[0][0]["Plan"]))
+                cursor.execute("ROLLBACK" if own else "ROLLBACK TO measuring")
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(explain):
+        for doing, action in actions.items():  # noqa: B007 - explain uses it
+            action()
+    return fetched
+
+
+def _rows(plan):
+    if plan.get("Relation Name") == store.TABLE:
+        yield (plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)) * plan["Actual Loops"]
+    for inner in plan.get("Plans", ()):
+        yield from _rows(inner)

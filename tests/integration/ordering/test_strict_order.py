@@ -1,0 +1,344 @@
+"""With strict_order the positions of one key's messages are in the order of the commits that brought them."""
+
+import threading
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from functools import partial
+from itertools import pairwise
+from random import Random
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.db import OperationalError, connection, connections, transaction
+
+from outbox import Draft, apublish, apublish_many, publish, publish_many
+from outbox.models import OutboxMessage
+from outbox.store import writing
+from outbox.store.dialect import LOCK_SPACE
+from tests.support.apps.effects.models import Effect
+from tests.support.relaying import SECONDS, TOPIC, eventually, in_threads, published, row_of
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+KEY, OTHER = "customer-1", "customer-2"
+
+
+def regret(what):
+    """Do it, and undo it, while the transaction around it goes on."""
+    with transaction.atomic():
+        what()
+        transaction.set_rollback(True)
+
+
+class Step:
+    """A transaction in a thread and on a connection of its own, taken step by step."""
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1)
+        self._atomic = transaction.atomic()
+        self.does(self._atomic.__enter__).result(SECONDS)
+
+    def does(self, what, *arguments, **options):
+        """Begin it; its end is the future's."""
+        return self._thread.submit(what, *arguments, **options)
+
+    def publishes(self, key=KEY, *, topic=TOPIC, strict_order=True):
+        return self.does(publish, topic, {}, key=key, strict_order=strict_order)
+
+    def commits(self):
+        self.does(self._atomic.__exit__, None, None, None).result(SECONDS)
+
+    def rolls_back(self):
+        self.does(transaction.set_rollback, True).result(SECONDS)
+        self.commits()
+
+    def ends(self):
+        self._thread.submit(connections.close_all)
+        return self._thread
+
+
+@pytest.fixture
+def begun():
+    """Begin a transaction; whatever becomes of the test, none of them stays open."""
+    transactions = []
+
+    def begin():
+        transactions.append(Step())
+        return transactions[-1]
+
+    yield begin
+    # All are told before the first is waited for: they may be waiting for each other.
+    for thread in [begun.ends() for begun in transactions]:
+        thread.shutdown()
+
+
+def waiting():
+    """How many transactions wait for the order of a key."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        return cursor.fetchone()[0]
+
+
+def waits(future):
+    eventually(lambda: waiting() or future.done())
+    return not future.done()
+
+
+def done(future):
+    return future.result(SECONDS)
+
+
+in_order = partial(publish, TOPIC, {}, key=KEY, strict_order=True)
+
+
+def few(**options):
+    return publish_many([Draft(TOPIC, {}, **options)])[0]
+
+
+def many(**options):
+    return publish_many([Draft(TOPIC, {}, **options)] * 20)[0]
+
+
+class TestWithoutIt:
+    def test_the_positions_of_a_key_may_be_in_another_order_than_the_commits(self, begun):
+        """What strict_order is for: a relay that looks in between publishes the later message first."""
+        early, late = begun(), begun()
+        first, second = done(early.publishes(strict_order=False)), done(late.publishes(strict_order=False))
+
+        late.commits()
+        seen_in_between = OutboxMessage.objects.get()
+        early.commits()
+
+        assert seen_in_between.message_id == second.id
+        assert first.position < second.position
+
+
+class TestASecondTransaction:
+    @pytest.mark.parametrize("way", [partial(publish, TOPIC, {}), few, many], ids=["publish", "publish_many", "copied"])
+    def test_waits_until_the_first_has_committed(self, begun, way):
+        one, other = begun(), begun()
+        first = done(one.publishes())
+        second = other.does(way, key=KEY, strict_order=True)
+
+        assert waits(second)
+        one.commits()
+        done(second)
+        other.commits()
+
+        assert first.position < done(second).position
+        assert row_of(first).created_at < row_of(done(second)).created_at, "the clock is read after the wait"
+
+    @pytest.mark.parametrize("way", [few, many], ids=["publish_many", "copied"])
+    def test_waits_for_a_first_that_published_many(self, begun, way):
+        one, other = begun(), begun()
+        done(one.does(way, key=KEY, strict_order=True))
+        second = other.publishes()
+
+        assert waits(second)
+        one.commits()
+        assert done(second).position > OutboxMessage.objects.latest("pk").pk
+
+    def test_goes_on_when_the_first_is_rolled_back(self, begun):
+        one, other = begun(), begun()
+        done(one.publishes())
+        second = other.publishes()
+
+        assert waits(second)
+        one.rolls_back()
+        done(second)
+        other.commits()
+
+        assert [row.message_id for row in OutboxMessage.objects.all()] == [done(second).id]
+
+    def test_goes_on_when_the_first_regrets_only_this_message(self, begun):
+        """A savepoint that is rolled back takes its rows along, so there is nothing left to be in order with."""
+        one, other = begun(), begun()
+        done(one.does(regret, in_order))
+        second = done(other.publishes())
+        again = one.publishes()
+
+        assert waits(again)
+        other.commits()
+        assert done(again).position > second.position
+
+    def test_keeps_waiting_when_the_first_regrets_something_later(self, begun):
+        one, other = begun(), begun()
+        done(one.does(in_order))
+        done(one.does(regret, in_order))
+
+        assert waits(other.publishes())
+
+    def test_of_another_topic_waits_too(self, begun):
+        """An order is that of a key, whatever its messages are about."""
+        one, other = begun(), begun()
+        done(one.publishes())
+
+        assert waits(other.publishes(topic="other.topic"))
+
+    def test_of_another_key_does_not_wait(self, begun):
+        one, other = begun(), begun()
+        done(one.publishes())
+
+        assert done(other.publishes(OTHER)).created
+
+    def test_that_does_not_ask_for_it_does_not_wait(self, begun):
+        one, other = begun(), begun()
+        done(one.publishes())
+
+        assert done(other.publishes(strict_order=False)).created
+        assert done(one.publishes()).created, "nor does the first, for itself"
+
+    def test_does_not_wait_when_it_has_no_message_to_write(self, begun):
+        one, other = begun(), begun()
+        done(one.publishes())
+
+        assert done(other.does(publish_many, [])) == []
+        assert done(other.does(publish_many, [Draft(TOPIC, {}, key=KEY)]))[0].created
+
+
+class TestSeveralKeys:
+    def test_taken_by_two_in_opposite_orders_are_a_deadlock_that_the_database_resolves(self, begun):
+        one, other = begun(), begun()
+        done(one.publishes(KEY))
+        done(other.publishes(OTHER))
+        crossed = [one.publishes(OTHER), other.publishes(KEY)]
+
+        wait_for(crossed, SECONDS, return_when="FIRST_COMPLETED")
+        lost = 0 if crossed[0].done() and crossed[0].exception() else 1
+
+        with pytest.raises(OperationalError, match="deadlock"):
+            done(crossed[lost])
+        (one, other)[lost].rolls_back()
+        assert done(crossed[1 - lost]).created
+
+    def test_of_one_call_are_taken_in_one_order_however_they_are_named(self, begun):
+        """The first key of that order is held while both come: were one to take its own first, they would be crossed."""
+        first, second = sorted([KEY, OTHER], key=lambda key: zlib.crc32(key.encode()))
+        holder, one, other = begun(), begun(), begun()
+        done(holder.publishes(first))
+
+        forwards = one.does(writing.hold_order, "default", [first, second])
+        eventually(lambda: waiting() == 1)
+        backwards = other.does(writing.hold_order, "default", [second, first])
+        eventually(lambda: waiting() == 2)
+        holder.commits()
+        done(forwards)
+        one.commits()
+
+        assert done(backwards) is None
+
+    def test_of_publish_many_are_taken_before_the_first_row_is_written(self, begun):
+        one, other = begun(), begun()
+        done(one.publishes(OTHER))
+        drafts = [Draft(TOPIC, {}, key=KEY, unique=True, biz_id="u"), Draft(TOPIC, {}, key=OTHER, strict_order=True)]
+
+        later = other.does(publish_many, drafts)
+        assert waits(later)
+        unhindered = published(key=KEY, biz_id="u", unique=True)
+        one.commits()
+
+        assert unhindered.created
+        assert not done(later)[0].created
+
+
+def test_its_locks_are_no_locks_of_shards():
+    assert writing.ORDER_SPACE != LOCK_SPACE
+    assert -(2**31) <= writing.ORDER_SPACE < 2**31
+
+
+@pytest.mark.every_database
+def test_it_writes_the_row_that_is_written_without_it():
+    rows = [row_of(published(payload={"n": 1}, key=KEY, biz_id="b", strict_order=strict)) for strict in (False, True)]
+
+    for name in ("topic", "key", "shard", "state", "priority"):
+        assert getattr(rows[0], name) == getattr(rows[1], name)
+    assert bytes(rows[0].body) == bytes(rows[1].body)
+
+
+@pytest.mark.every_database
+def test_async_code_asks_for_it_in_the_same_words():
+    with transaction.atomic():
+        message = async_to_sync(apublish)(TOPIC, {}, key=KEY, strict_order=True)
+        [draft] = async_to_sync(apublish_many)([Draft(TOPIC, {}, key=KEY, strict_order=True)])
+
+    assert message.position < draft.position
+
+
+class Writer:
+    """Transactions of all kinds, one after the other. Each that commits is numbered for every key it wrote.
+
+    The number comes from a row per key that is locked last, so the numbers of a key are in the order of its commits.
+    """
+
+    KEYS = ("customer-1", "customer-2", "global")
+    TRANSACTIONS = 12
+
+    def __init__(self, name, seed, start):
+        self.name, self._random, self._start = name, Random(f"{seed} {name}"), start
+        self.numbers = {}
+
+    def run(self):
+        connection.ensure_connection()
+        self._start.wait(SECONDS)
+        for turn in range(self.TRANSACTIONS):
+            if connection.vendor == "sqlite":
+                connection.transaction_mode = self._random.choice(["IMMEDIATE", "DEFERRED"])
+            self._transaction(f"{self.name}-{turn}")
+
+    def _transaction(self, name):
+        kind = self._random.choice([self._one, self._one, self._many, self._one_after_a_regret])
+        with transaction.atomic():
+            keys = kind(name)
+            self._dawdle()
+            numbers = {(key, name): self._number(key) for key in sorted(keys)}
+            undone = self._random.random() < 0.2
+            transaction.set_rollback(undone)
+        if not undone:
+            self.numbers |= numbers
+
+    def _one(self, name):
+        key = self._random.choice(self.KEYS)
+        publish(TOPIC, {}, key=key, biz_id=name, strict_order=True)
+        return {key}
+
+    def _many(self, name):
+        keys = self._random.choices(self.KEYS, k=self._random.choice([1, 3, 15]))
+        publish_many([Draft(TOPIC, {}, key=key, biz_id=name, strict_order=True) for key in keys])
+        return set(keys)
+
+    def _one_after_a_regret(self, name):
+        regret(partial(self._one, "regretted"))
+        self._dawdle()
+        return self._one(name)
+
+    def _dawdle(self):
+        time.sleep(self._random.choice([0, 0, 0.001, 0.005, 0.02]))
+
+    def _number(self, key):
+        row = Effect.objects.filter(name=key)
+        row.update(name=key)
+        number = int(row.get().detail) + 1
+        row.update(detail=str(number))
+        return number
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_many_writers_do_at_once_the_order_of_a_key_is_the_order_of_its_commits(seed):
+    Effect.objects.bulk_create(Effect(name=key, detail="0") for key in Writer.KEYS)
+    start = threading.Barrier(6)
+    writers = [Writer(f"writer-{n}", seed, start) for n in range(6)]
+
+    with in_threads(*(writer.run for writer in writers)):
+        pass
+
+    numbers = {name: number for writer in writers for name, number in writer.numbers.items()}
+    for key in Writer.KEYS:
+        commits = [numbers[key, row.biz_id] for row in OutboxMessage.objects.filter(key=key).order_by("pk")]
+        assert len(set(commits)) >= 5, "there was something to keep in order"
+        assert all(earlier <= later for earlier, later in pairwise(commits))

@@ -1,0 +1,344 @@
+"""Changing one's mind: cancelled, put off or sent now, in the caller's transaction, and honestly answered."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections import Counter
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
+from random import Random
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.db import connection, transaction
+from django.utils import timezone
+
+from outbox import InvalidMessage, UnknownMessage, acancel, areschedule, cancel, publish_many, publish_now, reschedule, store
+from outbox.api import Draft
+from outbox.decisions import Decision, Outcome
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import OutboxMessage, State
+from outbox.store.dialect import LOCK_SPACE
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    SECONDS,
+    TOPIC,
+    drained,
+    eventually,
+    ids,
+    in_hand,
+    in_threads,
+    published,
+    relaying,
+    row_of,
+    set_columns,
+    state_of,
+)
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+HOUR = timedelta(hours=1)
+A_MOMENT = timedelta(minutes=5)
+CANCELLED = Decision(Outcome.CANCELLED, State.CANCELLED)
+OPEN = [State.SCHEDULED, State.READY, State.RETRYING, State.WAITING]
+ENDED = [State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK]
+
+
+def in_state(state, **options):
+    message = published(**options)
+    set_columns(message, state=state)
+    return message
+
+
+def somebody_waits(lock):
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {lock}")
+        return cursor.fetchone() != (0,)
+
+
+def is_about(instant, expected):
+    return abs(instant - expected) < A_MOMENT
+
+
+class TestCancelling:
+    @pytest.mark.parametrize("state", [*OPEN, State.DEAD])
+    def test_keeps_it_from_being_published(self, state):
+        message = in_state(state)
+
+        assert cancel(message.id) == CANCELLED
+        assert state_of(message) == State.CANCELLED
+        assert row_of(message).settled_at is not None
+
+    @pytest.mark.parametrize("state", ENDED)
+    def test_is_too_late_and_says_what_happened(self, state):
+        message = in_state(state)
+
+        decision = cancel(str(message.id))
+
+        assert decision == Decision(Outcome.TOO_LATE, state)
+        assert not decision
+        assert state_of(message) == state
+
+    def test_of_what_is_not_there_is_too_late(self):
+        assert cancel(uuid.uuid4()) == cancel(topic=TOPIC, biz_id="nobody") == Decision(Outcome.TOO_LATE, "")
+
+    def test_by_its_business_name(self):
+        mine, another = published(biz_id="order-1", delay=HOUR), published(biz_id="order-2", delay=HOUR)
+
+        assert cancel(topic=TOPIC, biz_id="order-1") == CANCELLED
+        assert (state_of(mine), state_of(another)) == (State.CANCELLED, State.SCHEDULED)
+
+    def test_of_several_of_one_name_leaves_what_was_published(self):
+        first = in_state(State.PUBLISHED, biz_id="order-1")
+        later = [published(biz_id="order-1", delay=HOUR) for _ in range(2)]
+
+        assert cancel(topic=TOPIC, biz_id="order-1") == CANCELLED
+        assert [state_of(message) for message in (first, *later)] == [State.PUBLISHED, State.CANCELLED, State.CANCELLED]
+        assert cancel(topic=TOPIC, biz_id="order-1") == Decision(Outcome.TOO_LATE, State.CANCELLED)
+
+    def test_is_undone_with_the_transaction_around_it(self):
+        message = published(delay=HOUR)
+        with transaction.atomic():
+            assert cancel(message.id)
+            transaction.set_rollback(True)
+
+        assert state_of(message) == State.SCHEDULED
+
+    def test_on_another_database(self):
+        message = published(using="other", delay=HOUR)
+
+        assert cancel(message.id) == Decision(Outcome.TOO_LATE, "")
+        assert cancel(message.id, using="other") == CANCELLED
+
+    def test_of_what_is_not_ready_keeps_no_relay_from_its_shard(self):
+        if connection.vendor != "postgresql":
+            pytest.skip("there the one writer waits for the other")
+        ready, delayed = published(key="k"), published(key="k", delay=HOUR)
+        with transaction.atomic():
+            assert cancel(delayed.id)
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()")
+                assert cursor.fetchone() == (0,)
+
+        with transaction.atomic():
+            assert [row.position for row in in_hand(10)] == [ready.position]
+
+    def test_of_what_becomes_ready_meanwhile_waits_for_its_relay_and_keeps_the_row_from_it_no_more(self):
+        if connection.vendor != "postgresql":
+            pytest.skip("there the one writer waits for the other")
+        message, became_ready, answers = published(delay=HOUR), threading.Event(), []
+
+        def fire():
+            with transaction.atomic():
+                OutboxMessage.objects.update(state=State.READY)
+                became_ready.set()
+                eventually(lambda: somebody_waits("transactionid = pg_current_xact_id()::xid"))
+
+        def decide():
+            assert became_ready.wait(SECONDS)
+            answers.append(cancel(message.id))
+
+        with ExitStack() as beside, transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", [LOCK_SPACE, row_of(message).shard])
+            beside.enter_context(in_threads(fire, decide))
+            eventually(lambda: somebody_waits(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
+            # As a relay does that has the shard. It would wait for a row that is locked, as the other waits for the shard.
+            OutboxMessage.objects.select_for_update(nowait=True).get()
+            OutboxMessage.objects.update(state=State.PUBLISHED)
+
+        assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
+
+    @pytest.mark.parametrize(
+        ("arguments", "options"),
+        [
+            ((), {}),
+            ((), {"topic": TOPIC}),
+            ((), {"biz_id": "order-1"}),
+            ((uuid.uuid4(),), {"topic": TOPIC, "biz_id": "order-1"}),
+            ((), {"topic": TOPIC, "biz_id": "order\0"}),
+            ((), {"topic": "\ud800", "biz_id": "order-1"}),
+            (("order-1",), {}),
+            ((17,), {}),
+        ],
+    )
+    def test_needs_a_name_that_names_a_message(self, arguments, options):
+        with pytest.raises(UnknownMessage):
+            cancel(*arguments, **options)
+
+
+class TestRescheduling:
+    @pytest.mark.parametrize("state", OPEN)
+    def test_puts_it_off(self, state):
+        message = in_state(state)
+        set_columns(message, attempts=3)
+
+        assert reschedule(message.id, delay=HOUR) == Decision(Outcome.RESCHEDULED, State.SCHEDULED)
+
+        row = row_of(message)
+        assert (row.state, row.attempts) == (State.SCHEDULED, 0)
+        assert row.deliver_at == row.available_at
+        assert is_about(row.available_at, timezone.now() + HOUR)
+
+    @pytest.mark.parametrize("state", [*ENDED, State.DEAD])
+    def test_is_too_late(self, state):
+        message = in_state(state)
+
+        assert reschedule(message.id, delay=HOUR) == Decision(Outcome.TOO_LATE, state)
+        assert state_of(message) == state
+
+    def test_to_an_instant_and_to_a_level(self):
+        message, tomorrow = published(delay=HOUR), timezone.now().replace(microsecond=0) + timedelta(days=1)
+
+        assert reschedule(message.id, deliver_at=tomorrow)
+        assert row_of(message).available_at == tomorrow
+        assert reschedule(message.id, delay_level="30m")
+        assert is_about(row_of(message).available_at, timezone.now() + timedelta(minutes=30))
+
+    def test_sooner(self):
+        message = published(delay=timedelta(days=1))
+
+        assert reschedule(message.id, delay=HOUR)
+        assert is_about(row_of(message).available_at, timezone.now() + HOUR)
+
+    @pytest.mark.parametrize("delay", [None, timedelta(days=1)])
+    def test_leaves_it_the_time_that_it_had_until_it_expires(self, delay):
+        message = published(delay=delay, expires_in=timedelta(minutes=10))
+
+        assert reschedule(message.id, delay=HOUR)
+
+        row = row_of(message)
+        assert row.expires_at - row.available_at == timedelta(minutes=10)
+
+    def test_without_a_time_or_with_several_is_refused(self):
+        message = published(delay=HOUR)
+
+        for options in ({}, {"delay": HOUR, "delay_level": 3}, {"delay": -HOUR}, {"delay_level": "7y"}):
+            with pytest.raises(InvalidMessage):
+                reschedule(message.id, **options)
+
+    def test_by_its_business_name(self):
+        message = published(biz_id="order-1", delay=HOUR)
+
+        assert reschedule(topic=TOPIC, biz_id="order-1", delay=2 * HOUR).outcome == "rescheduled"
+        assert is_about(row_of(message).available_at, timezone.now() + 2 * HOUR)
+
+
+class TestPublishingNow:
+    @pytest.mark.parametrize("state", OPEN)
+    def test_makes_it_ready(self, state):
+        message = in_state(state, delay=timedelta(days=30), expires_in=HOUR)
+
+        assert publish_now(message.id) == Decision(Outcome.RESCHEDULED, State.READY)
+
+        row = row_of(message)
+        assert row.state == State.READY
+        assert row.deliver_at == row.available_at, "or its consumer would take it for a month old"
+        assert row.expires_at - row.available_at == HOUR
+        assert store.look("default").busy
+
+    def test_is_read_by_the_next_pass(self):
+        message = published(delay=HOUR)
+        assert publish_now(message.id)
+
+        with transaction.atomic():
+            assert [row.position for row in in_hand(10)] == [message.position]
+
+    def test_of_what_is_dead_is_left_to_a_requeue(self):
+        assert publish_now(in_state(State.DEAD).id) == Decision(Outcome.TOO_LATE, State.DEAD)
+
+
+class TestADelayLevel:
+    @pytest.mark.parametrize("level", ["2m", 6])
+    def test_is_an_absolute_time_at_once(self, level, settings):
+        message = published(delay_level=level)
+        settings.OUTBOX = {"DELAY_LEVELS": ["1h"]}
+
+        row = row_of(message)
+        assert row.state == State.SCHEDULED
+        assert timedelta(minutes=2) <= row.available_at - row.created_at < timedelta(minutes=3)
+
+    def test_is_one_of_those_of_the_project(self, settings):
+        settings.OUTBOX = {"DELAY_LEVELS": ["7d", "90s"]}
+
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, delay_level=1), Draft(TOPIC, {}, delay_level="90s")])
+
+        spans = [row.available_at - row.created_at for row in OutboxMessage.objects.order_by("pk")]
+        assert [span - span % timedelta(seconds=1) for span in spans] == [timedelta(days=7), timedelta(seconds=90)]
+
+    @pytest.mark.parametrize("level", ["2 m", "45s", "", 0, 19, -1, True, 2.0])
+    def test_of_no_such_name_is_refused(self, level):
+        with pytest.raises(InvalidMessage, match="delay_level"):
+            published(delay_level=level)
+
+    def test_is_no_longer_than_any_other_delay(self, settings):
+        settings.OUTBOX = {"DELAY_LEVELS": ["9999d"]}
+
+        with pytest.raises(InvalidMessage, match="the longest span"):
+            published(delay_level=1)
+
+
+def test_async_code_joins_the_transaction_as_well():
+    message = published(delay=HOUR)
+    with transaction.atomic():
+        assert async_to_sync(areschedule)(message.id, delay=2 * HOUR)
+        assert async_to_sync(acancel)(topic=TOPIC, biz_id=message.biz_id) == CANCELLED
+        transaction.set_rollback(True)
+
+    assert is_about(row_of(message).available_at, timezone.now() + HOUR)
+
+
+def test_a_cancelled_head_frees_its_key():
+    head, second = published(key="k"), published(key="k")
+    set_columns(head, state=State.DEAD)
+    set_columns(second, state=State.WAITING)
+
+    assert cancel(head.id)
+    assert store.release_waiting("default", keys=10, each=10) == 1
+    assert state_of(second) == State.READY
+
+
+def test_what_is_due_meanwhile_is_decided_all_the_same():
+    message = published(delay=HOUR)
+    OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
+    assert store.promote_due("default", 10) == 1
+
+    assert cancel(message.id) == CANCELLED
+
+
+@pytest.mark.timeout(600)  # of CANCELS=10000
+def test_at_the_moment_of_firing_each_is_either_cancelled_or_published():
+    count = int(os.environ.get("CANCELS", "1000"))
+    with transaction.atomic():
+        at = timezone.now() + timedelta(seconds=2)
+        messages = publish_many(Draft(TOPIC, {}, deliver_at=at) for _ in range(count))
+    order = Random(1).sample(messages, count)
+    answers = {}
+
+    def cancel_some(part):
+        mine = order[part::4]
+        for number, message in enumerate(mine):
+            if number == len(mine) // 4:
+                eventually(lambda: timezone.now() > at)
+            if number == len(mine) * 3 // 4:
+                eventually(lambda: peer.published)
+            answers[str(message.id)] = cancel(message.id)
+
+    with FakeAmqpPeer() as peer:
+        with relaying(peer.url, relays=2, timed=True), in_threads(*(partial(cancel_some, part) for part in range(4))):
+            pass
+        drained(peer.url)
+
+    arrived = Counter(ids(peer.published))
+    cancelled = {name for name, answer in answers.items() if answer}
+    assert cancelled
+    assert arrived
+    assert not cancelled & arrived.keys()
+    assert cancelled | arrived.keys() == {str(message.id) for message in messages}
+    assert set(arrived.values()) == {1}
+    # PostgreSQL waits for the relay that has it in hand; SQLite's only writer cannot.
+    told = {State.CANCELLED, State.PUBLISHED} | ({State.READY} if connection.vendor == "sqlite" else set())
+    assert {answer.state for answer in answers.values()} <= told

@@ -1,0 +1,113 @@
+"""Delay, order, priority, expiry, preparing and the transaction, on the same messages."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+import pytest
+from django.db import transaction
+
+from outbox import Answer, cancel, checker, prepare, publish, reschedule, restore
+from outbox.checkers import checkers
+from outbox.models import OutboxMessage, State
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import TOPIC, drained, ids, published, row_of, set_columns, state_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+HOUR = timedelta(hours=1)
+A_STALL = timedelta(minutes=3)
+IN_TIME = {"delay": 2 * HOUR, "expires_in": HOUR}
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def _checked():
+    checker(TOPIC)(lambda message: Answer.UNKNOWN)
+    yield
+    checkers.remove(TOPIC)
+
+
+def pass_by(span):
+    """So much time goes by for every message."""
+    for row in OutboxMessage.objects.all():
+        names = ("created_at", "deliver_at", "available_at", "expires_at")
+        instants = {name: getattr(row, name) for name in names}
+        row.id = row.message_id
+        set_columns(row, **{name: instant - span for name, instant in instants.items() if instant})
+
+
+def sent(peer):
+    """The ids of what went out since the last look."""
+    found = ids(peer.published)
+    peer.published.clear()
+    return found
+
+
+def test_in_one_transaction_with_a_key_a_delay_and_an_expiry(peer):
+    with transaction.atomic():
+        head, put_off, third, gone, last = (publish(TOPIC, {}, key="k", strict_order=True, **IN_TIME) for _ in range(5))
+        with suppress(ZeroDivisionError), transaction.atomic():
+            publish(TOPIC, {}, key="k", **IN_TIME)
+            assert cancel(third.id)
+            raise ZeroDivisionError
+    drained(peer.url)
+    assert sent(peer) == []
+
+    with transaction.atomic():
+        assert cancel(head.id)
+        assert reschedule(put_off.id, delay=4 * HOUR)
+    set_columns(gone, expires_at=row_of(gone).deliver_at)
+    pass_by(2.5 * HOUR)
+    drained(peer.url)
+
+    assert sent(peer) == ids([third, last])
+    assert [state_of(message) for message in (head, put_off, gone)] == [State.CANCELLED, State.SCHEDULED, State.EXPIRED]
+    assert restore(head.id)
+    pass_by(1.5 * HOUR)
+    drained(peer.url)
+    assert sent(peer) == ids([put_off])
+    assert state_of(head) == State.EXPIRED, "restored when it was overdue, it lasted an hour from then"
+
+
+@pytest.mark.usefixtures("_checked")
+def test_prepared_with_a_priority_a_delay_and_an_expiry(peer):
+    published(biz_id="plain", delay=2 * HOUR)
+    lower, higher, gone, undone, open_ = (
+        prepare(TOPIC, {}, biz_id=str(priority), priority=priority, **IN_TIME) for priority in (4, 5, 6, 7, 8)
+    )
+    for half in (lower, higher, gone):
+        half.commit()
+    undone.rollback()
+    assert [state_of(half) for half in (lower, higher)] == [State.SCHEDULED, State.SCHEDULED]
+    drained(peer.url)
+    assert sent(peer) == []
+
+    set_columns(gone, expires_at=row_of(gone).deliver_at)
+    pass_by(2.5 * HOUR)
+    drained(peer.url)
+
+    assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == ["5", "4", "plain"]
+    left = [delivery.properties.get("expiration") for delivery in peer.published]
+    assert left[2] is None
+    for milliseconds in left[:2]:
+        assert timedelta() <= HOUR / 2 - timedelta(milliseconds=int(milliseconds)) < A_STALL
+    assert [state_of(half) for half in (gone, undone, open_)] == [State.EXPIRED, State.ROLLED_BACK, State.PREPARED]
+
+
+@pytest.mark.usefixtures("_checked")
+def test_prepared_with_a_key_and_a_delay_takes_its_place_in_the_order(peer):
+    half = prepare(TOPIC, {}, key="k", **IN_TIME)
+    later = published(key="k", delay=2 * HOUR)
+    half.commit()
+    pass_by(2.5 * HOUR)
+
+    drained(peer.url)
+
+    assert sent(peer) == ids([half, later])

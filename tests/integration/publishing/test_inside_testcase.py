@@ -1,0 +1,67 @@
+"""What a user's own tests do: publish and drain inside the transaction of a TestCase."""
+
+from __future__ import annotations
+
+import pytest
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.test import TestCase
+
+from inbox import idempotent_handler
+from inbox.handlers import registry
+from inbox.models import InboxMessage
+from inbox.models import State as InboxState
+from outbox import PublishedOutsideTransaction, publish
+from outbox.models import OutboxMessage, State
+from tests.support.apps.effects.models import Effect
+
+pytestmark = pytest.mark.every_database
+
+TOPIC = "tests.inside_a_test_case"
+
+
+class TestInsideATestCase(TestCase):
+    def handle_by(self, function):
+        idempotent_handler(TOPIC, name="tests.inside_a_test_case")(function)
+        self.addCleanup(registry.remove, "tests.inside_a_test_case")
+
+    def test_a_missing_transaction_fails_in_the_test_and_not_only_in_production(self):
+        with pytest.raises(PublishedOutsideTransaction):
+            publish(TOPIC, {})
+
+    def test_draining_runs_the_handlers(self):
+        self.handle_by(lambda message: Effect.objects.create(name=message.payload["name"]))
+        with transaction.atomic():
+            publish(TOPIC, {"name": "seen"})
+
+        call_command("outbox_relay", "--drain", verbosity=0)
+
+        assert Effect.objects.get().name == "seen"
+        assert InboxMessage.objects.get().state == InboxState.DONE
+        assert OutboxMessage.objects.get().state == State.PUBLISHED
+
+    def test_a_failing_handler_leaves_no_effect_and_the_test_goes_on(self):
+        def fail(message):
+            Effect.objects.create(name="half")
+            raise ValueError("no")
+
+        self.handle_by(fail)
+        with transaction.atomic():
+            publish(TOPIC, {})
+
+        call_command("outbox_relay", "--drain", verbosity=0)
+
+        assert not Effect.objects.exists()
+        assert InboxMessage.objects.get().state == InboxState.RETRYING
+
+    def test_the_tests_own_transaction_keeps_its_timeouts(self):
+        if connection.vendor != "postgresql":
+            return
+        with transaction.atomic():
+            publish(TOPIC, {})
+
+        call_command("outbox_relay", "--drain", verbosity=0)
+
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('lock_timeout')")
+            assert cursor.fetchone() == ("0", "0")

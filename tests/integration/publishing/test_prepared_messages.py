@@ -1,0 +1,484 @@
+"""Prepared messages: committed first, decided about once, and never forgotten."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+from django.test import override_settings
+
+from outbox import (
+    AlreadyDecided,
+    Answer,
+    HalfMessage,
+    InvalidMessage,
+    NoChecker,
+    PreparedInsideTransaction,
+    checker,
+    prepare,
+    signals,
+    store,
+)
+from outbox.checkers import checkers
+from outbox.conf import OutboxOptions
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.loop import StopRequest
+from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.relay.checks import askers
+from outbox.relay.service import serve
+from tests.support.deliveries import at_once
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    drained,
+    eventually,
+    ids,
+    in_hand,
+    in_threads,
+    published,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+)
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
+by_several = pytest.mark.django_db(transaction=True)
+
+TOPIC = "bank.transfer"
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def answers():
+    """The checker of the topic: the test puts its answers here; the last one is given again and again."""
+    given = [Answer.UNKNOWN]
+
+    @checker(TOPIC)
+    def ask(message):
+        answer = given.pop(0) if len(given) > 1 else given[0]
+        return answer(message) if callable(answer) else answer
+
+    yield given
+    checkers.remove(TOPIC)
+
+
+@contextmanager
+def connected_to(signal, receiver):
+    signal.connect(receiver)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver)
+
+
+def trail_of(half):
+    return list(TrailEntry.objects.filter(message_id=half.id).order_by("pk").values_list("was", "became"))
+
+
+def stuck(**options):
+    half = prepare(TOPIC, {}, **options)
+    set_columns(half, state=State.STUCK, attempts=15, last_error="nobody knows")
+    return half
+
+
+class TestPreparing:
+    def test_commits_a_row_that_no_relay_takes(self):
+        half = prepare(TOPIC, {"amount": 10}, biz_id="transfer-1", headers={"tenant": "acme"})
+
+        row = row_of(half)
+        assert (row.state, row.biz_id, bytes(row.body), row.attempts) == (State.PREPARED, "transfer-1", b'{"amount":10}', 0)
+        assert row.available_at - row.created_at == timedelta(seconds=6)
+        assert row.deliver_at is row.expires_at is None
+        with transaction.atomic():
+            assert not in_hand()
+
+    def test_fixes_its_instants_at_once(self):
+        half = prepare(TOPIC, {}, delay=HOUR, expires_in=HOUR)
+
+        row = row_of(half)
+        assert abs(row.deliver_at - row.created_at - HOUR) < timedelta(seconds=30)
+        assert abs(row.expires_at - row.deliver_at - HOUR) < timedelta(milliseconds=1)
+        assert row.available_at < row.deliver_at - HOUR / 2
+
+    def test_is_refused_inside_a_transaction_of_its_database_and_no_other(self):
+        with transaction.atomic(using="other"):
+            prepare(TOPIC, {})
+        with transaction.atomic(), pytest.raises(PreparedInsideTransaction, match="'default'"):
+            prepare(TOPIC, {})
+
+        assert states() == [State.PREPARED]
+
+    @by_several
+    def test_is_refused_where_a_connection_commits_nothing_by_itself(self):
+        connection.set_autocommit(False)
+        try:
+            with pytest.raises(PreparedInsideTransaction):
+                prepare(TOPIC, {})
+        finally:
+            connection.rollback()
+            connection.set_autocommit(True)
+
+    def test_is_refused_for_a_topic_without_a_checker(self):
+        with pytest.raises(NoChecker, match=r"'shop\.gone'.*bank\.transfer"):
+            prepare("shop.gone", {})
+
+    def test_is_refused_for_what_cannot_be_published(self):
+        with pytest.raises(InvalidMessage, match="priority"):
+            prepare(TOPIC, {}, priority=10)
+
+        assert states() == []
+
+
+class TestDeciding:
+    def test_a_committed_message_is_published(self):
+        half = prepare(TOPIC, {"amount": 10})
+        half.commit()
+
+        assert trail_of(half) == [(State.PREPARED, State.READY)]
+        with transaction.atomic():
+            assert [row.aside for row in in_hand()] == [True]  # where no reader has passed its place
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+            assert ids(peer.published) == [str(half.id)]
+        assert state_of(half) == State.PUBLISHED
+
+    def test_a_message_rolled_back_is_never_published(self):
+        half = prepare(TOPIC, {})
+        half.rollback()
+
+        assert trail_of(half) == [(State.PREPARED, State.ROLLED_BACK)]
+        assert row_of(half).settled_at is not None
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+            assert peer.published == []
+
+    def test_a_delay_that_is_ahead_is_waited_for(self):
+        later, passed = prepare(TOPIC, {}, delay=HOUR), prepare(TOPIC, {}, delay=HOUR)
+        set_columns(passed, deliver_at=DatabaseTime(-HOUR))
+        later.commit()
+        passed.commit()
+
+        assert (state_of(later), state_of(passed)) == (State.SCHEDULED, State.READY)
+        assert row_of(later).available_at == row_of(later).deliver_at
+
+    def test_one_that_expired_undecided_is_not_sent(self):
+        half = prepare(TOPIC, {}, expires_in=HOUR)
+        set_columns(half, expires_at=DatabaseTime(-HOUR))
+        half.commit()
+
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+            assert peer.published == []
+        assert state_of(half) == State.EXPIRED
+
+    def test_every_scheduling_column_is_set(self):
+        half = stuck()
+        before = row_of(half).available_at
+        half.commit()
+
+        row = row_of(half)
+        assert (row.state, row.attempts, row.last_error, row.settled_at) == (State.READY, 0, "", None)
+        assert row.available_at != before
+
+    def test_deciding_the_same_again_changes_nothing(self):
+        committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
+        for _ in range(2):
+            committed.commit()
+            dropped.rollback()
+        set_columns(committed, state=State.PUBLISHED)
+        committed.commit()
+
+        assert states() == [State.PUBLISHED, State.ROLLED_BACK]
+
+    def test_deciding_otherwise_is_an_error_that_names_the_state(self):
+        committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
+        store.commit_prepared("default", row_of(committed).pk)
+        store.roll_back_prepared("default", row_of(dropped).pk)
+
+        with pytest.raises(AlreadyDecided) as of_committed:
+            committed.rollback()
+        with pytest.raises(AlreadyDecided) as of_dropped:
+            dropped.commit()
+
+        assert (of_committed.value.message_id, of_committed.value.state) == (committed.id, State.READY)
+        assert (of_dropped.value.message_id, of_dropped.value.state) == (dropped.id, State.ROLLED_BACK)
+
+    def test_a_row_that_is_gone_is_an_error(self):
+        half = prepare(TOPIC, {})
+        OutboxMessage.objects.all().delete()
+
+        with pytest.raises(AlreadyDecided, match="not here any more"):
+            half.commit()
+
+    def test_joins_the_transaction_that_is_open(self):
+        half = prepare(TOPIC, {})
+        with transaction.atomic():
+            half.commit()
+            transaction.set_rollback(True)
+
+        assert state_of(half) == State.PREPARED
+        assert trail_of(half) == []
+
+    def test_an_error_leaves_the_transaction_that_is_open_usable(self):
+        half = prepare(TOPIC, {})
+        half.rollback()
+        with transaction.atomic():
+            with pytest.raises(AlreadyDecided):
+                half.commit()
+            published()
+
+        assert states() == [State.ROLLED_BACK, State.READY]
+
+    def test_on_another_database(self):
+        half = prepare(TOPIC, {}, using="other")
+        half.commit()
+
+        assert state_of(half, "other") == State.READY
+
+    def test_a_committed_message_takes_its_place_in_its_key(self):
+        first, half, last = published(key="k"), prepare(TOPIC, {}, key="k"), published(key="k")
+        half.commit()
+
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+            assert ids(peer.published) == ids([first, half, last])
+
+    def test_an_undecided_message_holds_up_nobody_of_its_key(self):
+        half, last = prepare(TOPIC, {}, key="k"), published(key="k")
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+            half.commit()
+            drained(peer.url)
+            assert ids(peer.published) == ids([last, half])
+
+    @by_several
+    def test_of_all_who_decide_at_the_same_time_exactly_one_does(self):
+        """Each of many messages at the same moment by its code, by its code's opposite, and by a checker or operator."""
+        halves = [prepare(TOPIC, {}) for _ in range(10)]
+        positions = {half: row_of(half).pk for half in halves}
+
+        def tried(decide, order):
+            def run():
+                won, lost = set(), {}
+                for half in order:
+                    try:
+                        decide(half)
+                        won.add(half)
+                    except AlreadyDecided as error:
+                        lost[half] = error.state
+                return won, lost
+
+            return run
+
+        (committed, not_committed), (dropped, not_dropped), _, _ = at_once(
+            [
+                tried(lambda half: half.commit(), halves),
+                tried(lambda half: half.rollback(), halves[::-1]),
+                tried(lambda half: store.commit_prepared("default", positions[half]), halves),
+                tried(lambda half: store.roll_back_prepared("default", positions[half]), halves[::-1]),
+            ]
+        )
+
+        assert committed | dropped == set(halves)
+        assert committed & dropped == set()
+        assert set(not_committed) == dropped
+        assert set(not_dropped) == committed
+        for half in halves:
+            state = State.READY if half in committed else State.ROLLED_BACK
+            assert (state_of(half), trail_of(half)) == (state, [(State.PREPARED, state)])
+        assert set(not_committed.values()) <= {State.ROLLED_BACK}
+        assert set(not_dropped.values()) <= {State.READY}
+
+
+class TestTheBlock:
+    def test_is_committed_at_its_end(self):
+        with prepare(TOPIC, {}) as half:
+            assert state_of(half) == State.PREPARED
+
+        assert state_of(half) == State.READY
+
+    def test_left_by_an_exception_stays_undecided_and_is_asked_about_at_once(self):
+        with pytest.raises(ConnectionError), prepare(TOPIC, {}) as half:
+            raise ConnectionError
+
+        assert state_of(half) == State.PREPARED
+        assert OutboxMessage.objects.filter(message_id=half.id, available_at__lte=DatabaseTime()).exists()
+
+    def test_may_decide_itself(self):
+        with prepare(TOPIC, {}) as dropped:
+            dropped.rollback()
+        with prepare(TOPIC, {}) as half:
+            half.commit()
+
+        assert [state_of(one) for one in (dropped, half)] == [State.ROLLED_BACK, State.READY]
+
+    def test_ends_well_when_the_checker_has_decided_the_same_and_tells_when_not(self):
+        with prepare(TOPIC, {}) as half:
+            store.commit_prepared("default", row_of(half).pk)
+        with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as half:
+            store.roll_back_prepared("default", row_of(half).pk)
+
+    def test_lets_its_exception_go_on_when_the_database_is_of_no_help(self):
+        half = prepare(TOPIC, {})
+        with pytest.raises(IntegrityError), transaction.atomic(), half:
+            OutboxMessage.objects.create(message_id=half.id)
+
+        assert state_of(half) == State.PREPARED
+
+
+def overdue(half, by=timedelta(seconds=1)):
+    """Its check has been due for so long."""
+    set_columns(half, available_at=DatabaseTime(-by))
+    return half
+
+
+def asked(**options):
+    """Ask about everything that is due, once; how many questions that were."""
+    (attendant,) = askers("default", OutboxOptions(**{"CHECK_EVERY": HOUR, **options}))
+    return attendant.drain(StopRequest())
+
+
+class TestChecking:
+    def test_waits_for_its_time(self):
+        overdue(prepare(TOPIC, {}), -HOUR)
+
+        assert asked() == 0
+
+    def test_asks_about_the_message_and_decides_by_the_answer(self, answers):
+        heard = []
+        answers[:] = [lambda message: heard.append(message) or Answer.COMMIT, Answer.ROLLBACK]
+        halves = [
+            overdue(prepare(TOPIC, {"amount": 10}, biz_id="transfer-1", key="k", headers={"tenant": "acme"}), HOUR),
+            overdue(prepare(TOPIC, {})),
+        ]
+
+        assert asked() == 2
+        assert heard == [
+            HalfMessage(
+                id=halves[0].id,
+                topic=TOPIC,
+                biz_id="transfer-1",
+                key="k",
+                payload={"amount": 10},
+                headers={"tenant": "acme"},
+                created_at=row_of(halves[0]).created_at,
+                checks=0,
+            )
+        ]
+        assert [state_of(half) for half in halves] == [State.READY, State.ROLLED_BACK]
+        assert TrailEntry.objects.filter(reason="its checker answered commit").count() == 1
+
+    def test_goes_on_asking_until_it_is_stuck_and_tells(self, caplog, answers):
+        told = []
+        half = prepare(TOPIC, {})
+        with connected_to(signals.message_stuck, lambda message, error, **_: told.append((message.id, error))):
+            for checks in range(3):
+                assert (state_of(half), row_of(half).attempts) == (State.PREPARED, checks)
+                overdue(half)
+                asked(CHECK_LIMIT=3)
+
+        assert (state_of(half), row_of(half).attempts) == (State.STUCK, 3)
+        assert told == [(half.id, row_of(half).last_error)]
+        assert "its checker answered unknown, 3 of 3 times" in caplog.text
+        assert trail_of(half) == [(State.PREPARED, State.STUCK)]
+        overdue(half)
+        assert asked() == 0
+
+    @pytest.mark.parametrize("answer", [lambda _: 1 / 0, lambda _: sys.exit(1), "commit"])
+    def test_does_not_count_what_is_no_answer(self, caplog, answers, answer):
+        answers[:] = [answer]
+        half = overdue(prepare(TOPIC, {}))
+
+        assert asked(CHECK_LIMIT=1) == 1
+        row = row_of(half)
+        assert (row.state, row.attempts) == (State.PREPARED, 0)
+        assert row.last_error.startswith("no answer: ")
+        assert not asked()
+        assert str(half.id) in caplog.text
+
+    def test_loses_a_race_without_a_trace_unless_the_answers_differ(self, caplog, answers):
+        def decided_meanwhile(message):
+            decide = message.payload["decide"]
+            decide_by = {"commit": store.commit_prepared, "rollback": store.roll_back_prepared}[decide]
+            assert decide_by("default", OutboxMessage.objects.get(message_id=message.id).pk)
+            return Answer.COMMIT
+
+        answers[:] = [decided_meanwhile]
+        same = overdue(prepare(TOPIC, {"decide": "commit"}))
+        asked()
+        assert "wrong" not in caplog.text
+
+        other = overdue(prepare(TOPIC, {"decide": "rollback"}))
+        asked()
+        assert f"{other.id} ({TOPIC}, biz-id {other.id}), and it is rolled_back" in caplog.text
+        assert (state_of(same), state_of(other)) == (State.READY, State.ROLLED_BACK)
+
+    def test_an_answer_to_an_older_question_is_not_counted(self, answers):
+        half = overdue(prepare(TOPIC, {}))
+        position = row_of(half).pk
+        answers[:] = [lambda _: store.count_unknown("default", position, 0, 15, "another") and Answer.UNKNOWN]
+        asked()
+
+        assert (row_of(half).attempts, row_of(half).last_error) == (1, "another")
+
+    def test_of_a_topic_that_has_no_checker_is_told_and_left_to_those_who_have(self, caplog):
+        half = prepare(TOPIC, {})
+        set_columns(half, topic="bank.gone")
+        overdue(half)
+        assert asked() == 0
+        assert row_of(half).last_error == ""
+
+        overdue(half, 2 * HOUR)
+        assert asked() == 0
+        assert "1 prepared messages of the topic 'bank.gone'" in caplog.text
+        assert "has a checker" in row_of(half).last_error
+        assert [row.pk for row in store.claim_checks("default", ["bank.gone"], 10, HOUR)] == [row_of(half).pk]
+
+    def test_is_done_by_a_relay_that_drains(self, answers):
+        answers[:] = [Answer.COMMIT]
+        half = overdue(prepare(TOPIC, {}))
+        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url}):
+            serve("default", drain=True)
+            assert ids(peer.published) == [str(half.id)]
+
+    @by_several
+    def test_is_done_by_one_of_several_relays_while_messages_flow(self, answers):
+        asked_about = []
+        answers[:] = [lambda message: asked_about.append(message.id) or Answer.COMMIT]
+        stop = StopRequest()
+        spans = {"CHECK_AFTER": timedelta(milliseconds=1), "CHECK_EVERY": HOUR}
+        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **spans}):
+            halves = [prepare(TOPIC, {}) for _ in range(12)]
+            with in_threads(*(partial(serve, "default", stop=stop) for _ in range(2)), stop=stop):
+                eventually(lambda: states() == [State.PUBLISHED] * len(halves))
+
+        assert Counter(asked_about) == Counter(half.id for half in halves)
+
+    def test_is_nobodys_work_where_nothing_is_registered(self):
+        checkers.remove(TOPIC)
+
+        assert askers("default", OutboxOptions()) == ()
+
+
+class TestResuming:
+    def test_asks_a_stuck_message_anew_and_at_once(self):
+        half = stuck()
+        position = row_of(half).pk
+
+        assert [store.resume("default", position, reason="looked into it") for _ in range(2)] == [True, False]
+        assert (state_of(half), row_of(half).attempts) == (State.PREPARED, 0)
+        assert OutboxMessage.objects.filter(pk=position, available_at__lte=DatabaseTime()).exists()
+        assert trail_of(half) == [(State.STUCK, State.PREPARED)]
+
+    def test_a_stuck_message_can_be_decided(self):
+        committed, dropped = stuck(), stuck()
+        committed.commit()
+        dropped.rollback()
+
+        assert states() == [State.READY, State.ROLLED_BACK]
+        assert trail_of(committed) == [(State.STUCK, State.READY)]

@@ -1,0 +1,457 @@
+"""A message exists if and only if the transaction that wrote it committed."""
+
+import asyncio
+import json
+import threading
+import uuid
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from functools import partial
+from typing import ClassVar
+
+import pytest
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import connection, connections, transaction
+from django.test import TestCase
+
+from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, publish, publish_many
+from outbox.kernel.context import Cause, caused_by
+from outbox.models import SHARDS, OutboxMessage, State
+from tests.support.apps.effects.models import Effect
+from tests.support.relaying import TOPIC, eventually, in_threads, published, row_of
+
+# Most of these need no real commit. Those that look from another thread say so.
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
+committed = pytest.mark.django_db(transaction=True)
+
+
+class Surprise(Exception):
+    """What the business code did not expect."""
+
+
+class TestTheTransaction:
+    def test_commits_the_message_together_with_the_change(self):
+        with transaction.atomic():
+            Effect.objects.create(name="order")
+            message = publish(TOPIC, {"order": 1})
+
+        assert Effect.objects.count() == 1
+        assert row_of(message).state == State.READY
+
+    def test_rolls_the_message_back_together_with_the_change(self):
+        def place():
+            with transaction.atomic():
+                Effect.objects.create(name="order")
+                publish(TOPIC, {"order": 1})
+                raise Surprise
+
+        with pytest.raises(Surprise):
+            place()
+
+        assert not Effect.objects.exists()
+        assert not OutboxMessage.objects.exists()
+
+    def test_rolls_back_what_belongs_to_a_savepoint_and_keeps_the_rest(self):
+        def attempt():
+            with transaction.atomic():
+                publish(TOPIC, {"try": 1}, biz_id="inside")
+                raise Surprise
+
+        with transaction.atomic():
+            publish(TOPIC, {}, biz_id="before")
+            with pytest.raises(Surprise):
+                attempt()
+            publish(TOPIC, {}, biz_id="after")
+
+        assert list(OutboxMessage.objects.order_by("pk").values_list("biz_id", flat=True)) == ["before", "after"]
+
+    def test_that_is_marked_for_rollback_publishes_nothing(self):
+        with transaction.atomic():
+            publish(TOPIC, {})
+            transaction.set_rollback(True)
+
+        assert not OutboxMessage.objects.exists()
+
+    @committed
+    def test_shows_the_message_to_nobody_before_it_commits(self):
+        seen = []
+        with transaction.atomic():
+            publish(TOPIC, {})
+            with in_threads(lambda: seen.append(OutboxMessage.objects.count())):
+                pass
+
+        assert seen == [0]
+
+    def test_of_another_database_carries_its_own_message(self):
+        message = published(using="other")
+
+        assert row_of(message, "other").state == State.READY
+        assert not OutboxMessage.objects.using("default").exists()
+
+
+class TestOutsideOfATransaction:
+    @committed
+    def test_publishing_in_autocommit_is_refused_with_the_remedy(self):
+        with pytest.raises(PublishedOutsideTransaction, match=r"'default'.*transaction\.atomic\(\)"):
+            publish(TOPIC, {})
+
+        assert not OutboxMessage.objects.exists()
+
+    def test_publishing_many_is_refused_also_when_there_are_none(self):
+        for drafts in ([Draft(TOPIC, {})], []):
+            with pytest.raises(PublishedOutsideTransaction):
+                publish_many(drafts)
+
+        assert not OutboxMessage.objects.exists()
+
+    def test_a_transaction_on_another_database_does_not_count(self):
+        with (
+            transaction.atomic(),
+            pytest.raises(PublishedOutsideTransaction, match=r"'other'.*atomic\(using='other'\)"),
+        ):
+            publish(TOPIC, {}, using="other")
+
+        assert not OutboxMessage.objects.using("other").exists()
+
+    @committed
+    def test_an_on_commit_hook_is_outside(self):
+        refused = []
+
+        def hook():
+            with pytest.raises(PublishedOutsideTransaction):
+                publish(TOPIC, {})
+            refused.append(True)
+
+        with transaction.atomic():
+            transaction.on_commit(hook)
+
+        assert refused == [True]
+        assert not OutboxMessage.objects.exists()
+
+    @committed
+    def test_another_thread_is_outside(self):
+        refused = []
+
+        def elsewhere():
+            try:
+                publish(TOPIC, {})
+            except PublishedOutsideTransaction:
+                refused.append(True)
+
+        with transaction.atomic(), in_threads(elsewhere):
+            pass
+
+        assert refused == [True]
+
+
+class TestInsideATestCase(TestCase):
+    """The transaction around a test is not one of the code under test."""
+
+    databases: ClassVar = {"default", "other"}
+
+    def test_a_missing_atomic_block_is_found(self):
+        for alias in self.databases:
+            with pytest.raises(PublishedOutsideTransaction):
+                publish(TOPIC, {}, using=alias)
+        assert not OutboxMessage.objects.exists()
+
+    def test_an_atomic_block_of_the_code_counts(self):
+        with transaction.atomic():
+            message = publish(TOPIC, {})
+
+        assert row_of(message).state == State.READY
+
+    def test_an_atomic_block_on_the_wrong_database_does_not(self):
+        with transaction.atomic(), pytest.raises(PublishedOutsideTransaction):
+            publish(TOPIC, {}, using="other")
+
+
+def test_the_transaction_of_a_pytest_test_is_not_one_of_the_code_either():
+    with pytest.raises(PublishedOutsideTransaction):
+        publish(TOPIC, {})
+
+
+class TestWhatIsWritten:
+    def test_is_the_payload_byte_for_byte_as_it_will_travel(self):
+        payload = {
+            "text": "Käse 🍰",
+            "total": Decimal("9.90"),
+            "day": date(2026, 3, 1),
+            "id": uuid.UUID(int=7),
+            "rest": timedelta(minutes=1),
+            "none": None,
+            "list": [1, 2.5, True],
+        }
+        message = published(payload=payload)
+
+        body = bytes(row_of(message).body)
+        assert (
+            body
+            == (
+                '{"text":"Käse 🍰","total":"9.90","day":"2026-03-01","id":"00000000-0000-0000-0000-000000000007",'
+                '"rest":"P0DT00H01M00S","none":null,"list":[1,2.5,true]}'
+            ).encode()
+        )
+
+    def test_does_not_change_when_the_payload_changes_afterwards(self):
+        payload = {"count": 1}
+        with transaction.atomic():
+            message = publish(TOPIC, payload)
+            payload["count"] = 2
+
+        assert json.loads(bytes(row_of(message).body)) == {"count": 1}
+
+    @pytest.mark.parametrize("payload", [None, 0, "", "text", [], {}, False, "\x00", 10**40])
+    def test_may_be_any_json(self, payload):
+        assert json.loads(bytes(row_of(published(payload=payload)).body) if payload is not None else "{}") == (
+            {} if payload is None else payload
+        )
+
+    def test_names_the_message_itself_unless_the_business_does(self):
+        unnamed, named = published(), published(biz_id="order-17")
+
+        assert (unnamed.biz_id, row_of(unnamed).biz_id) == (str(unnamed.id), str(unnamed.id))
+        assert (named.biz_id, row_of(named).biz_id) == ("order-17", "order-17")
+
+    def test_is_answered_with_what_it_is(self):
+        first, second = published(biz_id="a"), published("other.topic", biz_id="b")
+
+        assert (first.topic, second.topic) == (TOPIC, "other.topic")
+        assert first.created
+        assert first.id.version == 7
+        assert first.position == row_of(first).pk < second.position
+
+    def test_keeps_headers_with_their_types(self):
+        headers = {"text": "grün", "n": -(2**63), "big": 2**63 - 1, "f": 0.5, "yes": True, "": None}
+        del headers[""]
+
+        assert row_of(published(headers=headers)).headers == headers
+
+    def test_begins_a_chain_that_handlers_continue(self):
+        first = published()
+        trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+        with caused_by(Cause(str(first.id), "the-first-of-all", trace)):
+            second = published()
+
+        assert (row_of(first).correlation_id, row_of(first).causation_id) == (str(first.id), "")
+        row = row_of(second)
+        assert (row.correlation_id, row.causation_id, row.traceparent) == ("the-first-of-all", str(first.id), trace)
+
+    def test_takes_a_traceparent_from_the_headers(self):
+        row = row_of(published(headers={"traceparent": "00-aa-bb-01", "tenant": "acme"}))
+
+        assert row.traceparent == "00-aa-bb-01"
+        assert row.headers == {"tenant": "acme"}
+
+    def test_has_the_shard_of_its_key(self):
+        rows = [row_of(published(key=key)) for key in ("customer-1", "customer-1", "", "", "", "")]
+
+        assert rows[0].shard == rows[1].shard
+        assert all(0 <= row.shard < SHARDS for row in rows)
+
+    def test_spreads_over_the_shards(self):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"customer-{n}") for n in range(1_000)])
+
+        assert OutboxMessage.objects.values("shard").distinct().count() == SHARDS
+
+
+class TestUnique:
+    def test_returns_the_first_message_and_writes_no_second(self):
+        first = published(payload={"n": 1}, biz_id="order-1", unique=True)
+        second = published(payload={"n": 2}, biz_id="order-1", unique=True)
+
+        assert first.created
+        assert not second.created
+        assert (second.id, second.position, second.biz_id) == (first.id, first.position, "order-1")
+        assert bytes(OutboxMessage.objects.get().body) == b'{"n":1}'
+
+    def test_is_by_topic_and_biz_id(self):
+        for topic, biz_id in [("a", "1"), ("a", "2"), ("b", "1")]:
+            assert published(topic, biz_id=biz_id, unique=True).created
+
+    def test_does_not_see_messages_that_did_not_ask_for_it(self):
+        published(biz_id="order-1")
+
+        assert published(biz_id="order-1", unique=True).created
+        assert published(biz_id="order-1").created
+        assert OutboxMessage.objects.count() == 3
+
+    def test_holds_also_after_the_first_was_published(self):
+        first = published(biz_id="order-1", unique=True)
+        OutboxMessage.objects.update(state=State.PUBLISHED)
+
+        assert published(biz_id="order-1", unique=True).id == first.id
+
+    def test_holds_within_one_transaction(self):
+        with transaction.atomic():
+            first = publish(TOPIC, {}, biz_id="order-1", unique=True)
+            assert publish(TOPIC, {}, biz_id="order-1", unique=True).id == first.id
+
+    def test_of_a_rolled_back_first_leaves_room_for_the_next(self):
+        with transaction.atomic():
+            publish(TOPIC, {}, biz_id="order-1", unique=True)
+            transaction.set_rollback(True)
+
+        assert published(biz_id="order-1", unique=True).created
+
+    @committed
+    def test_leaves_one_row_of_two_concurrent_twins(self):
+        answers, start = [], threading.Barrier(2)
+
+        def twin():
+            for number in range(20):
+                start.wait()
+                with transaction.atomic():
+                    answers.append(publish(TOPIC, {}, biz_id=f"order-{number}", unique=True))
+
+        with in_threads(twin, twin):
+            pass
+
+        for number in range(20):
+            one, other = [answer for answer in answers if answer.biz_id == f"order-{number}"]
+            assert (one.id, one.position) == (other.id, other.position)
+            assert one.created != other.created
+        assert OutboxMessage.objects.count() == 20
+
+    @committed
+    @pytest.mark.parametrize("ending", ["commits", "rolls back"])
+    def test_waits_for_a_twin_that_is_not_decided_yet(self, ending):
+        answers = []
+
+        def twin():
+            with transaction.atomic():
+                answers.append(publish(TOPIC, {}, biz_id="order-1", unique=True))
+
+        with transaction.atomic():
+            first = publish(TOPIC, {}, biz_id="order-1", unique=True)
+            second = threading.Thread(target=lambda: (twin(), connections.close_all()))
+            second.start()
+            if connection.vendor == "postgresql":
+                eventually(somebody_waits_for_a_lock)
+            assert not answers
+            transaction.set_rollback(ending == "rolls back")
+        second.join()
+
+        [answer] = answers
+        assert answer.created == (ending == "rolls back")
+        assert (answer.id == first.id) == (ending == "commits")
+        assert OutboxMessage.objects.count() == 1
+
+
+def somebody_waits_for_a_lock():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
+        return cursor.fetchone()[0]
+
+
+class TestPublishingMany:
+    def test_answers_in_the_order_of_the_drafts(self):
+        drafts = [Draft(f"topic.{n}", {"n": n}, biz_id=f"b{n}") for n in range(1_203)]
+        with transaction.atomic():
+            answers = publish_many(iter(drafts))
+
+        assert [answer.biz_id for answer in answers] == [draft.biz_id for draft in drafts]
+        rows = {row.message_id: row for row in OutboxMessage.objects.all()}
+        assert len(rows) == len(drafts)
+        for answer, draft in zip(answers, drafts, strict=True):
+            row = rows[answer.id]
+            assert (row.pk, row.topic, json.loads(bytes(row.body))) == (answer.position, draft.topic, draft.payload)
+
+    def test_gives_positions_in_the_order_of_the_drafts(self):
+        with transaction.atomic():
+            answers = publish_many(Draft(TOPIC, {}, key="customer-1") for _ in range(1_203))
+
+        positions = [answer.position for answer in answers]
+        assert positions == sorted(positions)
+
+    def test_keeps_the_order_of_a_key_also_when_some_are_unique(self):
+        """The position is what the order of a key goes by."""
+        with transaction.atomic():
+            answers = publish_many(
+                [
+                    Draft(TOPIC, {}, key="customer-1", biz_id="placed", unique=True),
+                    Draft(TOPIC, {}, key="customer-1", biz_id="paid"),
+                    Draft(TOPIC, {}, key="customer-1", biz_id="shipped", unique=True),
+                ]
+            )
+
+        positions = [answer.position for answer in answers]
+        assert positions == sorted(positions)
+
+    def test_takes_every_option_of_a_single_one(self):
+        with transaction.atomic():
+            [answer] = publish_many(
+                [Draft(TOPIC, {}, biz_id="b", headers={"tenant": "acme"}, priority=3, delay=timedelta(hours=1))]
+            )
+
+        row = row_of(answer)
+        assert (row.state, row.priority, row.headers) == (State.SCHEDULED, 3, {"tenant": "acme"})
+
+    def test_returns_the_first_of_unique_ones(self):
+        first = published(biz_id="order-1", unique=True)
+        with transaction.atomic():
+            answers = publish_many(
+                [
+                    Draft(TOPIC, {}, biz_id="order-2", unique=True),
+                    Draft(TOPIC, {}, biz_id="order-1", unique=True),
+                    Draft(TOPIC, {}, biz_id="order-1"),
+                    Draft(TOPIC, {}, biz_id="order-2", unique=True),
+                ]
+            )
+
+        assert [answer.created for answer in answers] == [True, False, True, False]
+        assert answers[1].id == first.id
+        assert answers[3].id == answers[0].id
+        assert OutboxMessage.objects.count() == 3
+
+    def test_is_refused_as_a_whole_when_one_of_them_is_bad(self):
+        with transaction.atomic():
+            with pytest.raises(ValueError, match="topic is empty"):
+                publish_many([Draft(TOPIC, {}), Draft("", {}), Draft(TOPIC, {})])
+            published_after = publish(TOPIC, {})
+
+        assert [row.message_id for row in OutboxMessage.objects.all()] == [published_after.id]
+
+    def test_of_nothing_writes_nothing(self):
+        with transaction.atomic():
+            assert publish_many([]) == []
+
+
+class TestAsync:
+    @committed
+    def test_joins_the_transaction_it_is_called_in(self):
+        def business():
+            try:
+                with transaction.atomic():
+                    Effect.objects.create(name="order")
+                    return async_to_sync(partial(apublish, TOPIC, {"n": 1}, biz_id="order-1"))()
+            finally:
+                connections.close_all()
+
+        message = asyncio.run(sync_to_async(business)())
+
+        assert message.biz_id == "order-1"
+        assert OutboxMessage.objects.count() == 1
+
+    def test_many_do_too(self):
+        with transaction.atomic():
+            answers = async_to_sync(apublish_many)([Draft(TOPIC, {}), Draft(TOPIC, {})])
+
+        assert len(answers) == OutboxMessage.objects.count() == 2
+
+    def test_is_refused_without_one(self):
+        with pytest.raises(PublishedOutsideTransaction):
+            async_to_sync(apublish)(TOPIC, {})
+
+
+def test_the_columns_hold_instants_the_orm_can_compare():
+    """Written by hand-made SQL, read by Django: both must mean the same form."""
+    message = published(delay=timedelta(hours=1), expires_in=timedelta(hours=2))
+
+    row = row_of(message)
+    assert isinstance(row.created_at, datetime)
+    assert row.available_at == row.deliver_at
+    later = OutboxMessage.objects.filter(available_at__gt=row.created_at + timedelta(minutes=59))
+    assert later.exists()
+    assert not later.filter(available_at__gt=row.created_at + timedelta(minutes=61)).exists()

@@ -1,0 +1,146 @@
+"""Many messages are what as many single ones are, in few statements."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+from django.test.utils import CaptureQueriesContext
+from django.utils.timezone import get_fixed_timezone
+
+import outbox.api
+from outbox import Draft, publish, publish_many
+from outbox.kernel.clock import utcnow
+from outbox.kernel.context import Cause, caused_by
+from outbox.models import OutboxMessage
+from outbox.store import writing
+from tests.support.relaying import TOPIC, row_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+HOUR = timedelta(hours=1)
+# In milliseconds, which is as exact as every database can be.
+AN_INSTANT = (utcnow() + timedelta(days=365)).replace(microsecond=123_000).astimezone(get_fixed_timezone(330))
+INSTANTS = ("deliver_at", "available_at", "expires_at")
+
+DRAFTS = {
+    "nothing but a payload": Draft(TOPIC, {}),
+    "names": Draft("käse.🍰", None, biz_id='"\\N"', key="customer\\.'4'"),
+    "payload": Draft(TOPIC, {"text": 'a\\b\n"🍰\x00', "list": [1, 2.5, None, True]}),
+    "headers": Draft(TOPIC, {}, headers={"text": "grün\\", "n": -(2**63), "f": 0.5, "yes": True, "traceparent": "00-a-b-01"}),
+    "priority": Draft(TOPIC, {}, priority=9),
+    "delay": Draft(TOPIC, {}, delay=HOUR + timedelta(microseconds=2_000)),
+    "no delay": Draft(TOPIC, {}, delay=timedelta()),
+    "instant": Draft(TOPIC, {}, deliver_at=AN_INSTANT),
+    "past": Draft(TOPIC, {}, deliver_at=datetime(1999, 1, 1, tzinfo=UTC)),
+    "expiry": Draft(TOPIC, {}, expires_in=HOUR),
+    "expiry after a delay": Draft(TOPIC, {}, delay=HOUR, expires_in=HOUR),
+    "expiry after an instant": Draft(TOPIC, {}, deliver_at=AN_INSTANT, expires_in=HOUR),
+}
+
+
+@pytest.fixture(params=["inserted", "copied"])
+def few_or_many(request, monkeypatch):
+    """The two ways of writing: with INSERT, and on PostgreSQL with COPY, whatever their number."""
+    monkeypatch.setattr(writing, "_COPIED_FROM", 1 if request.param == "copied" else 1_000_000)
+
+
+def arguments(draft):
+    return {name: value for name, value in vars(draft).items() if name not in {"topic", "payload"}}
+
+
+def told(row):
+    """What a row says, apart from what only this one can say: its own id, its place, the time."""
+    own = str(row.message_id)
+    columns = {field.attname: getattr(row, field.attname) for field in row._meta.fields}
+    for name in ("id", "message_id", "shard", "created_at", *INSTANTS):
+        del columns[name]
+    exactly = {name: getattr(row, name) in {row.created_at, row.available_at, AN_INSTANT, None} for name in INSTANTS}
+    return {name: "own" if value == own else value for name, value in columns.items()} | {
+        "body": bytes(row.body),
+        "due at once": row.available_at == row.created_at,
+        "exactly": exactly,
+    }
+
+
+def times(row):
+    return [instant and (instant - row.created_at).total_seconds() for instant in (getattr(row, name) for name in INSTANTS)]
+
+
+@pytest.mark.usefixtures("few_or_many")
+@pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
+def test_each_of_many_is_written_as_a_single_one(draft):
+    with transaction.atomic(), caused_by(Cause("the-cause", "the-first", "00-c-d-01")):
+        single = publish(draft.topic, draft.payload, **arguments(draft))
+        answers = publish_many([draft, draft])
+    with transaction.atomic():
+        [uncaused] = publish_many([draft])
+
+    one = row_of(single)
+    for row in map(row_of, answers):
+        assert told(row) == told(one)
+        assert times(row) == [seconds and pytest.approx(seconds, abs=20) for seconds in times(one)]
+    assert row_of(uncaused).correlation_id == str(uncaused.id)
+
+
+@pytest.mark.usefixtures("few_or_many")
+def test_what_is_ready_at_once_is_due_when_it_was_created():
+    """To the last digit: the relay's stream is an index of such rows."""
+    with transaction.atomic():
+        ready = [publish(TOPIC, {}), publish(TOPIC, {}, expires_in=HOUR), *publish_many([Draft(TOPIC, {})] * 3)]
+        later = publish_many([Draft(TOPIC, {}, delay=HOUR), Draft(TOPIC, {}, deliver_at=AN_INSTANT)])
+
+    assert all(row_of(message).available_at == row_of(message).created_at for message in ready)
+    assert not any(row_of(message).available_at == row_of(message).created_at for message in later)
+
+
+@pytest.mark.usefixtures("few_or_many")
+def test_the_answers_are_those_of_the_rows():
+    drafts = [Draft(f"topic.{n % 7}", {"n": n}, biz_id=f"b{n}") for n in range(1_203)]
+    with transaction.atomic():
+        answers = publish_many(drafts)
+
+    rows = OutboxMessage.objects.order_by("pk")
+    assert [(row.pk, row.message_id, row.topic, row.biz_id) for row in rows] == [
+        (answer.position, answer.id, answer.topic, answer.biz_id) for answer in answers
+    ]
+    assert [row.biz_id for row in rows] == [draft.biz_id for draft in drafts]
+
+
+@pytest.mark.usefixtures("few_or_many")
+def test_an_error_of_the_database_is_one_of_djangos(monkeypatch):
+    ids = outbox.api.new_message_ids
+    monkeypatch.setattr(outbox.api, "new_message_ids", lambda count: ids(1) * count)
+
+    with pytest.raises(IntegrityError), transaction.atomic():
+        publish_many([Draft(TOPIC, {}), Draft(TOPIC, {})])
+
+    assert not OutboxMessage.objects.exists()
+
+
+@pytest.mark.usefixtures("few_or_many")
+def test_a_transaction_that_is_lost_takes_no_more():
+    with transaction.atomic():
+        transaction.set_rollback(True)
+        with pytest.raises(transaction.TransactionManagementError):
+            publish_many([Draft(TOPIC, {}), Draft(TOPIC, {})])
+
+
+def statements(published):
+    with CaptureQueriesContext(connection) as queries, transaction.atomic():
+        published()
+    return [query["sql"].split()[0] for query in queries if query["sql"].split()[0] in {"SELECT", "INSERT", "COPY"}]
+
+
+def test_one_takes_one_statement():
+    assert statements(lambda: publish(TOPIC, {})) == ["INSERT"]
+    assert statements(lambda: publish(TOPIC, {}, biz_id="b", unique=True)) == ["INSERT"]
+
+
+def test_a_few_take_one_statement():
+    assert statements(lambda: publish_many([Draft(TOPIC, {})] * 5)) == ["INSERT"]
+
+
+def test_many_take_few_statements_and_all_are_seen_by_who_watches_the_connection():
+    expected = ["SELECT", "COPY"] if connection.vendor == "postgresql" else ["INSERT"] * 3
+
+    assert statements(lambda: publish_many([Draft(TOPIC, {})] * 1_500)) == expected

@@ -1,0 +1,321 @@
+"""Bringing back what was cancelled, has expired or is dead: in place, once, at its own time, and honestly told."""
+
+from __future__ import annotations
+
+import io
+import uuid
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection, transaction
+from django.utils import timezone
+
+from outbox import InvalidMessage, UnknownMessage, cancel, reschedule, restore, restoring, store
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import OutboxMessage, State, TrailEntry
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+HOUR = timedelta(hours=1)
+A_MOMENT = timedelta(minutes=5)
+RESTORABLE = [State.CANCELLED, State.EXPIRED, State.DEAD]
+
+
+def gone(state=State.CANCELLED, **options):
+    """A message that ended so an hour ago, after three attempts."""
+    message = published(**options)
+    set_columns(message, state=state, attempts=3, last_error="refused", settled_at=DatabaseTime(-HOUR))
+    return message
+
+
+def due(message, ago):
+    """It was due so long ago, and lasts as long from then as it did."""
+    row = row_of(message)
+    expires_at = row.expires_at and DatabaseTime(-ago + (row.expires_at - row.available_at))
+    set_columns(message, deliver_at=DatabaseTime(-ago), available_at=DatabaseTime(-ago), expires_at=expires_at)
+
+
+def is_about(instant, expected):
+    return abs(instant - expected) < A_MOMENT
+
+
+def run(*arguments):
+    out = io.StringIO()
+    call_command("outbox_restore", *arguments, stdout=out, stderr=out)
+    return out.getvalue()
+
+
+class TestAMessage:
+    @pytest.mark.parametrize("state", RESTORABLE)
+    def test_whose_time_is_ahead_is_scheduled_for_it(self, state):
+        message = gone(state, delay=2 * HOUR, expires_in=HOUR)
+        before = row_of(message)
+
+        assert restore(message.id) == restoring.Restoration(restored=1)
+
+        row = row_of(message)
+        assert (row.pk, row.state, row.attempts, row.settled_at) == (before.pk, State.SCHEDULED, 0, None)
+        assert row.available_at == row.deliver_at == before.deliver_at
+        assert row.expires_at == before.expires_at
+
+    @pytest.mark.parametrize("state", RESTORABLE)
+    @pytest.mark.parametrize("ago", [None, 3 * HOUR], ids=["not delayed", "due before"])
+    def test_whose_time_has_passed_is_ready(self, state, ago):
+        message = gone(state)
+        if ago:
+            due(message, ago)
+        before = row_of(message)
+
+        assert restore(message.id)
+
+        row = row_of(message)
+        assert (row.state, row.attempts, row.settled_at, row.deliver_at) == (State.READY, 0, None, before.deliver_at)
+        assert is_about(row.available_at, timezone.now())
+        assert row.available_at != row.created_at, "a relay has read that index past its place"
+        assert row.last_error == "refused"
+
+    @pytest.mark.django_db(transaction=True)
+    def test_is_published_with_the_message_id_it_had_and_says_that_it_comes_again(self):
+        message = gone(State.EXPIRED, expires_in=HOUR)
+        due(message, 5 * HOUR)
+
+        assert restore(message.id)
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+
+            [arrived] = peer.published
+        assert state_of(message) == State.PUBLISHED
+        assert ids([arrived]) == [str(message.id)]
+        assert arrived.headers["cloudEvents:replay"] == "operator"
+
+    def test_lasts_as_long_again_each_time_and_no_longer(self):
+        message = gone(State.EXPIRED, expires_in=10 * A_MOMENT)
+        due(message, 24 * HOUR)
+        for _ in range(2):
+            assert restore(message.id)
+
+            row = row_of(message)
+            assert is_about(row.expires_at - row.available_at, 10 * A_MOMENT)
+            # An hour goes by, in which it expires.
+            past = {name: getattr(row, name) - HOUR for name in ("created_at", "deliver_at", "available_at", "expires_at")}
+            set_columns(message, state=State.EXPIRED, settled_at=DatabaseTime(), **past)
+
+        set_columns(message, state=State.READY)
+        assert reschedule(message.id, delay=HOUR)
+        assert is_about(row_of(message).expires_at, timezone.now() + HOUR + 10 * A_MOMENT)
+
+    def test_that_never_expired_still_does_not(self):
+        message = gone()
+
+        assert restore(message.id)
+        assert row_of(message).expires_at is None
+
+    def test_is_restored_once(self):
+        message = gone()
+
+        assert restore(message.id)
+        assert restore(message.id) == restoring.Restoration(restored=0, left={"ready": 1})
+
+    def test_in_another_state_is_left_and_its_state_told(self):
+        for state in set(State) - set(RESTORABLE):
+            message = gone(state)
+
+            restored = restore(str(message.id))
+
+            assert (restored.restored, restored.left) == (0, {state: 1})
+            assert not restored
+            assert state_of(message) == state
+
+    def test_that_is_overdue_can_be_left(self):
+        late, ahead = gone(biz_id="b"), gone(biz_id="b", delay=HOUR)
+
+        assert restore(topic=TOPIC, biz_id="b", overdue=False) == restoring.Restoration(restored=1, left={"overdue": 1})
+        assert (state_of(late), state_of(ahead)) == (State.CANCELLED, State.SCHEDULED)
+
+    def test_leaves_a_trail_from_the_state_it_was_in(self):
+        messages = {state: gone(state, biz_id="b") for state in RESTORABLE}
+
+        restore(topic=TOPIC, biz_id="b")
+
+        for state, message in messages.items():
+            entry = TrailEntry.objects.get(message_id=message.id, became=State.READY)
+            assert (entry.was, entry.reason) == (state, "restore() by the business")
+
+    @pytest.mark.django_db(transaction=True)
+    def test_of_a_key_whose_head_is_dead_waits_behind_it(self):
+        head, later = gone(State.DEAD, key="k"), gone(key="k")
+
+        assert restore(later.id)
+        with FakeAmqpPeer() as peer:
+            drained(peer.url)
+            assert (state_of(later), peer.published) == (State.WAITING, [])
+            assert restore(head.id)
+            drained(peer.url)
+
+            assert ids(peer.published) == ids([head, later])
+
+
+class TestRestoring:
+    def test_joins_the_transaction_and_is_undone_with_it(self):
+        message = gone()
+        with transaction.atomic():
+            assert restore(message.id)
+            transaction.set_rollback(True)
+
+        assert state_of(message) == State.CANCELLED
+        assert not TrailEntry.objects.filter(message_id=message.id, became=State.READY).exists()
+
+    def test_undoes_a_cancellation(self):
+        message = published(delay=HOUR)
+        with transaction.atomic():
+            assert cancel(message.id)
+            assert restore(message.id)
+
+        assert state_of(message) == State.SCHEDULED
+
+    def test_of_a_topic_takes_all_of_it_however_many(self, monkeypatch):
+        monkeypatch.setattr(restoring, "_AT_ONCE", 3)
+        mine = [gone(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
+        others = [gone(topic="b"), published(topic="a")]
+
+        assert restore(topic="a").restored == 8
+        assert {state_of(message) for message in mine} == {State.READY, State.SCHEDULED}
+        assert [state_of(message) for message in others] == [State.CANCELLED, State.READY]
+
+    def test_can_be_bound_to_states(self):
+        dead, cancelled = gone(State.DEAD, biz_id="b"), gone(biz_id="b")
+
+        assert restore(topic=TOPIC, biz_id="b", states=["cancelled"]) == restoring.Restoration(restored=1, left={"dead": 1})
+        assert (state_of(dead), state_of(cancelled)) == (State.DEAD, State.READY)
+        with pytest.raises(InvalidMessage, match="published"):
+            restore(dead.id, states=["dead", "published"])
+
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_on_another_database(self):
+        message = published(using="other", delay=HOUR)
+        assert cancel(message.id, using="other")
+
+        assert not restore(message.id)
+        assert restore(message.id, using="other")
+
+    def test_of_what_is_not_there_restores_nothing(self):
+        assert restore(uuid.uuid4()) == restore(topic="nobody") == restoring.Restoration(restored=0)
+
+    @pytest.mark.parametrize(
+        ("arguments", "options"),
+        [((), {}), ((), {"biz_id": "b"}), ((uuid.uuid4(),), {"topic": TOPIC}), (("order-1",), {}), ((), {"topic": "a\0"})],
+    )
+    def test_needs_a_name(self, arguments, options):
+        with pytest.raises(UnknownMessage):
+            restore(*arguments, **options)
+
+    def test_that_was_interrupted_goes_on(self, monkeypatch):
+        monkeypatch.setattr(restoring, "_AT_ONCE", 2)
+        messages = [gone() for _ in range(5)]
+        first = next(restoring.restoring("default", [m.position for m in messages], states=RESTORABLE, overdue=True, reason=""))
+
+        assert first.ready == 2
+        assert restore(topic=TOPIC).restored == 3
+        assert TrailEntry.objects.filter(became=State.READY).count() == 5
+
+    @pytest.mark.django_db(transaction=True)
+    def test_by_two_at_a_time_restores_each_once(self):
+        positions = [gone().position for _ in range(20)]
+        counts = []
+
+        def bring_back():
+            counts.append(sum(store.restore("default", position) for position in positions))
+
+        with in_threads(bring_back, bring_back):
+            pass
+
+        assert sum(counts) == TrailEntry.objects.filter(became=State.READY).count() == 20
+
+    @pytest.mark.django_db(transaction=True)
+    def test_leaves_what_somebody_else_has_locked_for_long_and_says_so(self, monkeypatch):
+        if connection.vendor != "postgresql":
+            pytest.skip("there the one writer waits for the other")
+        monkeypatch.setattr("outbox.store.restoring.OPERATORS_WAIT", timedelta(milliseconds=50))
+        held, free = gone(biz_id="b"), gone(biz_id="b")
+        told = []
+        with transaction.atomic():
+            OutboxMessage.objects.select_for_update().get(pk=held.position)
+            with in_threads(lambda: told.append(restore(topic=TOPIC, biz_id="b"))):
+                pass
+
+        assert told == [restoring.Restoration(restored=1, left={"locked": 1})]
+        assert (state_of(held), state_of(free)) == (State.CANCELLED, State.READY)
+
+
+class TestTheCommand:
+    def test_shows_first_what_it_would_do(self):
+        gone(topic="a")
+        gone(topic="a", delay=HOUR)
+        gone(State.DEAD, topic="b")
+        published()
+
+        lines = [line.split() for line in run("--all", "--dry-run").splitlines()]
+
+        assert lines[0] == ["topic", "state", "messages", "overdue", "oldest"]
+        assert [line[:4] for line in lines[1:3]] == [["a", "cancelled", "2", "1"], ["b", "dead", "1", "1"]]
+        assert lines[1][4].startswith("1:0")
+        assert lines[-1][:7] == ["3", "messages", "would", "be", "restored,", "2", "of"]
+        assert "1 messages would be restored, and 2 overdue ones left" in run("--all", "--dry-run", "--without-overdue")
+        assert OutboxMessage.objects.filter(state__in=RESTORABLE).count() == 3
+
+    def test_restores_and_tells_what_it_did(self):
+        late, ahead, other = gone(topic="a"), gone(topic="a", delay=HOUR), gone(topic="b")
+
+        assert run("--topic", "a") == "2 messages restored: 1 ready, 1 scheduled.\n"
+        assert run("--all", "--without-overdue") == "0 messages restored. 1 left: 1 overdue.\n"
+        assert run("--all") == "1 messages restored: 1 ready.\n"
+        assert run("--all") == "0 messages restored.\n"
+        assert [state_of(message) for message in (late, ahead, other)] == [State.READY, State.SCHEDULED, State.READY]
+        assert TrailEntry.objects.get(message_id=other.id, became=State.READY).reason == "outbox_restore"
+
+    @pytest.mark.parametrize(
+        ("options", "taken"),
+        [
+            (["--biz-id", "two"], {"two"}),
+            (["--state", "dead"], {"one"}),
+            (["--state", "dead", "--state", "expired"], {"one", "two"}),
+            (["--since", "2026-03-01T10:00:00Z"], {"two", "three"}),
+            (["--since", "2026-03-01T10:00:00Z", "--until", "2026-03-01T11:00:00Z"], {"two"}),
+        ],
+        ids=str,
+    )
+    def test_takes_what_is_selected(self, options, taken):
+        for hour, name, state in ((9, "one", State.DEAD), (10, "two", State.EXPIRED), (11, "three", State.CANCELLED)):
+            set_columns(gone(state, biz_id=name), settled_at=datetime(2026, 3, 1, hour, tzinfo=UTC))
+
+        run(*options)
+
+        assert set(OutboxMessage.objects.filter(state=State.READY).values_list("biz_id", flat=True)) == taken
+
+    def test_restores_those_that_are_named_and_fails_for_the_others(self):
+        message, published_one = gone(), published()
+
+        with pytest.raises(CommandError, match=str(published_one.id)):
+            run(str(message.id), str(published_one.id))
+        assert state_of(message) == State.READY
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            ((), "--all"),
+            (("--dry-run",), "Say which"),
+            (("--without-overdue",), "Say which"),
+            (("order-17",), "no message id"),
+            (("--since", "yesterday"), "--since is 'yesterday'"),
+            (("--until", "2026-02-31T10:00"), "--until"),
+        ],
+    )
+    def test_refuses_what_it_does_not_understand_and_restores_nothing(self, arguments, words):
+        message = gone()
+
+        with pytest.raises(CommandError, match=words):
+            run(*arguments)
+        assert state_of(message) == State.CANCELLED

@@ -1,0 +1,437 @@
+"""RabbitMQ's answers, also those no sane broker gives: what was confirmed is confirmed, and nothing else is."""
+
+import threading
+from functools import partial
+
+import kombu
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outbox.kernel.clock import monotonic
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
+from outbox.transports.amqp import AmqpTransport
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, soon
+from tests.support.servers.private import free_port
+
+A_MOMENT = 0.3
+"""A deadline for a broker that answers nothing at all."""
+LONGER_THAN_A_STALL = 3.0
+"""For one that answers some and never pauses."""
+
+CONFIRMED, RETURNED, NACKED, REFUSED = Outcome.CONFIRMED, Outcome.RETURNED, Outcome.NACKED, Outcome.REFUSED
+
+
+def parcels(count, *, first=1, **attributes):
+    return [
+        Parcel(
+            position=position,
+            envelope=Envelope(**{"id": f"m{position}", "topic": TOPIC, "body": b"{}", **attributes}),
+        )
+        for position in range(first, first + count)
+    ]
+
+
+def outcomes(sent):
+    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def transport(peer):
+    with connected(peer.url) as transport:
+        yield transport
+
+
+def when_all_are_there(peer, count, *actions):
+    """The whole batch is under way when the broker begins to answer."""
+
+    def script(message):
+        return actions if len(peer.published) == count else []
+
+    peer.script = script
+
+
+class TestABatch:
+    def test_is_under_way_as_a_whole_before_the_first_answer(self, peer, transport):
+        when_all_are_there(peer, 50, partial(peer.ack, 50, multiple=True))
+
+        sent = transport.send(parcels(50), soon())
+
+        assert outcomes(sent) == dict.fromkeys(range(1, 51), CONFIRMED)
+        assert sent.broken is None
+
+    def test_is_mandatory_persistent_and_in_confirm_mode(self, peer, transport):
+        transport.send(parcels(1), soon())
+
+        [message] = peer.published
+        assert message.mandatory
+        assert message.tag == 1
+        assert message.exchange == EXCHANGE
+        assert (message.properties["delivery_mode"], message.properties["content_type"]) == (2, "application/json")
+
+    def test_larger_than_the_window_waits_for_confirms_in_between(self, peer, transport):
+        """A broker whose acks nobody reads stops writing them, and then stops reading."""
+        sent = transport.send(parcels(8, body=b"x" * 300_000), soon())
+
+        assert outcomes(sent) == dict.fromkeys(range(1, 9), CONFIRMED)
+
+    def test_of_one_frame_after_the_other_is_put_together(self, peer, transport):
+        body = b'"' + b"x" * 400_000 + b'"'
+
+        transport.send(parcels(1, body=body), soon())
+
+        assert peer.published[0].body == body
+
+
+class TestTheAnswers:
+    def test_may_come_out_of_order_and_for_many_at_once(self, peer, transport):
+        when_all_are_there(
+            peer, 5, partial(peer.ack, 4), partial(peer.nack, 2, multiple=True), partial(peer.ack, 5, multiple=True)
+        )
+
+        sent = transport.send(parcels(5), soon())
+
+        assert outcomes(sent) == {1: NACKED, 2: NACKED, 3: CONFIRMED, 4: CONFIRMED, 5: CONFIRMED}
+
+    def test_that_are_doubled_or_of_unknown_tags_are_no_answers(self, peer, transport):
+        said = threading.Event()
+        when_all_are_there(peer, 2, *[partial(peer.ack, 1)] * 3, partial(peer.ack, 99), partial(peer.nack, 77), said.set)
+
+        with deadline_when(transport, said.is_set):
+            sent = transport.send(parcels(2), soon())
+
+        assert outcomes(sent) == {1: CONFIRMED}
+
+    def test_of_a_returned_message_is_not_its_ack(self, peer, transport):
+        peer.script = lambda message: [
+            *([partial(peer.return_message, message)] if message.tag == 2 else []),
+            partial(peer.ack, message),
+        ]
+
+        sent = transport.send(parcels(3), soon())
+
+        assert outcomes(sent) == {1: CONFIRMED, 2: RETURNED, 3: CONFIRMED}
+        assert "no queue is bound" in sent.verdicts[2].reason
+        assert sent.broken is None, "one message's own problem"
+
+    def test_of_a_returned_message_that_never_comes_leaves_it_unknown(self, peer, transport):
+        peer.script = lambda message: [partial(peer.return_message, message)]
+
+        sent = transport.send(parcels(1), monotonic() + A_MOMENT)
+
+        assert outcomes(sent) == {}
+        assert sent.broken
+
+    def test_that_come_late_are_credited_to_their_own_message(self, peer, transport):
+        """py-amqp's own confirms credit the late ack of one message to the next one."""
+        peer.hold()
+        with deadline_when(transport, lambda: peer.published):
+            first = transport.send(parcels(1), soon())
+        assert outcomes(first) == {}
+        transport.connect()
+        peer.script = lambda message: [partial(peer.ack, peer.published[0]), partial(peer.nack, message)]
+
+        second = transport.send(parcels(1, first=2), soon())
+
+        assert outcomes(second) == {2: NACKED}
+
+    def test_after_a_deadline_come_on_a_connection_that_is_gone(self, peer, transport):
+        peer.hold()
+
+        sent = transport.send(parcels(1), monotonic() + A_MOMENT)
+
+        assert "deadline" in sent.broken
+        peer.wait_for(lambda: peer.open_connections == 0)
+
+
+class TestTheEndOfAConnection:
+    @pytest.mark.parametrize(
+        ("end", "words"),
+        [
+            (lambda peer: peer.close_channel(404, "NOT_FOUND - no exchange"), "NOT_FOUND"),
+            (lambda peer: peer.close_connection(320, "CONNECTION_FORCED - shutdown"), "CONNECTION_FORCED"),
+            (lambda peer: peer.drop(), ""),
+        ],
+        ids=["closed channel", "closed connection", "dropped"],
+    )
+    def test_in_the_middle_of_a_batch_confirms_what_was_confirmed(self, peer, transport, end, words):
+        answers = [partial(peer.ack, 1), partial(peer.nack, 2), partial(peer.return_message, 3), partial(peer.ack, 3)]
+        when_all_are_there(peer, 6, *answers, partial(peer.ack, 5), partial(end, peer))
+
+        sent = transport.send(parcels(6), soon())
+
+        assert outcomes(sent) == {1: CONFIRMED, 2: NACKED, 3: RETURNED, 5: CONFIRMED}
+        assert sent.broken
+        assert words in sent.broken
+        peer.wait_for(lambda: peer.open_connections == 0)
+
+    def test_makes_the_next_one_begin_with_new_tags_in_confirm_mode(self, peer, transport):
+        when_all_are_there(peer, 2, peer.close_channel)
+        transport.send(parcels(2), soon())
+        peer.script = None
+        transport.connect()
+
+        sent = transport.send(parcels(1, first=3), soon())
+
+        assert outcomes(sent) == {3: CONFIRMED}
+        assert (peer.published[-1].connection, peer.published[-1].tag) == (2, 1)
+
+    @pytest.mark.parametrize("code", [311, 406, 501, 502, 505])
+    def test_over_a_single_message_is_that_messages_fault(self, peer, transport, code):
+        peer.script = lambda message: [partial(peer.close_channel, code, "BECAUSE OF YOU")]
+
+        sent = transport.send(parcels(1), soon())
+
+        assert outcomes(sent) == {1: REFUSED}
+        assert "BECAUSE OF YOU" in sent.verdicts[1].reason
+        assert sent.suspicious
+
+    @pytest.mark.parametrize("code", [320, 404, 541])
+    def test_for_another_reason_is_nobodys_fault(self, peer, transport, code):
+        peer.script = lambda message: [partial(peer.close_channel, code, "OTHERWISE")]
+
+        sent = transport.send(parcels(1), soon())
+
+        assert outcomes(sent) == {}
+        assert not sent.suspicious
+
+    def test_over_one_of_several_accuses_none(self, peer, transport):
+        peer.script = lambda message: [partial(peer.close_channel, 406, "ONE OF YOU")] if message.tag == 2 else []
+
+        sent = transport.send(parcels(3), soon())
+
+        assert outcomes(sent) == {}
+        assert sent.suspicious
+
+    def test_while_idle_is_found_before_the_next_batch(self, peer, transport):
+        peer.drop()
+        peer.wait_for(lambda: peer.open_connections == 0)
+
+        transport.idle()
+        transport.connect()
+
+        assert outcomes(transport.send(parcels(1), soon())) == {1: CONFIRMED}
+        assert peer.connections == 2
+
+    def test_while_nobody_looked_is_an_unknown_outcome(self, peer, transport):
+        peer.drop()
+        peer.wait_for(lambda: peer.open_connections == 0)
+
+        sent = transport.send(parcels(2), soon())
+
+        assert outcomes(sent) == {}
+        assert sent.broken
+
+
+class TestSilence:
+    def test_with_heartbeats_only_ends_at_the_deadline(self):
+        """Each heartbeat restarts the timeout of py-amqp's own confirms, so that they may wait for ever."""
+        with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
+            peer.script = lambda message: [partial(peer.ack, message)] if message.tag == 1 else []
+
+            sent = transport.send(parcels(3), monotonic() + LONGER_THAN_A_STALL)
+
+        assert outcomes(sent) == {1: CONFIRMED}
+        assert "deadline" in sent.broken
+
+    def test_of_a_broker_that_reads_nothing_ends_at_the_deadline(self, peer, transport):
+        peer.pause_reading()
+
+        sent = transport.send(parcels(200, body=b"x" * 100_000), monotonic() + A_MOMENT)
+        peer.resume_reading()
+
+        assert outcomes(sent) == {}
+        assert sent.broken
+
+    def test_is_broken_by_our_own_heartbeats_while_idle(self):
+        # Half of an interval without a word brings ours, and two without the peer's end the connection.
+        with FakeAmqpPeer(heartbeat=4) as peer, connected(peer.url) as transport:
+            while not peer.heartbeats:
+                transport.idle()
+
+            assert outcomes(transport.send(parcels(1), soon())) == {1: CONFIRMED}
+            assert peer.connections == 1
+
+
+class TestABlockedBroker:
+    def test_in_the_middle_of_a_batch_confirms_what_was_confirmed_and_keeps_the_connection(self, peer, transport):
+        when_all_are_there(peer, 3, partial(peer.ack, 2), peer.blocked)
+
+        sent = transport.send(parcels(3), soon())
+
+        assert outcomes(sent) == {2: CONFIRMED}
+        assert "blocks publishers" in sent.broken
+        assert peer.open_connections == 1
+
+    def test_is_not_available_until_the_alarm_ends(self, peer, transport):
+        when_all_are_there(peer, 1, peer.blocked)
+        transport.send(parcels(1), soon())
+
+        with pytest.raises(BrokerUnavailable, match="blocks publishers"):
+            transport.connect()
+        assert len(peer.published) == 1
+
+        peer.script = None
+        peer.unblocked()
+        peer.ack(1)
+        connect_when_possible(transport)
+        assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
+        assert peer.connections == 1
+
+    def test_answers_late_for_what_it_had_and_that_is_not_credited_to_another_batch(self, peer, transport):
+        when_all_are_there(peer, 1, peer.blocked)
+        transport.send(parcels(1), soon())
+        peer.unblocked()
+        connect_when_possible(transport)
+        peer.script = lambda message: [partial(peer.ack, 1), partial(peer.nack, message)]
+
+        sent = transport.send(parcels(1, first=2), soon())
+
+        assert outcomes(sent) == {2: NACKED}
+
+    def test_that_goes_away_is_replaced(self, peer, transport):
+        when_all_are_there(peer, 1, peer.blocked)
+        transport.send(parcels(1), soon())
+        peer.script = None
+        peer.drop()
+        peer.wait_for(lambda: peer.open_connections == 0)
+
+        connect_when_possible(transport)
+
+        assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
+
+    def test_gets_no_polite_goodbye_which_it_would_answer_when_its_alarm_is_over(self, peer, transport):
+        when_all_are_there(peer, 1, peer.blocked)
+        transport.send(parcels(1), soon())
+
+        transport.close()
+
+        peer.wait_for(lambda: peer.open_connections == 0)
+        assert (10, 50) not in peer.methods
+
+
+def connect_when_possible(transport):
+    deadline = soon()
+    while True:
+        try:
+            return transport.connect()
+        except BrokerUnavailable:
+            assert monotonic() < deadline
+
+
+class TestConnecting:
+    def test_to_nobody_is_unavailable(self):
+        transport = AmqpTransport(f"amqp://127.0.0.1:{free_port()}//", alias="default", exchange=EXCHANGE)
+
+        with pytest.raises(BrokerUnavailable):
+            transport.connect()
+
+    def test_with_a_wrong_password_is_unavailable_and_keeps_the_secret(self, rabbitmq_url):
+        url = rabbitmq_url.replace("guest:guest", "guest:secret-word")
+
+        with pytest.raises(BrokerUnavailable) as error:
+            AmqpTransport(url, alias="default", exchange=EXCHANGE).connect()
+
+        assert "secret-word" not in str(error.value)
+
+    def test_to_a_virtual_host_that_is_not_there_is_unavailable(self, rabbitmq_url):
+        with pytest.raises(BrokerUnavailable):
+            AmqpTransport(f"{rabbitmq_url}-not", alias="default", exchange=EXCHANGE).connect()
+
+    def test_to_a_broker_whose_exchange_is_of_another_kind_says_so(self, rabbitmq_url):
+        with kombu.Connection(rabbitmq_url) as connection:
+            kombu.Exchange(EXCHANGE, "fanout", durable=True)(connection.channel()).declare()
+
+        with pytest.raises(BrokerUnavailable, match=r"PRECONDITION_FAILED|inequivalent"):
+            AmqpTransport(rabbitmq_url, alias="default", exchange=EXCHANGE).connect()
+
+    def test_declares_an_exchange_that_survives_the_broker(self, rabbitmq_url, rabbitmq_server):
+        with connected(rabbitmq_url):
+            pass
+
+        listed = rabbitmq_server.ctl("list_exchanges", "-p", rabbitmq_url.rpartition("/")[2], "name", "type", "durable")
+        assert f"{EXCHANGE}\ttopic\ttrue" in listed
+
+    def test_a_mute_broker_is_unavailable(self, peer):
+        peer.mute = True
+
+        with pytest.raises(BrokerUnavailable):
+            AmqpTransport(peer.url, alias="default", exchange=EXCHANGE).connect()
+
+
+class TestAMessageThatCannotBeEncoded:
+    """publish() lets none of these in; whoever writes rows by other means must not stop the relay."""
+
+    BAD = ({"headers": {"x": object()}}, {"headers": {"n" * 300: 1}}, {"topic": "t" * 256})
+
+    @pytest.mark.parametrize("bad", BAD)
+    def test_is_refused_when_it_is_alone(self, peer, transport, bad):
+        assert outcomes(transport.send(parcels(1, **bad), soon())) == {1: REFUSED}
+
+    @pytest.mark.parametrize("bad", BAD)
+    def test_among_others_is_the_only_one_that_is_refused(self, peer, transport, bad):
+        sent = transport.send([*parcels(1), *parcels(1, first=2, **bad), *parcels(1, first=3)], soon())
+
+        assert outcomes(sent) == {1: CONFIRMED, 2: REFUSED, 3: CONFIRMED}
+        assert sent.broken is None
+        assert ids(peer.published) == ["m1", "m3"], "nothing of it reached the broker"
+
+
+class TestAQueueThatIsFull:
+    def test_refuses_and_the_others_go_through(self, rabbitmq_url):
+        full = {"x-max-length": 2, "x-overflow": "reject-publish", "x-queue-type": "classic"}
+        with (
+            Queue(rabbitmq_url, "topic.full", name="full", **full),
+            Queue(rabbitmq_url, TOPIC) as open_queue,
+            connected(rabbitmq_url) as transport,
+        ):
+            transport.send(parcels(2, topic="topic.full"), soon())
+            sent = transport.send([*parcels(1, first=3, topic="topic.full"), *parcels(2, first=4)], soon())
+
+            assert outcomes(sent) == {3: NACKED, 4: CONFIRMED, 5: CONFIRMED}
+            assert sent.broken is None
+            assert ids(open_queue.take(2)) == ["m4", "m5"]
+
+
+answers = st.lists(
+    st.tuples(st.sampled_from(["ack", "nack", "return"]), st.integers(0, 7), st.booleans()),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(answers=answers, end=st.sampled_from(["silence", "close_channel", "close_connection", "drop"]))
+def test_whatever_a_broker_answers_nothing_is_confirmed_that_it_did_not_confirm(answers, end):
+    """The same batch of five against any schedule of answers; the model is the specification in one loop."""
+    expected, returned = {}, set()
+    with FakeAmqpPeer() as peer, connected(peer.url) as transport:
+        actions = []
+        for kind, tag, multiple in answers:
+            if kind == "return":
+                if tag in range(1, 6) and tag not in expected:
+                    actions.append(partial(peer.return_message, tag))
+                    returned.add(tag)
+                continue
+            actions.append(partial(getattr(peer, kind), tag, multiple=multiple))
+            named = [tag] if not multiple else range(1, (tag or 5) + 1)
+            for number in named:
+                if number in range(1, 6) and number not in expected:
+                    outcome = NACKED if kind == "nack" else RETURNED if number in returned else CONFIRMED
+                    expected[number] = outcome
+        said = threading.Event()
+        actions.append(said.set if end == "silence" else getattr(peer, end))
+        when_all_are_there(peer, 5, *actions)
+
+        with deadline_when(transport, said.is_set):
+            sent = transport.send(parcels(5), soon())
+
+    assert outcomes(sent) == expected
+    assert (sent.broken is None) == (len(expected) == 5)

@@ -1,0 +1,929 @@
+"""Many relays on one PostgreSQL: nothing skipped, nothing held twice, nothing settled by a relay that overslept."""
+
+import re
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from random import Random
+from statistics import median
+
+import psycopg
+import pytest
+from django.db import DatabaseError, InterfaceError, connection, connections, transaction
+from django.test.utils import CaptureQueriesContext
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outbox import Draft, publish, publish_many, store
+from outbox.kernel.clock import DatabaseTime, monotonic
+from outbox.kernel.faults import is_outage
+from outbox.models import SETTLED, OutboxMessage, State
+from outbox.relay import floors, passes
+from outbox.relay.floors import Floors
+from outbox.store import Busy, Failure, Place, RelayedMessage, Settlement, claiming, operating, writing
+from outbox.store.dialect import LOCK_SPACE
+from tests.support.apps.effects.models import Effect
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    SECONDS,
+    TOPIC,
+    connected,
+    drained,
+    eventually,
+    ids,
+    in_hand,
+    in_threads,
+    one_pass,
+    published,
+    relaying,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+    waiting,
+)
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+A_LOT = 400
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+def a_backlog(count=A_LOT, keys=20):
+    with transaction.atomic():
+        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
+
+
+def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
+    """A high-water mark would skip the second one for ever."""
+    first_has_its_id, second_has_committed = threading.Event(), threading.Event()
+    written = {}
+
+    def slow():
+        with transaction.atomic():
+            written["slow"] = publish(TOPIC, {})
+            first_has_its_id.set()
+            assert second_has_committed.wait(30)
+
+    with relaying(peer.url), in_threads(slow):
+        assert first_has_its_id.wait(30)
+        written["fast"] = published()
+        eventually(lambda: state_of(written["fast"]) == State.PUBLISHED)
+        second_has_committed.set()
+        eventually(lambda: states() == [State.PUBLISHED] * 2)
+
+    assert written["slow"].position < written["fast"].position
+    assert ids(peer.published) == ids([written["fast"], written["slow"]])
+
+
+def test_several_relays_never_have_the_same_row_in_hand():
+    a_backlog()
+    guard, held, overlaps, rounds = threading.Lock(), Counter(), [], []
+
+    def claim_and_settle():
+        while True:
+            with transaction.atomic():
+                rows = in_hand(25)
+                taken = [row.position for row in rows]
+                with guard:
+                    held.update(taken)
+                    overlaps.extend(position for position in taken if held[position] > 1)
+                    rounds.append(len(taken))
+                    others = sum(held.values()) > len(taken)
+                if others:  # hold on to it while the others look for something to take
+                    with connection.cursor() as cursor:
+                        cursor.execute("SELECT pg_sleep(0.005)")
+                store.settle("default", Settlement(published=taken))
+                with guard:
+                    held.subtract(taken)
+            if not taken and not OutboxMessage.objects.filter(state=State.READY).exists():
+                return
+
+    with in_threads(*[claim_and_settle] * 4):
+        pass
+
+    assert overlaps == []
+    assert sum(rounds) == A_LOT, "every row was taken exactly once"
+    assert sum(1 for taken in rounds if taken) > 4
+
+
+def test_a_shard_in_somebodys_hands_is_passed_over_and_the_others_are_not():
+    one, other = published(key="a"), published(key="b")
+    assert row_of(one).shard != row_of(other).shard
+    with transaction.atomic():
+        assert {row.position for row in in_hand(500)} == {one.position, other.position}
+        late = published_elsewhere(key="c")
+        seen = claimed_elsewhere()
+
+    assert seen == {late.position}
+    assert claimed_elsewhere() == {one.position, other.position, late.position}, "the locks went with the transaction"
+
+
+def published_elsewhere(**options):
+    """In a transaction of another connection."""
+    answers = []
+    with in_threads(lambda: answers.append(published(**options))):
+        pass
+    return answers[0]
+
+
+def claimed_elsewhere():
+    claimed = set()
+
+    def claim():
+        with transaction.atomic():
+            claimed.update(row.position for row in in_hand(500))
+
+    with in_threads(claim):
+        pass
+    return claimed
+
+
+def test_two_concurrent_relays_publish_every_message_once(peer):
+    messages = a_backlog()
+
+    with relaying(peer.url, relays=2, BATCH_SIZE=20) as relays:
+        eventually(lambda: peer.connections == 2)
+        eventually(lambda: not waiting())
+
+    assert Counter(ids(peer.published)) == Counter(ids(messages))
+    assert sum(relay.published for relay in relays) == A_LOT
+    assert peer.connections == 2
+
+
+def test_two_concurrent_relays_keep_the_order_of_every_key(peer):
+    messages = a_backlog()
+
+    with relaying(peer.url, relays=2, BATCH_SIZE=7):
+        eventually(lambda: not waiting())
+
+    position = {str(message.id): message.position for message in messages}
+    by_key = {}
+    for arrived in list(peer.published):
+        if key := arrived.headers.get("cloudEvents:orderingkey"):
+            by_key.setdefault(key, []).append(position[arrived.properties["message_id"]])
+    assert len(by_key) == 10
+    for positions in by_key.values():
+        assert positions == sorted(positions)
+
+
+def test_publishing_while_relays_run_loses_nothing(peer):
+    def produce():
+        for n in range(40):
+            with transaction.atomic():
+                publish(TOPIC, {}, key=f"k{n % 3}")
+                publish_many([Draft(TOPIC, {}), Draft(TOPIC, {})])
+                transaction.set_rollback(n % 4 == 0)
+
+    with relaying(peer.url, relays=2), in_threads(produce, produce):
+        pass
+    drained(peer.url)
+
+    assert len(peer.published) == len(set(ids(peer.published))) == 2 * 30 * 3
+    assert set(states()) == {State.PUBLISHED}
+
+
+def test_a_row_that_somebody_has_locked_is_all_that_a_pass_does_not_settle(peer):
+    """Or the whole batch would be sent again with every pass, for as long as somebody's psql is open."""
+    locked, *others = [published(biz_id=str(n)) for n in range(5)]
+    with psycopg.connect(**connection_parameters()) as other:
+        other.execute("UPDATE outbox_outboxmessage SET last_error = 'mine' WHERE id = %s", [locked.position])
+        with connected(peer.url) as transport:
+            report = one_pass(transport)
+            assert [state_of(message) for message in (locked, *others)] == [State.READY] + [State.PUBLISHED] * 4
+            other.rollback()
+            one_pass(transport)
+
+    assert report.settled == 4
+    assert state_of(locked) == State.PUBLISHED
+
+
+class TestARelayThatOverslept:
+    def test_settles_nothing_because_the_server_has_ended_its_transaction(self):
+        message = published()
+        shard, woken = row_of(message).shard, []
+
+        def its_shard_is_free():
+            locks = other.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_SPACE, shard])
+            return locks.fetchone()[0]
+
+        def oversleep():
+            try:
+                with transaction.atomic():
+                    store.bound_transaction("default", timedelta(seconds=1))
+                    [row] = in_hand(10)
+                    assert not its_shard_is_free()
+                    eventually(its_shard_is_free)
+                    store.settle("default", Settlement(published=[row.position]))
+            except (DatabaseError, InterfaceError) as error:
+                woken.append(error)
+
+        with psycopg.connect(**connection_parameters(), autocommit=True) as other, in_threads(oversleep):
+            pass
+
+        assert [is_outage(error) for error in woken] == [True], "nobody's fault: it begins again"
+        assert state_of(message) == State.READY
+
+    def test_leaves_no_bounds_on_the_session(self):
+        with transaction.atomic():
+            store.bound_transaction("default", timedelta(seconds=3))
+            assert (shown("statement_timeout"), shown("lock_timeout")) == ("3s", "1s")
+
+        names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+        assert {shown(name) for name in names} == {"0"}
+
+
+def connection_parameters():
+    settings = connections["default"].settings_dict
+    return {
+        "host": settings["HOST"],
+        "port": settings["PORT"],
+        "user": settings["USER"],
+        "password": settings["PASSWORD"] or None,
+        "dbname": settings["NAME"],
+    }
+
+
+def shown(name):
+    with connection.cursor() as cursor:
+        cursor.execute(f"SHOW {name}")
+        return cursor.fetchone()[0]
+
+
+class TestCancelling:
+    """What an operator does to a row while a relay may have it in hand."""
+
+    @pytest.fixture(autouse=True)
+    def patient(self, monkeypatch):
+        monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
+
+    def cancelled_beside_a_pass(self, message, settlement):
+        """Cancel while a pass has the message; the pass ends only once the cancel waits for it."""
+        answers = []
+
+        def cancel():
+            answers.append(store.cancel("default", message.position))
+
+        with transaction.atomic():
+            assert message.position in {row.position for row in in_hand(10)}
+            thread = threading.Thread(target=lambda: (cancel(), connections.close_all()))
+            thread.start()
+            eventually(somebody_waits_for_an_advisory_lock)
+            assert not answers, "it waits for the pass"
+            store.settle("default", settlement)
+        thread.join()
+        return answers[0]
+
+    def test_waits_for_the_pass_and_is_too_late_when_it_published(self):
+        message = published()
+
+        assert not self.cancelled_beside_a_pass(message, Settlement(published=[message.position]))
+        assert state_of(message) == State.PUBLISHED
+
+    def test_waits_for_the_pass_and_succeeds_when_it_did_not_publish(self):
+        message = published()
+
+        assert self.cancelled_beside_a_pass(message, Settlement())
+        assert state_of(message) == State.CANCELLED
+
+    def test_waits_for_the_pass_and_cancels_what_will_be_retried(self):
+        message = published()
+        failure = Failure(positions=[message.position], error="nack", retry_after=HOUR)
+
+        assert self.cancelled_beside_a_pass(message, Settlement(failed=[failure]))
+        assert state_of(message) == State.CANCELLED
+
+    def test_in_an_open_transaction_keeps_relays_away_until_it_is_decided(self):
+        message = published()
+        for decided in (False, True):
+            with transaction.atomic():
+                assert store.cancel("default", message.position)
+                assert claimed_elsewhere() == set()
+                transaction.set_rollback(not decided)
+            assert claimed_elsewhere() == (set() if decided else {message.position})
+
+    def test_leaves_the_callers_own_timeouts_as_they_were(self):
+        message = published()
+        with transaction.atomic():
+            before = shown("lock_timeout")
+            store.cancel("default", message.position)
+
+            assert shown("lock_timeout") == before
+
+    def test_of_a_row_that_is_gone_is_too_late(self):
+        assert not store.cancel("default", 10**9)
+
+
+def test_what_is_read_by_a_prepared_statement_is_what_any_cursor_reads():
+    with transaction.atomic():
+        publish(TOPIC, {"text": "Zo\x00ë ☃ %s"}, key="k", biz_id="b", headers={"tenant": "acme", "n": 2})
+        publish(TOPIC, None, priority=3, expires_in=HOUR)
+    OutboxMessage.objects.filter(key="k").update(deliver_at=DatabaseTime(-HOUR), attempts=2, body=b"\x00\xff")
+
+    def read():
+        with transaction.atomic():
+            seen = store.look("default")
+            return seen, store.claim_ready("default", seen.busy, 500)
+
+    connection.close()
+    by_prepared = read()
+    with CaptureQueriesContext(connection) as captured:
+        by_cursor = read()
+
+    (sight, claim), (same_sight, same_claim) = by_prepared, by_cursor
+    assert len(claim.rows) == 2
+    assert (sight, claim.refused) == (same_sight, same_claim.refused)
+    assert [row._replace(lasting=None) for row in claim.rows] == [row._replace(lasting=None) for row in same_claim.rows]
+    [(first, second), (none, none_either)] = sorted(
+        ((row.lasting, same.lasting) for row, same in zip(claim.rows, same_claim.rows, strict=True)), key=str
+    )
+    assert none is none_either is None
+    assert HOUR.total_seconds() >= first >= second > 0, "what is left, and that is less each time"
+    assert any("unnest" in query["sql"] for query in captured)
+
+
+def test_what_is_prepared_is_planned_for_the_table_as_it_is():
+    """A plan that was made while it was empty and PostgreSQL knew that would read all of it, once for every shard."""
+    connection.close()
+    analyse()
+    for _ in range(12):
+        with transaction.atomic():
+            store.look("default")
+            store.claim_ready("default", [Busy(shard, 0) for shard in range(64)], 500)
+
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT name, generic_plans FROM pg_prepared_statements ORDER BY name")
+        assert cursor.fetchall() == [("outbox_look", 0), ("outbox_read", 0)]
+
+
+def somebody_waits_for_an_advisory_lock():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+        return cursor.fetchone()[0]
+
+
+class TestTheIndexes:
+    """The work of a pass must not grow with what has been published before."""
+
+    @pytest.fixture
+    def published_before(self):
+        filled("published", 20_000, key="CASE WHEN n % 2 = 1 THEN 'k' || n % 500 ELSE '' END")
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(50)])
+        analyse()
+
+    def test_find_what_is_ready(self, published_before):
+        with transaction.atomic():
+            looking, reading = explained(lambda: in_hand(500))
+
+        for plan in (looking, reading):
+            assert "outbox_stream" in plan
+            assert "outbox_aside" in plan
+            assert "Seq Scan on outbox_outboxmessage" not in plan
+            assert "Sort Key: m." not in plan, "the index gives the order"
+        assert "outbox_rested" in looking
+        assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
+        assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
+
+    def test_find_what_holds_a_key(self, published_before):
+        held = OutboxMessage.objects.filter(state=State.PUBLISHED).exclude(key="").order_by("pk")
+        OutboxMessage.objects.filter(pk__in=held.values_list("pk", flat=True)[:200]).update(state=State.DEAD)
+        analyse()
+        with transaction.atomic():
+            _, reading = explained(lambda: in_hand(500))
+
+        assert "outbox_holding" in reading
+        assert "Seq Scan on outbox_outboxmessage" not in reading
+
+    def test_find_what_is_due(self, published_before):
+        [plan] = explained(lambda: store.promote_due("default", 1_000))
+
+        assert "outbox_due" in plan
+        assert "Seq Scan on outbox_outboxmessage" not in plan
+
+    def test_are_asked_once_when_the_statistics_know_of_nothing_due(self, published_before):
+        """PostgreSQL would execute a subquery with a LIMIT again for every row of a join it believes to have one row."""
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(5_000)])
+        fresh = OutboxMessage.objects.filter(state=State.READY)
+        fresh.filter(pk__in=fresh.values_list("pk")[:2_500]).update(state=State.RETRYING, available_at=DatabaseTime(-HOUR))
+        fresh.update(state=State.WAITING)
+
+        plans = explained(lambda: store.promote_rested("default", 1_000))
+        plans += explained(lambda: store.recall("default", TOPIC, 1_000, range(64)))
+        OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED)
+        plans += explained(lambda: store.release_waiting("default", keys=1, each=100))[1:]
+
+        assert len(plans) == 3
+        for plan in plans:
+            assert "InitPlan" in plan, plan
+            assert "Join" not in plan, plan
+
+    def test_find_what_is_due_without_reading_what_is_not(self, published_before):
+        """A relay asks many times a second; a million messages scheduled for tomorrow must not be read each time."""
+        OutboxMessage.objects.filter(state=State.PUBLISHED).update(
+            state=State.SCHEDULED, available_at=DatabaseTime(HOUR), settled_at=None
+        )
+        analyse()
+
+        [plan] = explained(lambda: store.promote_due("default", 1_000))
+
+        assert re.search(r"Index Scan using outbox_due [^\n]*\n\s+Index Cond: \(?.*available_at <= ", plan), plan
+
+    def test_find_what_may_be_purged_without_reading_what_may_not(self, published_before):
+        plans = explained(lambda: list(store.purge_settled("default", HOUR)))
+
+        assert re.search(r"outbox_settled[^\n]*\n\s+Index Cond: \(?.*settled_at < ", plans[0]), plans[0]
+
+    def test_settle_by_primary_key(self, published_before):
+        positions = list(OutboxMessage.objects.filter(state=State.READY).values_list("pk", flat=True))
+
+        [plan] = explained(lambda: store.settle("default", Settlement(published=positions)))
+
+        assert "Seq Scan on outbox_outboxmessage" not in plan
+
+    def test_of_a_table_that_was_empty_when_it_was_analysed_are_used_when_it_is_full(self):
+        analyse()
+        filled("published", 20_000)
+        filled("ready", 20_000)
+        filled("ready", 20_000, key="'key-' || n % 500")
+        filled("scheduled", 100_000, due="now() + interval '1 day'")  # where reading all of it is not what is cheapest
+
+        pages_by_statement(by_index=True, may_sort=OF_WHAT_IS_DUE)
+
+    def test_serve_a_table_of_more_than_a_million(self):
+        """A pass costs what it carries, whatever lies around."""
+        filled("ready", 2_000, key="'key-' || n % 500")
+        filled("ready", 200, due="now() + interval '1 ms'")
+        filled("scheduled", 200, due="now() - interval '1 s'")
+        analyse()
+        small = pages_by_statement()
+
+        OutboxMessage.objects.all().delete()
+        filled("published", OF_EACH_KIND)
+        filled("scheduled", OF_EACH_KIND, due="now() + interval '1 day'")
+        filled("ready", OF_EACH_KIND, key="CASE WHEN n % 2 = 0 THEN 'key-' || n % 5000 ELSE '' END")
+        filled("dead", 20, key="'key-' || n")
+        filled("waiting", 200, key="'key-' || n % 20 + 1")
+        filled("ready", 200, due="now() + interval '1 ms'")
+        filled("scheduled", 200, due="now() - interval '1 s'")
+        analyse()
+        large = pages_by_statement(by_index=True)
+
+        assert large.keys() == small.keys()
+        # Such an index is some pages deeper; a part of the table is more than a thousand pages.
+        assert {name: count for name, count in large.items() if count > 3 * small[name] + 600} == {}, (small, large)
+
+
+OF_EACH_KIND = 400_000
+"""So many that a statement which reads all of one kind, or one index of them, reads more than a thousand pages."""
+
+
+def filled(state, count, *, key="''", due="now()"):
+    """So many rows, by one statement of the server's."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT COALESCE(max(id), 0) FROM outbox_outboxmessage")
+        [already] = cursor.fetchone()
+        cursor.execute(
+            "INSERT INTO outbox_outboxmessage (message_id, topic, biz_id, is_unique, key, shard, priority, state, body, "
+            "headers, correlation_id, causation_id, traceparent, attempts, last_error, created_at, available_at, settled_at) "
+            f"SELECT lpad(to_hex({already} + n), 32, '0')::uuid, '{TOPIC}', n::text, false, {key}, n % 64, 0, '{state}', "
+            f"'{{}}', '{{}}', '', '', '', 0, '', now(), {due}, {'now()' if state in SETTLED else 'NULL'} "
+            f"FROM generate_series(1, {count}) n"
+        )
+
+
+OF_WHAT_IS_DUE = {"promote what is due", "promote what has rested", "upcoming", "upcoming after a place", "newly scheduled"}
+"""What is due is sorted when the statistics know of nothing that is."""
+
+
+def pages_by_statement(*, by_index=False, may_sort=frozenset()):
+    """How many pages each statement of the relay reads; with `by_index`, it must find its rows by an index, in order."""
+    with transaction.atomic():
+        busy = store.look("default").busy
+        rows = store.claim_ready("default", busy, 500).rows
+    assert len(rows) == 500
+    positions = [row.position for row in rows]
+    above = dict.fromkeys(range(64), max(positions))
+    failure = Failure(positions=positions[400:450], error="nack", retry_after=HOUR)
+    settlement = Settlement(published=positions[:300], expired=positions[300:400], waiting=positions[450:], failed=[failure])
+    statements = {
+        "look": lambda: store.look("default"),
+        "look above floors": lambda: store.look("default", above),
+        "read": lambda: store.claim_ready("default", busy, 500),
+        "settle": lambda: store.settle("default", settlement),
+        "promote what is due": lambda: store.promote_due("default", 1000),
+        "promote what has rested": lambda: store.promote_rested("default", 1000),
+        "upcoming": lambda: store.upcoming("default", {}, HOUR, 500),
+        "upcoming after a place": lambda: store.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
+        "newly scheduled": lambda: store.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
+        "fire": lambda: store.fire("default", positions[:50]),  # by their ids, some pages for each
+        "room": lambda: store.ready_aside("default", 2000),
+        "release": lambda: store.release_waiting("default", keys=200, each=500),
+    }
+    pages = {}
+    for name, action in statements.items():
+        with transaction.atomic():
+            plans = measured(action)
+            transaction.set_rollback(True)
+        assert plans, name
+        pages[name] = sum(map(pages_of, plans))
+        if by_index:
+            for node in (node for plan in plans for node in nodes(plan)):
+                assert node["Node Type"] != "Seq Scan" or not of_the_table(node), name
+                assert name in may_sort or not sorts_a_backlog(node), (name, node)
+    assert pages["look"] < 3_000, pages
+    return pages
+
+
+def sorts_a_backlog(node):
+    """A handful is sorted when the statistics say that it is one."""
+    return node["Node Type"] == "Sort" and any(map(of_the_table, nodes(node))) and node["Plans"][0]["Actual Rows"] > 500
+
+
+def of_the_table(node):
+    return node.get("Relation Name") == "outbox_outboxmessage"
+
+
+def measured(action):
+    """What the server did for every statement of `action` that touches the outbox."""
+    plans = []
+
+    def explain(execute, sql, params, many, context):
+        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE")):
+            with psycopg_cursor(context["connection"]) as cursor:
+                cursor.execute("SAVEPOINT measuring")
+                cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {sql}", params)
+                plans.append(cursor.fetchone()[0][0]["Plan"])
+                cursor.execute("ROLLBACK TO measuring")
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(explain):
+        action()
+    return plans
+
+
+def nodes(plan):
+    yield plan
+    for inner in plan.get("Plans", ()):
+        yield from nodes(inner)
+
+
+def pages_of(plan):
+    return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
+
+
+class TestUnderAPinnedHorizon:
+    """While anybody's old transaction is open, no vacuum removes the versions that were ready once."""
+
+    @pytest.fixture
+    def pinned(self):
+        with psycopg.connect(**connection_parameters()) as reader:
+            reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+            reader.execute("SELECT count(*) FROM outbox_outboxmessage")
+            yield reader
+
+    def pages_by_pass(self, passes, *, with_floors):
+        """What looking and reading cost in each of so many passes, each of which publishes what it has in hand."""
+        clock = [0.0]
+        floors = Floors(range(64), partial(store.writers, "default"), lambda: clock[0])
+        floors.end(store.look("default", from_the_start=floors.begin()))
+        costs = []
+        for _ in range(passes):
+            clock[0] += 0.6
+            floors._look_from_the_start_at = clock[0] + 1  # those are rare, and measured on their own
+            with transaction.atomic():
+                rows = []
+
+                def look_and_claim(rows=rows):
+                    sight = store.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
+                    floors.end(sight)
+                    rows += store.claim_ready("default", sight.busy, 500).rows
+
+                costs.append(sum(map(pages_of, measured(look_and_claim))))
+                store.settle("default", Settlement(published=[row.position for row in rows]))
+            floors.saw(max(row.position for row in rows))
+        return costs
+
+    def test_a_pass_costs_no_more_after_many_than_after_few(self, pinned):
+        filled("ready", 20_500)
+        costs = self.pages_by_pass(40, with_floors=True)
+
+        assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
+
+    def test_without_floors_it_would(self, pinned):
+        filled("ready", 20_500)
+        costs = self.pages_by_pass(40, with_floors=False)
+
+        assert median(costs[-10:]) > 2 * median(costs[5:15]), costs
+
+
+def test_the_table_is_vacuumed_by_the_number_of_its_dead_rows():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT reloptions FROM pg_class WHERE relname = 'outbox_outboxmessage'")
+        options = dict(option.split("=") for option in cursor.fetchone()[0])
+
+    assert float(options["autovacuum_vacuum_scale_factor"]) == 0
+    assert 0 < int(options["autovacuum_vacuum_threshold"]) <= 10_000
+    assert float(options["autovacuum_vacuum_cost_delay"]) == 0
+
+
+def analyse():
+    with connection.cursor() as cursor:
+        cursor.execute("VACUUM ANALYZE outbox_outboxmessage")
+
+
+def explained(action):
+    """The plan of every statement that touches the outbox."""
+    plans = []
+
+    def explain(execute, sql, params, many, context):
+        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "DELETE")):
+            with psycopg_cursor(context["connection"]) as cursor:
+                cursor.execute(f"EXPLAIN {sql}", params)
+                plans.append("\n".join(line for (line,) in cursor.fetchall()))
+        return execute(sql, params, many, context)
+
+    with connection.execute_wrapper(explain):
+        action()
+    return plans
+
+
+def psycopg_cursor(wrapper):
+    """A cursor the wrapper above does not see, on the same connection and in the same transaction."""
+    return wrapper.connection.cursor()
+
+
+class TestBehindDeadHeads:
+    """Messages that may not be sent must not hide those that may."""
+
+    def test_what_is_free_goes_out_however_many_shards_are_held(self, peer):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(400)])
+            OutboxMessage.objects.update(state=State.DEAD)
+            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(400)])
+        free = published()
+
+        drained(peer.url)
+
+        assert ids(peer.published) == ids([free])
+        assert Counter(states()) == {State.DEAD: 400, State.WAITING: 400, State.PUBLISHED: 1}
+
+
+@st.composite
+def what_a_shard_has(draw):
+    """Ready messages of one shard: which lie aside, in what order they are read, and how many of either index at most."""
+    rows = [
+        a_ready_row(
+            position,
+            key=(key := draw(st.sampled_from(["", "", "a", "b", "c"]))),
+            aside=(aside := draw(st.booleans())),
+            priority=draw(st.integers(0, 2)) if aside and not key else 0,
+        )
+        for position in range(1, draw(st.integers(1, 25)))
+    ]
+    return rows, draw(st.integers(1, 10))
+
+
+def a_ready_row(position, **values):
+    return RelayedMessage(**{**dict.fromkeys(RelayedMessage._fields, ""), "position": position, "shard": 0, **values})
+
+
+@given(what_a_shard_has())
+@settings(max_examples=500, deadline=None)
+def test_however_much_is_read_of_either_index_nothing_overtakes_within_its_key(given_rows):
+    rows, each = given_rows
+    aside = sorted((row for row in rows if row.aside), key=lambda row: (-row.priority, row.position))
+    stream = [row for row in rows if not row.aside]
+
+    kept = claiming._without_overtakers([*aside[:each], *stream[:each]], each)
+
+    in_hand = {row.position for row in kept}
+    for row in kept:
+        earlier = {other.position for other in rows if row.key and other.key == row.key and other.position < row.position}
+        assert earlier <= in_hand
+    assert kept or not rows, "and something is carried"
+
+
+def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):
+    """It wakes with its transaction ended, and others may have decided about its messages meanwhile."""
+    published()
+    claim = store.claim_ready
+
+    def claim_and_freeze(*arguments):
+        rows = claim(*arguments)
+        asleep = monotonic() + 60
+        monkeypatch.setattr(passes, "monotonic", lambda: asleep)
+        return rows
+
+    monkeypatch.setattr(store, "claim_ready", claim_and_freeze)
+    with connected(peer.url) as transport:
+        one_pass(transport)
+
+    assert peer.published == []
+    assert states() == [State.READY]
+
+
+class TestFloors:
+    """Looks from the start, which would find everything in time, are put off here: nothing may need them."""
+
+    @pytest.fixture
+    def never_from_the_start(self, monkeypatch):
+        monkeypatch.setattr(floors, "_LOOK_FROM_THE_START_SECONDS", 10_000.0)
+
+    def passed(self, relays, message):
+        """The floors of all relays are above this message."""
+        return all(relay._floors.now.get(row_of(message).shard, 0) >= message.position for relay in relays)
+
+    def passed_by_publishing(self, relays, message):
+        """Publish until they are."""
+
+        def condition():
+            published()
+            return self.passed(relays, message)
+
+        eventually(condition)
+
+    @contextmanager
+    def slow_transaction(self, messages, **options):
+        """Its message has got its position; it commits at the end of the block."""
+        written, commit = threading.Event(), threading.Event()
+
+        def write():
+            with transaction.atomic():
+                messages.append(publish(TOPIC, {}, **options))
+                written.set()
+                assert commit.wait(60)
+
+        with in_threads(write):
+            try:
+                assert written.wait(30)
+                yield
+            finally:
+                commit.set()
+
+    def test_leave_room_for_a_transaction_that_commits_after_thousands_of_later_ones(self, peer, never_from_the_start):
+        messages = []
+        with relaying(peer.url) as relays:
+            with self.slow_transaction(messages):
+                a_backlog(3000)
+                eventually(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 3000)
+                later = published()
+                eventually(lambda: state_of(later) == State.PUBLISHED)
+            [late] = messages
+            eventually(lambda: state_of(late) == State.PUBLISHED)
+            self.passed_by_publishing(relays, late)
+
+    def test_keep_the_order_of_a_key_whose_first_message_was_long_in_coming(self, peer, never_from_the_start):
+        messages = []
+        with relaying(peer.url):
+            with self.slow_transaction(messages, key="k", strict_order=True):
+                a_backlog(1000)
+                eventually(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 1000)
+            messages.append(published(key="k", strict_order=True))
+            eventually(lambda: not waiting())
+
+        sent = ids(peer.published)
+        assert sent.index(str(messages[0].id)) < sent.index(str(messages[1].id))
+
+    @pytest.mark.parametrize("of", ["retry", "requeue", "release", "promotion"])
+    def test_hide_nothing_that_becomes_ready_again(self, peer, never_from_the_start, of):
+        message = published(key="k" if of == "release" else "", delay=HOUR if of == "promotion" else None)
+        state = {"retry": State.RETRYING, "requeue": State.DEAD, "release": State.WAITING, "promotion": State.SCHEDULED}[of]
+        set_columns(message, state=State.CANCELLED if of == "release" else state, available_at=DatabaseTime(HOUR))
+        with relaying(peer.url) as relays:
+            self.passed_by_publishing(relays, message)
+            if of == "requeue":
+                assert store.requeue("default", message.position)
+            else:
+                set_columns(message, state=state, available_at=DatabaseTime())
+            eventually(lambda: state_of(message) == State.PUBLISHED)
+
+    def test_see_at_once_again_what_has_an_unknown_outcome(self, peer, never_from_the_start):
+        with relaying(peer.url, BATCH_DEADLINE=timedelta(milliseconds=200)) as relays:
+            first = published()
+            self.passed_by_publishing(relays, first)
+            peer.hold()
+            unknown = published()
+            eventually(lambda: str(unknown.id) in ids(list(peer.published)))
+            peer.ack_all_automatically = True
+            eventually(lambda: state_of(unknown) == State.PUBLISHED)
+
+        assert ids(peer.published).count(str(unknown.id)) > 1
+
+    def test_do_not_hide_for_ever_what_somebody_made_ready_by_hand(self, peer):
+        """Not by our functions, and so below a floor: found by a look from the start."""
+        message = published()
+        with relaying(peer.url) as relays:
+            self.passed_by_publishing(relays, message)
+            set_columns(message, state=State.READY, settled_at=None)
+            eventually(lambda: state_of(message) == State.PUBLISHED)
+
+        assert ids(peer.published).count(str(message.id)) == 2
+
+    def test_of_several_relays_skip_nothing_and_keep_the_order_of_keys(self, peer, never_from_the_start):
+        """Writers whose transactions take different times, on keys of their own."""
+
+        def write(writer):
+            dice = Random(writer)
+            for n in range(60):
+                with transaction.atomic():
+                    publish(TOPIC, {}, biz_id=f"{writer}-{n}", key=f"writer-{writer}")
+                    if dice.random() < 0.3:
+                        with connection.cursor() as cursor:
+                            cursor.execute("SELECT pg_sleep(%s)", [dice.random() * 0.1])
+
+        with relaying(peer.url, relays=3, BATCH_SIZE=20) as relays:
+            with in_threads(*(partial(write, writer) for writer in range(6))):
+                pass
+            eventually(lambda: not waiting())
+            eventually(lambda: any(relay._floors.now for relay in relays))
+
+        sent = [message.headers["cloudEvents:bizid"] for message in peer.published]
+        assert len(sent) == len(set(sent)) == 360
+        for writer in range(6):
+            assert [name for name in sent if name.startswith(f"{writer}-")] == [f"{writer}-{n}" for n in range(60)]
+
+
+class TestWhoWrites:
+    """Floors wait for them, so none may be missed from the moment it has a position to the moment others see its rows."""
+
+    def seen_while(self, write):
+        """How many others write, while `write` has done its work in an open transaction of its own."""
+        done, end, answers = threading.Event(), threading.Event(), []
+
+        def open_transaction():
+            with transaction.atomic():
+                write()
+                done.set()
+                assert end.wait(60)
+
+        with in_threads(open_transaction):
+            try:
+                assert done.wait(30)
+                answers.append(len(store.writers("default")))
+            finally:
+                end.set()
+        return answers[0]
+
+    def test_is_whoever_has_published_and_not_committed(self):
+        assert self.seen_while(lambda: publish(TOPIC, {})) == 1
+        assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 3)) == 1
+        assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 30)) == 1
+        assert store.writers("default") == frozenset()
+
+    def test_is_whoever_has_drawn_positions_for_a_copy_that_has_not_begun(self, monkeypatch):
+        drawn, go_on = threading.Event(), threading.Event()
+
+        def interrupted(positions):
+            drawn.set()
+            assert go_on.wait(60)
+            return sorted(positions)
+
+        monkeypatch.setattr(writing, "sorted", interrupted, raising=False)
+        with in_threads(partial(a_backlog, 20)):
+            try:
+                assert drawn.wait(30)
+                assert len(store.writers("default")) == 1
+            finally:
+                go_on.set()
+
+    def test_is_not_who_reads_or_writes_elsewhere(self):
+        assert self.seen_while(OutboxMessage.objects.count) == 0
+        assert self.seen_while(lambda: Effect.objects.create(name="elsewhere")) == 0
+
+    def test_is_not_the_one_who_asks(self):
+        with transaction.atomic():
+            publish(TOPIC, {})
+            assert store.writers("default") == frozenset()
+
+
+class TestTheShare:
+    def test_of_a_newcomer_is_more_than_nothing_while_another_has_everything(self, peer):
+        enough = threading.Event()
+
+        def produce():
+            while not enough.is_set():
+                a_backlog(500)
+                eventually(lambda: enough.is_set() or OutboxMessage.objects.filter(state=State.READY).count() < 1000)
+
+        with relaying(peer.url, BATCH_SIZE=100) as [old], in_threads(produce):
+            try:
+                eventually(lambda: old.published > 200)
+                with relaying(peer.url, BATCH_SIZE=100) as [new]:
+                    eventually(lambda: new.published > 500)
+                    before = old.published
+                    eventually(lambda: old.published > before)
+            finally:
+                enough.set()
+        drained(peer.url)
+
+        assert len(ids(peer.published)) == len(set(ids(peer.published))), "and neither had what the other had in hand"

@@ -1,0 +1,382 @@
+"""What a relay says of itself while it runs: truthful, cheap, and never in the way of its work."""
+
+import logging
+import threading
+from datetime import timedelta
+
+import pytest
+from django.db import OperationalError, connection, connections
+
+from outbox import store
+from outbox.kernel.clock import utcnow
+from outbox.models import RelayHeartbeat
+from outbox.relay import heartbeat as module
+from outbox.relay.heartbeat import Heartbeat
+from outbox.store import SILENT_AFTER
+from tests.support.heartbeats import a_beat, a_relay, fall_silent
+from tests.support.relaying import in_threads
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+A_MOMENT = timedelta(seconds=10)
+
+
+class Clock:
+    """A monotonic clock that stands still until it is moved."""
+
+    def __init__(self):
+        self.now = 1000.0
+
+    def __call__(self):
+        return self.now
+
+    def passes(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "monotonic", clock)
+    return clock
+
+
+@pytest.fixture
+def heartbeat(clock):
+    return Heartbeat("default")
+
+
+@pytest.fixture
+def next_beat(clock, heartbeat):
+    """The row as the next beat writes it, after `seconds`."""
+
+    def beat(seconds=module.HEARTBEAT_SECONDS):
+        clock.passes(seconds)
+        heartbeat.beat()
+        return the_row()
+
+    return beat
+
+
+def the_row():
+    return store.relays("default").get()
+
+
+def is_near(instant, span=timedelta()):
+    return abs(utcnow() - span - instant) < timedelta(seconds=30)
+
+
+class TestTheRow:
+    def test_is_one_for_each_process_written_over_and_over(self):
+        told = a_beat(running_for=timedelta(minutes=5), since_pass=timedelta(minutes=1), published=7, rate=1.5)
+        store.beat("default", told)
+        fall_silent(A_MOMENT)
+        first = the_row()
+        again = a_beat(
+            id=told.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
+        )
+        store.beat("default", again)
+        second = the_row()
+
+        assert (first.host, first.pid, first.version, first.published, first.rate) == ("relay-1", 4711, "1.2.3", 7, 1.5)
+        assert is_near(first.started_at, timedelta(minutes=5))
+        assert is_near(first.last_pass_at, timedelta(minutes=1))
+        assert is_near(first.beat_at)
+        assert second.started_at == first.started_at
+        assert (second.published, second.rate, second.waits_for, second.last_pass_at) == (9, 0.0, "the broker", None)
+        assert second.beat_at > first.beat_at
+
+    def test_costs_one_statement(self, django_assert_num_queries):
+        with django_assert_num_queries(1):
+            store.beat("default", a_beat())
+
+    def test_is_silent_when_its_relay_has_not_written_for_a_while(self):
+        store.beat("default", a_beat())
+        assert the_row().silent is False
+
+        fall_silent(SILENT_AFTER - A_MOMENT)
+        assert the_row().silent is False
+
+        fall_silent(SILENT_AFTER + A_MOMENT)
+        assert the_row().silent is True
+
+    @pytest.mark.parametrize("silent_for", [SILENT_AFTER, SILENT_AFTER - timedelta(milliseconds=1)])
+    def test_is_silent_from_that_very_moment_on(self, silent_for):
+        a_relay(silent_for=silent_for)
+
+        row = the_row()
+
+        assert row.silent is (row.database_now - row.beat_at > SILENT_AFTER)
+
+    def test_is_forgotten_long_after_its_relay_fell_silent_and_not_before(self):
+        store.beat("default", a_beat())
+        fall_silent(timedelta(hours=23))
+        assert store.forget_silent("default", timedelta(days=1)) == 0
+
+        fall_silent(timedelta(hours=25))
+        assert store.forget_silent("default", timedelta(days=1)) == 1
+        assert not RelayHeartbeat.objects.exists()
+
+    def test_of_one_relay_goes_when_that_one_ends(self):
+        ended, running = a_beat(), a_beat()
+        for told in (ended, running):
+            store.beat("default", told)
+
+        store.retire("default", ended.id)
+
+        assert the_row().id == running.id
+
+    @pytest.mark.django_db(databases=["default", "other"])
+    def test_stands_in_the_database_that_is_relayed(self):
+        store.beat("other", a_beat())
+
+        assert store.relays("other").count() == 1
+        assert store.relays("default").count() == 0
+
+
+class TestWhatARelaySays:
+    def test_is_who_and_where_it_is_from_the_first_round_on(self, heartbeat):
+        heartbeat.beat()
+
+        row = the_row()
+        assert row.host
+        assert row.pid > 0
+        assert row.version
+        assert is_near(row.started_at)
+        assert (row.last_pass_at, row.published, row.rate, row.waits_for) == (None, 0, 0.0, "")
+
+    def test_says_so_when_its_version_is_not_known(self, monkeypatch):
+        monkeypatch.setattr(module, "version", lambda name: (_ for _ in ()).throw(module.PackageNotFoundError(name)))
+
+        Heartbeat("default").beat()
+
+        assert the_row().version == "unknown"
+
+    def test_is_told_every_two_seconds_and_not_more_often(self, heartbeat, clock, django_assert_num_queries):
+        heartbeat.beat()
+        heartbeat.published(1)
+        clock.passes(1.9)
+        with django_assert_num_queries(0):
+            heartbeat.beat()
+        clock.passes(0.1)
+        with django_assert_num_queries(1):
+            heartbeat.beat()
+
+        assert the_row().published == 1
+
+    def test_counts_what_it_published(self, heartbeat, next_beat):
+        heartbeat.published(3)
+        heartbeat.published(4)
+
+        assert next_beat().published == 7
+
+    def test_has_a_rate_that_follows_the_last_seconds_and_falls_to_nothing(self, heartbeat, next_beat):
+        rates = []
+        for _ in range(10):
+            heartbeat.published(200)
+            rates.append(next_beat().rate)
+        assert set(rates) == {100.0}
+
+        falling = [next_beat().rate for _ in range(5)]
+        assert falling == sorted(falling, reverse=True)
+        assert 0 < falling[0] < 100
+        assert falling[-1] == 0.0
+
+    def test_has_no_dizzy_rate_in_its_first_moment(self, heartbeat, next_beat):
+        heartbeat.published(500)
+
+        assert next_beat(0.001).rate == 500.0
+
+    def test_has_the_time_of_its_last_successful_pass(self, heartbeat, clock, next_beat):
+        heartbeat.passed()
+        clock.passes(60)
+
+        assert is_near(next_beat().last_pass_at, timedelta(seconds=62))
+
+    def test_names_what_it_waits_for_until_it_works_again(self, heartbeat, next_beat):
+        heartbeat.waits_for("the broker: connection refused")
+        assert next_beat().waits_for == "the broker: connection refused"
+
+        heartbeat.waits_for("")
+        assert next_beat().waits_for == ""
+
+    def test_says_it_in_one_line_that_moves_nothing_on_a_terminal(self, heartbeat, next_beat):
+        heartbeat.waits_for("the broker:\n\x1b[2Jgone \u202e")
+
+        assert next_beat().waits_for == "the broker: [2Jgone"
+
+    @pytest.mark.parametrize("said", ["x" * 10_000, "two\nlines\x00 and a \ud800 surrogate", "é" * 300])
+    def test_fits_whatever_the_broker_said(self, heartbeat, next_beat, said):
+        heartbeat.waits_for(said)
+
+        assert next_beat().waits_for.startswith(said[:3])
+
+    def test_comes_back_when_somebody_deleted_the_row_of_a_relay_that_was_frozen(self, heartbeat, clock, next_beat):
+        next_beat()
+        RelayHeartbeat.objects.all().delete()
+
+        assert is_near(next_beat(86_400).started_at, timedelta(seconds=86_400))
+
+    def test_is_removed_when_it_ends_and_not_written_any_more(self, heartbeat, clock):
+        heartbeat.beat()
+        heartbeat.close()
+        assert not RelayHeartbeat.objects.exists()
+
+        clock.passes(60)
+        heartbeat.beat()
+        assert not RelayHeartbeat.objects.exists()
+
+    def test_of_a_relay_that_was_killed_turns_silent_and_is_forgotten_by_the_next_one(self, heartbeat):
+        heartbeat.beat()  # and never again
+        fall_silent(SILENT_AFTER + A_MOMENT)
+        Heartbeat("default").beat()
+        assert sorted(row.silent for row in store.relays("default")) == [False, True]
+
+        fall_silent(timedelta(days=2))
+        Heartbeat("default").beat()
+        assert the_row().silent is False
+
+
+class TestWithOneWriter:
+    """On SQLite every beat takes the lock that publishers need."""
+
+    @pytest.fixture(autouse=True)
+    def _sqlite_only(self):
+        if connection.vendor != "sqlite":
+            pytest.skip("on PostgreSQL a beat is in nobody's way")
+
+    def test_what_has_not_changed_is_said_less_often(self, heartbeat, clock, django_assert_num_queries):
+        heartbeat.beat()
+        for _ in range(2):
+            clock.passes(module.HEARTBEAT_SECONDS)
+            with django_assert_num_queries(0):
+                heartbeat.beat()
+        clock.passes(module.HEARTBEAT_SECONDS)
+        with django_assert_num_queries(1):
+            heartbeat.beat()
+
+    def test_what_has_changed_is_said_at_once(self, heartbeat, next_beat):
+        next_beat()
+        heartbeat.waits_for("the broker")
+
+        assert next_beat().waits_for == "the broker"
+
+
+class TestTwoLoops:
+    def test_wait_only_when_both_do(self, heartbeat, next_beat):
+        heartbeat.waits_for("the broker: connection refused")
+        waiting, go_on = threading.Event(), threading.Event()
+
+        def the_other():
+            heartbeat.waits_for("")
+            waiting.set()
+            go_on.wait(30)
+
+        with in_threads(the_other):
+            assert waiting.wait(30)
+            assert next_beat().waits_for == ""
+            go_on.set()
+
+        assert next_beat().waits_for == "the broker: connection refused"  # the loop that worked has ended
+
+    @pytest.mark.django_db(transaction=True)
+    def test_count_and_write_at_once_and_lose_nothing(self, monkeypatch):
+        monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.001)
+        heartbeat = Heartbeat("default")
+        together = threading.Barrier(2)
+
+        def a_loop():
+            together.wait(30)
+            for _ in range(200):
+                heartbeat.published(1)
+                heartbeat.passed()
+                heartbeat.waits_for("")
+                heartbeat.beat()
+
+        with in_threads(a_loop, a_loop):
+            pass
+        monkeypatch.setattr(heartbeat, "_due_at", 0.0)
+        heartbeat.beat()
+
+        assert the_row().published == 400
+
+    @pytest.mark.django_db(transaction=True)
+    def test_never_wait_for_each_others_beat(self, monkeypatch):
+        heartbeat = Heartbeat("default")
+        writing, go_on = threading.Event(), threading.Event()
+
+        def slow(alias, told):
+            writing.set()
+            assert go_on.wait(30)
+
+        monkeypatch.setattr(store, "beat", slow)
+        with in_threads(heartbeat.beat):
+            assert writing.wait(30)
+            monkeypatch.setattr(heartbeat, "_due_at", 0.0)
+            heartbeat.beat()  # comes back although the other one is not done
+            go_on.set()
+
+
+class TestAFailure:
+    @pytest.fixture
+    def away(self, monkeypatch):
+        """The database fails every beat until it is put right; how often it was asked."""
+        real, asked = store.beat, []
+
+        class Away:
+            error = OperationalError("server closed the connection unexpectedly")
+            count = property(lambda self: len(asked))
+
+        def beat(alias, told):
+            asked.append(told)
+            if Away.error is not None:
+                raise Away.error
+            real(alias, told)
+
+        monkeypatch.setattr(store, "beat", beat)
+        return Away
+
+    def test_disturbs_nobody_is_told_once_and_is_over_when_the_database_is_back(
+        self, away, heartbeat, clock, caplog, next_beat
+    ):
+        caplog.set_level(logging.INFO, logger="outbox")
+        for _ in range(3):
+            heartbeat.beat()
+            clock.passes(60)
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+
+        away.error = None
+        heartbeat.published(1)
+
+        assert next_beat(0).published == 1
+
+    def test_is_not_tried_again_at_once(self, away, heartbeat, clock):
+        heartbeat.beat()
+        clock.passes(module.HEARTBEAT_SECONDS)
+        heartbeat.beat()
+
+        assert away().count == 1
+
+    @pytest.mark.django_db(transaction=True)
+    def test_that_took_the_connection_leaves_none_behind(self, away, heartbeat):
+        connections["default"].ensure_connection()
+
+        heartbeat.beat()
+
+        assert connections["default"].connection is None
+
+    def test_makes_the_end_quiet(self, away, heartbeat, monkeypatch):
+        heartbeat.beat()
+        monkeypatch.setattr(store, "retire", pytest.fail)
+
+        heartbeat.close()
+
+    @pytest.mark.django_db(transaction=True)
+    def test_to_remove_the_row_is_nobodys_failure(self, heartbeat, monkeypatch):
+        def retire(alias, relay):
+            raise OperationalError("database is locked")
+
+        heartbeat.beat()
+        monkeypatch.setattr(store, "retire", retire)
+
+        heartbeat.close()

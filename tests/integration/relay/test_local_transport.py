@@ -1,0 +1,290 @@
+"""`local://`: the relay hands over to the inbox of the same database, and the runner does the rest."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.db import transaction
+from django.test import override_settings
+
+from inbox import signals
+from inbox.models import InboxMessage, State
+from outbox import publish
+from outbox.models import OutboxMessage
+from outbox.models import State as OutboxState
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import TOPIC, effects, run_to_the_end, the_effect, wait_until
+from tests.support.workers import Process, as_environment
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
+
+SHORT = timedelta(milliseconds=200)
+
+
+@pytest.fixture(autouse=True)
+def local():
+    with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={}):
+        yield
+
+
+@pytest.fixture
+def relay_process(process_environment, tmp_path):
+    """`outbox_relay`, or another command, as a process whose handlers are those of tests.support.apps.worker."""
+
+    def start(*arguments, command="outbox_relay", **inbox):
+        given = {"RETRY_BASE": SHORT, "RETRY_CAP": SHORT}
+        environment = {
+            **process_environment,
+            **as_environment(INBOX={**given, **inbox}, OUTBOX={"BROKER_URL": "local://", "POLL_INTERVAL": SHORT}),
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+        }
+        return Process(environment, tmp_path / f"{command}.log", command, *arguments)
+
+    return start
+
+
+def say(topic=TOPIC, payload=None, **arguments):
+    with transaction.atomic():
+        return publish(topic, {} if payload is None else payload, **arguments)
+
+
+def carry():
+    call_command("outbox_relay", drain=True)
+
+
+def job(what, name="job"):
+    say(JOB, {"do": what}, biz_id=name)
+
+
+def state(name="job"):
+    return InboxMessage.objects.filter(biz_id=name).values_list("state", flat=True).first()
+
+
+class TestHandingOver:
+    def test_a_message_takes_effect_once_in_every_handler_of_its_topic(self, handles):
+        for name in ("tests.a", "tests.b"):
+            handles(the_effect, name=name)
+        handles(the_effect, name="tests.c", topic="something else")
+        published = say(biz_id="order-1")
+
+        carry()
+        carry()
+
+        assert OutboxMessage.objects.get().state == OutboxState.PUBLISHED
+        rows = InboxMessage.objects.values_list("handler", "state", "attempts", "message_id", "biz_id")
+        assert sorted(rows) == [(name, State.DONE, 1, str(published.id), "order-1") for name in ("tests.a", "tests.b")]
+        assert effects("order-1") == 2
+
+    def test_it_arrives_as_it_was_published(self, handles):
+        got = []
+        handles(got.append)
+        published = say(payload={"name": "Zoë"}, biz_id="b", key="k", headers={"tenant": "acme", "n": 1})
+
+        carry()
+
+        (message,) = got
+        assert (message.id, message.biz_id, message.key) == (str(published.id), "b", "k")
+        assert (message.payload, message.headers) == ({"name": "Zoë"}, {"tenant": "acme", "n": 1})
+        assert message.created_at == OutboxMessage.objects.get().created_at
+        assert (message.attempt, message.redelivered) == (1, False)
+
+    def test_a_topic_nobody_handles_waits_in_the_outbox_with_its_reason(self, handles):
+        say("nobody.cares")
+
+        carry()
+
+        row = OutboxMessage.objects.get()
+        assert row.state == OutboxState.RETRYING
+        assert "no handler takes the topic 'nobody.cares'" in row.last_error
+        handles(the_effect, topic="nobody.cares")
+        OutboxMessage.objects.update(available_at=row.created_at)
+        carry()
+        assert (OutboxMessage.objects.get().state, effects()) == (OutboxState.PUBLISHED, 1)
+
+    def test_a_handler_on_another_database_is_refused_with_the_remedy(self, handles):
+        handles(the_effect, using="other")
+        say()
+
+        carry()
+
+        row = OutboxMessage.objects.get()
+        assert row.state in {OutboxState.RETRYING, OutboxState.DEAD}
+        assert "use a broker" in row.last_error
+
+    def test_one_refused_message_does_not_hold_up_the_batch(self, handles):
+        handles(the_effect, using="other", topic="elsewhere")
+        handles(the_effect)
+        for number in range(3):
+            say("elsewhere", biz_id=f"bad {number}")
+            say(biz_id=f"good {number}")
+
+        carry()
+
+        assert sorted(Effect.objects.values_list("name", flat=True)) == ["good 0", "good 1", "good 2"]
+
+    def test_a_resend_by_the_business_is_counted_and_has_no_second_effect(self, handles):
+        handles(the_effect)
+        conflicts = []
+
+        def listen(**arguments):
+            conflicts.append(arguments["biz_id"])
+
+        signals.conflicting_duplicate.connect(listen)
+        try:
+            say(payload={"total": 1}, biz_id="order-1")
+            say(payload={"total": 1}, biz_id="order-1")
+            say(payload={"total": 2}, biz_id="order-1")
+            carry()
+        finally:
+            signals.conflicting_duplicate.disconnect(listen)
+
+        row = InboxMessage.objects.get()
+        assert (row.state, row.duplicates, row.conflicts, effects()) == (State.DONE, 2, 1, 1)
+        assert conflicts == ["order-1"]
+        assert set(OutboxMessage.objects.values_list("state", flat=True)) == {OutboxState.PUBLISHED}
+
+    def test_one_that_cannot_be_identified_is_a_dead_letter_and_published(self, handles):
+        handles(the_effect, biz_id=lambda message: message.payload["order_id"])
+        say()
+
+        carry()
+
+        assert OutboxMessage.objects.get().state == OutboxState.PUBLISHED
+        assert InboxMessage.objects.get().state == State.DEAD
+
+
+class TestFailing:
+    def test_handlers_of_one_topic_fail_independently(self, handles):
+        def fails(message):
+            the_effect(message)
+            raise ValueError("no")
+
+        handles(the_effect, name="tests.good")
+        handles(fails, name="tests.bad")
+        say(biz_id="order-1")
+
+        carry()
+        run_to_the_end()
+
+        states = dict(InboxMessage.objects.values_list("handler", "state"))
+        assert states == {"tests.good": State.DONE, "tests.bad": State.DEAD}
+        assert effects() == 1
+
+    def test_a_chain_commits_with_its_effect_or_not_at_all(self, handles):
+        tries, got = [], []
+
+        def first(message):
+            tries.append(message)
+            publish("second", {})
+            if len(tries) == 1:
+                raise ValueError("not yet")
+
+        handles(first)
+        handles(got.append, topic="second")
+        published = say()
+
+        carry()
+        assert not OutboxMessage.objects.filter(topic="second").exists()
+        run_to_the_end()
+        carry()
+
+        (message,) = got
+        assert len(tries) == 2
+        assert (message.correlation_id, message.causation_id) == (str(published.id), str(published.id))
+
+    def test_a_drain_carries_what_handlers_publish_meanwhile(self, handles):
+        def countdown(message):
+            the_effect(message)
+            if message.payload:
+                publish(TOPIC, message.payload - 1)
+
+        handles(countdown)
+        say(payload=5)
+
+        carry()
+
+        assert effects() == 6
+        assert set(OutboxMessage.objects.values_list("state", flat=True)) == {OutboxState.PUBLISHED}
+        assert OutboxMessage.objects.values("correlation_id").distinct().count() == 1
+
+
+class TestAProcess:
+    def test_one_process_relays_and_runs(self, relay_process):
+        job("chain")
+        with relay_process() as process:
+            process.until(lambda: effects("chained job") == 1)
+            job("work", "second")
+            process.until(lambda: effects("second") == 1)
+            process.terminate()
+            assert process.ends() == 0
+
+        assert (effects("job"), effects("chained job")) == (1, 1)
+
+    def test_inbox_consume_runs_what_a_relay_handed_over(self, relay_process):
+        with relay_process("--drain") as relay, relay_process(command="inbox_consume") as runner:
+            runner.until(lambda: "Running what is stored" in runner.said())
+            job("work")
+            while state() is None:
+                relay.ends()
+                relay.start()
+            runner.until(lambda: state() == State.DONE)
+            runner.terminate()
+            assert runner.ends() == 0
+
+        assert effects("job") == 1
+
+    def test_a_message_that_kills_its_process_runs_out_of_attempts(self, relay_process):
+        job("kill the process")
+        with relay_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT) as process:
+            deaths = process.restarted_until(lambda: state() == State.DEAD)
+            job("work", "healthy")
+            process.until(lambda: effects("healthy") == 1)
+
+        row = InboxMessage.objects.get(biz_id="job")
+        assert (deaths, set(process.exits)) == (2, {13})
+        assert (row.attempts, effects("job")) == (2, 0)
+
+    def test_a_crash_after_the_commit_is_no_second_effect(self, relay_process):
+        job("kill the process after the commit")
+        with relay_process() as process:
+            assert process.ends() == 13
+            assert (state(), effects("job")) == (State.DONE, 1)
+            process.start()
+            job("work", "healthy")
+            process.until(lambda: effects("healthy") == 1)
+
+        assert effects("job") == 1
+
+    def test_sigterm_lets_the_running_handler_finish(self, relay_process):
+        job("wait for the word" if _postgresql() else "work")
+        with relay_process() as process:
+            if _postgresql():
+                process.until(lambda: Effect.objects.using("other").filter(name="begun job").exists())
+                process.terminate()
+                Unique.objects.create(name="go job")
+            else:  # one writer: nobody can say the word while the handler runs
+                process.until(lambda: state() == State.DONE)
+                process.terminate()
+            assert process.ends() == 0
+
+        assert (effects("job"), state()) == (1, State.DONE)
+
+    def test_two_processes_beside_each_other_run_everything_once(self, relay_process, tmp_path):
+        with relay_process() as first, relay_process(command="inbox_consume") as second:
+            first.until(lambda: "Relaying" in first.said())
+            second.until(lambda: "Running what is stored" in second.said())
+            for number in range(20):
+                job("work", f"job {number}")
+            wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == 20)
+            for process in (first, second):
+                process.terminate()
+                assert process.ends() == 0
+
+        assert effects() == Effect.objects.values("name").distinct().count() == 20
+
+
+def _postgresql():
+    return transaction.get_connection().vendor == "postgresql"

@@ -1,0 +1,382 @@
+"""The broker or the database is away: the relay waits, says so once, counts no attempt, and goes on when it is back."""
+
+import logging
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import connection
+
+from outbox.kernel.loop import StopRequest
+from outbox.models import OutboxMessage, State
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    Queue,
+    drained,
+    eventually,
+    ids,
+    in_threads,
+    published,
+    relay_for,
+    relaying,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+    waiting,
+)
+from tests.support.servers import FaultProxy
+from tests.support.servers.private import free_port
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+AWAY = "The broker is away"
+BACK = "The broker is back"
+
+
+@pytest.fixture(autouse=True)
+def listening(caplog):
+    caplog.set_level(logging.WARNING)
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def proxy(rabbitmq_url):
+    port = int(rabbitmq_url.rpartition("@")[2].partition("/")[0].partition(":")[2])
+    with FaultProxy("127.0.0.1", port) as proxy:
+        yield proxy
+
+
+def said(caplog, text):
+    return sum(text in record.getMessage() for record in caplog.records)
+
+
+def untouched(*messages):
+    """Waiting as on the first day: an outage is nobody's attempt."""
+    return all((row_of(m).state, row_of(m).attempts, row_of(m).last_error) == (State.READY, 0, "") for m in messages)
+
+
+class TestABroker:
+    def test_that_is_away_at_the_start_is_waited_for(self, rabbitmq_url, proxy, caplog):
+        proxy.refuse()
+        message = published()
+
+        with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
+            eventually(lambda: said(caplog, AWAY))
+            assert untouched(message)
+            proxy.accept()
+            eventually(lambda: not waiting())
+            eventually(lambda: said(caplog, BACK))
+
+            assert ids(queue.take(1)) == [str(message.id)]
+        assert row_of(message).attempts == 1
+        assert (said(caplog, AWAY), said(caplog, BACK)) == (1, 1)
+
+    def test_that_goes_away_in_the_middle_is_waited_for(self, rabbitmq_url, proxy, caplog):
+        with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
+            before = published()
+            eventually(lambda: state_of(before) == State.PUBLISHED)
+            proxy.refuse()
+            proxy.cut()
+            during = published()
+            eventually(lambda: said(caplog, AWAY))
+            assert untouched(during)
+            proxy.accept()
+            eventually(lambda: not waiting())
+
+            assert set(ids(queue.take(2))) >= set(ids([before, during]))
+        assert (said(caplog, AWAY), said(caplog, BACK)) == (1, 1)
+
+    def test_that_is_cut_off_again_and_again_loses_nothing(self, rabbitmq_url, proxy):
+        messages = [published(payload={"padding": "x" * 2_000}) for _ in range(60)]
+
+        with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url), BATCH_SIZE=20):
+            for nbytes in (3_000, 9_000, 20_000):
+                already = said_published()
+                proxy.cut_after(nbytes)
+                eventually(lambda already=already: said_published() > already or not waiting())
+            eventually(lambda: not waiting())
+            arrived = queue.take(60)
+
+        assert set(ids(arrived)) == set(ids(messages))
+        assert {row_of(message).attempts for message in messages} == {1}
+
+    def test_whose_cable_is_out_is_found_out_by_the_deadline(self, rabbitmq_url, proxy, caplog):
+        with (
+            Queue(rabbitmq_url) as queue,
+            relaying(proxy.through(rabbitmq_url), BATCH_DEADLINE=timedelta(milliseconds=300)),
+        ):
+            first = published()
+            eventually(lambda: state_of(first) == State.PUBLISHED)
+            proxy.freeze()
+            second = published()
+            eventually(lambda: said(caplog, AWAY))
+            assert untouched(second)
+            proxy.thaw()
+            eventually(lambda: not waiting())
+
+            assert set(ids(queue.take(2))) == set(ids([first, second]))
+
+    def test_whose_answers_are_lost_gets_the_message_again(self, rabbitmq_url, proxy, caplog):
+        message = published()
+        with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
+            assert ids(queue.take(1)) == ids([message])
+            eventually(lambda: state_of(message) == State.PUBLISHED)
+            proxy.drop_server_to_client(True)
+            second = published()
+            assert ids(queue.take(1)) == ids([second])
+            assert untouched(second)
+            proxy.drop_server_to_client(False)
+            proxy.cut()
+            eventually(lambda: not waiting())
+
+            assert ids(queue.take(1)) == ids([second]), "again, with the same id"
+        assert said(caplog, AWAY) == 1
+
+    def test_that_is_restarted_still_has_what_it_confirmed(self, rabbitmq_server, rabbitmq_url, caplog):
+        with Queue(rabbitmq_url):
+            pass
+        with relaying(rabbitmq_url):
+            before = published()
+            eventually(lambda: state_of(before) == State.PUBLISHED)
+            rabbitmq_server.kill()
+            during = published()
+            eventually(lambda: said(caplog, AWAY))
+            assert untouched(during)
+            rabbitmq_server.start()
+            eventually(lambda: not waiting(), seconds=60)
+
+        with Queue(rabbitmq_url) as queue:
+            assert set(ids(queue.take(2))) == set(ids([before, during]))
+
+    def test_that_refuses_the_password_is_waited_for(self, rabbitmq_url, caplog):
+        message = published()
+        wrong = rabbitmq_url.replace("guest:guest", "guest:secret-word")
+
+        with relaying(wrong):
+            eventually(lambda: said(caplog, AWAY))
+            assert untouched(message)
+
+        assert "secret-word" not in caplog.text
+
+    def test_nobody_listens_for_does_not_keep_the_relay_from_ending(self, caplog):
+        message = published()
+
+        with relaying(f"amqp://guest:guest@127.0.0.1:{free_port()}//"):
+            eventually(lambda: said(caplog, AWAY))
+
+        assert untouched(message)
+
+    def test_that_blocks_publishers_is_waited_for_on_the_same_connection(self, peer, caplog):
+        """What is in the socket's buffers is enqueued when the alarm ends; each new connection would add a copy."""
+        message = published()
+
+        def alarm(arrived):
+            peer.script = None
+            return [peer.blocked]
+
+        peer.script = alarm
+        peer.ack_all_automatically = True
+        with relaying(peer.url):
+            eventually(lambda: said(caplog, AWAY))
+            assert "blocks publishers" in caplog.text
+            assert untouched(message)
+            peer.unblocked()
+            peer.ack(peer.published[0])
+            eventually(lambda: not waiting())
+
+        assert peer.connections == 1
+        assert set(ids(peer.published)) == {str(message.id)}
+        assert said(caplog, AWAY) == 1
+
+    def test_that_resets_every_new_connection_is_waited_for(self, peer, caplog):
+        peer.refuse_connections = True
+        message = published()
+
+        with relaying(peer.url):
+            eventually(lambda: said(caplog, AWAY))
+            assert untouched(message)
+            peer.refuse_connections = False
+            eventually(lambda: not waiting())
+
+        assert said(caplog, AWAY) == 1
+
+    def test_that_drops_an_idle_connection_is_no_outage(self, peer, caplog):
+        with relaying(peer.url):
+            first = published()
+            eventually(lambda: state_of(first) == State.PUBLISHED)
+            peer.drop()
+            eventually(lambda: peer.connections == 2)
+            second = published()
+            eventually(lambda: state_of(second) == State.PUBLISHED)
+
+        assert ids(peer.published) == ids([first, second]), "nothing was sent into the dead connection"
+        assert said(caplog, AWAY) == 0
+
+
+def said_published():
+    return OutboxMessage.objects.filter(state=State.PUBLISHED).count()
+
+
+class TestOneMessageTheBrokerChokesOn:
+    """The broker closes the channel over it, each time and for all that is on its way with it."""
+
+    @pytest.fixture
+    def choking(self, peer):
+        def script(message):
+            if message.body == b'"poison"':
+                return [partial(peer.close_channel, 406, "PRECONDITION_FAILED - unknown delivery mode")]
+            return [partial(peer.ack, message)]
+
+        peer.script = script
+        return peer
+
+    def test_ends_alone_and_the_rest_goes_through(self, choking):
+        poison, *others = [published(payload="poison" if n == 0 else n) for n in range(12)]
+        set_columns(poison, attempts=2)
+
+        with relaying(choking.url, MAX_ATTEMPTS=3):
+            eventually(lambda: state_of(poison) == State.DEAD)
+            eventually(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
+
+        assert "PRECONDITION_FAILED" in row_of(poison).last_error
+        assert row_of(poison).attempts == 3
+        assert {row_of(message).attempts for message in others} == {1}, "it was not their fault"
+
+    def test_holds_back_its_own_key_only(self, choking):
+        poison = published(payload="poison", key="k")
+        held = published(payload="held", key="k")
+        others = [published(payload=n, key=f"o{n % 2}") for n in range(6)]
+        set_columns(poison, attempts=15)
+
+        with relaying(choking.url):
+            eventually(lambda: state_of(poison) == State.DEAD)
+            eventually(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
+
+            eventually(lambda: state_of(held) == State.WAITING)
+
+    def test_does_not_hold_up_what_comes_later(self, choking):
+        published(payload="poison")
+
+        with relaying(choking.url):
+            for n in range(5):
+                message = published(payload=n)
+                eventually(lambda message=message: state_of(message) == State.PUBLISHED)
+
+
+class TestAnUnroutableMessage:
+    def test_goes_out_when_its_queue_comes(self, rabbitmq_url):
+        message = published()
+
+        with relaying(rabbitmq_url, MAX_ATTEMPTS=1):
+            eventually(lambda: row_of(message).attempts >= 3)
+            assert state_of(message) != State.DEAD
+            assert "unroutable" in row_of(message).last_error
+            with Queue(rabbitmq_url) as queue:
+                eventually(lambda: state_of(message) == State.PUBLISHED)
+                assert ids(queue.take(1)) == [str(message.id)]
+
+    def test_holds_up_nobody_else_however_often_it_was_tried(self, rabbitmq_url):
+        lost = published("nobody.listens")
+        set_columns(lost, attempts=5_000)
+
+        with Queue(rabbitmq_url), relaying(rabbitmq_url):
+            message = published()
+            eventually(lambda: state_of(message) == State.PUBLISHED)
+            eventually(lambda: row_of(lost).attempts > 5_000)
+
+
+class TestADatabase:
+    def test_that_ends_the_relays_session_is_no_end_of_the_relay(self, peer, caplog):
+        if connection.vendor != "postgresql":
+            return
+        with relaying(peer.url):
+            first = published()
+            eventually(lambda: state_of(first) == State.PUBLISHED)
+            end_other_sessions()
+            second = published()
+            eventually(lambda: state_of(second) == State.PUBLISHED)
+
+        assert "nobody foresaw" not in caplog.text
+
+    def test_whose_table_is_missing_is_waited_for(self, peer, caplog):
+        """An error nobody foresaw ends no relay; it is shown, and met with a pause."""
+        rename("outbox_outboxmessage", "hidden")
+        try:
+            with relaying(peer.url):
+                eventually(lambda: said(caplog, "nobody foresaw"))
+                rename("hidden", "outbox_outboxmessage")
+                message = published()
+                eventually(lambda: state_of(message) == State.PUBLISHED)
+        finally:
+            if "hidden" in connection.introspection.table_names():
+                rename("hidden", "outbox_outboxmessage")
+
+
+def end_other_sessions():
+    """End every other session on this database, as an operator or a failover does."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
+        )
+
+
+def rename(table, other):
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER TABLE {table} RENAME TO {other}")
+
+
+class TestDraining:
+    def test_ends_when_nothing_is_ready_or_due(self, peer):
+        published()
+        published(delay=timedelta(hours=1))
+
+        relay = drained(peer.url)
+
+        assert relay.published == 1
+        assert sorted(states()) == [State.PUBLISHED, State.SCHEDULED]
+
+    def test_carries_a_backlog_of_several_batches(self, peer):
+        for _ in range(30):
+            published()
+
+        assert drained(peer.url, BATCH_SIZE=4).published == 30
+
+    def test_ends_although_a_dead_head_holds_its_key(self, peer):
+        head = published(key="k")
+        published(key="k")
+        set_columns(head, state=State.DEAD)
+
+        assert drained(peer.url).published == 0
+
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
+    def test_carries_the_messages_of_the_database_it_was_given(self, peer):
+        here, there = published(), published(using="other")
+
+        drained(peer.url, alias="other")
+
+        assert ids(peer.published) == [str(there.id)]
+        assert (state_of(here), state_of(there, "other")) == (State.READY, State.PUBLISHED)
+
+
+def test_the_shards_of_a_lane_that_reaches_no_broker_are_looked_after_by_the_other(rabbitmq_url):
+    messages = [published(key=f"k{n}") for n in range(40)]
+    assert {row.shard % 2 for row in OutboxMessage.objects.all()} == {0, 1}
+    stop = StopRequest()
+    lanes = [
+        relay_for(f"amqp://127.0.0.1:{free_port()}//", stop, shards=range(0, 64, 2)),
+        relay_for(rabbitmq_url, stop, shards=range(1, 64, 2)),
+    ]
+    lanes[0].siblings, lanes[1].siblings = lanes[1:], lanes[:1]
+
+    with Queue(rabbitmq_url) as queue, in_threads(*(lane.run for lane in lanes), stop=stop):
+        assert set(ids(queue.take(len(messages)))) == set(ids(messages))
+        eventually(lambda: set(states()) == {State.PUBLISHED})
+
+    assert [lane.published for lane in lanes] == [0, 40]

@@ -1,0 +1,434 @@
+"""One pass of the relay: claim, send, settle. What the broker said is what the rows say."""
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import transaction
+
+from outbox import Draft, publish_many, signals, store
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import OutboxMessage, State
+from outbox.relay.passes import Pass
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    connected,
+    deadline_when,
+    ids,
+    one_pass,
+    published,
+    quick,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+)
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def transport(peer):
+    with connected(peer.url) as transport:
+        yield transport
+
+
+@pytest.fixture
+def told():
+    """What the signals said: name, position, error."""
+    heard, receivers = [], []
+    for name in ("published", "retrying", "dead", "expired"):
+        signal = getattr(signals, f"message_{name}")
+
+        def hear(sender, message, name=name, error="", **extra):
+            heard.append((name, message.position, error))
+
+        signal.connect(hear)
+        receivers.append((signal, hear))
+    yield heard
+    for signal, hear in receivers:
+        signal.disconnect(hear)
+
+
+def answering(peer, **by_biz_id):
+    """Nack, return … the messages with these biz-ids, and ack the others."""
+
+    def script(message):
+        answer = by_biz_id.get(message.headers["cloudEvents:bizid"], "ack")
+        if answer == "return":
+            return [partial(peer.return_message, message), partial(peer.ack, message)]
+        if answer == "nothing":
+            return []
+        if answer == "close_channel":
+            return [partial(peer.close_channel, 404, "NOT_FOUND")]
+        if answer == "refuse":
+            return [partial(peer.close_channel, 406, "PRECONDITION_FAILED")]
+        if answer == "drop":
+            return [peer.drop]
+        return [partial(getattr(peer, answer), message)]
+
+    peer.script = script
+
+
+def some(*biz_ids, **options):
+    return [published(biz_id=biz_id, **options) for biz_id in biz_ids]
+
+
+class TestAConfirmedMessage:
+    def test_is_published(self, transport, told):
+        [message] = some("a")
+
+        report = one_pass(transport)
+
+        row = row_of(message)
+        assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 1, "")
+        assert row.settled_at is not None
+        assert (report.claimed, report.settled, report.published, report.broken) == (1, 1, 1, None)
+        assert told == [("published", message.position, "")]
+
+    def test_is_not_sent_again(self, peer, transport):
+        some("a")
+        one_pass(transport)
+
+        assert one_pass(transport).claimed == 0
+        assert len(peer.published) == 1
+
+    def test_travels_as_it_was_written(self, peer, transport):
+        message = published("shop.order.placed", {"n": "ä"}, biz_id="b", key="k", headers={"tenant": "acme"})
+
+        one_pass(transport)
+
+        [arrived] = peer.published
+        assert (arrived.exchange, arrived.routing_key, arrived.mandatory) == ("outbox", "shop.order.placed", True)
+        assert arrived.body == '{"n":"ä"}'.encode()
+        assert arrived.properties["message_id"] == str(message.id)
+        assert arrived.properties["delivery_mode"] == 2
+        assert arrived.headers["tenant"] == "acme"
+        assert arrived.headers["cloudEvents:orderingkey"] == "k"
+        assert arrived.headers["cloudEvents:source"] == "/tests"
+
+
+class TestAFailedAttempt:
+    def test_is_a_nack_and_rests_before_the_next(self, peer, transport, told, caplog):
+        bad, good = some("bad", "good")
+        answering(peer, bad="nack")
+
+        report = one_pass(transport, RETRY_BASE=timedelta(hours=1), RETRY_CAP=timedelta(hours=9))
+
+        row = row_of(bad)
+        assert (row.state, row.attempts) == (State.RETRYING, 1)
+        assert "nack" in row.last_error
+        assert timedelta(minutes=29) < row.available_at - row.created_at < timedelta(minutes=62)
+        assert state_of(good) == State.PUBLISHED
+        assert (report.settled, report.published) == (2, 1)
+        assert ("retrying", bad.position, row.last_error) in told
+        assert "was not published at attempt 1" in caplog.text
+
+    def test_is_tried_again_when_it_is_due(self, peer, transport):
+        [message] = some("bad")
+        answering(peer, bad="nack")
+        one_pass(transport)
+        set_columns(message, available_at=DatabaseTime())
+        store.promote_rested("default", 10)
+        answering(peer)
+
+        one_pass(transport)
+
+        row = row_of(message)
+        assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 2, "")
+        assert len(set(ids(peer.published))) == 1, "every resend has the same id"
+
+    def test_that_was_the_last_is_death(self, peer, transport, told, caplog):
+        [message] = some("bad")
+        set_columns(message, attempts=15)
+        answering(peer, bad="nack")
+
+        one_pass(transport, MAX_ATTEMPTS=16)
+
+        row = row_of(message)
+        assert (row.state, row.attempts) == (State.DEAD, 16)
+        assert row.settled_at is not None
+        assert told == [("dead", message.position, row.last_error)]
+        assert "is dead at attempt 16" in caplog.text
+
+    def test_of_an_unroutable_message_names_the_reason_and_never_kills_it(self, peer, transport, told):
+        [message] = some("lost")
+        set_columns(message, attempts=500)
+        answering(peer, lost="return")
+
+        one_pass(transport, MAX_ATTEMPTS=3, RETRY_BASE=timedelta(hours=1), RETRY_CAP=timedelta(hours=9))
+
+        row = row_of(message)
+        assert (row.state, row.attempts) == (State.RETRYING, 501)
+        assert "no queue is bound to exchange 'outbox' for topic 'shop.order.placed'" in row.last_error
+        assert told == [("retrying", message.position, row.last_error)]
+        assert row.available_at - row.created_at < timedelta(minutes=2)
+
+    def test_is_written_down_even_if_a_receiver_fails(self, peer, transport):
+        def receiver(**extra):
+            raise RuntimeError("the receiver's own problem")
+
+        [message] = some("bad")
+        answering(peer, bad="nack")
+        signals.message_retrying.connect(receiver)
+        try:
+            one_pass(transport)
+        finally:
+            signals.message_retrying.disconnect(receiver)
+
+        assert state_of(message) == State.RETRYING
+
+    def test_is_announced_after_it_was_committed(self, peer, transport):
+        seen = []
+
+        def receiver(message, **extra):
+            seen.append((transaction.get_connection().in_atomic_block, OutboxMessage.objects.get().state))
+
+        some("bad")
+        answering(peer, bad="nack")
+        signals.message_retrying.connect(receiver)
+        try:
+            one_pass(transport)
+        finally:
+            signals.message_retrying.disconnect(receiver)
+
+        assert seen == [(False, State.RETRYING)]
+
+
+class TestAnUnknownOutcome:
+    @pytest.mark.parametrize("end", ["close_channel", "drop"])
+    def test_leaves_the_row_ready_and_settles_the_others(self, peer, transport, end):
+        messages = some("a", "b", "silent", "bad", "last")
+
+        def when_all_are_there(message):
+            if message.headers["cloudEvents:bizid"] != "last":
+                return []
+            acks = [partial(peer.ack, earlier) for earlier in peer.published[:2]]
+            return [*acks, partial(peer.nack, peer.published[3]), getattr(peer, end)]
+
+        peer.script = when_all_are_there
+        report = one_pass(transport)
+
+        assert [state_of(message) for message in messages] == [
+            State.PUBLISHED,
+            State.PUBLISHED,
+            State.READY,
+            State.RETRYING,
+            State.READY,
+        ]
+        assert [row_of(message).attempts for message in messages] == [1, 1, 0, 1, 0]
+        assert report.broken
+        assert report.settled == 3
+
+    def test_at_the_deadline_is_nobodys_attempt(self, peer, transport):
+        answered, silent = some("a", "silent")
+        answering(peer, silent="nothing")
+
+        with deadline_when(transport, lambda: len(peer.published) == 2):
+            report = one_pass(transport)
+
+        assert (state_of(answered), state_of(silent)) == (State.PUBLISHED, State.READY)
+        assert row_of(silent).attempts == 0
+        assert "did not confirm everything within the deadline" in report.broken
+
+    def test_is_sent_again_on_a_new_connection_with_the_same_id(self, peer, transport):
+        some("silent")
+        answering(peer, silent="nothing")
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
+        answering(peer)
+        transport.connect()
+
+        one_pass(transport)
+
+        first, second = peer.published
+        assert ids([first]) == ids([second])
+        assert (first.connection, second.connection) == (1, 2)
+        assert states() == [State.PUBLISHED]
+
+    def test_a_late_ack_on_the_old_connection_is_credited_to_nobody(self, peer, transport):
+        some("silent")
+        answering(peer, silent="nothing")
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
+        transport.connect()
+
+        def late(message):
+            return [partial(peer.ack, peer.published[0]), partial(peer.nack, message)]
+
+        peer.script = late
+        one_pass(transport)
+
+        assert states() == [State.RETRYING]
+
+
+class TestARefusedMessage:
+    def test_among_others_only_makes_the_relay_suspicious(self, peer, transport):
+        messages = some("a", "poison", "b")
+        answering(peer, poison="refuse")
+
+        report = one_pass(transport)
+
+        assert report.suspicious
+        assert row_of(messages[1]).attempts == 0
+        assert state_of(messages[1]) == State.READY
+
+    def test_alone_is_a_failed_attempt_with_the_brokers_words(self, peer, transport):
+        [message] = some("poison")
+        answering(peer, poison="refuse")
+
+        one_pass(transport)
+
+        row = row_of(message)
+        assert (row.state, row.attempts) == (State.RETRYING, 1)
+        assert "PRECONDITION_FAILED" in row.last_error
+
+
+class TestExpiredMessages:
+    def test_are_never_sent(self, peer, transport, told):
+        gone, alive = some("gone", "alive", expires_in=timedelta(hours=1))
+        set_columns(gone, expires_at=DatabaseTime())
+
+        one_pass(transport)
+
+        assert (state_of(gone), state_of(alive)) == (State.EXPIRED, State.PUBLISHED)
+        assert row_of(gone).attempts == 0
+        assert row_of(gone).settled_at is not None
+        assert ids(peer.published) == [str(alive.id)]
+        assert ("expired", gone.position, "") in told
+
+    def test_do_not_hold_their_key(self, peer, transport):
+        gone, alive = some("gone", "alive", key="k", expires_in=timedelta(hours=1))
+        set_columns(gone, expires_at=DatabaseTime())
+
+        one_pass(transport)
+
+        assert state_of(alive) == State.PUBLISHED
+
+
+class TestOrder:
+    def test_is_by_priority_first_and_then_by_position(self, peer, transport):
+        for biz_id, priority in [("n1", 0), ("h1", 9), ("n2", 0), ("m1", 5), ("h2", 9)]:
+            published(biz_id=biz_id, priority=priority)
+
+        one_pass(transport)
+
+        assert [m.headers["cloudEvents:bizid"] for m in peer.published] == ["h1", "h2", "m1", "n1", "n2"]
+
+    def test_sends_the_next_of_a_key_when_the_first_was_answered(self, peer, transport):
+        some("k1", "k2", "k3", key="k")
+        some("free")
+        confirmed = []
+
+        def script(message):
+            name = message.headers["cloudEvents:bizid"]
+            if name.startswith("k"):
+                assert len(confirmed) == int(name[1]) - 1, "one of a key is under way at a time"
+                confirmed.append(name)
+            return [partial(peer.ack, message)]
+
+        peer.script = script
+        one_pass(transport)
+
+        assert confirmed == ["k1", "k2", "k3"]
+        assert set(states()) == {State.PUBLISHED}
+
+    @pytest.mark.parametrize("answer", ["nack", "return"])
+    def test_a_failing_head_holds_back_its_own_key_only(self, peer, transport, answer):
+        held = some("k1", "k2", "k3", key="k")
+        others = some("o1", "o2", key="o") + some("free")
+        answering(peer, k1=answer)
+
+        one_pass(transport)
+
+        assert [state_of(message) for message in held] == [State.RETRYING, State.READY, State.READY]
+        assert {state_of(message) for message in others} == {State.PUBLISHED}
+        assert one_pass(transport).published == 0, "and the next pass does not send them either"
+        assert [state_of(message) for message in held] == [State.RETRYING, State.WAITING, State.WAITING]
+        assert one_pass(transport).claimed == 0, "nor does any later one even read them"
+
+    def test_goes_on_in_order_when_the_head_succeeds(self, peer, transport):
+        some("k1", "k2", key="k")
+        answering(peer, k1="nack")
+        one_pass(transport)
+        OutboxMessage.objects.filter(state=State.RETRYING).update(available_at=DatabaseTime())
+        store.promote_rested("default", 10)
+        answering(peer)
+
+        one_pass(transport)
+
+        assert [m.headers["cloudEvents:bizid"] for m in peer.published] == ["k1", "k1", "k2"]
+
+    def test_a_dead_head_holds_its_key_until_somebody_decides(self, peer, transport):
+        head, second = some("k1", "k2", key="k")
+        set_columns(head, state=State.DEAD)
+        one_pass(transport)
+        assert state_of(second) == State.WAITING
+        assert store.release_waiting("default", keys=10, each=10) == 0
+
+        assert store.cancel("default", head.position)
+        assert store.release_waiting("default", keys=10, each=10) == 1
+        one_pass(transport)
+
+        assert state_of(second) == State.PUBLISHED
+
+    def test_a_dead_message_without_a_key_holds_nobody(self, transport):
+        dead, alive = some("dead", "alive")
+        set_columns(dead, state=State.DEAD)
+
+        one_pass(transport)
+
+        assert state_of(alive) == State.PUBLISHED
+
+    def test_an_unknown_head_stops_its_key_within_the_pass(self, peer, transport):
+        held = some("k1", "k2", key="k")
+        answering(peer, k1="nothing")
+
+        with deadline_when(transport, lambda: peer.published):
+            one_pass(transport)
+
+        assert [state_of(message) for message in held] == [State.READY, State.READY]
+        assert [m.headers["cloudEvents:bizid"] for m in peer.published] == ["k1"]
+
+    def test_of_a_key_survives_a_limit_smaller_than_the_key(self, peer, transport):
+        some(*(f"k{n}" for n in range(7)), key="k")
+
+        while one_pass(transport, limit=2).claimed:
+            pass
+
+        assert [m.headers["cloudEvents:bizid"] for m in peer.published] == [f"k{n}" for n in range(7)]
+
+
+def test_a_pass_takes_no_more_than_its_limit(transport):
+    with transaction.atomic():
+        publish_many([Draft("t", {}) for _ in range(30)])
+
+    claimed = [one_pass(transport, limit=10).claimed for _ in range(30)]
+
+    assert claimed[0] == 10
+    assert max(claimed) == 10
+    assert sum(claimed) == 30
+
+
+def test_a_pass_with_nothing_to_do_does_nothing(peer, transport):
+    published(delay=timedelta(hours=1))
+
+    assert one_pass(transport) == one_pass(transport)
+    assert one_pass(transport).claimed == 0
+    assert not peer.published
+
+
+def test_a_pass_carries_the_messages_of_its_own_database_only(peer):
+    mine = published()
+    with connected(peer.url) as transport:
+        single = Pass("default", transport, quick())
+        single.run(store.look("default").busy, 10)
+        single.close()
+
+    assert ids(peer.published) == [str(mine.id)]

@@ -1,0 +1,309 @@
+"""Behind a transaction-pooling proxy: everything works that works without, and no connection keeps anything of ours."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+
+import psycopg
+import pytest
+from django.db import connection, connections, transaction
+
+from inbox.models import InboxMessage
+from inbox.store.buckets import lease_tokens
+from outbox import Draft, doorbell, publish_many
+from outbox.conf import OutboxOptions
+from outbox.doorbell import CHANNEL, ring_after_commit
+from outbox.kernel.loop import Bell, StopRequest
+from outbox.models import State
+from outbox.relay.listening import APPLICATION_NAME, Listener
+from tests.support.aliases import an_alias, the_default_at
+from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    SECONDS,
+    TOPIC,
+    connected,
+    drained,
+    eventually,
+    ids,
+    in_hand,
+    one_pass,
+    published,
+    relaying,
+    states,
+)
+from tests.support.relaying import waiting as anything_waits
+from tests.support.servers import PgBouncer
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+A_LOT = 300
+
+FOLLOWED = {"application_name", "client_encoding", "DateStyle", "TimeZone", "standard_conforming_strings", "IntervalStyle"}
+"""Settings that PgBouncer itself sets for each client on whatever connection it gets."""
+
+
+@pytest.fixture(scope="module")
+def pgbouncer(django_db_setup):
+    settings = connection.settings_dict
+    with PgBouncer(int(settings["PORT"] or 5432), user=settings["USER"]) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def pooled(pgbouncer, transactional_db):
+    """The suite's database, reached through the pooler, and directly by the alias "direct"."""
+    doorbell._rings.clear()
+    with an_alias("direct"), the_default_at(PORT=pgbouncer.port):
+        yield pgbouncer
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+def a_backlog(count=A_LOT, keys=20):
+    with transaction.atomic():
+        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
+
+
+def straight():
+    """Past the pooler."""
+    given = connections["direct"].get_connection_params()
+    return psycopg.connect(**{name: given[name] for name in ("dbname", "user", "host", "port")}, autocommit=True)
+
+
+@contextmanager
+def every_server_connection(pgbouncer):
+    """One client on each of the pooler's connections to this database, all at the same time."""
+    name = connection.settings_dict["NAME"]
+    with ExitStack() as stack:
+        clients = [
+            stack.enter_context(psycopg.connect(pgbouncer.url_of(name), autocommit=True)) for _ in range(pgbouncer.pool_size)
+        ]
+        for client in clients:
+            client.execute("BEGIN")
+        pids = {client.execute("SELECT pg_backend_pid()").fetchone() for client in clients}
+        assert len(pids) == pgbouncer.pool_size
+        yield clients
+
+
+def left_behind(pgbouncer):
+    """What the pooler's connections still have of those that used them."""
+    found = set()
+    with every_server_connection(pgbouncer) as clients:
+        for client in clients:
+            changed = client.execute(
+                "SELECT name, setting FROM pg_settings WHERE source = 'session' AND setting <> reset_val"
+            ).fetchall()
+            found |= {(name, value) for name, value in changed if name not in FOLLOWED}
+            for what in ("pg_listening_channels()", "pg_cursors", "pg_prepared_statements"):
+                if client.execute(f"SELECT FROM {what}").fetchall():
+                    found.add(what)
+        if clients[0].execute("SELECT FROM pg_locks WHERE locktype = 'advisory'").fetchall():
+            found.add("advisory locks")
+    return found
+
+
+def test_is_where_these_tests_are(pgbouncer):
+    published()
+
+    assert any(server["database"] == connection.settings_dict["NAME"] for server in pgbouncer.show("servers"))
+
+
+def test_messages_are_published_relayed_and_handled(peer, handles):
+    handler = handles(the_effect)
+    messages = a_backlog(50)
+
+    drained(peer.url)
+    assert Counter(ids(peer.published)) == Counter(ids(messages))
+    assert set(states()) == {State.PUBLISHED}
+
+    for message in messages:
+        deliver(handler, an_envelope(id=str(message.id), biz_id=message.biz_id))
+        deliver(handler, an_envelope(id=str(message.id), biz_id=message.biz_id))
+    assert effects() == len(messages)
+
+
+def test_copies_of_one_delivery_at_the_same_time_have_one_effect(handles):
+    handler = handles(the_effect)
+    envelope = an_envelope()
+
+    at_once([lambda: deliver(handler, envelope)] * 3)
+
+    while make_due():  # a copy that was put off
+        run_to_the_end()
+    assert effects() == 1
+
+
+def test_a_handler_that_fails_is_tried_again(handles):
+    def fails_once(message):
+        the_effect(message)
+        if message.attempt == 1:
+            raise ValueError("no stock")
+
+    deliver(handles(fails_once))
+    run_to_the_end()
+
+    assert effects() == 1
+    assert InboxMessage.objects.get().state == "done"
+
+
+def test_several_relays_publish_every_message_once_and_every_key_in_order(peer):
+    messages = a_backlog()
+
+    with relaying(peer.url, relays=4, BATCH_SIZE=20):
+        eventually(lambda: not anything_waits())
+
+    assert Counter(ids(peer.published)) == Counter(ids(messages))
+    keys = {str(message.id): n % 20 for n, message in enumerate(messages) if n % 2}
+    for key in set(keys.values()):
+        sent = [name for name in ids(peer.published) if keys.get(name) == key]
+        assert sent == [name for name, its_key in keys.items() if its_key == key]
+
+
+HOLD = f"""
+import time, django
+django.setup()
+from django.db import transaction
+from tests.support.relaying import in_hand
+with transaction.atomic():
+    print(len(in_hand()), flush=True)
+    time.sleep({SECONDS})
+"""
+
+
+def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environment, peer):
+    """The pooler ends the server connection of a client that left in a transaction."""
+    messages = [published() for _ in range(5)]
+    process = subprocess.Popen([sys.executable, "-c", HOLD], env=process_environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "5\n"
+        with transaction.atomic():
+            assert not in_hand()
+        process.send_signal(signal.SIGKILL)
+
+        def free():
+            with transaction.atomic():
+                return len(in_hand()) == 5
+
+        eventually(free)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+    drained(peer.url)
+    assert Counter(ids(peer.published)) == Counter(ids(messages))
+
+
+def test_nothing_of_a_session_is_left_behind(pgbouncer, peer, handles):
+    handler = handles(the_effect)
+    a_backlog()
+    published(delay=timedelta(seconds=0.2))
+    with relaying(peer.url, relays=2, timed=True, BATCH_SIZE=50):
+        eventually(lambda: not anything_waits())
+    for _ in range(5):
+        deliver(handler)
+    with connected(peer.url) as transport:
+        published(delay=timedelta(milliseconds=1))
+        one_pass(transport)
+    with transaction.atomic():
+        ring_after_commit("default")
+
+    assert left_behind(pgbouncer) == set()
+
+
+def test_what_would_be_left_behind_is_seen(pgbouncer):
+    """The test above would see it."""
+    with psycopg.connect(pgbouncer.url_of(connection.settings_dict["NAME"]), autocommit=True) as client:
+        client.execute("SET statement_timeout = 4321")
+        client.execute("LISTEN something")
+        client.execute("SELECT pg_advisory_lock(4321)")
+        try:
+            assert left_behind(pgbouncer) == {
+                ("statement_timeout", "4321"),
+                "pg_listening_channels()",
+                "advisory locks",
+            }
+        finally:
+            with every_server_connection(pgbouncer) as clients:
+                for each in clients:
+                    each.execute("COMMIT")
+                    each.execute("BEGIN")
+                    each.execute("SELECT pg_advisory_unlock_all()")
+                    each.execute("RESET ALL")
+                    each.execute("UNLISTEN *")
+                    each.execute("COMMIT")
+                    each.execute("BEGIN")
+
+
+class TestTheDoorbell:
+    @pytest.fixture
+    def bell(self):
+        return Bell()
+
+    @pytest.fixture
+    def never(self):
+        return StopRequest()
+
+    @pytest.fixture(autouse=True)
+    def said(self, caplog):
+        caplog.set_level(logging.WARNING)
+        return caplog
+
+    def test_is_rung_through_the_pooler_and_heard_past_it(self, pgbouncer, bell, never):
+        with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="direct")).listening():
+            assert bell.wait(SECONDS, never)
+            with psycopg.connect(pgbouncer.url_of(connection.settings_dict["NAME"]), autocommit=True) as publisher:
+                publisher.execute(doorbell._NOTIFY)
+
+            assert bell.wait(SECONDS, never)
+
+    def test_of_a_publisher_behind_the_pooler_is_heard_past_it(self):
+        with straight() as outside:
+            outside.execute(f"LISTEN {CHANNEL}")
+            with transaction.atomic():
+                ring_after_commit("default")
+
+            assert [notify.payload for notify in outside.notifies(timeout=SECONDS, stop_after=1)] == [""]
+
+    def test_that_cannot_be_heard_is_told_of_and_not_listened_for(self, pgbouncer, bell, never, said):
+        """The LISTEN would stay on a connection that is somebody else's a moment later."""
+        with Listener("default", [bell], OutboxOptions()).listening():
+            eventually(lambda: "There is a pooler before the database 'default'" in said.text)
+            eventually(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
+
+        assert not bell.wait(0, never)
+        assert left_behind(pgbouncer) == set()
+
+    def test_passes_a_pooler_of_sessions_when_the_project_says_so(self, bell, never):
+        behind = connections["direct"].settings_dict
+        with (
+            PgBouncer(int(behind["PORT"]), user=behind["USER"], pool_mode="session") as sessions,
+            an_alias("sessions", PORT=sessions.port),
+            Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="sessions")).listening(),
+        ):
+            assert bell.wait(SECONDS, never)
+            with straight() as outside:
+                outside.execute(f"NOTIFY {CHANNEL}")
+
+            assert bell.wait(SECONDS, never)
+
+
+def test_tokens_are_leased_and_no_connection_keeps_a_setting_of_the_lease(pooled):
+    leased = at_once([lambda: lease_tokens("default", "limited", rate=1e-9, burst=20.0, most=15)] * 4)
+
+    assert sum(one.tokens for one in leased) == 20
+    with connection.cursor() as cursor:
+        for _ in range(10):
+            cursor.execute("SHOW synchronous_commit")
+            assert cursor.fetchone() == ("on",)

@@ -1,0 +1,258 @@
+"""Prepared statements: there where they help, gone without harm, and nowhere that they could be somebody else's."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from django.db import DataError, connection, transaction
+from django.test.utils import CaptureQueriesContext
+from psycopg import IsolationLevel
+
+from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
+from inbox.store import fresh, sentinel
+from outbox.kernel.clock import utcnow
+from outbox.kernel.prepared import Prepared
+from tests.support.aliases import the_default_at
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, effects, options, run_to_the_end, the_effect
+from tests.support.servers import PgBouncer
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+OURS = {"inbox_begin", "inbox_finish"}
+
+
+@pytest.fixture(autouse=True)
+def _a_connection_nobody_has_used():
+    connection.close()
+
+
+def execute(sql):
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+        return [row[0] for row in cursor.fetchall()] if cursor.description else []
+
+
+def prepared():
+    return set(execute("SELECT name FROM pg_prepared_statements"))
+
+
+@contextmanager
+def watched():
+    """Somebody looks at the statements, and then they go the ordinary way."""
+    with CaptureQueriesContext(connection):
+        yield
+
+
+def test_they_are_there_after_the_first_message_and_used_again(handles):
+    handler = handles(the_effect)
+    for _ in range(3):
+        assert deliver(handler) is Received.HANDLED
+
+    assert prepared() == OURS
+    assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [3, 3]
+
+
+def test_no_plan_is_kept_for_long(handles, monkeypatch):
+    """It may be of a time when the table was empty, and then it reads all of it."""
+    for statement in (fresh._BEGIN, sentinel._FINISH):
+        monkeypatch.setattr(statement, "_most_runs", 7)
+    handler = handles(the_effect)
+    for _ in range(16):
+        assert deliver(handler) is Received.HANDLED
+
+    assert prepared() == OURS
+    assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [2, 2]
+    assert effects() == 16
+
+
+def test_the_rows_are_those_of_the_ordinary_way(handles):
+    envelopes = [
+        an_envelope(
+            {"text": "Zoë \x00 ☃ %s", "n": [1, None]},
+            biz_id=name,
+            key="k",
+            headers={"tenant": "acme", "n": 2, "ok": True},
+            correlation_id="c",
+            causation_id="d",
+            traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+            **more,
+        )
+        for name, more in {"a": {}, "ü%s": {"created_at": None}, "b'\"": {"id": "", "source": ""}}.items()
+    ]
+    fast, ordinary = handles(the_effect, name="tests.fast"), handles(the_effect, name="tests.ordinary")
+    for envelope in envelopes:
+        assert deliver(fast, envelope) is Received.HANDLED
+        with watched():
+            assert deliver(ordinary, envelope) is Received.HANDLED
+
+    columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
+    rows = [
+        list(InboxMessage.objects.filter(handler=handler.name).order_by("biz_id").values(*columns))
+        for handler in (fast, ordinary)
+    ]
+    assert len(rows[0]) == 3
+    for one, other in zip(*rows, strict=True):
+        assert {name for name in columns if one[name] != other[name]} == {"received_at", "settled_at"}
+
+
+def test_a_duplicate_is_found_either_way(handles):
+    handler, envelope = handles(the_effect), an_envelope()
+    deliver(handler, envelope)
+    with watched():
+        assert deliver(handler, envelope) is Received.DUPLICATE
+
+    assert deliver(handler, envelope) is Received.DUPLICATE
+    assert effects() == 1
+
+
+@pytest.mark.parametrize("clean", ["DISCARD ALL", "DEALLOCATE ALL", "DEALLOCATE inbox_begin", "DEALLOCATE inbox_finish"])
+def test_what_somebody_dropped_between_two_messages_is_prepared_anew(handles, clean):
+    calls = []
+    handler = handles(lambda message: (calls.append(message), the_effect(message)))
+    deliver(handler)
+    execute(clean)
+
+    assert [deliver(handler) for _ in range(2)] == [Received.HANDLED] * 2
+
+    assert (effects(), prepared()) == (3, OURS)
+    # What is missing at the end has the handler run again; what is missing at the beginning is seen before.
+    assert len(calls) == (3 if clean.endswith("begin") else 4)
+
+
+def test_a_handler_that_drops_them_is_handled_and_so_is_the_next(handles):
+    rude = handles(lambda message: (the_effect(message), execute("DEALLOCATE ALL")), name="tests.rude")
+    handler = handles(the_effect)
+
+    for _ in range(3):
+        assert deliver(rude) is Received.HANDLED
+        assert deliver(handler) is Received.HANDLED
+
+    assert effects() == 6
+    assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
+
+
+def test_a_handler_that_discards_all_fails_and_the_next_is_handled(handles):
+    """PostgreSQL refuses that inside a transaction."""
+    rude = handles(lambda message: (the_effect(message), execute("DISCARD ALL")), name="tests.rude")
+    handler = handles(the_effect)
+    deliver(handler)
+
+    assert deliver(rude) is Received.STORED
+    assert deliver(handler) is Received.HANDLED
+
+    run_to_the_end()
+    assert effects() == 2
+
+
+def test_of_somebody_else_by_the_same_name_are_not_used(handles):
+    """A proxy that changes server processes and does not let us see it."""
+    handler = handles(the_effect)
+    for name in OURS:
+        execute(f"PREPARE {name} AS SELECT 1")
+
+    for _ in range(3):
+        assert deliver(handler) is Received.HANDLED
+
+    assert (effects(), set(InboxMessage.objects.values_list("attempts", flat=True))) == (3, {1})
+
+
+def test_the_transactions_own_lock_timeout_comes_back(handles):
+    shown = []
+    handler = handles(lambda message: shown.append(execute("SHOW lock_timeout")[0]))
+    deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
+    execute("SET lock_timeout = '1234ms'")
+    deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
+    with watched():
+        deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
+
+    assert shown == ["0", "1234ms", "1234ms"]
+    assert execute("SHOW lock_timeout") == ["1234ms"]
+    execute("RESET lock_timeout")
+
+
+@pytest.mark.parametrize("way", [watched, lambda: transaction.atomic(using="other")], ids=["ordinary", "prepared"])
+def test_a_twin_in_hand_is_waited_for_only_so_long(handles, way):
+    handler, envelope = handles(the_effect), an_envelope()
+    deliver(handler)
+    with transaction.atomic():
+        InboxMessage.objects.create(
+            handler=handler.name, topic=handler.topic, biz_id=envelope.biz_id, body=b"", received_at=utcnow()
+        )
+
+        def second():
+            with way():
+                return deliver(handler, envelope, given=options(TWIN_TIMEOUT=timedelta(milliseconds=50)))
+
+        with InAThread(second) as other:
+            pass
+        assert other.answer is Received.PUT_OFF
+        transaction.set_rollback(True)
+
+    assert deliver(handler, envelope) is Received.HANDLED
+
+
+def test_the_transaction_is_begun_as_the_project_says(handles):
+    shown = []
+    handler = handles(lambda message: shown.extend(execute("SHOW transaction_isolation")))
+    with the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ}):
+        for _ in range(2):
+            assert deliver(handler) is Received.HANDLED
+
+        assert (shown, prepared()) == (["repeatable read"] * 2, OURS)
+
+
+def test_a_server_process_that_ended_between_two_messages_costs_nothing(handles):
+    handler = handles(the_effect)
+    deliver(handler)
+    (pid,) = execute("SELECT pg_backend_pid()")
+    with InAThread(lambda: execute(f"SELECT pg_terminate_backend({pid}, 5000)")):
+        pass
+
+    assert deliver(handler) is Received.HANDLED
+    assert (effects(), prepared()) == (2, OURS)
+
+
+@pytest.mark.parametrize("text", ["a\x00b", "\ud800"], ids=["nul", "surrogate"])
+def test_text_that_no_column_takes_is_refused_and_not_cut(text):
+    """Neither gets this far: names are made fit when a message is read."""
+    statement = Prepared("test", ["text"], "SELECT $1")
+    with transaction.atomic():
+        with pytest.raises((DataError, UnicodeEncodeError)):
+            statement.execute(connection, [text])
+
+        assert statement.execute(connection, ["a"]).rows == [["a"]]
+
+
+def test_nothing_is_prepared_among_greenlets(handles, monkeypatch):
+    monkeypatch.setattr("outbox.kernel.prepared.detect_environment", lambda: "gevent")
+
+    assert deliver(handles(the_effect)) is Received.HANDLED
+    assert (effects(), prepared()) == (1, set())
+
+
+@pytest.fixture(scope="module")
+def pgbouncer(django_db_setup):
+    settings = connection.settings_dict
+    with PgBouncer(int(settings["PORT"] or 5432), user=settings["USER"], pool_size=2) as server:
+        yield server
+
+
+class TestBehindAPooler:
+    @pytest.fixture(autouse=True)
+    def _pooled(self, pgbouncer, transactional_db):
+        with the_default_at(PORT=pgbouncer.port):
+            yield
+
+    def test_nothing_is_prepared_and_everything_works(self, handles):
+        handler = handles(the_effect)
+        envelopes = [an_envelope() for _ in range(40)]
+
+        became = at_once([lambda part=part: [deliver(handler, one) for one in envelopes[part::4]] for part in range(4)])
+
+        assert [one for part in became for one in part] == [Received.HANDLED] * 40
+        assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)
+        assert at_once([prepared] * 4) == [set()] * 4

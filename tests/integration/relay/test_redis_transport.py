@@ -1,0 +1,143 @@
+"""Redis through kombu: no confirms, but no silent loss that could be seen coming."""
+
+import pytest
+
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
+from outbox.models import State
+from outbox.transports.virtual import VirtualTransport, capabilities_of
+from tests.support.relaying import (
+    EXCHANGE,
+    TOPIC,
+    Queue,
+    connected,
+    eventually,
+    ids,
+    published,
+    relaying,
+    row_of,
+    soon,
+    state_of,
+    waiting,
+)
+from tests.support.servers import FaultProxy
+from tests.support.servers.private import free_port
+
+
+def a_parcel(position=1, topic=TOPIC, **attributes):
+    return Parcel(position=position, envelope=Envelope(id=f"m{position}", topic=topic, body=b"{}", **attributes))
+
+
+def outcomes(sent):
+    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
+
+
+@pytest.fixture
+def proxy(redis_server, redis_url):
+    with FaultProxy("127.0.0.1", redis_server.port) as proxy:
+        yield proxy
+
+
+class TestRouting:
+    def test_a_topic_no_queue_is_bound_to_comes_back_instead_of_being_dropped(self, redis_url):
+        with connected(redis_url) as transport:
+            sent = transport.send([a_parcel()], soon())
+
+        assert outcomes(sent) == {1: Outcome.RETURNED}
+        assert f"no queue is bound to exchange '{EXCHANGE}' for topic '{TOPIC}'" in sent.verdicts[1].reason
+
+    def test_a_queue_that_comes_later_is_seen_without_a_new_connection(self, redis_url):
+        with connected(redis_url) as transport:
+            assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.RETURNED}
+            with Queue(redis_url) as queue:
+                assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
+                assert ids(queue.take(1)) == ["m1"]
+
+    def test_every_queue_of_a_topic_gets_a_copy(self, redis_url):
+        with (
+            Queue(redis_url, name="one") as one,
+            Queue(redis_url, name="other") as other,
+            connected(redis_url) as transport,
+        ):
+            transport.send([a_parcel()], soon())
+
+            assert ids(one.take(1)) == ids(other.take(1)) == ["m1"]
+
+
+class TestOneBadMessage:
+    def test_is_refused_and_the_rest_goes_through(self, redis_url):
+        with Queue(redis_url) as queue, connected(redis_url) as transport:
+            sent = transport.send([a_parcel(1), a_parcel(2, headers={"x": object()}), a_parcel(3)], soon())
+
+            assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.REFUSED, 3: Outcome.CONFIRMED}
+            assert ids(queue.take(2)) == ["m1", "m3"]
+
+
+class TestAServerThatIsAway:
+    def test_is_unavailable(self):
+        transport = VirtualTransport(f"redis://127.0.0.1:{free_port()}/0", alias="default", exchange=EXCHANGE)
+
+        with pytest.raises(BrokerUnavailable):
+            transport.connect()
+
+    def test_in_the_middle_of_a_batch_confirms_what_was_confirmed(self, redis_url, proxy):
+        with Queue(redis_url) as queue, connected(proxy.through(redis_url)) as transport:
+            transport.send([a_parcel(0)], soon())
+            proxy.cut_after(30_000)
+            proxy.refuse()
+            batch = [a_parcel(n, headers={"padding": "x" * 1_000}) for n in range(1, 61)]
+
+            sent = transport.send(batch, soon())
+
+            assert sent.broken
+            assert set(outcomes(sent).values()) == {Outcome.CONFIRMED}
+            confirmed = {f"m{position}" for position in sent.verdicts}
+            assert 0 < len(confirmed) < 60
+            assert confirmed <= set(ids(queue.take(len(confirmed) + 1)))
+            proxy.accept()
+            transport.connect()
+            assert outcomes(transport.send([a_parcel(99)], soon())) == {99: Outcome.CONFIRMED}
+
+    @pytest.mark.django_db(transaction=True)
+    def test_is_waited_for_by_the_relay_without_counting_an_attempt(self, redis_url, proxy, caplog):
+        with Queue(redis_url) as queue, relaying(proxy.through(redis_url)):
+            first = published()
+            eventually(lambda: state_of(first) == State.PUBLISHED)
+            proxy.refuse()
+            proxy.cut()
+            second = published()
+            eventually(lambda: "The broker is away" in caplog.text)
+            assert (state_of(second), row_of(second).attempts) == (State.READY, 0)
+            proxy.accept()
+            eventually(lambda: not waiting())
+
+            assert set(ids(queue.take(2))) == set(ids([first, second]))
+        assert caplog.text.count("The broker is away") == 1
+
+    @pytest.mark.django_db(transaction=True)
+    def test_that_is_killed_still_has_what_it_took(self, redis_server, redis_url, caplog):
+        with Queue(redis_url):
+            pass
+        with relaying(redis_url):
+            first = published()
+            eventually(lambda: state_of(first) == State.PUBLISHED)
+            redis_server.kill()
+            second = published()
+            eventually(lambda: "The broker is away" in caplog.text)
+            redis_server.start()
+            eventually(lambda: not waiting())
+
+        with Queue(redis_url) as queue:
+            assert set(ids(queue.take(2))) == set(ids([first, second]))
+
+
+class TestWhatIsPromised:
+    @pytest.mark.parametrize("url", ["memory://", "filesystem://", "sqla+sqlite:///x", "confluentkafka://h"])
+    def test_a_transport_that_loses_messages_is_not_durable(self, url):
+        assert not capabilities_of(url).durable
+        assert "loses messages" in capabilities_of(url).weakness
+
+    @pytest.mark.parametrize("url", ["redis://h", "rediss://h", "sentinel://h", "sqs://"])
+    def test_a_transport_without_confirms_says_so(self, url):
+        assert not capabilities_of(url).confirms
+        assert "no publisher confirms" in capabilities_of(url).weakness

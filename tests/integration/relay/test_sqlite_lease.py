@@ -1,0 +1,245 @@
+"""Where the database has one writer, one relay works at a time, by a lease that fences."""
+
+import logging
+import uuid
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+
+from outbox import store
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import RelayLease, State
+from outbox.relay.passes import Pass
+from outbox.store import Lease, LeaseLost, Settlement
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    connected,
+    drained,
+    eventually,
+    in_threads,
+    published,
+    quick,
+    relaying,
+    state_of,
+    states,
+    waiting,
+)
+
+# The lease itself is plain SQL; what rests on it being used runs on SQLite only.
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+SPAN = timedelta(minutes=5)
+
+
+@pytest.fixture
+def sqlite_only():
+    if connection.vendor != "sqlite":
+        pytest.skip("relays on PostgreSQL are equals and need no lease")
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def ours():
+    return Lease("default", SPAN)
+
+
+@pytest.fixture
+def theirs():
+    return Lease("default", SPAN)
+
+
+def expire_the_lease():
+    assert RelayLease.objects.update(expires_at=DatabaseTime()) == 1
+
+
+def positions(rows):
+    return [row.position for row in rows]
+
+
+def take(lease):
+    return lease.claim(store.look("default").busy, 10)
+
+
+class TestTheLease:
+    def test_is_had_by_one_relay_at_a_time(self, ours, theirs):
+        message = published()
+
+        assert positions(take(ours)) == [message.position]
+        assert take(theirs) is None
+        assert theirs.holder() == ours.holder() != "nobody"
+
+    def test_is_renewed_by_every_claim(self, ours, theirs):
+        take(ours)
+        expire_the_lease()
+
+        assert list(take(ours)) == []
+        assert take(theirs) is None
+
+    def test_goes_to_the_next_when_it_is_released(self, ours, theirs):
+        take(ours)
+        ours.release()
+
+        assert theirs.holder() == "nobody"
+        assert list(take(theirs)) == []
+
+    def test_goes_to_the_next_when_it_has_expired(self, ours, theirs):
+        message = published()
+        take(ours)
+        expire_the_lease()
+
+        assert positions(take(theirs)) == [message.position]
+
+    def test_of_somebody_else_cannot_be_released(self, ours, theirs):
+        take(ours)
+        theirs.release()
+
+        assert take(theirs) is None
+
+    def test_that_was_taken_over_settles_nothing(self, ours, theirs):
+        message = published()
+        take(ours)
+        expire_the_lease()
+        take(theirs)
+
+        with pytest.raises(LeaseLost):
+            ours.settle(Settlement(published=[message.position]))
+
+        assert state_of(message) == State.READY
+        assert RelayLease.objects.get().in_hand == [message.position], "what the other has in hand is still his"
+        assert theirs.settle(Settlement(published=[message.position])) == 1
+
+    def test_that_expired_settles_nothing_even_if_nobody_wanted_it(self, ours):
+        message = published()
+        take(ours)
+        expire_the_lease()
+
+        with pytest.raises(LeaseLost):
+            ours.settle(Settlement(published=[message.position]))
+
+        assert state_of(message) == State.READY
+
+    def test_that_was_never_had_settles_nothing(self, theirs):
+        message = published()
+
+        with pytest.raises(LeaseLost):
+            theirs.settle(Settlement(published=[message.position]))
+
+    def test_is_had_by_one_of_many_who_ask_at_once(self):
+        published()
+        answers = []
+
+        def ask():
+            answers.append(take(Lease("default", SPAN)))
+
+        with in_threads(*[ask] * 4):
+            pass
+
+        assert sum(answer is not None for answer in answers) == 1
+
+
+class TestCancellingARowInHand:
+    def test_is_too_late(self, sqlite_only, ours):
+        message = published()
+        take(ours)
+
+        assert not store.cancel("default", message.position)
+        assert state_of(message) == State.READY
+
+    def test_succeeds_for_a_row_that_is_not_in_hand(self, sqlite_only, ours):
+        take(ours)
+        message = published()
+
+        assert store.cancel("default", message.position)
+
+    def test_succeeds_when_the_lease_has_expired_and_the_sleeper_settles_nothing(self, sqlite_only, ours):
+        message = published()
+        take(ours)
+        expire_the_lease()
+
+        assert store.cancel("default", message.position)
+        with pytest.raises(LeaseLost):
+            ours.settle(Settlement(published=[message.position]))
+        assert state_of(message) == State.CANCELLED
+
+    def test_succeeds_when_it_was_settled_for_a_retry(self, sqlite_only, ours):
+        message = published()
+        take(ours)
+        ours.settle(Settlement())
+
+        assert store.cancel("default", message.position)
+
+
+class TestARelay:
+    def test_waits_for_the_one_that_works_and_says_whom_it_waits_for(self, sqlite_only, peer, theirs, caplog):
+        published()
+        take(theirs)
+
+        with relaying(peer.url):
+            eventually(lambda: "SQLite takes one relay at a time" in caplog.text)
+            assert not peer.published
+            assert theirs.holder() in caplog.text
+            theirs.release()
+            eventually(lambda: not waiting())
+
+        assert caplog.text.count("SQLite takes one relay at a time") == 1
+
+    def test_gives_the_lease_back_at_its_end(self, sqlite_only, peer):
+        published()
+        drained(peer.url)
+
+        assert not RelayLease.objects.exists()
+
+    def test_that_overslept_says_so_and_settles_nothing(self, sqlite_only, peer, caplog):
+        caplog.set_level(logging.WARNING)
+        message = published()
+
+        def sleep_over_it(arrived):
+            with in_threads(expire_the_lease):
+                pass
+            return [lambda: peer.ack(arrived)]
+
+        peer.script = sleep_over_it
+        with connected(peer.url) as transport:
+            report = Pass("default", transport, quick()).run(store.look("default").busy, 10)
+
+        assert (report.claimed, report.settled, report.published) == (1, 0, 0)
+        assert state_of(message) == State.READY
+        assert "overslept its lease" in caplog.text
+
+    def test_never_holds_the_writers_lock_while_it_sends(self, sqlite_only, peer):
+        published(biz_id="first")
+        written = []
+
+        def meanwhile(arrived):
+            if not written:
+                with in_threads(lambda: written.append(published(biz_id="meanwhile"))):
+                    pass
+            return [lambda: peer.ack(arrived)]
+
+        peer.script = meanwhile
+        drained(peer.url)
+
+        assert len(written) == 1
+        assert states() == [State.PUBLISHED] * 2
+
+    def test_two_of_them_publish_every_message_once(self, sqlite_only, peer):
+        for _ in range(20):
+            published()
+
+        with relaying(peer.url, relays=2, BATCH_SIZE=5):
+            eventually(lambda: not waiting())
+
+        assert len(peer.published) == 20
+
+    def test_its_token_is_its_own(self):
+        with transaction.atomic():
+            tokens = {Lease("default", SPAN)._token for _ in range(100)}
+
+        assert len(tokens) == 100
+        assert all(isinstance(token, uuid.UUID) for token in tokens)

@@ -1,0 +1,200 @@
+"""The trail: every transition that matters to a person, from which state, to which, in whose hands and why."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.core.management import call_command
+from django.db import connection, transaction
+from django.test import override_settings
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from outbox import Draft, cancel, publish_many, publish_now, reschedule, store
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.identity import process_name
+from outbox.models import State, TrailEntry
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import TOPIC, connected, one_pass, published, row_of, set_columns, state_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+HOUR = timedelta(hours=1)
+
+
+def trail_of(message):
+    """From, to and reason of each of its entries, in their order."""
+    entries = TrailEntry.objects.filter(message_id=message.id).order_by("pk")
+    assert {entry.process for entry in entries} <= {process_name()}
+    assert all(entry.at <= timezone.now() for entry in entries)
+    return [(entry.was, entry.became, entry.reason) for entry in entries]
+
+
+def in_state(state, **options):
+    message = published(**options)
+    set_columns(message, state=state)
+    return message
+
+
+class TestWhatOthersDecide:
+    @pytest.mark.parametrize("state", store.CANCELLABLE)
+    def test_cancelling_tells_which_state_it_was(self, state):
+        message = in_state(state)
+
+        cancel(message.id)
+
+        assert trail_of(message) == [(state, State.CANCELLED, "cancel() by the business")]
+
+    def test_several_decisions_in_one_transaction_each_leave_theirs(self):
+        message = published(delay=HOUR)
+
+        with transaction.atomic():
+            reschedule(message.id, delay=2 * HOUR)
+            publish_now(message.id)
+            cancel(message.id)
+
+        assert trail_of(message) == [
+            (State.SCHEDULED, State.SCHEDULED, "reschedule() by the business; due in 2:00:00"),
+            (State.SCHEDULED, State.READY, "publish_now() by the business; due now"),
+            (State.READY, State.CANCELLED, "cancel() by the business"),
+        ]
+
+    def test_what_is_rolled_back_leaves_nothing(self):
+        message = published(delay=HOUR)
+
+        with transaction.atomic():
+            cancel(message.id)
+            transaction.set_rollback(True)
+
+        assert trail_of(message) == []
+
+    def test_what_is_too_late_leaves_nothing(self):
+        message = in_state(State.PUBLISHED)
+
+        assert not cancel(message.id)
+        assert not reschedule(message.id, delay=HOUR)
+        assert not store.requeue("default", row_of(message).pk)
+
+        assert trail_of(message) == []
+
+    @pytest.mark.parametrize("state", store.REQUEUEABLE)
+    def test_requeueing_tells_who_did_it(self, state):
+        message = in_state(state)
+
+        call_command("outbox_requeue", str(message.id), "--retrying", verbosity=0)
+
+        assert trail_of(message) == [(state, State.READY, "outbox_requeue")]
+
+
+def settled(**outcome):
+    return store.settle("default", store.Settlement(**outcome))
+
+
+def failure(*messages, rest=None, **options):
+    positions = [row_of(message).pk for message in messages]
+    return store.Failure(positions=positions, error="no such queue", retry_after=rest, **options)
+
+
+class TestWhatTheRelayDoes:
+    def test_failing_tells_the_error_and_expiring_that_it_did(self):
+        retried, dead, expired = published(), published(), published()
+
+        settled(failed=[failure(retried, rest=HOUR), failure(dead)], expired=[row_of(expired).pk])
+
+        assert trail_of(retried) == [(State.READY, State.RETRYING, "no such queue")]
+        assert trail_of(dead) == [(State.READY, State.DEAD, "no such queue")]
+        assert trail_of(expired) == [(State.READY, State.EXPIRED, "")]
+
+    def test_only_what_it_has_changed_leaves_an_entry(self):
+        changed, meanwhile = published(), in_state(State.RETRYING)
+
+        assert settled(failed=[failure(changed, meanwhile, rest=HOUR)]) == 1
+
+        assert trail_of(changed) == [(State.READY, State.RETRYING, "no such queue")]
+        assert trail_of(meanwhile) == []
+
+    def test_what_is_rolled_back_leaves_nothing(self):
+        message = published()
+
+        with transaction.atomic():
+            settled(failed=[failure(message)])
+            transaction.set_rollback(True)
+
+        assert trail_of(message) == []
+
+    def test_nothing_is_written_for_what_only_goes_its_way(self):
+        """By default a message that is published costs no statement more than without a trail."""
+        with CaptureQueriesContext(connection) as captured:
+            message, waiting, due = published(), published(), in_state(State.SCHEDULED)
+            settled(published=[row_of(message).pk], waiting=[row_of(waiting).pk])
+            store.promote_due("default", 10)
+
+        assert state_of(message) == State.PUBLISHED
+        assert state_of(due) == State.READY
+        assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
+        assert len([query for query in captured.captured_queries if query["sql"].startswith("UPDATE")]) == 4
+
+    def test_what_is_tried_for_ever_does_not_fill_the_trail(self):
+        message = published()
+        with FakeAmqpPeer() as peer, connected(peer.url) as transport:
+            peer.script = lambda sent: [partial(peer.return_message, sent), partial(peer.ack, sent)]
+            for attempts in (0, 1, 2, 500):
+                set_columns(message, state=State.READY, attempts=attempts)
+                one_pass(transport, MAX_ATTEMPTS=2)
+
+        assert row_of(message).attempts == 501
+        assert [(was, became) for was, became, _ in trail_of(message)] == [(State.READY, State.RETRYING)] * 2
+
+
+class TestAll:
+    @pytest.fixture(autouse=True)
+    def everything(self):
+        with override_settings(OUTBOX={"TRAIL": "all"}):
+            yield
+
+    def test_a_whole_life(self):
+        message = published(delay=HOUR)
+        set_columns(message, available_at=DatabaseTime())
+        store.promote_due("default", 10)
+        settled(failed=[failure(message, rest=timedelta(), tried=False, matters=False)])
+        store.promote_rested("default", 10)
+        settled(waiting=[row_of(message).pk])
+        set_columns(message, key="k")
+        store.release_waiting("default", keys=10, each=10)
+        settled(published=[row_of(message).pk])
+
+        assert trail_of(message) == [
+            ("", State.SCHEDULED, ""),
+            (State.SCHEDULED, State.READY, ""),
+            (State.READY, State.RETRYING, "no such queue"),
+            (State.RETRYING, State.READY, ""),
+            (State.READY, State.WAITING, ""),
+            (State.WAITING, State.READY, ""),
+            (State.READY, State.PUBLISHED, ""),
+        ]
+
+    def test_of_many_each_has_its_own(self):
+        with transaction.atomic():
+            messages = publish_many([Draft(TOPIC, {}, delay=HOUR if n % 2 else None) for n in range(12)])
+
+        for n, message in enumerate(messages):
+            assert trail_of(message) == [("", State.SCHEDULED if n % 2 else State.READY, "")]
+
+
+class TestRetention:
+    def test_purging_deletes_what_is_too_old_in_small_transactions(self, capsys):
+        for age in (31, 32, 33, 29):
+            TrailEntry.objects.create(
+                message_id=uuid.uuid4(), was="", became="done", at=DatabaseTime(-timedelta(days=age)), process="p"
+            )
+
+        call_command("outbox_purge", dry_run=True)
+        assert "3 entries of the trail would be deleted" in capsys.readouterr().out
+        assert next(store.purge_trail("default", timedelta(days=30), chunk=1)) == 1
+        call_command("outbox_purge")
+
+        assert "2 entries of the trail deleted" in capsys.readouterr().out
+        assert TrailEntry.objects.count() == 1

@@ -1,0 +1,104 @@
+"""An error that nobody foresaw, in our own code: no delivery is lost, none goes round and round unseen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from inbox.consumer import reception
+from inbox.consumer.lanes import Undecided
+from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import an_envelope, effects, make_due, options, run_to_the_end, the_effect, the_row
+from tests.support.loads import a_delivery, receive_load
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+
+
+class Unforeseen(BaseException):
+    pass
+
+
+@pytest.fixture(params=[Unforeseen, ZeroDivisionError], ids=lambda kind: kind.__name__)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def breaks(monkeypatch, kind):
+    """`breaks(name)`: what a worker calls by that name fails, before it does anything or `after`."""
+
+    def breaks(name, *, after=False):
+        work = getattr(reception, name)
+
+        def broken(*arguments, **given):
+            if after:
+                work(*arguments, **given)
+            raise kind("nobody foresaw it")
+
+        monkeypatch.setattr(reception, name, broken)
+
+    return breaks
+
+
+@pytest.mark.parametrize("redelivered", [False, True])
+def test_it_is_a_failed_attempt_that_people_see(handles, breaks, kind, redelivered):
+    handler = handles(the_effect)
+    breaks("receive")
+
+    assert receive_load([a_delivery(handler, redelivered=redelivered)]) == [Received.STORED]
+
+    row = the_row()
+    assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, f"{kind.__name__}: nobody foresaw it")
+    assert "in broken" in row.traceback
+    run_to_the_end()
+    assert (the_row().state, effects()) == (State.DONE, 1)
+
+
+def test_the_last_attempt_makes_it_a_dead_letter(handles, breaks):
+    breaks("receive")
+
+    assert receive_load([a_delivery(handles(the_effect))], options(MAX_ATTEMPTS=1)) == [Received.DEAD]
+
+    assert the_row().state == State.DEAD
+
+
+def test_after_the_commit_it_changes_nothing(handles, breaks):
+    breaks("receive", after=True)
+
+    assert receive_load([a_delivery(handles(the_effect))]) == [Received.DUPLICATE]
+
+    assert (the_row().state, effects(), make_due()) == (State.DONE, 1, 0)
+
+
+def test_all_of_a_load_are_stored(handles, breaks):
+    handler = handles(the_effect, group_commit=5)
+    breaks("receive_together")
+
+    load = [a_delivery(handler, an_envelope(biz_id=name)) for name in "abc"]
+
+    assert receive_load(load) == [Received.STORED] * 3
+    run_to_the_end()
+    assert Counter(Effect.objects.values_list("name", flat=True)) == dict.fromkeys("abc", 1)
+
+
+def test_what_cannot_even_be_stored_goes_back_to_the_broker(handles, breaks):
+    breaks("receive")
+    breaks("store_failure")
+
+    assert receive_load([a_delivery(handles(the_effect))]) == [Received.PUT_OFF]
+
+    assert not InboxMessage.objects.exists()
+
+
+def test_in_an_order_nothing_goes_past_it(handles, breaks):
+    handler = handles(the_effect, ordered=True)
+    load = [a_delivery(handler, an_envelope(biz_id=name, key="key")) for name in "abc"]
+    breaks("take_in")
+
+    with pytest.raises(Undecided) as left:
+        receive_load(load)
+
+    assert (left.value.load, left.value.everywhere) == (load, False)

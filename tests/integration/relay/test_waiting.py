@@ -1,0 +1,454 @@
+"""Behind a failed head a key's messages are set aside once, cost nothing while they wait, and go on in order."""
+
+import random
+import threading
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import connection, connections, transaction
+
+from outbox import Draft, publish_many, store
+from outbox.kernel.clock import DatabaseTime
+from outbox.models import OutboxMessage, State
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    TOPIC,
+    connected,
+    drained,
+    eventually,
+    in_hand,
+    in_threads,
+    one_pass,
+    published,
+    relaying,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+)
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+HOUR = timedelta(hours=1)
+NEVER = {"RETRY_BASE": HOUR, "RETRY_CAP": HOUR}
+"""A failed head stays where it is while the test looks."""
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def transport(peer):
+    with connected(peer.url) as transport:
+        yield transport
+
+
+def some(*names, key="k", **options):
+    return [published(biz_id=name, key=key, **options) for name in names]
+
+
+def many(count, key="k", prefix=""):
+    with transaction.atomic():
+        return publish_many([Draft(TOPIC, {}, biz_id=f"{prefix}{n}", key=key) for n in range(count)])
+
+
+def arrived(peer):
+    """The biz-ids of what reached the broker, in its order."""
+    return [message.headers["cloudEvents:bizid"] for message in list(peer.published)]
+
+
+def answering(peer, **by_biz_id):
+    peer.script = lambda message: [
+        partial(getattr(peer, by_biz_id.get(message.headers["cloudEvents:bizid"], "ack")), message),
+    ]
+
+
+def behind_a_failed_head(peer, transport, *names, key="k"):
+    """The head has failed, and the others have been set aside."""
+    head, *others = some("head", *names, key=key)
+    answering(peer, head="nack")
+    one_pass(transport, **NEVER)
+    one_pass(transport, **NEVER)
+    assert states() == [State.RETRYING, *[State.WAITING] * len(others)]
+    answering(peer)
+    peer.published.clear()
+    return head, others
+
+
+def release(*, keys=100, each=100):
+    return store.release_waiting("default", keys=keys, each=each)
+
+
+def end_of(head, state):
+    """As an operator or the clock ends the trouble of a head."""
+    settled = {} if state == State.READY else {"settled_at": DatabaseTime()}
+    set_columns(head, state=state, available_at=DatabaseTime(), **settled)
+
+
+class TestWhatWaits:
+    def test_is_set_aside_once_and_no_pass_reads_it_again(self, peer, transport):
+        many(50)
+        answering(peer, **{"0": "nack"})
+        one_pass(transport, **NEVER)
+
+        assert one_pass(transport, **NEVER).settled == 49
+        assert states() == [State.RETRYING, *[State.WAITING] * 49]
+        assert one_pass(transport).claimed == 0
+        assert store.look("default").busy == []
+        assert arrived(peer) == ["0"]
+
+    def test_has_used_up_no_attempt(self, peer, transport):
+        _, others = behind_a_failed_head(peer, transport, "a", "b")
+
+        assert {row_of(message).attempts for message in others} == {0}
+
+    def test_is_joined_by_what_is_published_meanwhile(self, peer, transport):
+        behind_a_failed_head(peer, transport, "a")
+        [late] = some("late")
+
+        one_pass(transport)
+
+        assert state_of(late) == State.WAITING
+        assert arrived(peer) == []
+
+    def test_is_no_matter_of_other_keys_or_of_none(self, peer, transport):
+        behind_a_failed_head(peer, transport, "a")
+        others = [*some("o1", "o2", key="other"), published(biz_id="free")]
+
+        one_pass(transport)
+
+        assert [state_of(message) for message in others] == [State.PUBLISHED] * 3
+
+    def test_can_be_cancelled_and_the_rest_keeps_its_order(self, peer, transport):
+        head, (first, second, third) = behind_a_failed_head(peer, transport, "a", "b", "c")
+
+        assert store.cancel("default", second.position)
+        end_of(head, State.READY)
+        drained(peer.url)
+
+        assert arrived(peer) == ["head", "a", "c"]
+        assert [state_of(m) for m in (first, second, third)] == [State.PUBLISHED, State.CANCELLED, State.PUBLISHED]
+
+    def test_can_be_cancelled_altogether(self, peer, transport):
+        head, others = behind_a_failed_head(peer, transport, "a", "b")
+
+        for message in others:
+            assert store.cancel("default", message.position)
+        end_of(head, State.READY)
+        drained(peer.url)
+
+        assert arrived(peer) == ["head"]
+
+    def test_is_not_requeued_by_hand_in_front_of_its_head(self, peer, transport):
+        _, (second,) = behind_a_failed_head(peer, transport, "a")
+
+        assert not store.requeue("default", second.position)
+        assert state_of(second) == State.WAITING
+
+    def test_that_has_expired_meanwhile_is_not_sent(self, peer, transport):
+        head, (gone, _) = behind_a_failed_head(peer, transport, "gone", "alive")
+        set_columns(gone, expires_at=DatabaseTime())
+        end_of(head, State.READY)
+
+        drained(peer.url)
+
+        assert arrived(peer) == ["head", "alive"]
+        assert state_of(gone) == State.EXPIRED
+
+
+class TestTheEndOfTheTrouble:
+    @pytest.mark.parametrize("state", [State.READY, State.PUBLISHED, State.EXPIRED, State.CANCELLED])
+    def test_lets_the_others_go_on_in_order(self, peer, transport, state):
+        head, _ = behind_a_failed_head(peer, transport, "a", "b", "c")
+        assert release() == 0, "not before"
+
+        end_of(head, state)
+        drained(peer.url)
+
+        assert arrived(peer) == [*(["head"] if state == State.READY else []), "a", "b", "c"]
+
+    @pytest.mark.parametrize("state", [State.RETRYING, State.DEAD])
+    def test_is_not_another_kind_of_trouble(self, peer, transport, state):
+        head, others = behind_a_failed_head(peer, transport, "a")
+        set_columns(head, state=state)
+
+        assert release() == 0
+        assert state_of(others[0]) == State.WAITING
+
+    def test_comes_with_a_requeue_of_a_dead_head(self, peer, transport):
+        head, _ = behind_a_failed_head(peer, transport, "a", "b")
+        set_columns(head, state=State.DEAD)
+        assert store.requeue("default", head.position)
+
+        drained(peer.url)
+
+        assert arrived(peer) == ["head", "a", "b"]
+
+    def test_comes_by_itself_when_the_retry_succeeds(self, peer):
+        many(20)
+        attempts = []
+
+        def at_first_not(message):
+            attempts.append(message.headers["cloudEvents:bizid"])
+            return [partial(peer.nack if attempts in (["0"], ["0", "0"]) else peer.ack, message)]
+
+        peer.script = at_first_not
+        with relaying(peer.url):
+            eventually(lambda: set(states()) == {State.PUBLISHED})
+
+        assert arrived(peer) == ["0", "0", *map(str, range(20))]
+
+    def test_of_a_head_that_fails_again_holds_them_again(self, peer, transport):
+        head, others = behind_a_failed_head(peer, transport, "a", "b")
+        answering(peer, head="nack")
+        end_of(head, State.READY)
+        release()
+
+        one_pass(transport, **NEVER)
+        one_pass(transport, **NEVER)
+
+        assert arrived(peer) == ["head"]
+        assert [state_of(message) for message in others] == [State.WAITING] * 2
+
+    def test_of_one_head_is_not_that_of_the_next(self, peer, transport):
+        """A dead one in the middle holds what is behind it, and lets go what is before it."""
+        head, (a, dead, b) = behind_a_failed_head(peer, transport, "a", "dead", "b")
+        set_columns(dead, state=State.DEAD, settled_at=DatabaseTime())
+        end_of(head, State.READY)
+
+        drained(peer.url)
+        assert arrived(peer) == ["head", "a"]
+        assert [state_of(message) for message in (a, dead, b)] == [State.PUBLISHED, State.DEAD, State.WAITING]
+
+        assert store.cancel("default", dead.position)
+        drained(peer.url)
+        assert arrived(peer) == ["head", "a", "b"]
+
+    def test_of_one_key_is_not_that_of_another(self, peer, transport):
+        free, held = some("f0", "f1", key="free"), some("h0", "h1", key="held")
+        answering(peer, f0="nack", h0="nack")
+        one_pass(transport, **NEVER)
+        one_pass(transport, **NEVER)
+        answering(peer)
+        end_of(free[0], State.CANCELLED)
+
+        assert release() == 1
+        assert [state_of(message) for message in (free[1], held[1])] == [State.READY, State.WAITING]
+
+
+class TestReleasing:
+    def test_in_chunks_keeps_the_order_of_a_key(self, peer):
+        many(100)
+        OutboxMessage.objects.update(state=State.WAITING)
+
+        with connected(peer.url) as transport:
+            while release(keys=10, each=7):
+                one_pass(transport)
+                published(biz_id=f"late-{len(peer.published)}", key="k")  # and somebody publishes all the while
+                one_pass(transport)
+                assert State.READY not in states(), "what is released is sent, and what is new waits"
+
+        sent = arrived(peer)
+        late = [name for name in sent if name.startswith("late")]
+        assert sent == [*map(str, range(100)), *late]
+        assert len(late) >= 100 // 7
+        assert set(states()) == {State.PUBLISHED}
+
+    def test_of_part_of_a_key_leaves_the_later_ones_behind_the_earlier(self, peer, transport):
+        many(5)
+        OutboxMessage.objects.update(state=State.WAITING)
+        assert release(each=2) == 2
+        [late] = some("late")
+
+        one_pass(transport)
+
+        assert arrived(peer) == ["0", "1"]
+        assert state_of(late) == State.WAITING
+
+    def test_takes_so_many_keys_and_the_others_later(self):
+        for n in range(7):
+            published(key=f"key-{n}")
+        OutboxMessage.objects.update(state=State.WAITING)
+
+        assert [release(keys=3) for _ in range(4)] == [3, 3, 1, 0]
+
+    def test_finds_a_free_key_behind_many_that_are_held(self):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"held-{n:03}") for n in range(300)])
+            OutboxMessage.objects.update(state=State.DEAD, settled_at=DatabaseTime())
+            publish_many([Draft(TOPIC, {}, key=f"held-{n:03}") for n in range(300)])
+            free = publish_many([Draft(TOPIC, {}, key="later")])[0]
+        OutboxMessage.objects.filter(state=State.READY).update(state=State.WAITING)
+
+        assert release(keys=1) == 1
+        assert state_of(free) == State.READY
+
+    def test_of_many_keys_brings_all_of_them_in_their_order(self, peer):
+        keys, each = 40, 5
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, biz_id=f"{n}", key=f"key-{n % keys}") for n in range(keys * each)])
+        OutboxMessage.objects.update(state=State.WAITING)
+
+        with relaying(peer.url, BATCH_SIZE=7):
+            eventually(lambda: set(states()) == {State.PUBLISHED})
+
+        for key in range(keys):
+            assert [int(name) for name in arrived(peer) if int(name) % keys == key] == list(range(key, keys * each, keys))
+
+    def test_by_two_relays_at_once_releases_every_message_once(self):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"key-{n % 10}") for n in range(300)])
+        OutboxMessage.objects.update(state=State.WAITING)
+        start, counts = threading.Barrier(2), []
+
+        def release_all():
+            start.wait(30)
+            while count := release(keys=4, each=5):
+                counts.append(count)
+
+        with in_threads(release_all, release_all):
+            pass
+
+        assert sum(counts) == 300
+        assert set(states()) == {State.READY}
+
+    def test_by_one_relay_while_another_sends_keeps_the_order(self, peer):
+        """Whoever sends holds the key's shard; whoever releases does not ask for it."""
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, biz_id=f"{n}", key=f"key-{n % 3}") for n in range(120)])
+        OutboxMessage.objects.update(state=State.WAITING)
+        done = threading.Event()
+
+        def release_all():
+            while not done.is_set():
+                release(keys=2, each=random.randint(1, 5))
+
+        with relaying(peer.url, BATCH_SIZE=4), in_threads(release_all, release_all):
+            try:
+                eventually(lambda: set(states()) == {State.PUBLISHED})
+            finally:
+                done.set()
+
+        for key in range(3):
+            assert [int(name) for name in arrived(peer) if int(name) % 3 == key] == list(range(key, 120, 3))
+
+
+class TestADrain:
+    def test_ends_with_nothing_left_that_could_be_released(self, peer):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(1500)])
+        OutboxMessage.objects.update(state=State.WAITING)
+
+        drained(peer.url)
+
+        assert set(states()) == {State.PUBLISHED}
+
+    def test_ends_although_a_dead_head_holds_some(self, peer, transport):
+        head, _ = behind_a_failed_head(peer, transport, "a", "b")
+        set_columns(head, state=State.DEAD)
+
+        drained(peer.url)
+
+        assert states() == [State.DEAD, State.WAITING, State.WAITING]
+
+
+class TestNothingOvertakes:
+    def test_a_head_that_is_due_although_its_next_was_seen_first(self, peer):
+        head, _ = some("head", "next")
+        set_columns(head, state=State.RETRYING, available_at=DatabaseTime())
+
+        drained(peer.url)
+
+        assert arrived(peer) == ["head", "next"]
+
+    def test_what_is_released_although_a_later_one_was_seen_first(self, peer):
+        some("1", "2", "3")
+        OutboxMessage.objects.filter(biz_id__in="12").update(state=State.WAITING)
+
+        drained(peer.url)
+
+        assert arrived(peer) == ["1", "2", "3"]
+
+    @pytest.mark.parametrize(("before", "changes"), [(State.DEAD, store.requeue), (State.RETRYING, store.requeue)])
+    def test_a_head_that_somebody_makes_ready_between_look_and_claim(self, peer, before, changes):
+        head, second = some("head", "next")
+        set_columns(head, state=before, available_at=DatabaseTime(HOUR))
+        busy = store.look("default").busy
+        assert busy, "the second is ready"
+
+        assert changes("default", head.position)
+        with transaction.atomic():
+            rows = store.claim_ready("default", busy, 100).rows
+
+        assert [row.position for row in rows if not row.held] in ([head.position, second.position], [])
+
+    def test_those_released_between_look_and_claim(self):
+        first, second, third = some("1", "2", "3")
+        for message in (first, second):
+            set_columns(message, state=State.WAITING)
+        busy = store.look("default").busy
+
+        assert release() == 2
+        with transaction.atomic():
+            rows = store.claim_ready("default", busy, 100).rows
+
+        free = [row.position for row in rows if not row.held]
+        assert free in ([first.position, second.position, third.position], [])
+
+
+@pytest.mark.skipif(connection.vendor != "postgresql", reason="it counts PostgreSQL's buffers")
+class TestTheCostOfWaiting:
+    def test_is_nothing_to_later_passes(self, peer, transport):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(100)])
+            OutboxMessage.objects.update(state=State.DEAD, settled_at=DatabaseTime())
+        before = rows_read(in_hand)
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}, key=f"key-{n % 100}") for n in range(5000)])
+        while one_pass(transport).claimed:
+            pass
+        assert states().count(State.WAITING) == 5000
+
+        assert rows_read(in_hand) == before
+
+    def test_in_looking_for_what_is_released_grows_with_the_keys_and_not_with_the_messages(self):
+        def cost(messages):
+            OutboxMessage.objects.all().delete()
+            with transaction.atomic():
+                publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(20)])
+                OutboxMessage.objects.update(state=State.DEAD, settled_at=DatabaseTime())
+                publish_many([Draft(TOPIC, {}, key=f"key-{n % 20}") for n in range(messages)])
+            OutboxMessage.objects.filter(state=State.READY).update(state=State.WAITING)
+            with connection.cursor() as cursor:
+                cursor.execute("VACUUM ANALYZE outbox_outboxmessage")
+            return rows_read(release)
+
+        assert cost(8000) <= 2 * cost(400)
+
+
+def rows_read(action):
+    """How many rows of the outbox the server fetched, by any scan, for the statements of `action`."""
+    fetched = []
+
+    def explain(execute, sql, params, many, context):
+        if "outbox_outboxmessage" in sql and sql.lstrip().startswith(("WITH", "SELECT")):
+            with context["connection"].connection.cursor() as cursor:
+                cursor.execute(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", params)
+                fetched.extend(_rows(cursor.fetchone()[0][0]["Plan"]))
+        return execute(sql, params, many, context)
+
+    with transaction.atomic(), connection.execute_wrapper(explain):
+        action()
+    connections["default"].close()
+    return sum(fetched)
+
+
+def _rows(plan):
+    if plan.get("Relation Name") == "outbox_outboxmessage":
+        yield (plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)) * plan["Actual Loops"]
+    for inner in plan.get("Plans", ()):
+        yield from _rows(inner)

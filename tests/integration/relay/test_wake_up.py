@@ -1,0 +1,520 @@
+"""The doorbell: rung once after a commit that has something for the relays, heard through whatever happens to the line."""
+
+import logging
+import threading
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+
+import psycopg
+import pytest
+from django.db import connection, connections, transaction
+from django.test import TestCase
+
+from outbox import doorbell
+from outbox.conf import OutboxOptions
+from outbox.doorbell import CHANNEL, ring_after_commit
+from outbox.kernel.loop import Bell, StopRequest
+from outbox.kernel.retry import Pause
+from outbox.relay import listening
+from outbox.relay.listening import APPLICATION_NAME, Listener
+from tests.support.aliases import an_alias, the_default_at
+from tests.support.apps.effects.models import Effect
+from tests.support.relaying import SECONDS, eventually, in_threads
+from tests.support.servers import FaultProxy
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+AWAY, BACK = "The doorbell is away", "The doorbell is back"
+
+
+@pytest.fixture(autouse=True)
+def not_rung_lately():
+    """What another test rang withholds nothing of this one's, and its listener has ended."""
+    eventually(lambda: not somebody_listens())
+    doorbell._rings.clear()
+    yield
+    doorbell._rings.clear()
+
+
+def somebody_listens():
+    return "doorbell" in {thread.name for thread in threading.enumerate()}
+
+
+@contextmanager
+def straight_to(alias="default", **parameters):
+    """The driver's own connection to this database, which Django knows nothing of."""
+    given = connections[alias].get_connection_params()
+    address = {name: given[name] for name in ("dbname", "user", "host", "port")}
+    with psycopg.connect(**address, **parameters, autocommit=True) as straight:
+        yield straight
+
+
+@pytest.fixture
+def outside():
+    with straight_to() as outside:
+        # An earlier test's backend ends a moment after its connection.
+        eventually(lambda: not listening_backends(outside))
+        yield outside
+
+
+@pytest.fixture
+def heard(outside):
+    """How often the doorbell was heard since the last question."""
+    outside.execute(f"LISTEN {CHANNEL}")
+
+    def heard():
+        # What was sent before this round trip is delivered with it; NOTIFY is delivered when its transaction commits.
+        outside.execute("SELECT 1")
+        return [notify.payload for notify in outside.notifies(timeout=0)]
+
+    return heard
+
+
+def rung_in_vain():
+    with suppress(ZeroDivisionError), transaction.atomic():
+        ring_after_commit("default")
+        raise ZeroDivisionError
+
+
+class TestRinging:
+    def test_comes_after_the_commit_and_not_before(self, heard):
+        with transaction.atomic():
+            ring_after_commit("default")
+            assert heard() == []
+
+        assert heard() == [""]
+
+    def test_comes_when_the_rows_can_be_seen(self, outside, heard):
+        with transaction.atomic():
+            Effect.objects.create(name="seen")
+            ring_after_commit("default")
+
+        [_] = heard()
+        assert outside.execute(f"SELECT count(*) FROM {Effect._meta.db_table}").fetchone() == (1,)
+
+    def test_does_not_come_after_a_rollback(self, heard):
+        rung_in_vain()
+
+        assert heard() == []
+
+    def test_does_not_come_for_a_savepoint_that_was_rolled_back(self, heard):
+        with transaction.atomic():
+            rung_in_vain()
+
+        assert heard() == []
+
+    def test_comes_for_what_was_published_after_such_a_savepoint(self, heard):
+        with transaction.atomic():
+            rung_in_vain()
+            ring_after_commit("default")
+
+        assert heard() == [""]
+
+    def test_comes_once_for_a_thousand_messages(self, heard):
+        with transaction.atomic():
+            for n in range(1000):
+                ring_after_commit("default")
+                if n % 100 == 0:
+                    transaction.on_commit(lambda: None)
+            hooks = len(connection.run_on_commit)
+
+        assert hooks == 11
+        assert heard() == [""]
+
+    def test_comes_seldom_in_a_burst_of_transactions_of_many_threads(self, heard, monkeypatch):
+        clock = SimpleNamespace(now=1000.0)
+        monkeypatch.setattr(doorbell, "monotonic", lambda: clock.now)
+        # On a busy machine one that notifies may hold the lock for longer, and a ring that failed is followed by silence.
+        monkeypatch.setattr(doorbell, "_NOTIFY", doorbell._NOTIFY.replace(doorbell._LONGEST_WAIT, f"{SECONDS:.0f}s"))
+
+        def burst():
+            for _ in range(20):
+                with transaction.atomic():
+                    ring_after_commit("default")
+
+        with in_threads(*[burst] * 5):
+            pass
+        assert 1 <= len(heard()) <= 5, "one, unless threads came to it together"
+
+        clock.now += 0.051
+        burst()
+        assert heard() == [""]
+
+    def test_withheld_leaves_a_relay_awake_for_longer_than_that(self):
+        assert doorbell.ALERT_SECONDS >= 2 * doorbell._QUIET_SECONDS
+
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
+    def test_of_one_database_is_not_heard_on_another(self, heard):
+        with transaction.atomic(using="other"):
+            ring_after_commit("other")
+
+        assert heard() == []
+
+    def test_can_be_switched_off(self, heard, settings):
+        settings.OUTBOX = {"DOORBELL": False}
+        with transaction.atomic():
+            ring_after_commit("default")
+            assert connection.run_on_commit == []
+
+        assert heard() == []
+
+    def test_is_no_query_of_the_callers(self, heard, django_assert_num_queries):
+        def refuse(*args):
+            raise AssertionError("a query of the caller's")
+
+        # BEGIN and COMMIT.
+        with django_assert_num_queries(2), connection.execute_wrapper(refuse), transaction.atomic():
+            ring_after_commit("default")
+
+        assert heard() == [""]
+
+    def test_flushes_nothing(self, outside):
+        """A ring that had to be flushed, or replicated, would hold the cluster's lock for as long."""
+
+        def flushed():
+            return outside.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
+
+        def ring_unflushed():
+            before = flushed()
+            with transaction.atomic():
+                ring_after_commit("default")
+            return flushed() == before
+
+        # The server's own processes flush now and then, and not at every ring.
+        assert any(ring_unflushed() for _ in range(20))
+
+    def test_of_a_connection_that_dies_under_it_leaves_the_commit_standing(self, outside, caplog):
+        caplog.set_level(logging.INFO, "outbox.doorbell")
+
+        def die():
+            backend = connection.connection.info.backend_pid
+            outside.execute("SELECT pg_terminate_backend(%s)", [backend])
+            eventually(lambda: not outside.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [backend]).fetchall())
+
+        with transaction.atomic():
+            Effect.objects.create(name="stands")
+            transaction.on_commit(die)
+            ring_after_commit("default")
+
+        assert "was not rung" in caplog.text
+        assert connection.errors_occurred, "Django looks at the connection before it uses it again"
+        connection.close()
+        assert Effect.objects.filter(name="stands").exists()
+
+    def test_opens_no_connection(self, heard, caplog):
+        with transaction.atomic():
+            transaction.on_commit(connection.close)
+            ring_after_commit("default")
+
+        assert connection.connection is None
+        assert heard() == []
+        assert caplog.records == []
+
+    def test_stays_out_of_a_transaction_somebody_else_began(self, heard):
+        with transaction.atomic():
+            transaction.on_commit(lambda: connection.set_autocommit(False))
+            ring_after_commit("default")
+        connection.rollback()
+        connection.set_autocommit(True)
+
+        assert heard() == []
+
+    def test_after_a_hook_that_failed_is_lost_with_the_hook(self, heard):
+        """Django runs no more hooks then. The message waits for a poll."""
+        with suppress(ZeroDivisionError), transaction.atomic():
+            transaction.on_commit(lambda: 1 / 0)
+            ring_after_commit("default")
+
+        assert heard() == []
+
+
+class TestInATestCase(TestCase):
+    def test_a_hook_is_not_among_those_that_a_test_counts(self):
+        with self.captureOnCommitCallbacks() as callbacks, transaction.atomic():
+            ring_after_commit("default")
+
+        assert callbacks == []
+
+
+@contextmanager
+def a_stranger_who_notifies_in_a_long_commit(server):
+    """PostgreSQL has one lock for all that notify; one whose commit waits for a standby keeps it as long."""
+    with psycopg.connect(server.url, autocommit=True) as superuser, psycopg.connect(server.url, autocommit=True) as stranger:
+        superuser.execute("CREATE TABLE IF NOT EXISTS strangers (n int)")
+        superuser.execute("ALTER SYSTEM SET synchronous_standby_names = 'a_standby_that_is_not_there'")
+        superuser.execute("SELECT pg_reload_conf()")
+        eventually(lambda: superuser.execute("SHOW synchronous_standby_names").fetchone() != ("",))
+        pid = stranger.info.backend_pid
+        waits = "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event = 'SyncRep'"
+        ended = threading.Event()
+
+        def notify():
+            # The server waits for a standby only from when its checkpointer has read the configuration.
+            while not ended.is_set():
+                stranger.execute("BEGIN; INSERT INTO strangers VALUES (1); NOTIFY strangers; COMMIT")
+
+        with in_threads(notify):
+            try:
+                eventually(lambda: superuser.execute(waits, [pid]).fetchone() is not None)
+                yield
+            finally:
+                ended.set()
+                superuser.execute("ALTER SYSTEM RESET synchronous_standby_names")
+                superuser.execute("SELECT pg_reload_conf()")
+
+
+def test_a_stranger_who_notifies_in_a_long_commit_holds_up_no_publisher(mortal_postgres, monkeypatch, caplog):
+    monkeypatch.setattr(doorbell, "_AFTER_FAILURE_SECONDS", SECONDS)
+    caplog.set_level(logging.INFO, "outbox.doorbell")
+    with the_default_at(NAME="test", PORT=mortal_postgres.port):
+        with a_stranger_who_notifies_in_a_long_commit(mortal_postgres):
+            for _ in range(10):
+                with transaction.atomic():
+                    ring_after_commit("default")
+
+        assert caplog.text.count("was not rung") == 1, "one tries, and the others do not wait as well"
+        assert "lock timeout" in caplog.text
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW lock_timeout")
+            assert cursor.fetchone() == ("0",), "nothing is left on the connection"
+
+
+class TestInThisProcess:
+    @pytest.mark.every_database
+    def test_a_ring_is_heard_on_every_database(self):
+        bell, stop = Bell(), StopRequest()
+        with doorbell.heard_in_this_process("default", [bell]):
+            with transaction.atomic():
+                ring_after_commit("default")
+                assert not bell.wait(0, stop)
+
+            assert bell.wait(SECONDS, stop)
+
+    @pytest.mark.every_database
+    def test_no_ring_is_withheld(self):
+        bell, stop = Bell(), StopRequest()
+        with doorbell.heard_in_this_process("default", [bell]):
+            for _ in range(3):
+                with transaction.atomic():
+                    ring_after_commit("default")
+                assert bell.wait(SECONDS, stop)
+
+    @pytest.mark.every_database
+    def test_every_bell_is_rung_until_it_is_taken_down(self):
+        one, other, stop = Bell(), Bell(), StopRequest()
+        with doorbell.heard_in_this_process("default", [one]):
+            with doorbell.heard_in_this_process("default", [other]), transaction.atomic():
+                ring_after_commit("default")
+            assert one.wait(SECONDS, stop)
+            assert other.wait(SECONDS, stop)
+            with transaction.atomic():
+                ring_after_commit("default")
+
+        assert one.wait(SECONDS, stop)
+        assert not other.wait(0, stop)
+        assert not doorbell._in_this_process
+
+
+@pytest.fixture
+def bell():
+    return Bell()
+
+
+@pytest.fixture
+def never():
+    return StopRequest()
+
+
+@contextmanager
+def a_listener(*bells, alias="default", **options):
+    """Listening, and past the ring with which it begins."""
+    options = OutboxOptions(**options)
+    listener = Listener(alias, bells, options)
+    with listener.listening():
+        for bell in bells:
+            assert bell.wait(SECONDS, StopRequest())
+        yield listener
+
+
+def notify(outside):
+    outside.execute(f"NOTIFY {CHANNEL}")
+
+
+def listening_backends(outside):
+    found = outside.execute("SELECT pid FROM pg_stat_activity WHERE application_name = %s", [APPLICATION_NAME]).fetchall()
+    return [pid for (pid,) in found]
+
+
+class TestListening:
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch, caplog):
+        caplog.set_level(logging.WARNING)
+        monkeypatch.setattr(Pause, "first_seconds", 0.01)
+
+    def test_hears_another_process_and_rings_every_loop(self, outside, never):
+        one, other = Bell(), Bell()
+        with a_listener(one, other):
+            notify(outside)
+
+            assert one.wait(SECONDS, never)
+            assert other.wait(SECONDS, never)
+
+    def test_hears_again_and_again(self, outside, bell, never):
+        with a_listener(bell):
+            for _ in range(50):
+                notify(outside)
+                assert bell.wait(SECONDS, never)
+
+    def test_rings_once_to_begin_with_for_what_was_committed_before(self, bell, never):
+        with a_listener(bell):
+            assert not bell.wait(0, never)
+
+    def test_has_one_connection_with_a_name_and_leaves_none_behind(self, outside, bell):
+        with a_listener(bell):
+            assert len(listening_backends(outside)) == 1
+
+        eventually(lambda: not listening_backends(outside))
+        eventually(lambda: not somebody_listens())
+
+    def test_ends_though_it_was_never_rung(self, bell):
+        with a_listener(bell) as listener:
+            pass
+
+        assert listener._end
+
+    def test_whose_backend_is_terminated_listens_again_and_rings_for_what_it_missed(self, outside, bell, never, caplog):
+        with a_listener(bell):
+            [backend] = listening_backends(outside)
+            outside.execute("SELECT pg_terminate_backend(%s)", [backend])
+
+            assert bell.wait(SECONDS, never), "once, when it listens again"
+            assert listening_backends(outside) != [backend]
+            notify(outside)
+            assert bell.wait(SECONDS, never)
+
+        assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
+
+    def test_may_go_by_another_alias(self, outside, bell):
+        with a_listener(bell, LISTEN_ALIAS="other"):
+            where = outside.execute("SELECT datname FROM pg_stat_activity WHERE application_name = %s", [APPLICATION_NAME])
+
+            assert where.fetchall() == [(connections["other"].settings_dict["NAME"],)]
+
+    def test_switched_off_connects_nowhere(self, outside, bell, never):
+        with Listener("default", [bell], OutboxOptions(DOORBELL=False)).listening():
+            assert not somebody_listens()
+            assert listening_backends(outside) == []
+            assert not doorbell._in_this_process
+
+
+class TestAListenerWithoutItsServer:
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch, caplog):
+        caplog.set_level(logging.WARNING)
+        monkeypatch.setattr(Pause, "first_seconds", 0.01)
+
+    @pytest.fixture
+    def proxy(self):
+        with FaultProxy("127.0.0.1", int(connection.settings_dict["PORT"])) as proxy, an_alias("through", PORT=proxy.port):
+            yield proxy
+
+    def test_waits_for_it_and_says_so_once(self, proxy, outside, bell, never, caplog):
+        proxy.refuse()
+        with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
+            eventually(lambda: AWAY in caplog.text)
+            proxy.accept()
+            assert bell.wait(SECONDS, never)
+            notify(outside)
+            assert bell.wait(SECONDS, never)
+
+        assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
+
+    def test_is_there_again_after_its_line_was_cut(self, proxy, outside, bell, never):
+        with a_listener(bell, LISTEN_ALIAS="through"):
+            for _ in range(5):
+                proxy.cut()
+                assert bell.wait(SECONDS, never)
+                notify(outside)
+                assert bell.wait(SECONDS, never)
+
+    def test_finds_out_that_nobody_is_at_the_other_end(self, proxy, outside, bell, never, monkeypatch, caplog):
+        """The cable is out: no error, no answer."""
+        monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
+        monkeypatch.setattr(listening, "_ANSWER_SECONDS", 0.05)
+        with a_listener(bell, LISTEN_ALIAS="through"):
+            proxy.freeze()
+            eventually(lambda: "no answer" in caplog.text)
+            proxy.thaw()
+            assert bell.wait(SECONDS, never)
+            notify(outside)
+            assert bell.wait(SECONDS, never)
+
+    def test_a_quiet_line_is_asked_for_a_sign_of_life_and_kept(self, proxy, outside, bell, never, monkeypatch, caplog):
+        monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
+        with a_listener(bell, LISTEN_ALIAS="through"):
+            backends, before = listening_backends(outside), proxy.bytes_to_client
+            eventually(lambda: proxy.bytes_to_client > before + 200)
+
+            assert listening_backends(outside) == backends
+            assert not bell.wait(0, never), "a sign of life is no ring"
+        assert caplog.records == []
+
+    @pytest.mark.parametrize("broken", ["refuse", "freeze"])
+    def test_does_not_keep_the_process_from_ending(self, proxy, bell, broken, monkeypatch):
+        monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
+        getattr(proxy, broken)()
+        with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
+            pass
+        proxy.cut()
+        proxy.accept()
+        proxy.thaw()
+
+        eventually(lambda: not somebody_listens())
+
+    def test_survives_what_nobody_foresaw(self, bell, never, monkeypatch, caplog):
+        wrapper, asked = type(connections["default"]), []
+        original = wrapper.get_connection_params
+
+        def fails_once(self):
+            asked.append(1)
+            if len(asked) == 1:
+                raise RuntimeError("the password store is closed")
+            return original(self)
+
+        monkeypatch.setattr(wrapper, "get_connection_params", fails_once)
+        with Listener("default", [bell], OutboxOptions()).listening():
+            assert bell.wait(SECONDS, never)
+
+        assert "the password store is closed" in caplog.text
+
+
+class TestWhereNobodyCanListen:
+    @pytest.mark.every_database
+    def test_this_process_is_heard_all_the_same(self, bell, never):
+        with Listener("default", [bell], OutboxOptions()).listening():
+            if connection.vendor == "postgresql":
+                assert bell.wait(SECONDS, never)
+            with transaction.atomic():
+                ring_after_commit("default")
+
+            assert bell.wait(SECONDS, never)
+
+    def test_an_older_driver_is_told_of(self, bell, monkeypatch, caplog):
+        caplog.set_level(logging.INFO, "outbox")
+        monkeypatch.setattr(connection, "Database", SimpleNamespace(__name__="psycopg2"))
+        with Listener("default", [bell], OutboxOptions()).listening():
+            assert not somebody_listens()
+
+        assert "LISTEN needs psycopg 3" in caplog.text
+
+    def test_a_pool_is_not_asked_for_a_connection(self, bell, outside):
+        """Its end of life would end the listening, too."""
+        options = {"pool": {"min_size": 0, "max_size": 1}}
+        with an_alias("pooled", OPTIONS=options, CONN_MAX_AGE=0), a_listener(bell, LISTEN_ALIAS="pooled"):
+            assert len(listening_backends(outside)) == 1
+            assert "pooled" not in connections["pooled"]._connection_pools
+
+
+def test_options_name_an_alias_that_does_not_exist():
+    with pytest.raises(ValueError, match="LISTEN_ALIAS is 'direkt', and DATABASES has: default, other"):
+        OutboxOptions(LISTEN_ALIAS="direkt")

@@ -1,0 +1,361 @@
+"""The servers the other tests rely on: they serve, they die when told, and they come back with what they confirmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing, contextmanager
+
+import amqp
+import kombu
+import psycopg
+import pytest
+import redis
+
+from tests.support.servers import FaultProxy, RabbitServer, ServerFailed, ServerUnavailable, binaries, watcher
+
+A_MOMENT = 0.3
+A_WHILE = 60.0
+
+
+def wait_until(condition, within=A_WHILE):
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+class TestPostgres:
+    def test_what_it_committed_survives_a_kill(self, mortal_postgres):
+        url = mortal_postgres.create_database()
+        with psycopg.connect(url) as connection:
+            connection.execute("CREATE TABLE kept (id int)")
+            connection.execute("INSERT INTO kept VALUES (7)")
+
+        mortal_postgres.kill()
+        with pytest.raises(psycopg.OperationalError):
+            psycopg.connect(url)
+        mortal_postgres.start()
+
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT id FROM kept").fetchall() == [(7,)]
+
+    def test_a_kill_leaves_no_backend_behind(self, mortal_postgres):
+        with psycopg.connect(mortal_postgres.url) as connection:
+            backend = connection.info.backend_pid
+
+            mortal_postgres.kill()
+
+            assert not watcher.is_alive(backend)
+            connection.close()
+
+    def test_it_writes_to_the_disk_and_takes_many_connections(self, mortal_postgres):
+        with psycopg.connect(mortal_postgres.url) as connection:
+            assert connection.execute("SHOW fsync").fetchone() == ("on",)
+            assert connection.execute("SHOW max_connections").fetchone() == ("200",)
+
+    def test_a_dropped_database_is_gone(self, mortal_postgres):
+        url = mortal_postgres.create_database("short_lived")
+
+        mortal_postgres.drop_database("short_lived")
+
+        with pytest.raises(psycopg.OperationalError, match="does not exist"):
+            psycopg.connect(url)
+
+    def test_a_server_that_cannot_start_shows_its_log(self, mortal_postgres):
+        mortal_postgres.stop()
+        with closing(socket.create_server(("127.0.0.1", mortal_postgres.port))), pytest.raises(ServerFailed) as failed:
+            mortal_postgres.start()
+
+        assert "--- log" in str(failed.value)
+        assert "could not bind" in str(failed.value)
+
+
+class TestRabbit:
+    def test_a_persistent_message_survives_a_kill(self, rabbitmq_server, rabbitmq_url):
+        declare(rabbitmq_url, "orders")
+        put(rabbitmq_url, "orders", "an order")
+
+        rabbitmq_server.kill()
+        rabbitmq_server.start()
+
+        assert take(rabbitmq_url, "orders") == "an order"
+
+    def test_virtual_hosts_are_apart(self, rabbitmq_server, rabbitmq_url):
+        declare(rabbitmq_url, "orders")
+        put(rabbitmq_url, "orders", "an order")
+        elsewhere = rabbitmq_server.new_vhost()
+
+        assert rabbitmq_server.queue_lengths(rabbitmq_url) == {"orders": 1}
+        assert rabbitmq_server.queue_lengths(elsewhere) == {}
+
+        rabbitmq_server.delete_vhost(elsewhere)
+        with pytest.raises(amqp.NotAllowed), kombu.Connection(elsewhere) as connection:
+            connection.connect()
+
+    @pytest.mark.parametrize("kind", ["classic", "quorum"])
+    def test_a_queue_is_as_long_as_what_is_not_acked(self, rabbitmq_server, rabbitmq_url, kind):
+        declare(rabbitmq_url, "orders", kind)
+        put(rabbitmq_url, "orders", "first")
+        put(rabbitmq_url, "orders", "second")
+
+        with a_channel(rabbitmq_url) as channel:
+            message = kombu.Queue("orders")(channel).get()
+            assert rabbitmq_server.queue_lengths(rabbitmq_url) == {"orders": 2}
+            message.ack()
+            wait_until(lambda: rabbitmq_server.queue_lengths(rabbitmq_url) == {"orders": 1})
+
+    def test_rabbitmqctl_speaks_to_this_node(self, rabbitmq_server, rabbitmq_url):
+        vhost = rabbitmq_url.rpartition("/")[2]
+
+        assert vhost in rabbitmq_server.ctl("list_vhosts", "--quiet")
+
+    def test_what_goes_wrong_in_the_broker_is_told(self, rabbitmq_server):
+        with pytest.raises(ServerFailed, match="no_such_function"):
+            rabbitmq_server.start().evaluate("rabbit:no_such_function().")
+
+
+class TestRedis:
+    def test_what_it_confirmed_survives_a_kill(self, redis_server, redis_url):
+        with redis.Redis.from_url(redis_url) as client:
+            client.set("kept", "7")
+
+        redis_server.kill()
+        redis_server.start()
+
+        with redis.Redis.from_url(redis_url) as client:
+            assert client.get("kept") == b"7"
+
+    def test_every_test_finds_it_empty(self, redis_url):
+        with redis.Redis.from_url(redis_url) as client:
+            assert client.dbsize() == 0
+
+
+class TestOwnership:
+    def test_servers_end_with_the_process_that_started_them_even_if_that_is_killed(self):
+        program = "from tests.support.servers import RedisServer; r = RedisServer().start(); print(r.pid, flush=True); input()"
+        with subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as owner:
+            try:
+                server = int(owner.stdout.readline())
+                assert watcher.is_alive(server)
+            finally:
+                os.kill(owner.pid, signal.SIGKILL)
+
+            wait_until(lambda: not watcher.is_alive(server))
+
+    def test_what_an_owner_said_is_heard_when_it_died_before_its_watcher_began(self):
+        nobody = 2**22 + 1  # more than the kernel gives out
+        heard, said = os.pipe()
+        with subprocess.Popen(["sleep", "600"]) as orphan:
+            try:
+                os.write(said, json.dumps({"do": "watch", "pid": orphan.pid, "ask_with": int(signal.SIGTERM)}).encode() + b"\n")
+                # The pipe stays open, as a forked child of the owner may have it.
+                subprocess.run(
+                    [sys.executable, "-I", "-S", watcher.__file__, str(nobody)], stdin=heard, timeout=A_WHILE, check=True
+                )
+                assert orphan.wait(A_WHILE) == -signal.SIGTERM
+            finally:
+                os.close(heard)
+                os.close(said)
+                orphan.kill()
+
+    def test_the_module_tells_a_shell_where_the_servers_are(self):
+        with subprocess.Popen([sys.executable, "-m", "tests.support.servers"], stdout=subprocess.PIPE, text=True) as servers:
+            try:
+                lines = [servers.stdout.readline() for _ in range(3)]
+                servers.terminate()
+                assert servers.wait(A_WHILE) == 0
+            finally:
+                servers.kill()
+
+        assert [line.split("=")[0] for line in lines] == [
+            "export DATABASE_URL",
+            "export BROKER_URL",
+            "export REDIS_URL",
+        ]
+
+    def test_a_server_that_is_not_to_be_had_is_an_error_with_a_remedy(self, monkeypatch):
+        monkeypatch.setattr(binaries, "_rabbit_on_the_machine", lambda: None)
+        monkeypatch.setattr(binaries, "_apt_install", lambda package: None)
+
+        with pytest.raises(ServerUnavailable, match="apt-get install rabbitmq-server"):
+            RabbitServer().start()
+
+
+class TestProxy:
+    def test_it_forwards_both_ways(self, echo):
+        with a_client(echo.proxy) as client:
+            assert said_back(client, b"hello") == b"hello"
+
+        wait_until(lambda: (echo.proxy.bytes_to_server, echo.proxy.bytes_to_client) == (5, 5))
+
+    def test_cut_resets_what_is_connected_and_nothing_else(self, echo):
+        with a_client(echo.proxy) as client:
+            said_back(client, b"hello")
+            echo.proxy.cut()
+            with pytest.raises(ConnectionResetError):
+                client.recv(1)
+
+        with a_client(echo.proxy) as client:
+            assert said_back(client, b"again") == b"again"
+
+    def test_refuse_turns_newcomers_away_until_accept(self, echo):
+        with a_client(echo.proxy) as old:
+            said_back(old, b"hello")
+            echo.proxy.refuse()
+            with pytest.raises(ConnectionRefusedError):
+                a_client(echo.proxy)
+            assert said_back(old, b"still") == b"still"
+
+        echo.proxy.accept()
+        with a_client(echo.proxy) as new:
+            assert said_back(new, b"again") == b"again"
+
+    def test_frozen_it_takes_everything_and_forwards_nothing(self, echo):
+        with a_client(echo.proxy) as old:
+            said_back(old, b"hello")
+            echo.proxy.freeze()
+            with a_client(echo.proxy) as new:
+                for client in (old, new):
+                    client.sendall(b"anybody?")
+                    client.settimeout(A_MOMENT)
+                    with pytest.raises(TimeoutError):
+                        client.recv(1)
+
+                echo.proxy.thaw()
+                for client in (old, new):
+                    client.settimeout(A_WHILE)
+                    assert client.recv(100) == b"anybody?"
+
+    def test_delay_makes_both_ways_slow(self, echo):
+        with a_client(echo.proxy) as client:
+            echo.proxy.delay(A_MOMENT)
+            began_at = time.monotonic()
+            said_back(client, b"hello")
+
+            assert time.monotonic() - began_at >= 2 * A_MOMENT
+
+    def test_dropping_the_answers_lets_the_questions_through(self, echo):
+        with a_client(echo.proxy) as client:
+            echo.proxy.drop_server_to_client(True)
+            client.sendall(b"lost")
+            wait_until(lambda: echo.received == b"lost")
+            client.settimeout(A_MOMENT)
+            with pytest.raises(TimeoutError):
+                client.recv(1)
+
+    def test_cut_after_lets_exactly_so_many_bytes_through(self, echo):
+        echo.proxy.cut_after(3)
+        with a_client(echo.proxy) as client:
+            client.sendall(b"abcdef")
+            wait_until(lambda: echo.proxy.connections == 0)
+
+        wait_until(lambda: echo.received == b"abc")
+        with a_client(echo.proxy) as client:
+            assert said_back(client, b"again") == b"again"
+
+    def test_a_big_stream_arrives_whole(self, echo):
+        sent = os.urandom(1 << 20)
+        with a_client(echo.proxy) as client:
+            client.sendall(sent)
+            received = b""
+            while len(received) < len(sent):
+                received += client.recv(65536)
+
+        assert received == sent
+
+    def test_a_server_that_is_gone_is_a_reset(self):
+        with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
+            port = nobody.getsockname()[1]
+        with FaultProxy("127.0.0.1", port) as proxy, pytest.raises(ConnectionResetError), a_client(proxy) as client:
+            client.recv(1)
+
+    def test_stopped_it_is_gone(self, echo):
+        echo.proxy.stop()
+
+        with pytest.raises(ConnectionRefusedError):
+            a_client(echo.proxy)
+
+    def test_a_url_goes_through_it(self, echo):
+        through = echo.proxy.through("amqp://guest:guest@127.0.0.1:5672/test")
+
+        assert through == f"amqp://guest:guest@127.0.0.1:{echo.proxy.port}/test"
+
+
+class Echo:
+    """A server that says everything back, behind a proxy."""
+
+    def __init__(self):
+        self.received = b""
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.proxy = FaultProxy("127.0.0.1", self.listener.getsockname()[1])
+
+    def serve(self):
+        def talk(connection):
+            with connection:
+                try:
+                    while chunk := connection.recv(65536):
+                        self.received += chunk
+                        connection.sendall(chunk)
+                except OSError:
+                    pass
+
+        def accept():
+            while True:
+                try:
+                    connection, _ = self.listener.accept()
+                except OSError:
+                    return
+                threading.Thread(target=talk, args=[connection], daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+
+
+@pytest.fixture
+def echo():
+    server = Echo()
+    server.serve()
+    yield server
+    server.proxy.stop()
+    server.listener.shutdown(socket.SHUT_RDWR)
+    server.listener.close()
+
+
+def a_client(proxy):
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=A_WHILE)
+
+
+def said_back(client, words):
+    client.sendall(words)
+    return client.recv(65536)
+
+
+@contextmanager
+def a_channel(url):
+    with kombu.Connection(url) as connection:
+        yield connection.default_channel
+
+
+def declare(url, name, kind="classic"):
+    with a_channel(url) as channel:
+        kombu.Queue(name, durable=True, queue_arguments={"x-queue-type": kind})(channel).declare()
+
+
+def put(url, name, body):
+    with kombu.Connection(url, transport_options={"confirm_publish": True}) as connection:
+        connection.Producer().publish(body, routing_key=name, delivery_mode=2)
+
+
+def take(url, name):
+    with a_channel(url) as channel:
+        message = kombu.Queue(name)(channel).get()
+        message.ack()
+        return message.payload

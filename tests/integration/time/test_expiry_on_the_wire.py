@@ -1,0 +1,98 @@
+"""How long a message still lasts travels with it: what is left when a relay takes it in hand, not what it began with."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.transport import Outcome, Parcel
+from outbox.models import State
+from tests.support.relaying import TOPIC, Queue, connected, drained, published, row_of, set_columns, soon, state_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+HOUR = timedelta(hours=1)
+A_STALL = timedelta(minutes=3)
+
+
+def pass_by(message, span):
+    """So much time goes by for `message`."""
+    row = row_of(message)
+    instants = {name: getattr(row, name) for name in ("created_at", "deliver_at", "available_at", "expires_at")}
+    set_columns(message, **{name: instant - span for name, instant in instants.items() if instant})
+
+
+def expiration_of(delivery):
+    return timedelta(milliseconds=int(delivery.properties["expiration"]))
+
+
+@pytest.fixture(params=["rabbitmq_url", "redis_url"])
+def broker_url(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("delay", [None, HOUR], ids=["at once", "after a delay"])
+def test_is_what_is_left_after_an_outage(broker_url, delay):
+    message = published(delay=delay, expires_in=HOUR)
+    pass_by(message, (delay or timedelta()) + timedelta(minutes=40))
+
+    with Queue(broker_url) as queue:
+        drained(broker_url)
+        [arrived] = queue.take(1)
+
+    assert timedelta() <= timedelta(minutes=20) - expiration_of(arrived) < A_STALL
+
+
+def test_is_the_whole_when_the_message_goes_out_the_moment_it_is_due(broker_url):
+    message = published(delay=2 * HOUR, expires_in=HOUR)
+    pass_by(message, 2 * HOUR)
+
+    with Queue(broker_url) as queue:
+        drained(broker_url)
+        [arrived] = queue.take(1)
+
+    assert timedelta() <= HOUR - expiration_of(arrived) < A_STALL
+
+
+@pytest.mark.parametrize("options", [{}, {"expires_in": timedelta(days=60)}], ids=["none", "longer than RabbitMQ counts"])
+def test_is_not_told_of_a_message_without_an_end(rabbitmq_url, options):
+    message = published(**options)
+
+    with Queue(rabbitmq_url) as queue:
+        drained(rabbitmq_url)
+        [arrived] = queue.take(1)
+
+    assert state_of(message) == State.PUBLISHED
+    assert "expiration" not in arrived.properties
+
+
+def test_of_a_retried_message_goes_on_counting(rabbitmq_url):
+    message = published(expires_in=HOUR)
+    set_columns(message, state=State.RETRYING, attempts=3, available_at=DatabaseTime(), expires_at=DatabaseTime(HOUR / 2))
+
+    with Queue(rabbitmq_url) as queue:
+        drained(rabbitmq_url)
+        [arrived] = queue.take(1)
+
+    assert timedelta() <= HOUR / 2 - expiration_of(arrived) < A_STALL
+
+
+@pytest.mark.parametrize("kind", ["classic", "quorum"])
+def test_is_kept_to_by_rabbitmq_and_a_dead_letter_exchange_keeps_the_evidence(rabbitmq_url, kind):
+    dead_letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "evidence"}
+    parcel = Parcel(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"), lasting=0.0001)
+    with (
+        Queue(rabbitmq_url, "nothing.else", "evidence") as evidence,
+        Queue(rabbitmq_url, **{"x-queue-type": kind}, **dead_letters) as queue,
+        connected(rabbitmq_url) as transport,
+    ):
+        sent = transport.send([parcel], soon())
+        [arrived] = evidence.take(1)
+
+        assert sent.verdicts[1].outcome == Outcome.CONFIRMED, "a broker that drops it later has taken it all the same"
+        assert queue.take_all() == []
+    assert arrived.properties["message_id"] == "m1"
+    assert arrived.headers["x-death"][0]["reason"] == "expired"

@@ -1,0 +1,193 @@
+"""Priority is kept on every way that leads back to ready, and nothing is published after it has expired."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import transaction
+
+from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals, store
+from outbox.kernel.clock import DatabaseTime, monotonic
+from outbox.models import OutboxMessage, State
+from outbox.relay import passes
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import connected, drained, ids, one_pass, published, row_of, set_columns, state_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+HOUR = timedelta(hours=1)
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def transport(peer):
+    with connected(peer.url) as transport:
+        yield transport
+
+
+@pytest.fixture
+def expired():
+    """The positions that the signal told of."""
+    heard = []
+
+    def hear(sender, message, **extra):
+        heard.append(message.position)
+
+    signals.message_expired.connect(hear)
+    yield heard
+    signals.message_expired.disconnect(hear)
+
+
+def came_due(message):
+    set_columns(message, deliver_at=DatabaseTime(), available_at=DatabaseTime())
+    assert store.promote_due("default", 10) + store.promote_rested("default", 10) == 1
+
+
+def failed(message, retry_after):
+    position = message.position
+    store.settle(
+        "default", store.Settlement(failed=[store.Failure(positions=[position], error="nacked", retry_after=retry_after)])
+    )
+
+
+def retried(message):
+    failed(message, HOUR)
+    came_due(message)
+
+
+def requeued(message):
+    failed(message, None)
+    assert store.requeue("default", message.position)
+
+
+def restored(message):
+    assert cancel(message.id)
+    assert store.restore("default", message.position)
+
+
+def sent_now(message):
+    assert publish_now(message.id)
+
+
+WAYS = {
+    "from the start": (None, lambda message: None),
+    "after its delay": (HOUR, came_due),
+    "after a retry": (None, retried),
+    "requeued when it was dead": (None, requeued),
+    "restored when it was cancelled": (None, restored),
+    "rescheduled": (None, lambda message: reschedule(message.id, delay=HOUR) and came_due(message)),
+    "sent now instead of later": (HOUR, sent_now),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_priority_is_kept(peer, transport, way):
+    delay, go = WAYS[way]
+    published(biz_id="plain")
+    published(biz_id="lower", priority=4)
+    urgent = published(biz_id="urgent", priority=5, delay=delay)
+    published(biz_id="plain too")
+
+    go(urgent)
+    one_pass(transport)
+
+    sent = [delivery.headers["cloudEvents:bizid"] for delivery in peer.published]
+    assert sent == ["urgent", "lower", "plain", "plain too"]
+    assert row_of(urgent).priority == 5
+
+
+def test_a_priority_is_refused_together_with_a_key():
+    with transaction.atomic(), pytest.raises(InvalidMessage, match="exclude each other"):
+        publish_many([Draft("t", {}), Draft("t", {}, key="k", priority=1)])
+
+    assert not OutboxMessage.objects.exists()
+
+
+class TestWhatHasExpired:
+    """It is not sent any more, and its state, the signal and the log say so."""
+
+    @pytest.fixture(autouse=True)
+    def is_told(self, expired, caplog):
+        """Of the message with the biz-id "gone"."""
+        caplog.set_level(logging.WARNING)
+        yield
+        gone = OutboxMessage.objects.get(biz_id="gone")
+        assert gone.state == State.EXPIRED
+        assert gone.settled_at is not None
+        assert expired == [gone.pk]
+        logged = [record.getMessage() for record in caplog.get_records("call")]
+        assert f"1 messages of {gone.topic} have expired before they could be published." in logged
+
+    def test_when_it_becomes_due_late(self, peer):
+        gone, alive = (published(biz_id=biz_id, delay=HOUR, expires_in=HOUR) for biz_id in ("gone", "alive"))
+        set_columns(gone, available_at=DatabaseTime(-2 * HOUR), expires_at=DatabaseTime(-HOUR))
+        set_columns(alive, available_at=DatabaseTime(-HOUR / 2), expires_at=DatabaseTime(HOUR / 2))
+
+        drained(peer.url)
+
+        assert ids(peer.published) == [str(alive.id)]
+
+    def test_in_an_outage_of_the_broker_that_may_have_it(self, peer, transport):
+        gone = published(biz_id="gone", expires_in=HOUR)
+        peer.script = lambda message: [peer.drop]
+        one_pass(transport)
+        assert state_of(gone) == State.READY
+        peer.script = None
+        peer.published.clear()
+        set_columns(gone, expires_at=DatabaseTime())
+
+        drained(peer.url)
+
+        assert peer.published == []
+
+    def test_in_a_batch_while_the_one_before_it_was_answered(self, peer, transport, monkeypatch):
+        _, gone, last = (
+            published(biz_id=biz_id, key="k", expires_in=20 * MINUTE if biz_id == "gone" else None)
+            for biz_id in ("head", "gone", "last")
+        )
+        gone_by = [0.0]
+        monkeypatch.setattr(passes, "monotonic", lambda: monotonic() + gone_by[0])
+        peer.script = lambda message: [partial(gone_by.__setitem__, 0, HOUR.total_seconds()), partial(peer.ack, message)]
+
+        one_pass(transport, BATCH_DEADLINE=3 * HOUR, WATCHDOG=4 * HOUR)
+
+        assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == ["head"]
+        assert (state_of(gone), state_of(last)) == (State.READY, State.READY), "the database's clock has the last word"
+        set_columns(gone, expires_at=DatabaseTime())
+        one_pass(transport)
+        assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == ["head", "last"]
+
+    def test_between_two_attempts_and_holds_up_its_key_no_longer(self, peer, transport):
+        gone = published(biz_id="gone", key="k", expires_in=20 * MINUTE)
+        last = published(biz_id="last", key="k")
+        peer.script = lambda message: [partial(peer.nack, message)]
+        one_pass(transport, RETRY_BASE=2 * HOUR, RETRY_CAP=2 * HOUR)
+        row = row_of(gone)
+        assert (row.state, row.available_at) == (State.RETRYING, row.expires_at)
+        peer.script = None
+        peer.published.clear()
+        set_columns(gone, available_at=DatabaseTime(), expires_at=DatabaseTime())
+
+        drained(peer.url)
+
+        assert ids(peer.published) == [str(last.id)]
+
+
+def test_a_retry_of_what_does_not_expire_is_when_it_was(peer, transport):
+    message = published()
+    peer.script = lambda message: [partial(peer.nack, message)]
+
+    one_pass(transport, RETRY_BASE=2 * HOUR, RETRY_CAP=2 * HOUR)
+
+    assert OutboxMessage.objects.filter(
+        message_id=message.id, available_at__gt=DatabaseTime(HOUR / 2), available_at__lte=DatabaseTime(2 * HOUR)
+    ).exists()

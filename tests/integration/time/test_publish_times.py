@@ -1,0 +1,171 @@
+"""Delay, instant and expiry: by the database's clock, never early."""
+
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+
+import pytest
+from django.db import NotSupportedError, transaction
+from django.db.models import F
+from django.utils.timezone import get_fixed_timezone
+
+from outbox import Draft, publish, publish_many, store
+from outbox.kernel.clock import DatabaseTime, utcnow
+from outbox.models import OutboxMessage, State
+from tests.support.relaying import TOPIC, eventually, in_hand, published, row_of, set_columns, state_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+A_MILLISECOND = timedelta(milliseconds=1)
+HOUR = timedelta(hours=1)
+
+
+def database_now():
+    """The instant, as the database sees it."""
+    OutboxMessage.objects.update(settled_at=DatabaseTime())
+    return OutboxMessage.objects.first().settled_at
+
+
+def next_year():
+    """In milliseconds, which is as exact as every database can be."""
+    return utcnow().replace(microsecond=123_000) + timedelta(days=365)
+
+
+def promote():
+    return store.promote_due("default", 1_000)
+
+
+class TestADelayedMessage:
+    def test_is_scheduled_for_so_long_after_now(self):
+        row = row_of(published(delay=timedelta(hours=48)))
+
+        assert row.state == State.SCHEDULED
+        assert row.available_at == row.deliver_at
+        assert timedelta(hours=48) - A_MILLISECOND <= row.available_at - row.created_at <= timedelta(hours=48, minutes=1)
+
+    def test_counts_from_when_it_was_published_and_not_from_the_beginning_of_the_transaction(self):
+        with transaction.atomic():
+            first = publish(TOPIC, {}, delay=HOUR)
+            eventually(lambda: database_now() > row_of(first).created_at + 20 * A_MILLISECOND)
+            second = publish(TOPIC, {}, delay=HOUR)
+
+        assert row_of(second).available_at - row_of(first).available_at >= 19 * A_MILLISECOND
+
+    def test_is_not_due_before_its_time(self):
+        message = published(delay=timedelta(minutes=1))
+
+        assert promote() == 0
+        assert state_of(message) == State.SCHEDULED
+
+    def test_is_due_at_its_time_and_never_early(self):
+        message = published(delay=timedelta(milliseconds=150))
+        available_at = row_of(message).available_at
+
+        eventually(promote)
+
+        assert database_now() >= available_at
+        assert state_of(message) == State.READY
+
+    def test_of_no_length_is_ready_at_once(self):
+        row = row_of(published(delay=timedelta()))
+
+        assert (row.state, row.deliver_at) == (State.READY, None)
+
+    def test_does_not_become_ready_again_once_it_is_settled(self):
+        message = published(delay=HOUR)
+        set_columns(message, state=State.CANCELLED, available_at=DatabaseTime(-HOUR))
+
+        assert promote() == 0
+
+    def test_is_promoted_with_the_most_overdue_first(self):
+        late, later = published(delay=HOUR), published(delay=HOUR)
+        set_columns(late, available_at=DatabaseTime(-HOUR))
+        set_columns(later, available_at=DatabaseTime(-2 * HOUR))
+
+        assert store.promote_due("default", 1) == 1
+        assert (state_of(late), state_of(later)) == (State.SCHEDULED, State.READY)
+
+
+class TestAMessageForAnInstant:
+    def test_is_scheduled_for_exactly_that(self):
+        instant = next_year()
+        row = row_of(published(deliver_at=instant))
+
+        assert (row.state, row.deliver_at, row.available_at) == (State.SCHEDULED, instant, instant)
+
+    def test_in_another_time_zone_is_for_the_same_instant(self):
+        instant = next_year().astimezone(get_fixed_timezone(330))
+
+        assert row_of(published(deliver_at=instant)).available_at == instant
+
+    def test_that_has_passed_is_due_now(self):
+        message = published(deliver_at=datetime(1999, 1, 1, tzinfo=UTC))
+
+        promote()
+
+        assert state_of(message) == State.READY
+
+
+class TestExpiry:
+    def test_counts_from_when_the_message_is_due(self):
+        for arguments in ({}, {"delay": HOUR}, {"deliver_at": next_year()}):
+            row = row_of(published(expires_in=timedelta(minutes=5), **arguments))
+
+            assert abs(row.expires_at - row.available_at - timedelta(minutes=5)) <= 5 * A_MILLISECOND
+
+    def test_is_seen_by_the_relay_at_its_time_and_never_early(self):
+        message = published(expires_in=timedelta(milliseconds=150))
+        expires_at = row_of(message).expires_at
+
+        def claimed():
+            with transaction.atomic():
+                [row] = in_hand(10)
+                return row
+
+        if not claimed().expired:  # the machine may have been too slow to see it alive
+            eventually(lambda: claimed().expired)
+
+        assert database_now() >= expires_at
+
+    def test_without_one_a_message_lives_for_ever(self):
+        message = published()
+        set_columns(message, created_at=DatabaseTime(timedelta(days=-3000)), available_at=DatabaseTime(-HOUR))
+
+        with transaction.atomic():
+            assert [row.expired for row in in_hand(10)] == [False]
+
+
+def test_many_are_timed_like_one():
+    with transaction.atomic():
+        one = publish(TOPIC, {}, delay=HOUR, expires_in=HOUR)
+        [other] = publish_many([Draft(TOPIC, {}, delay=HOUR, expires_in=HOUR)])
+
+    assert abs(row_of(one).available_at - row_of(other).available_at) < timedelta(minutes=1)
+    assert abs(row_of(one).expires_at - row_of(other).expires_at) < timedelta(minutes=1)
+
+
+class TestTheDatabasesClock:
+    def test_goes_on_inside_of_a_transaction(self):
+        message = published()
+        first = database_now()
+
+        eventually(lambda: database_now() > first)
+
+        assert state_of(message) == State.READY
+
+    def test_can_be_compared_with_what_it_wrote(self):
+        message = published()
+        set_columns(message, settled_at=DatabaseTime(), available_at=DatabaseTime(HOUR))
+
+        found = OutboxMessage.objects.filter(settled_at__lte=DatabaseTime(), available_at__gt=F("settled_at"))
+        assert found.filter(available_at__lte=DatabaseTime(HOUR)).exists()
+        assert not found.filter(available_at__lte=DatabaseTime()).exists()
+
+    def test_is_in_utc_whatever_the_time_zone_of_the_project(self, settings):
+        settings.TIME_ZONE = "Asia/Kolkata"
+        row = row_of(published())
+
+        assert abs(row.created_at - datetime.now(tz=UTC)) < timedelta(minutes=1)
+
+    def test_of_an_unknown_database_is_refused_with_the_remedy(self):
+        with pytest.raises(NotSupportedError, match="oracle is not supported: use PostgreSQL"):
+            DatabaseTime().as_sql(None, SimpleNamespace(vendor="oracle"))

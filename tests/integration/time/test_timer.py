@@ -1,0 +1,252 @@
+"""The timer: scheduled messages become ready at their time, never early, once, whatever becomes of the wheel."""
+
+import math
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+
+from outbox import Draft, cancel, publish, publish_many, reschedule
+from outbox.kernel.clock import DatabaseTime, monotonic
+from outbox.kernel.loop import StopRequest, Watchdog
+from outbox.models import OutboxMessage, RelayLease, State, TrailEntry
+from outbox.relay import timer as module
+from outbox.relay.timer import Timer
+from outbox.store import Upcoming
+from tests.support.relaying import TOPIC, eventually, in_threads, published, quick, set_columns, state_of
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+SOON = timedelta(seconds=0.3)
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture(autouse=True)
+def _everything_leaves_a_trail(settings):
+    settings.OUTBOX = {**settings.OUTBOX, "TRAIL": "all"}
+
+
+def a_timer(*, ring=lambda: None, **options):
+    stop = StopRequest()
+    options = quick(**options)
+    return Timer("default", options, watchdog=Watchdog(stop, limit=HOUR, grace=HOUR), ring=ring)
+
+
+@contextmanager
+def turning(*timers):
+    """The timers in threads, until the block ends."""
+    stop = StopRequest()
+    with in_threads(*(lambda timer=timer: timer.run(stop) for timer in timers), stop=stop):
+        yield
+
+
+def scheduled(**columns):
+    return OutboxMessage.objects.filter(state=State.SCHEDULED, **columns)
+
+
+def is_ready(message):
+    return state_of(message) == State.READY
+
+
+def became_ready():
+    """By message id, when it became ready, as often as it did."""
+    rows = TrailEntry.objects.filter(was=State.SCHEDULED, became=State.READY).values_list("message_id", "at")
+    when = {}
+    for message_id, at in rows:
+        when.setdefault(message_id, []).append(at)
+    return when
+
+
+def assert_each_once_and_none_early(messages):
+    when = became_ready()
+    due = dict(OutboxMessage.objects.values_list("message_id", "available_at"))
+    assert set(when) == {message.id for message in messages}
+    for message_id, instants in when.items():
+        assert len(instants) == 1
+        assert instants[0] >= due[message_id]
+
+
+class TestScheduledMessages:
+    def test_become_ready_at_their_time_and_ring(self):
+        rung = threading.Event()
+        with transaction.atomic():
+            messages = [publish(TOPIC, {}, delay=n * SOON / 10) for n in range(1, 20)]
+        with turning(a_timer(ring=rung.set)):
+            eventually(lambda: not scheduled().exists())
+
+        assert rung.is_set()
+        assert_each_once_and_none_early(messages)
+
+    def test_of_before_its_start_become_ready_at_once(self):
+        message = published(delay=HOUR)
+        set_columns(message, available_at=DatabaseTime(-HOUR))
+        with turning(a_timer()):
+            eventually(lambda: is_ready(message))
+
+    def test_for_later_than_the_wheel_goes_round_wait_their_rounds(self):
+        message = published(delay=timedelta(seconds=1))
+        with turning(a_timer(WHEEL_SLOTS=4, WHEEL_TICK=timedelta(milliseconds=20))):
+            eventually(lambda: is_ready(message))
+
+        assert_each_once_and_none_early([message])
+
+    def test_that_are_written_while_it_turns_are_caught_up_with_when_somebody_rings(self):
+        timer = a_timer()
+        timer._turn()
+        message = published(delay=SOON)
+        timer._load_at = timer._sweep_at = math.inf
+        timer._catch_up_at = 0.0
+
+        eventually(lambda: timer._turn() is not None and is_ready(message))
+        assert_each_once_and_none_early([message])
+
+    def test_are_found_by_the_next_sweep_when_nobody_rings(self):
+        timer = a_timer()
+        first = published(delay=HOUR)
+        timer._turn()
+        reschedule(first.id, delay=timedelta(seconds=0.01))
+
+        eventually(lambda: timer._turn() is not None and is_ready(first))
+
+    def test_that_are_cancelled_or_put_off_meanwhile_stay_so(self):
+        timer = a_timer()
+        cancelled, put_off, put_forward, left = messages = [published(delay=10 * SOON) for _ in range(4)]
+        timer._table.take([Upcoming(message.position, TOPIC, "", 3.0) for message in messages], monotonic())
+        assert cancel(cancelled.id)
+        assert reschedule(put_off.id, delay=HOUR)
+        assert reschedule(put_forward.id, delay=timedelta(seconds=0.01))
+
+        eventually(lambda: timer._turn() is not None and is_ready(left) and is_ready(put_forward))
+        eventually(lambda: timer._turn() is not None and not timer._table._topic_of)
+        assert state_of(cancelled) == State.CANCELLED
+        assert state_of(put_off) == State.SCHEDULED
+
+    def test_survive_that_the_wheel_is_thrown_away(self):
+        timer = a_timer()
+        messages = [published(delay=n * SOON) for n in range(1, 5)]
+        while scheduled().exists():
+            timer._turn()
+            timer._forget()
+
+        assert_each_once_and_none_early(messages)
+
+    def test_wait_for_a_database_clock_that_stepped_back_and_are_not_early(self):
+        timer = a_timer()
+        message = published(delay=SOON)
+        timer._table.take([Upcoming(message.position, TOPIC, "", 0.0)], monotonic())  # by its own clock it is due
+
+        eventually(lambda: timer._turn() is not None and is_ready(message))
+        assert_each_once_and_none_early([message])
+
+    def test_are_not_late_when_the_databases_clock_leaps_ahead(self):
+        timer = a_timer()
+        message = published(delay=HOUR)
+        timer._table.take([Upcoming(message.position, TOPIC, "", 3600.0)], monotonic())
+        set_columns(message, available_at=DatabaseTime(-HOUR))
+        timer._sweep_at = 0.0
+
+        timer._turn()
+        assert is_ready(message)
+
+
+class TestSeveralTimers:
+    def test_make_each_message_ready_once(self, monkeypatch):
+        """Both turn, as when one was frozen and has lost its lease without knowing."""
+        monkeypatch.setattr(module.store, "claims_by_locks", lambda alias: False)
+        with transaction.atomic():
+            messages = [publish(TOPIC, {}, delay=n * SOON / 100) for n in range(1, 200)]
+        with turning(a_timer(), a_timer()):
+            eventually(lambda: not scheduled().exists())
+
+        assert_each_once_and_none_early(messages)
+
+    def test_take_turns_by_a_lease(self, monkeypatch):
+        if connection.vendor != "postgresql":
+            pytest.skip("one relay is at work on SQLite")
+        monkeypatch.setattr(module, "_LEASE", HOUR)
+        first, second = a_timer(), a_timer()
+        message = published(delay=timedelta(seconds=0.05))
+        first._turn()
+        eventually(lambda: second._turn() is not None and first._turn() is not None and is_ready(message))
+        assert not second._holds
+
+        later = published(delay=timedelta(seconds=0.05))
+        RelayLease.objects.update(expires_at=DatabaseTime(-HOUR))  # the first is silent: killed, or frozen
+        second._ask_for_lease_at = 0.0
+        eventually(lambda: second._turn() is not None and is_ready(later))
+        assert second._holds
+        first._ask_for_lease_at = 0.0
+        first._turn()
+        assert not first._holds
+
+    def test_hand_over_at_once_when_one_ends(self):
+        with turning(a_timer()):
+            pass
+        message = published(delay=timedelta(seconds=0.05))
+        with turning(a_timer()):
+            eventually(lambda: is_ready(message))
+
+
+class TestABurst:
+    def test_is_fair_between_topics_and_leaves_room(self):
+        timer = a_timer(BATCH_SIZE=30)
+        with transaction.atomic():
+            publish_many(Draft("shop.large", {}, delay=HOUR) for _ in range(1_000))
+            publish_many(Draft("shop.middle", {}, delay=HOUR) for _ in range(100))
+            publish_many(Draft("shop.small", {}, delay=HOUR) for _ in range(10))
+        OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
+        timer._turn()
+        assert not scheduled(topic="shop.small").exists(), "ten of each topic in a batch, though it came last"
+        for _ in range(20):
+            timer._turn()
+        ready = OutboxMessage.objects.filter(state=State.READY)
+        assert ready.count() == 8 * 30, "eight passes of a relay"
+
+        ready.filter(pk__in=ready.values_list("pk")[:100]).update(state=State.PUBLISHED)
+        timer._ask_for_room_at = 0.0
+        timer._turn()
+        assert ready.count() == 140, "and not one more before they are almost all in hand"
+        ready.filter(pk__in=ready.values_list("pk")[:80]).update(state=State.PUBLISHED)
+        timer._ask_for_room_at = 0.0
+        for _ in range(20):
+            timer._turn()
+        assert ready.count() == 8 * 30
+
+    def test_of_one_topic_is_read_to_its_end(self, monkeypatch):
+        monkeypatch.setattr("outbox.relay.timetable.OF_A_TOPIC", 50)
+        monkeypatch.setattr(module, "OF_A_TOPIC", 50)
+        timer = a_timer(BATCH_SIZE=200)
+        with transaction.atomic():
+            messages = publish_many(Draft(f"shop.{n % 2}", {}, delay=SOON) for n in range(400))
+        timer._load_at = 0.0
+        while scheduled().exists():
+            timer._turn()
+            timer._sweep_at = math.inf  # the reading alone must find all of them
+
+        assert_each_once_and_none_early(messages)
+
+    def test_goes_on_past_a_row_that_somebody_has_locked(self):
+        if connection.vendor != "postgresql":
+            pytest.skip("SQLite locks no rows")
+        locked, *others = [published(delay=timedelta(seconds=0.05)) for _ in range(20)]
+        is_locked, may_end = threading.Event(), threading.Event()
+
+        def hold():
+            with transaction.atomic():
+                OutboxMessage.objects.select_for_update().get(message_id=locked.id)
+                is_locked.set()
+                may_end.wait(60)
+
+        with in_threads(hold):
+            assert is_locked.wait(60)
+            try:
+                with turning(a_timer()):
+                    eventually(lambda: scheduled().count() == 1)
+                    assert state_of(locked) == State.SCHEDULED
+                    may_end.set()
+                    eventually(lambda: is_ready(locked))
+            finally:
+                may_end.set()
+        assert_each_once_and_none_early([locked, *others])

@@ -1,6 +1,0 @@
-from django.apps import AppConfig
-
-
-class LeasedConfig(AppConfig):
-    name = "tests.leased"
-    label = "testleased"

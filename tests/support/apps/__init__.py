@@ -1,0 +1,1 @@
+"""Django apps and settings of the tests, and of the processes they start."""

@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class BankConfig(AppConfig):
+    name = "tests.support.apps.bank"

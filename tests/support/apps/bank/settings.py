@@ -1,0 +1,6 @@
+"""Settings of the processes of the example, which are killed as those of the other crash tests are."""
+
+from tests.support.crash.settings import *  # noqa: F403
+from tests.support.crash.settings import INSTALLED_APPS as APPS
+
+INSTALLED_APPS = [*APPS, "tests.support.apps.bank"]

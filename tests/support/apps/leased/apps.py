@@ -1,0 +1,6 @@
+from django.apps import AppConfig
+
+
+class LeasedConfig(AppConfig):
+    name = "tests.support.apps.leased"
+    label = "testleased"

@@ -1,0 +1,6 @@
+from django.apps import AppConfig
+
+
+class LimitedConfig(AppConfig):
+    name = "tests.support.apps.limited"
+    label = "testlimited"

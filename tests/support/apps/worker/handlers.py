@@ -1,0 +1,79 @@
+"""Handlers for the processes that tests start and kill. What they do is said by the message: `{"do": …}`."""
+
+import os
+import threading
+
+import amqp
+from django.db import transaction
+
+from inbox import idempotent_handler
+from outbox import publish
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.apps.worker import CHAINED, JOB
+from tests.support.deliveries import wait_until
+
+
+@idempotent_handler(JOB)
+def work(message):
+    WAYS[message.payload.get("do", "work")](message)
+
+
+@idempotent_handler(CHAINED)
+def chained(message):
+    Effect.objects.create(name=f"chained {message.biz_id}", detail=message.causation_id)
+
+
+def _work(message):
+    Effect.objects.create(name=message.biz_id, detail=str(message.attempt))
+
+
+def _chain(message):
+    _work(message)
+    publish(CHAINED, {}, biz_id=message.biz_id)
+
+
+def _fail_once(message):
+    _work(message)
+    if message.attempt == 1:
+        raise ValueError("not yet")
+
+
+def _kill_the_process(message):
+    _work(message)
+    os._exit(13)
+
+
+def _kill_the_process_after_the_commit(message):
+    """Once: the process that gets the message again must live to say so."""
+    _work(message)
+    transaction.on_commit(lambda: os._exit(13))
+
+
+def _wait_for_the_word(message):
+    """Says outside its transaction that it has begun, and ends when the test says so."""
+    Effect.objects.using("other").create(name=f"begun {message.biz_id}")
+    wait_until(lambda: Unique.objects.filter(name=f"go {message.biz_id}").exists())
+    _work(message)
+
+
+def _never_end(message):
+    Effect.objects.using("other").create(name=f"begun {message.biz_id}")
+    threading.Event().wait()
+
+
+def _silence_the_main_loop(message):
+    """A socket that never answers, whatever timeout it was given."""
+    amqp.Connection.drain_events = lambda *args, **arguments: threading.Event().wait()
+    Effect.objects.using("other").create(name=f"begun {message.biz_id}")
+
+
+WAYS = {
+    "work": _work,
+    "chain": _chain,
+    "fail once": _fail_once,
+    "kill the process": _kill_the_process,
+    "kill the process after the commit": _kill_the_process_after_the_commit,
+    "wait for the word": _wait_for_the_word,
+    "never end": _never_end,
+    "silence the main loop": _silence_the_main_loop,
+}

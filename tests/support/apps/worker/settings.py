@@ -1,0 +1,22 @@
+"""The tests' settings for a process of its own: with handlers, and with options that come as JSON from the environment.
+
+A span is written `{"seconds": 1.5}`.
+"""
+
+import json
+import os
+from datetime import timedelta
+
+from tests.settings import *  # noqa: F403
+from tests.settings import INSTALLED_APPS as _INSTALLED_APPS
+
+INSTALLED_APPS = [*_INSTALLED_APPS, "tests.support.apps.worker"]
+
+
+def _options(variable):
+    given = json.loads(os.environ.get(variable, "{}"))
+    return {name: timedelta(**value) if isinstance(value, dict) else value for name, value in given.items()}
+
+
+INBOX = _options("INBOX")
+OUTBOX = _options("OUTBOX")

@@ -1,0 +1,32 @@
+"""Settings of the processes that are killed: those of the tests, and what BROKER_URL, OUTBOX and INBOX say.
+
+OUTBOX and INBOX are JSON; a number given for a span is seconds. Waits are short, so that a test does not have to wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from datetime import timedelta
+from typing import Any
+
+from inbox.conf import InboxOptions
+from outbox.conf import OutboxOptions
+from tests.settings import *  # noqa: F403
+from tests.settings import INSTALLED_APPS as APPS
+
+INSTALLED_APPS = [*APPS, "tests.support.crash"]
+
+
+def _options(kind: type, variable: str, **ours: float) -> dict[str, Any]:
+    given = {**ours, **json.loads(os.environ.get(variable, "{}"))}
+    return {
+        name: timedelta(seconds=value) if isinstance(getattr(kind, name), timedelta) else value for name, value in given.items()
+    }
+
+
+OUTBOX = {
+    "BROKER_URL": os.environ.get("BROKER_URL", "local://"),
+    **_options(OutboxOptions, "OUTBOX", POLL_INTERVAL=0.1, RETRY_BASE=0.2, RETRY_CAP=1),
+}
+INBOX = _options(InboxOptions, "INBOX", POLL_INTERVAL=0.1, RETRY_BASE=0.2, RETRY_CAP=1, REDELIVERY_AFTER=0.5)

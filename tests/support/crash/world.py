@@ -1,0 +1,430 @@
+"""The test's side of a crash test: the processes, the load, the wait for the end.
+
+Producers are threads of the test, everything else is a process of its own. A test waits for conditions only; the one thing
+measured by the clock is how long it is ready to wait.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import kombu
+from django.db import DatabaseError, InterfaceError, connection, transaction
+from django.db.models import Max
+
+from inbox.models import DUE, InboxMessage
+from inbox.outcomes import Received
+from outbox import publish
+from outbox.models import OutboxMessage
+from tests.support import ROOT
+from tests.support.apps.effects.models import Unique
+from tests.support.crash.oracle import CHAINS, Verdict, messages_due, verdict
+from tests.support.workers import catches
+
+PATIENCE_SECONDS = 60.0
+OPEN = ("ready", "scheduled", "retrying", "waiting", "prepared")
+RELAY, CONSUMER = "outbox_relay", "inbox_consume"
+PUT_OFF = re.compile(rf"Deliveries: .*?(\d+) {Received.PUT_OFF.value}")
+
+
+class Changed(Exception):
+    """The producer changes its mind."""
+
+
+@dataclass
+class Worker:
+    """One process. `log` is what it said."""
+
+    command: list[str]
+    environment: dict[str, str]
+    log: Path
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "django", *self.command], cwd=ROOT, env=self.environment, stdout=log, stderr=log
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it listens to SIGTERM already; before that, Python ends at once, and rightly so."""
+        return catches(self.process.pid, signal.SIGTERM) if self.is_alive else False
+
+    @property
+    def is_stopped(self) -> bool:
+        return _state(self.process.pid) == "T"
+
+    def has_said(self, words: str) -> bool:
+        return words in self.log.read_text(errors="replace")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def ask_to_end(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    def abort(self) -> None:
+        """End it; with PYTHONFAULTHANDLER it says first what every thread was doing."""
+        self.process.send_signal(signal.SIGABRT)
+        self.process.send_signal(signal.SIGCONT)
+        self.process.wait()
+
+    def ends(self, seconds: float = PATIENCE_SECONDS) -> int:
+        """Its exit status, once it has one; negative is the signal that ended it."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.abort()
+            raise AssertionError(f"{self.command} was still there after {seconds} s\n{self.tail()}") from None
+
+    def tail(self, lines: int = 60) -> str:
+        said = self.log.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"--- {self.log.name}, {'alive' if self.is_alive else self.process.returncode}", *said])
+
+
+@dataclass
+class World:
+    """Everything one test has: a database, a broker or none (`rabbit`), and its processes."""
+
+    environment: dict[str, str]
+    directory: Path
+    rabbit: Any
+    broker_url: str
+    workers: list[Worker] = field(default_factory=list)
+    seed: int = field(default_factory=lambda: random.randrange(2**32))
+    inbox_options: dict[str, Any] = field(default_factory=dict)
+    """For every process of this test."""
+
+    # ------------------------------------------------------------------------------------------------------------ processes
+
+    def relay(self, **how: Any) -> Worker:
+        return self._start(RELAY, **how)
+
+    def consumer(self, **how: Any) -> Worker:
+        return self._start(CONSUMER, **how)
+
+    def listening(self, **how: Any) -> Worker:
+        """A consumer that is subscribed already: from now on nothing is unroutable."""
+        worker = self.consumer(**how)
+        self.wait_until(lambda: worker.has_said("Consuming"), "the consumer is subscribed")
+        return worker
+
+    def command(self, *words: str, **how: Any) -> Worker:
+        return self._start(*words, **how)
+
+    def again(self, worker: Worker) -> Worker:
+        """The same process once more, as a supervisor would start it."""
+        return self._spawn(worker.command, worker.environment)
+
+    def dies_at(self, point: str, start: Callable[..., Worker], **how: Any) -> Worker:
+        """A process that must die at this failpoint; else the test would prove nothing."""
+        return self.dead(start(failpoint=f"kill {point}", **how), point)
+
+    @staticmethod
+    def dead(victim: Worker, point: str) -> Worker:
+        assert victim.ends() == -signal.SIGKILL, f"the failpoint {point!r} was never reached\n{victim.tail()}"
+        return victim
+
+    def end_all(self) -> None:
+        """Nothing of this world may outlive its test."""
+        for worker in self.workers:
+            if worker.is_alive:
+                worker.kill()
+
+    def tails(self) -> str:
+        return "\n".join(worker.tail() for worker in self.workers[-6:])
+
+    def _start(
+        self,
+        *command: str,
+        failpoint: str = "",
+        bug: str = "",
+        broker_url: str = "",
+        database_url: str = "",
+        outbox: dict[str, Any] | None = None,
+        inbox: dict[str, Any] | None = None,
+    ) -> Worker:
+        environment = {
+            **self.environment,
+            "BROKER_URL": broker_url or self.broker_url,
+            "DATABASE_URL": database_url or self.environment["DATABASE_URL"],
+            "PGAPPNAME": command[0],
+            "OUTBOX": json.dumps(outbox or {}),
+            "INBOX": json.dumps({**self.inbox_options, **(inbox or {})}),
+            "PYTHONFAULTHANDLER": "1",
+            "FAILPOINT": failpoint,
+            "BUG": bug,
+            "DELIVERIES": str(self.deliveries_file),
+            "RUNS": str(self.runs_file),
+            "GATE": str(self.gate),
+        }
+        return self._spawn([*command], environment)
+
+    def _spawn(self, command: list[str], environment: dict[str, str]) -> Worker:
+        worker = Worker(command, environment, self.directory / f"{len(self.workers)}-{command[0]}.log")
+        self.workers.append(worker)
+        return worker
+
+    # ------------------------------------------------------------------------------------------------------------- the load
+
+    def operate(self, number: int, *, how: str = "", prefix: str = "", **options: Any) -> None:
+        """Commit `number` business changes, each with its message."""
+        for _ in range(number):
+            commit_operation(f"{prefix or f'{how}-'}{next_number()}", how=how, **options)
+
+    def operate_together(self, number: int, *, padding: int = 0) -> None:
+        """Commit `number` operations that one relay has in hand together: one transaction, no keys, one shard."""
+        with transaction.atomic():
+            for _ in range(number):
+                _write(f"together-{next_number()}", "", padding)
+            OutboxMessage.objects.filter(state="ready").update(shard=1)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Handlers of operations that are `held` do not end before the block does."""
+        self.gate.touch()
+        try:
+            yield
+        finally:
+            self.gate.unlink()
+
+    @contextmanager
+    def load(self, producers: int = 2, rest_seconds: float = 0.03) -> Iterator[Counter[str]]:
+        """Producers at work for the length of the block; what they did, by kind."""
+        enough = threading.Event()
+        tally: Counter[str] = Counter()
+        threads = [
+            threading.Thread(target=_produce, args=[enough, tally, random.Random(f"{self.seed}-{n}"), rest_seconds])
+            for n in range(producers)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield tally
+        finally:
+            enough.set()
+            for thread in threads:
+                thread.join()
+
+    def flows(self, enough: int = 20) -> None:
+        """Wait until some more messages have gone all the way."""
+        before = self.inbox()["done"]
+        self.wait_until(lambda: self.inbox()["done"] >= before + enough, "the load is flowing")
+
+    # -------------------------------------------------------------------------------------------------------- what is there
+
+    @property
+    def deliveries_file(self) -> Path:
+        return self.directory / "deliveries"
+
+    @property
+    def runs_file(self) -> Path:
+        return self.directory / "runs"
+
+    @property
+    def gate(self) -> Path:
+        return self.directory / "gate"
+
+    def deliveries(self) -> Counter[str]:
+        """Raw deliveries by message id, noted before anything of ours saw them."""
+        return _lines(self.deliveries_file)
+
+    def runs(self) -> Counter[str]:
+        """Calls of the handler by operation, the ones that were rolled back among them."""
+        return _lines(self.runs_file)
+
+    def redelivered(self) -> int:
+        """Deliveries beyond the first of each message, without those that were put off because a twin was at work.
+
+        How many were put off a consumer says when it ends.
+        """
+        logs = [worker.log.read_text(errors="replace") for worker in self.workers]
+        put_off = sum(int(count) for log in logs for count in PUT_OFF.findall(log))
+        return sum(times - 1 for times in self.deliveries().values()) - put_off
+
+    def outbox(self) -> Counter[str]:
+        return Counter(OutboxMessage.objects.values_list("state", flat=True))
+
+    def snapshot(self) -> tuple[Counter[str], int]:
+        """The outbox by state, and how many messages are due, as one transaction sees both."""
+        with transaction.atomic():
+            with connection.cursor() as cursor:
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            return self.outbox(), messages_due()
+
+    def inbox(self) -> Counter[str]:
+        return Counter(InboxMessage.objects.values_list("state", flat=True))
+
+    def suppressed(self) -> int:
+        """Duplicates the inbox says it has met."""
+        return sum(InboxMessage.objects.values_list("duplicates", flat=True))
+
+    def published(self) -> int:
+        return OutboxMessage.objects.filter(state="published").count()
+
+    def most_attempts(self) -> int:
+        return OutboxMessage.objects.aggregate(most=Max("attempts"))["most"] or 0
+
+    def in_broker(self) -> int:
+        return sum(self.rabbit.queue_lengths(self.broker_url).values()) if self.rabbit else 0
+
+    def delete_queues(self) -> None:
+        """As if no consumer had ever been there."""
+        with kombu.Connection(self.broker_url) as broker:
+            for queue in self.rabbit.queue_lengths(self.broker_url):
+                broker.default_channel.queue_delete(queue)
+
+    def let_the_broker_remember_its_queues(self) -> None:
+        """RabbitMQ 3.10 notes late which quorum queues it leads: one killed in its first second never has a leader again."""
+        self.rabbit.evaluate("lists:foreach(fun dets:sync/1, dets:all()).")
+
+    def is_quiet(self) -> bool:
+        """Nothing is under way anywhere: a message is in the outbox, in the broker, in the inbox, or through."""
+        before = OutboxMessage.objects.count()
+        if OutboxMessage.objects.filter(state__in=OPEN).exists():
+            return False
+        if self.in_broker() or InboxMessage.objects.filter(state__in=DUE).exists():
+            return False
+        return OutboxMessage.objects.count() == before
+
+    # ---------------------------------------------------------------------------------------------------------- the ending
+
+    def wait_until(self, condition: Callable[[], Any], what: str, seconds: float = PATIENCE_SECONDS) -> Any:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            time.sleep(0.1)
+        for worker in self.workers:
+            if worker.is_alive:
+                worker.abort()
+        raise AssertionError(
+            f"waited {seconds:.0f} s in vain until {what}\noutbox {dict(self.outbox())}, inbox {dict(self.inbox())}, "
+            f"{verdict()}\n{self.tails()}"
+        )
+
+    def drain(self) -> Verdict:
+        """Let healthy processes carry everything to its end and end them politely; then the oracle speaks."""
+        alive = [worker for worker in self.workers if worker.is_alive and not worker.is_stopped]
+        for command in (RELAY, CONSUMER):
+            if not any(worker.command == [command] for worker in alive):
+                alive.append(self._start(command))
+        self.wait_until(self.is_quiet, "everything was drained", 2 * PATIENCE_SECONDS)
+        self.end(*alive)
+        return verdict()
+
+    def end(self, *workers: Worker) -> None:
+        """SIGTERM; each of them must end with 0."""
+        self.wait_until(lambda: all(worker.is_ready for worker in workers), "every process listens to SIGTERM")
+        for worker in workers:
+            worker.ask_to_end()
+        for worker in workers:
+            assert worker.ends() == 0, worker.tail()
+
+    def assert_nothing_went_wrong(self, found: Verdict) -> None:
+        """No loss, no double, no ghost; every message ever committed is accounted for, and none of them is dead."""
+        assert found.committed, "nothing was committed, so nothing is proved"
+        assert found.is_clean, f"{found}, seed {self.seed}\n{self.tails()}"
+        states = self.outbox()
+        assert sum(states.values()) == messages_due(), f"{dict(states)} for {messages_due()} committed messages"
+        assert set(states) == {"published"}, dict(states)
+        assert set(self.inbox()) == {"done"}, dict(self.inbox())
+        assert sum(self.inbox().values()) == sum(states.values())
+
+
+def commit_operation(name: str, *, how: str = "", **options: Any) -> None:
+    with transaction.atomic():
+        _write(name, how, **options)
+
+
+def roll_back_operation(name: str) -> None:
+    with suppress(Changed), transaction.atomic():
+        _write(name, "")
+        raise Changed
+
+
+def commit_without_savepoint(name: str) -> None:
+    """One operation commits, another that was begun inside it does not."""
+    with transaction.atomic():
+        with suppress(Changed), transaction.atomic():
+            _write(f"{name}-undone", "")
+            raise Changed
+        _write(name, "")
+
+
+def _write(name: str, how: str, padding: int = 0, **options: Any) -> None:
+    Unique.objects.create(name=name)
+    publish("crash.done", {"operation": name, "how": how, "padding": padding * "-"}, **options)
+
+
+def _produce(enough: threading.Event, tally: Counter[str], choice: random.Random, rest_seconds: float) -> None:
+    while not enough.is_set():
+        kind = choice.choices(["commit", "chain", "keyed", "rollback", "savepoint"], [45, 20, 20, 10, 5])[0]
+        name = f"{kind}-{next_number()}"
+        try:
+            match kind:
+                case "rollback":
+                    roll_back_operation(name)
+                case "savepoint":
+                    commit_without_savepoint(name)
+                case "chain":
+                    commit_operation(CHAINS + name, how="chain")
+                case "keyed":
+                    commit_operation(name, key=f"key-{choice.randrange(8)}")
+                case _:
+                    commit_operation(name)
+        except (DatabaseError, InterfaceError):
+            # Committed or not, nobody can say; the oracle can.
+            kind = "unknown"
+            with suppress(DatabaseError, InterfaceError):
+                connection.close()
+            enough.wait(0.1)
+        tally[kind] += 1
+        enough.wait(rest_seconds)
+    connection.close()
+
+
+_numbers = iter(range(10**9))
+_numbers_lock = threading.Lock()
+
+
+def next_number() -> int:
+    with _numbers_lock:
+        return next(_numbers)
+
+
+def _lines(place: Path) -> Counter[str]:
+    return Counter(place.read_text().splitlines()) if place.exists() else Counter()
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        ps = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True, check=False)
+        return ps.stdout.strip()[:1]

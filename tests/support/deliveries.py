@@ -1,0 +1,148 @@
+"""How the tests of the inbox deliver messages, run what is stored, and look at what became of it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+from django.db import connections
+
+from inbox.conf import InboxOptions
+from inbox.models import DUE, InboxMessage
+from inbox.reading import read
+from inbox.receiving import receive
+from inbox.runner import Runner
+from outbox.kernel.clock import DatabaseTime, utcnow
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.loop import StopRequest
+from tests.support.apps.effects.models import Effect
+
+TOPIC = "shop.order.placed"
+A_WHILE = 60.0
+
+OPTIONS = InboxOptions(
+    MAX_ATTEMPTS=3,
+    RETRY_BASE=timedelta(hours=1),
+    REDELIVERY_AFTER=timedelta(hours=1),
+    TWIN_TIMEOUT=timedelta(milliseconds=200),
+)
+"""Nothing that is stored becomes due by itself while a test looks at it: `make_due` says when."""
+
+
+def options(**changes):
+    return replace(OPTIONS, **changes)
+
+
+def an_envelope(payload=None, *, body=None, **attributes):
+    """A fresh message of the topic most tests handle, published just now."""
+    payload = {"order_id": 1} if payload is None else payload
+    values = {
+        "id": str(uuid.uuid4()),
+        "topic": TOPIC,
+        "source": "/shop",
+        "created_at": utcnow(),
+        "biz_id": f"order-{uuid.uuid4()}",
+        "body": json.dumps(payload).encode() if body is None else body,
+    }
+    return Envelope(**{**values, **attributes})
+
+
+def deliver(handler, envelope=None, *, given=OPTIONS, redelivered=False):
+    """What the consumer does with one delivery, between taking it from the broker and answering."""
+    arrival = read(handler, envelope or an_envelope(), given)
+    return receive(handler, arrival, given, redelivered=redelivered)
+
+
+def the_effect(message):
+    """What most handlers of the tests do; nothing in the database keeps it from happening twice."""
+    return Effect.objects.create(name=message.biz_id, detail=str(message.attempt))
+
+
+def effects(name=None):
+    found = Effect.objects.all() if name is None else Effect.objects.filter(name=name)
+    return found.count()
+
+
+def the_row(**lookup):
+    return InboxMessage.objects.get(**lookup)
+
+
+def make_due(alias="default"):
+    """Let the clock of every stored message strike; how many wait."""
+    waiting = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__isnull=False)
+    return waiting.update(next_attempt_at=DatabaseTime())
+
+
+def drain(given=OPTIONS):
+    """Run what is due now with the real runner; how many messages were run."""
+    return Runner(given).drain(StopRequest())
+
+
+def run_to_the_end(given=OPTIONS):
+    """Run every stored message as often as it takes."""
+    for _ in range(10 * given.MAX_ATTEMPTS):
+        if not make_due():
+            return
+        drain(given)
+    raise AssertionError(f"still not settled: {list(InboxMessage.objects.filter(state__in=DUE))}")
+
+
+def wait_until(condition, within=A_WHILE):
+    """What `condition` answered when it came true."""
+    deadline = time.monotonic() + within
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+    return answer
+
+
+def at_once(jobs):
+    """Run `jobs` in a thread each, begun together, and give back their answers."""
+    start = threading.Barrier(len(jobs))
+
+    def run(job):
+        try:
+            start.wait(A_WHILE)
+            return job()
+        finally:
+            connections.close_all()
+
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return list(threads.map(run, jobs))
+
+
+class InAThread:
+    """One job in a thread of its own, for `with`: leaving waits for its end and raises what it raised."""
+
+    def __init__(self, job):
+        self._job = job
+        self.answer = None
+        self._error = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def ended(self):
+        return not self._thread.is_alive()
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info):
+        self._thread.join(A_WHILE)
+        assert self.ended, "the thread is still busy"
+        if self._error is not None:
+            raise self._error
+
+    def _run(self):
+        try:
+            self.answer = self._job()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._error = error
+        finally:
+            connections.close_all()

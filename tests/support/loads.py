@@ -1,0 +1,46 @@
+"""Loads of deliveries without a broker: what a worker of the consumer gets from its lane, and what it answers."""
+
+from __future__ import annotations
+
+import kombu
+
+from inbox.consumer.lanes import Delivery
+from inbox.consumer.reception import Reception
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from tests.support.deliveries import OPTIONS, an_envelope
+
+
+def a_delivery(handler, envelope=None, *, redelivered=False, waited=0.0):
+    """A delivery as kombu hands it over, which came `waited` seconds ago."""
+    envelope = an_envelope(topic=handler.topic) if envelope is None else envelope
+    message = kombu.Message(
+        body=envelope.body,
+        headers=envelope.to_headers(),
+        properties={"message_id": envelope.id},
+        content_type=envelope.content_type,
+        content_encoding="utf-8",
+        delivery_info={"routing_key": handler.topic, "redelivered": redelivered},
+    )
+    return Delivery(1, handler, message, monotonic() - waited)
+
+
+def receive_load(load, given=OPTIONS, *, stop=None):
+    """What a worker answers to each delivery of a load, in the load's order; None to those it leaves with the broker."""
+    answers = {}
+    stop = StopRequest() if stop is None else stop
+    reception = Reception(
+        given,
+        is_current=lambda epoch: not stop,
+        answer=lambda delivery, received: answers.setdefault(id(delivery), []).append(received),
+        ring=lambda: None,
+    )
+    reception.receive(load)
+    assert all(len(given) == 1 for given in answers.values()), "answered twice"
+    assert sum(reception.received.values()) == len(answers)
+    return [answers.get(id(delivery), [None])[0] for delivery in load]
+
+
+def receive_together(handler, envelopes, given=OPTIONS):
+    """`receive_load` of fresh deliveries."""
+    return receive_load([a_delivery(handler, envelope) for envelope in envelopes], given)

@@ -1,0 +1,37 @@
+"""A commit whose answer never comes: it is in the database, and whoever made it hears nothing of that."""
+
+from __future__ import annotations
+
+import threading
+
+import psycopg
+from django.db import connection
+
+from tests.support.aliases import the_default_at
+from tests.support.deliveries import A_WHILE, InAThread, wait_until
+from tests.support.servers import FaultProxy
+
+
+def losing_the_answer(environment, *, before, call, written):
+    """What `call` answers after `before` on the same connection, when that is lost once the query `written` finds a row."""
+    ready, deaf = threading.Event(), threading.Event()
+
+    def run():
+        before()
+        ready.set()
+        assert deaf.wait(A_WHILE)
+        return call()
+
+    with (
+        psycopg.connect(environment["DATABASE_URL"], autocommit=True) as straight,
+        FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy,
+        the_default_at(HOST="127.0.0.1", PORT=proxy.port),
+        InAThread(run) as running,
+    ):
+        assert ready.wait(A_WHILE)
+        proxy.drop_server_to_client(True)
+        deaf.set()
+        wait_until(lambda: straight.execute(written).fetchone())
+        proxy.drop_server_to_client(False)
+        proxy.cut()
+    return running.answer

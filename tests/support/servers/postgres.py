@@ -1,0 +1,95 @@
+"""A private PostgreSQL with fsync on, so that what it committed is there after a kill."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import signal
+import subprocess
+from typing import ClassVar
+
+import psycopg
+from psycopg import sql
+
+from tests.support.servers import binaries
+from tests.support.servers.private import LOOPBACK, OURSELVES, Account, PrivateServer
+
+DATABASE = "test"
+USERS_TO_BE_WHEN_ROOT = ("postgres", "nobody")
+
+
+class PostgresServer(PrivateServer):
+    name: ClassVar[str] = "PostgreSQL"
+    stop_signal: ClassVar[int] = signal.SIGINT  # "fast": ends the sessions, writes a checkpoint
+    orphan_signal: ClassVar[int] = signal.SIGQUIT  # "immediate": gives its shared memory back, which SIGKILL does not
+
+    def __init__(self, **settings: str) -> None:
+        """`settings` are lines of postgresql.conf, over ours."""
+        super().__init__()
+        self.account = account()
+        self._settings = {
+            "listen_addresses": LOOPBACK,
+            "port": str(self.port),
+            "unix_socket_directories": "",
+            "max_connections": "200",
+            "fsync": "on",
+            "synchronous_commit": "on",
+            "timezone": "UTC",
+            "log_line_prefix": "%m [%p] %q%a ",
+            **settings,
+        }
+
+    @property
+    def url(self) -> str:
+        return self.url_of(DATABASE)
+
+    def url_of(self, database: str) -> str:
+        return f"postgres://postgres@{LOOPBACK}:{self.port}/{database}"
+
+    def create_database(self, name: str = "") -> str:
+        """The URL of a new, empty database."""
+        name = name or f"test_{secrets.token_hex(6)}"
+        self._execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        return self.url_of(name)
+
+    def drop_database(self, name: str) -> None:
+        self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    def _prepare(self) -> None:
+        self._tools = self._reachable(binaries.postgres())
+        self._data = self.directory / "data"
+        command = [self._binary("initdb"), "--pgdata", str(self._data), "--username=postgres", "--auth=trust"]
+        self._run([*command, "--encoding=UTF8", "--no-locale", "--no-sync"])
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        settings = [word for key, value in self._settings.items() for word in ("-c", f"{key}={value}")]
+        return self._spawn([self._binary("postgres"), "-D", str(self._data), *settings])
+
+    def _answers(self) -> bool:
+        with psycopg.connect(self.url_of("postgres"), autocommit=True, connect_timeout=5) as connection:
+            known = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
+            if known is None:
+                connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(DATABASE)))
+        return True
+
+    def _binary(self, name: str) -> str:
+        return str(self._tools.directory / name)
+
+    def _execute(self, statement: sql.Composed) -> None:
+        with psycopg.connect(self.url_of("postgres"), autocommit=True, connect_timeout=5) as connection:
+            connection.execute(statement)
+
+    def _reachable(self, tools: binaries.PostgresTools) -> binaries.PostgresTools:
+        """PostgreSQL installed below root's home is closed to the user it has to run as: give that user a copy."""
+        if self.account.can_reach(tools.directory / "postgres"):
+            return tools
+        return tools.moved_to(self.directory / "postgresql")
+
+
+def account() -> Account:
+    """PostgreSQL refuses to run as root, and so does what comes with it."""
+    if os.geteuid() != 0:
+        return OURSELVES
+    known = {entry.pw_name for entry in pwd.getpwall()}
+    return Account(next(name for name in USERS_TO_BE_WHEN_ROOT if name in known))

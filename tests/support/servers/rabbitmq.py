@@ -1,0 +1,209 @@
+"""A private RabbitMQ node, with an epmd, a cookie and a home of its own.
+
+Its name ends in `@localhost`, so that it runs on a machine that cannot resolve its own host name. Virtual hosts are
+cheap: one for every test. They are made through a small Erlang node that stays connected, in milliseconds;
+`rabbitmqctl`, which takes half a second to start, is there for everything else.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import secrets
+import subprocess
+from typing import ClassVar
+
+import amqp
+
+from tests.support.servers import binaries, watcher
+from tests.support.servers.private import LOOPBACK, PrivateServer, ServerFailed, forget, free_port, spawn
+
+NODE = "rabbit@localhost"
+USER = "guest"
+
+# Evaluates on the broker's node one Erlang expression a line and prints its value on one line.
+CONSOLE = """
+Loop = fun(Again) ->
+    case io:get_line("") of
+        eof -> halt(0);
+        Line ->
+            Answer = try
+                {ok, Tokens, _} = erl_scan:string(Line),
+                {ok, Expressions} = erl_parse:parse_exprs(Tokens),
+                case rpc:call('%s', erl_eval, exprs, [Expressions, []], 60000) of
+                    {value, Value, _} -> {ok, Value};
+                    Refusal -> {error, Refusal}
+                end
+            catch Class:Reason -> {error, {Class, Reason}} end,
+            io:format("~0tp~n", [Answer]),
+            Again(Again)
+    end
+end,
+Loop(Loop).
+"""
+
+# Quorum queues publish their counters every few seconds only: ask the leader.
+QUEUE_LENGTHS = """
+[begin
+    {resource, _, queue, Name} = amqqueue:get_name(Queue),
+    Info = fun() -> proplists:get_value(messages, rabbit_amqqueue:info(Queue, [messages])) end,
+    Length = case amqqueue:get_type(Queue) of
+        rabbit_quorum_queue ->
+            case ra:leader_query(amqqueue:get_pid(Queue), fun rabbit_fifo:query_messages_total/1) of
+                {ok, {_, Total}, _} -> Total;
+                _ -> Info()
+            end;
+        _ -> Info()
+    end,
+    {base64:encode(Name), Length}
+end || Queue <- rabbit_amqqueue:list(%s)].
+"""
+
+
+class RabbitServer(PrivateServer):
+    name: ClassVar[str] = "RabbitMQ"
+
+    def __init__(self, **settings: str) -> None:
+        """`settings` are lines of rabbitmq.conf, beside ours; `__` stands for the dot in a key."""
+        super().__init__()
+        self._settings = {key.replace("__", "."): value for key, value in settings.items()}
+        self._epmd_port = free_port()
+        self._distribution_port = free_port()
+        self._epmd: subprocess.Popen[bytes] | None = None
+        self._console: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.url_of("/")
+
+    def url_of(self, vhost: str) -> str:
+        return f"amqp://{USER}:{USER}@{LOOPBACK}:{self.port}/{vhost}"
+
+    def new_vhost(self) -> str:
+        """The URL of a fresh virtual host: no queue, no exchange but the built-in ones, nobody connected."""
+        name = f"test-{secrets.token_hex(6)}"
+        self.create_vhost(name)
+        return self.url_of(name)
+
+    def create_vhost(self, name: str) -> None:
+        vhost, user = _binary(name), _binary(USER)
+        self.evaluate(f"rabbit_vhost:add({vhost}, {user}).")
+        everything = ", ".join(['<<".*">>'] * 3)
+        self.evaluate(f"rabbit_auth_backend_internal:set_permissions({user}, {vhost}, {everything}, {user}).")
+
+    def delete_vhost(self, name: str) -> None:
+        """Remove a virtual host (its name, or its URL) with its queues, and disconnect its clients."""
+        self.evaluate(f"rabbit_vhost:delete({_binary(name.rpartition('/')[2])}, {_binary(USER)}).")
+
+    def queue_lengths(self, vhost: str = "/") -> dict[str, int]:
+        """Messages each queue of a virtual host (its name, or its URL) holds, delivered and not yet acked ones too."""
+        name = vhost if vhost == "/" or "/" not in vhost else vhost.rpartition("/")[2] or "/"
+        answer = self.evaluate(QUEUE_LENGTHS % _binary(name))
+        return {_decoded(encoded): int(length) for encoded, length in re.findall(r'\{<<"([^"]*)">>,(\d+)\}', answer)}
+
+    def ctl(self, *arguments: str) -> str:
+        """What `rabbitmqctl` prints. Half a second each: `evaluate` is the fast way."""
+        return self._run([str(self._tools.ctl), "--node", NODE, *arguments], env=self._environment())
+
+    def evaluate(self, expression: str) -> str:
+        """The value of an Erlang expression (with its full stop), evaluated inside the broker."""
+        if not self.is_running:
+            raise ServerFailed("RabbitMQ is not running")
+        console = self._connected_console()
+        assert console.stdin is not None
+        assert console.stdout is not None
+        console.stdin.write(" ".join(expression.split()).encode() + b"\n")
+        console.stdin.flush()
+        answer = console.stdout.readline().decode().strip()
+        if not answer.startswith("{ok,"):
+            raise ServerFailed(f"{expression.strip()} answered {answer or 'nothing'}\n--- log\n{self.log_tail()}")
+        return answer.removeprefix("{ok,").removesuffix("}")
+
+    def stop(self) -> None:
+        self._end_console()
+        super().stop()
+        if self._epmd is not None:
+            watcher.kill_tree(self._epmd.pid)
+            self._epmd.wait()
+            forget(self._epmd)
+            self._epmd = None
+
+    def kill(self) -> None:
+        self._end_console()
+        super().kill()
+
+    def _prepare(self) -> None:
+        self._tools = binaries.rabbitmq()
+        self._home = self.directory / "home"
+        self._home.mkdir()
+        cookie = self._home / ".erlang.cookie"
+        cookie.write_text(secrets.token_hex(16))
+        cookie.chmod(0o400)
+        configuration = {
+            "listeners.tcp.1": f"{LOOPBACK}:{self.port}",
+            "disk_free_limit.absolute": "50MB",
+            "default_user": USER,
+            "default_pass": USER,
+            **self._settings,
+        }
+        lines = [f"{key} = {value}\n" for key, value in configuration.items()]
+        (self.directory / "rabbitmq.conf").write_text("".join(lines))
+        (self.directory / "rabbitmq-env.conf").touch()
+        (self.directory / "advanced.config").write_text("[].\n")
+        (self.directory / "enabled_plugins").write_text("[rabbitmq_consistent_hash_exchange].\n")
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        if self._epmd is None or self._epmd.poll() is not None:
+            address = ["-address", LOOPBACK, "-port", str(self._epmd_port)]
+            self._epmd = self._spawn([str(self._tools.epmd), *address], env=self._environment())
+        return self._spawn([str(self._tools.server)], env=self._environment())
+
+    def _answers(self) -> bool:
+        with amqp.Connection(f"{LOOPBACK}:{self.port}", userid=USER, password=USER, connect_timeout=5):
+            return True
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "PATH": os.pathsep.join([str(self._tools.erl.parent), os.environ.get("PATH", os.defpath)]),
+            "HOME": str(self._home),
+            "LANG": "C.UTF-8",
+            "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_EPMD_ADDRESS": LOOPBACK,
+            "ERL_CRASH_DUMP_SECONDS": "0",
+            "RUNNING_UNDER_SYSTEMD": "true",  # the script becomes the server, instead of staying as its parent
+            "RABBITMQ_NODENAME": NODE,
+            "RABBITMQ_DIST_PORT": str(self._distribution_port),
+            "RABBITMQ_CONF_ENV_FILE": str(self.directory / "rabbitmq-env.conf"),
+            "RABBITMQ_CONFIG_FILE": str(self.directory / "rabbitmq"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(self.directory / "advanced"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(self.directory / "enabled_plugins"),
+            "RABBITMQ_GENERATED_CONFIG_DIR": str(self.directory / "generated"),
+            "RABBITMQ_MNESIA_BASE": str(self.directory / "data"),
+            "RABBITMQ_LOG_BASE": str(self.directory),
+            "RABBITMQ_LOGS": str(self.log),
+            "RABBITMQ_PID_FILE": str(self.directory / "rabbitmq.pid"),
+        }
+
+    def _connected_console(self) -> subprocess.Popen[bytes]:
+        if self._console is None or self._console.poll() is not None:
+            name = f"console-{secrets.token_hex(4)}@localhost"
+            command = [str(self._tools.erl), "-noshell", "-hidden", "-sname", name, "-eval", CONSOLE % NODE]
+            with self.log.open("ab") as log:
+                self._console = spawn(command, self.account, self.directory, log, self._environment(), talks=True)
+        return self._console
+
+    def _end_console(self) -> None:
+        if self._console is not None:
+            watcher.kill_tree(self._console.pid)
+            self._console.communicate()
+            forget(self._console)
+            self._console = None
+
+
+def _binary(text: str) -> str:
+    return '<<"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"/utf8>>'
+
+
+def _decoded(encoded: str) -> str:
+    return base64.b64decode(encoded).decode()

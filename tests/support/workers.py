@@ -1,0 +1,209 @@
+"""Consumers and relays for the tests of the inbox: in a thread of the test, or as a process that may be killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import kombu
+from django.core.management import call_command
+from django.test import override_settings
+
+from inbox.conf import InboxOptions
+from inbox.consumer.consumer import Consumer
+from inbox.consumer.topology import queue_name, queue_of
+from inbox.handlers import Handler
+from outbox.kernel.loop import StopRequest, Watchdog
+from tests.support import ROOT
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import A_WHILE, wait_until
+
+EXCHANGE = "outbox"
+GROUP = "tests"
+CONFIRMED = {"confirm_publish": True}
+
+OF_THE_WORKERS = Handler(name="testworker.work", topic=JOB, function=print, biz_id=None, using="default")
+"""As far as its queue goes; the function lives in the processes."""
+
+
+def broker_options(url, **changes):
+    values = {
+        "BROKER_URL": url,
+        "EXCHANGE": EXCHANGE,
+        "GROUP": GROUP,
+        "MAX_ATTEMPTS": 3,
+        "RETRY_BASE": timedelta(hours=1),
+        "REDELIVERY_AFTER": timedelta(hours=1),
+        "TWIN_TIMEOUT": timedelta(milliseconds=200),
+    }
+    return InboxOptions(**{**values, **changes})
+
+
+@contextmanager
+def consuming(handlers, options):
+    """A consumer on a thread of this test; leaving asks it to end and waits until it has finished what is in hand."""
+    stop = StopRequest()
+    watchdog = Watchdog(stop, limit=timedelta(hours=1), grace=timedelta(hours=1))
+    consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog)
+    failed = []
+
+    def run():
+        try:
+            consumer.run()
+        except BaseException as error:  # noqa: BLE001 - raised again when the block ends
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="consumer", daemon=True)
+    thread.start()
+    try:
+        yield consumer
+    finally:
+        stop.set()
+        thread.join(A_WHILE)
+        assert not thread.is_alive(), "the consumer does not end"
+    if failed:
+        raise failed[0]
+
+
+def declare(handler, options):
+    """What a consumer does first, so that messages find their queue."""
+    with kombu.Connection(options.broker_url) as connection:
+        queue_of(handler, options)(connection.default_channel).declare()
+
+
+def send(url, topic, payload, *, body=None, **properties):
+    """As a foreign producer does. Persistent; the payload is JSON unless `body` says otherwise.
+
+    Confirmed: RabbitMQ may lose the last messages of a channel that is closed at once, without a word.
+    """
+    properties = {"content_type": "application/json", "content_encoding": "utf-8", "delivery_mode": 2, **properties}
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
+        producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        producer.publish(json.dumps(payload) if body is None else body, routing_key=topic, **properties)
+
+
+def relay(url):
+    """Carry everything that is due, as `outbox_relay --drain` does."""
+    with override_settings(OUTBOX={"BROKER_URL": url, "EXCHANGE": EXCHANGE}):
+        call_command("outbox_relay", drain=True)
+
+
+def length_of(server, handler, options):
+    """How many messages RabbitMQ still holds for the handler, those in somebody's hands included; None without a queue."""
+    return server.queue_lengths(options.broker_url).get(queue_name(handler, options))
+
+
+class Process:
+    """`manage.py <command>` in a process of its own, for `with`: nothing outlives its test."""
+
+    def __init__(self, environment, log, *command):
+        self.log = log
+        self._environment = environment
+        self._command = command
+        self._process = None
+        self.exits = []
+
+    def __enter__(self):
+        return self.start()
+
+    def __exit__(self, *exc_info):
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def start(self):
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "django", *self._command], cwd=ROOT, env=self._environment, stdout=log, stderr=log
+            )
+        return self
+
+    def terminate(self):
+        """Ask it to end, once it can be asked: before that, SIGTERM ends Python at once, and rightly so."""
+        self.until(lambda: not self.has_ended() and catches(self._process.pid, signal.SIGTERM))
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self):
+        self._process.kill()
+
+    def freeze(self):
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self):
+        self._process.send_signal(signal.SIGCONT)
+
+    def ends(self):
+        """Its exit status, once it has one."""
+        try:
+            status = self._process.wait(A_WHILE)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it does not end:\n{self.said()}") from None
+        self.exits.append(status)
+        return status
+
+    def has_ended(self):
+        return self._process.poll() is not None
+
+    def said(self):
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def until(self, condition):
+        """Wait for `condition` while the process lives."""
+
+        def met():
+            ended = self.has_ended()  # first: it may do what is waited for and end
+            answer = condition()
+            assert answer or not ended, f"it has ended with {self._process.poll()}:\n{self.said()}"
+            return answer
+
+        try:
+            return wait_until(met)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.said()}") from None
+
+    def restarted_until(self, condition):
+        """Start it again whenever it ends, as a supervisor does, until `condition`; how often it ended."""
+
+        def met():
+            if answer := condition():
+                return answer
+            if self.has_ended():
+                self.exits.append(self._process.returncode)
+                assert len(self.exits) < 20, self.said()
+                self.start()
+            return None
+
+        # Every start takes its time.
+        wait_until(met, within=1.5 * A_WHILE)
+        return len(self.exits)
+
+
+def catches(pid, number):
+    """Whether a process has a handler for this signal; before that, SIGTERM ends Python at once."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        time.sleep(1)  # no /proc on this system, and no other way to see it
+        return True
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def as_environment(**given):
+    """Options for `tests.support.apps.worker.settings`."""
+    return {
+        name: json.dumps(
+            {
+                key: {"seconds": value.total_seconds()} if isinstance(value, timedelta) else value
+                for key, value in chosen.items()
+            }
+        )
+        for name, chosen in given.items()
+    }
