@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -21,9 +20,9 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers import Handler
 from outbox.kernel.loop import StopRequest, Watchdog
-from tests.support import ROOT
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import A_WHILE, wait_until
+from tests.support.processes import Forked
 
 EXCHANGE = "outbox"
 GROUP = "tests"
@@ -119,10 +118,7 @@ class Process:
             self._process.wait()
 
     def start(self):
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "django", *self._command], cwd=ROOT, env=self._environment, stdout=log, stderr=log
-            )
+        self._process = Forked([*self._command], environment=self._environment, log=self.log)
         return self
 
     def terminate(self):

@@ -11,7 +11,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -29,9 +28,9 @@ from inbox.models import DUE, InboxMessage
 from inbox.outcomes import Received
 from outbox import publish
 from outbox.models import OutboxMessage
-from tests.support import ROOT
 from tests.support.apps.effects.models import Unique
 from tests.support.crash.oracle import CHAINS, Verdict, messages_due, verdict
+from tests.support.processes import Forked
 from tests.support.workers import catches
 
 PATIENCE_SECONDS = 60.0
@@ -51,13 +50,10 @@ class Worker:
     command: list[str]
     environment: dict[str, str]
     log: Path
-    process: subprocess.Popen[bytes] = field(init=False)
+    process: Forked = field(init=False)
 
     def __post_init__(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "django", *self.command], cwd=ROOT, env=self.environment, stdout=log, stderr=log
-            )
+        self.process = Forked(self.command, environment=self.environment, log=self.log)
 
     @property
     def is_alive(self) -> bool:
