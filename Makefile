@@ -4,10 +4,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest
+# More workers than processors: a test waits most of its time. Each has servers of its own.
+WORKERS ?= 5
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+# Every worker and every process of a test would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check bench docs clean
+.PHONY: help venv demo test proof check bench docs clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,8 +25,12 @@ demo: $(VENV)/.demo ## run the demo shop
 	$(BIN)/python manage.py demo
 
 test: $(VENV)/.dev ## the whole suite on PostgreSQL, then its portable part on SQLite
-	$(PYTEST)
-	$(PYTEST) --db sqlite -m every_database
+	$(PYTEST) -m 'not proof'
+	$(PYTEST) -m 'every_database and not proof' --db sqlite
+
+proof: $(VENV)/.dev ## what takes long by its nature: soaks, seeded bugs, twenty processes, order under kills
+	$(PYTEST) -m proof
+	$(PYTEST) -m 'every_database and proof' --db sqlite
 
 check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 	$(BIN)/ruff check

@@ -2,11 +2,13 @@
 
 Django's settings are read before any conftest, so this is a plugin of its own (`-p tests.plugin` in pyproject.toml). It
 only decides *where* the server will be: the first test that wants the database starts it.
+
+With pytest-xdist (`-n 4`) every worker has servers of its own, so a test that kills one disturbs no other worker. The process
+that distributes the tests runs none, and has no database.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 from collections.abc import Generator
@@ -43,9 +45,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> Generator[None]:
+def pytest_load_initial_conftests(early_config: pytest.Config) -> Generator[None]:
     """A wrapper, so that it comes before pytest-django reads the settings."""
-    match _engine(args):
+    given = early_config.known_args_namespace
+    only_distributes = getattr(given, "numprocesses", None) and "PYTEST_XDIST_WORKER" not in os.environ
+    match None if only_distributes else given.db:
         case "sqlite":
             early_config.stash[directory] = place = scratch_directory("sqlite")
             os.environ["DATABASE_URL"] = f"sqlite:///{place / 'default.sqlite3'}"
@@ -73,11 +77,3 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         remove(place)
     if server := config.stash.get(postgres, None):
         server.close()
-
-
-def _engine(args: list[str]) -> Engine:
-    """What `--db` says; the configuration does not hold it yet."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--db", choices=get_args(Engine), default="postgres")
-    engine: Engine = parser.parse_known_args(args)[0].db
-    return engine

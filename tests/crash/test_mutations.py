@@ -19,6 +19,8 @@ from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)
 
+pytestmark = pytest.mark.proof
+
 OPERATIONS = 10
 FINISH = "inbox.store.finish"
 SEND = "outbox.transports.amqp.AmqpTransport.send"

@@ -36,6 +36,7 @@ ONE_IN = 50
 logger = logging.getLogger(__name__)
 
 pytestmark = [
+    pytest.mark.proof,
     pytest.mark.django_db(transaction=True, databases=["default", "other"]),
     pytest.mark.timeout(LONGEST_SECONDS + 100),
     pytest.mark.usefixtures("_as_long_as_it_takes"),

@@ -36,7 +36,11 @@ COPIES = PROCESSES * IN_HAND
 STARTING_SECONDS = 180.0
 """Twenty interpreters on two cores."""
 
-pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(400)]
+pytestmark = [
+    pytest.mark.proof,
+    pytest.mark.django_db(transaction=True, databases=["default", "other"]),
+    pytest.mark.timeout(400),
+]
 
 OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", mode="lease")
 """As far as its queue goes; the function lives in the processes."""

@@ -72,6 +72,7 @@ def test_without_a_broker_every_effect_happens_once_although_processes_are_kille
     assert report["kills"] == KILLS
 
 
+@pytest.mark.proof
 def test_with_rabbitmq_every_effect_happens_once_although_processes_are_killed(run_demo, postgres_url, rabbitmq_url):
     report = audited(
         run_demo("--orders", str(ORDERS), "--kills", str(KILLS), DATABASE_URL=postgres_url, BROKER_URL=rabbitmq_url)
@@ -82,6 +83,7 @@ def test_with_rabbitmq_every_effect_happens_once_although_processes_are_killed(r
     assert report["copied_on_the_broker"] > 0
 
 
+@pytest.mark.proof
 def test_a_second_run_is_not_disturbed_by_what_the_first_one_left(run_demo):
     first = audited(run_demo("--orders", str(ORDERS), "--no-kills", "--seed", "1"))
     second = audited(run_demo("--orders", str(ORDERS), "--no-kills", "--seed", "1"))

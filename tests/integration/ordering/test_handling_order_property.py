@@ -465,6 +465,7 @@ FOUND_BY = {
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.proof
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_machine_finds_the_bug(handles, monkeypatch, mutation):
     on_dead, mutate = MUTATIONS[mutation]

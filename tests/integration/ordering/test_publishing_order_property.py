@@ -619,6 +619,7 @@ SEEDS = sorted(range(24), key=lambda seed: seed not in {2, 6, 8, 11})
 """First those that find what is hard to find."""
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_machine_finds_the_bug(peer, monkeypatch, mutation):
     MUTATIONS[mutation](monkeypatch)

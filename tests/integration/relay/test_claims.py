@@ -459,6 +459,7 @@ class TestTheIndexes:
 
         pages_by_statement(by_index=True, may_sort=OF_WHAT_IS_DUE)
 
+    @pytest.mark.proof
     def test_serve_a_table_of_more_than_a_million(self):
         """A pass costs what it carries, whatever lies around."""
         filled("ready", 2_000, key="'key-' || n % 500")

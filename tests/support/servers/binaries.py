@@ -8,6 +8,7 @@ root. Whoever has none of these is told what to install: a test that needs a ser
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import importlib.util
 import os
@@ -15,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,21 +130,30 @@ def faketime() -> Path:
 
 def _first(wanted: str, sources: list[tuple[str, Callable[[], Found | None]]], remedy: str) -> Found:
     tried = []
-    for where, look in sources:
-        try:
-            found = look()
-        except _NotToBeHad as reason:
-            tried.append(f"{where}: {reason}")
-        else:
-            if found:
-                return found
-            tried.append(f"{where}: not found")
+    with _one_at_a_time():
+        for where, look in sources:
+            try:
+                found = look()
+            except _NotToBeHad as reason:
+                tried.append(f"{where}: {reason}")
+            else:
+                if found:
+                    return found
+                tried.append(f"{where}: not found")
     listing = "\n".join(f"  - {line}" for line in tried)
     raise ServerUnavailable(f"The tests need {wanted}, and it is not to be had:\n{listing}\nInstall it: {remedy}.")
 
 
 class _NotToBeHad(Exception):
     pass
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Workers of one test run want the same servers at the same moment, and an installation is not for two."""
+    with Path(tempfile.gettempdir(), f"exactly-once-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _postgres_on_the_machine() -> PostgresTools | None:

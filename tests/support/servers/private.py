@@ -250,13 +250,20 @@ def free_port() -> int:
 
     Inside that range a client that keeps reconnecting to a server that is down ends up connected to itself sooner or
     later, and then the server cannot have its port back.
+
+    It is this process's until it ends: another test process that draws the same number before the server listens finds the
+    UDP port of that number taken.
     """
     for _ in range(PORTS_TO_TRY):
         port = random.randint(10_000, _first_outgoing_port() - 1)
+        claim = socket.socket(type=socket.SOCK_DGRAM)
         with socket.socket() as probe, contextlib.suppress(OSError):
+            claim.bind((LOOPBACK, port))
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((LOOPBACK, port))
+            _claims.append(claim)
             return port
+        claim.close()
     raise ServerFailed(f"no free port on {LOOPBACK} in {PORTS_TO_TRY} attempts")
 
 
@@ -272,6 +279,7 @@ def _group_of(user: str) -> int:
     return pwd.getpwnam(user).pw_gid
 
 
+_claims: list[socket.socket] = []
 _servers: list[PrivateServer] = []
 _watcher: subprocess.Popen[bytes] | None = None
 _owner = os.getpid()

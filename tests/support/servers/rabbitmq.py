@@ -171,6 +171,8 @@ class RabbitServer(PrivateServer):
             "ERL_EPMD_PORT": str(self._epmd_port),
             "ERL_EPMD_ADDRESS": LOOPBACK,
             "ERL_CRASH_DUMP_SECONDS": "0",
+            # Idle schedulers sleep at once, instead of spinning on a processor that the tests want.
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none",
             "RUNNING_UNDER_SYSTEMD": "true",  # the script becomes the server, instead of staying as its parent
             "RABBITMQ_NODENAME": NODE,
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
