@@ -89,8 +89,8 @@ def state_of(row):
     return InboxMessage.objects.get(pk=row.pk).state
 
 
-class TestTheList:
-    def test_shows_handler_state_age_attempts_and_error(self):
+class TestMessageList:
+    def test_list_shows_handler_state_age_attempts_and_error(self):
         a_message(State.RETRYING, received_ago=timedelta(minutes=3), next_ago=-LONG_AGO, attempts=7, last_error="no stock")
 
         text = html(somebody(VIEW).get(reverse(LIST)))
@@ -99,7 +99,7 @@ class TestTheList:
         for expected in ("Retrying", "shop.reserve_stock", "3 min ago", "due in 23 h", ">7<", "no stock"):
             assert expected in text
 
-    def test_costs_the_same_few_queries_however_long_it_is(self, django_assert_num_queries):
+    def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
         for _ in range(60):
             a_message()
         client = somebody(VIEW, RETRY, SKIP)
@@ -115,14 +115,14 @@ class TestTheList:
         assert not any('"body"' in statement or '"traceback"' in statement for statement in statements)
 
     @pytest.mark.parametrize("stored", [str, lambda found: found.hex])
-    def test_finds_a_message_id_with_or_without_dashes(self, stored):
+    def test_search_finds_a_message_id_with_or_without_dashes(self, stored):
         found = uuid.uuid4()
         row, _ = a_message(message_id=stored(found)), a_message()
         client = somebody(VIEW)
 
         assert shown(client, q=str(found)) == shown(client, q=found.hex) == {row.pk}
 
-    def test_finds_ids_of_foreign_producers_topics_biz_ids_and_handlers(self):
+    def test_search_finds_foreign_message_ids_topics_biz_ids_and_handlers(self):
         row, _ = a_message(message_id="a/1", topic="t", biz_id="b", handler="gone.handler"), a_message()
         client = somebody(VIEW)
 
@@ -130,12 +130,12 @@ class TestTheList:
             assert shown(client, q=term) == {row.pk}
 
     @pytest.mark.parametrize("odd", ["%", "*", "'", NASTY, "x" * 10_000, "\x01", b"\xff", "0" * 32])
-    def test_survives_odd_searches(self, odd):
+    def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, odd):
         a_message()
 
         assert shown(somebody(VIEW), q=odd) == set()
 
-    def test_filters_by_the_handlers_of_this_process(self, monkeypatch):
+    def test_handler_filter_selects_by_registered_handler_and_ignores_an_unknown_one(self, monkeypatch):
         handler = Handler(name="shop.bill", topic="t", function=print, biz_id=None, using="default")
         monkeypatch.setattr(registry, "_handlers", {handler.name: handler})
         row, other = a_message(handler="shop.bill"), a_message()
@@ -144,7 +144,7 @@ class TestTheList:
         assert shown(client, handler="shop.bill") == {row.pk}
         assert shown(client, handler="unknown\x00") == {row.pk, other.pk}
 
-    def test_stuck_is_dead_retrying_or_overdue(self):
+    def test_stuck_filter_selects_dead_retrying_and_overdue_messages(self):
         too_long = inbox_options().STUCK_AFTER + timedelta(minutes=1)
         dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, next_ago=-LONG_AGO)
         overdue = {
@@ -161,7 +161,7 @@ class TestTheList:
         assert shown(client, stuck="overdue") == overdue
         assert shown(client, stuck="any") == {dead.pk, retrying.pk, *overdue}
 
-    def test_says_what_is_held_back_and_what_came_again(self):
+    def test_list_shows_quarantine_duplicates_and_conflicts(self):
         a_message(quarantined=True)
         a_message(State.DONE, duplicates=1234, resends=1234)
         a_message(State.DONE, duplicates=3, conflicts=2)
@@ -171,7 +171,7 @@ class TestTheList:
         for expected in ("Dead in quarantine", "Done 1,234 more", "Done ✕ 2 conflicting"):
             assert expected in text
 
-    def test_filters_by_duplicates_and_conflicts(self):
+    def test_duplicates_filter_selects_all_duplicates_or_only_conflicts(self):
         again, conflicting = a_message(State.DONE, duplicates=1), a_message(State.DONE, duplicates=1, conflicts=1)
         once = a_message(State.DONE)
         client = somebody(VIEW)
@@ -180,18 +180,18 @@ class TestTheList:
         assert shown(client, duplicates="conflicting") == {conflicting.pk}
         assert shown(client, duplicates="unknown\x00") == {again.pk, conflicting.pk, once.pk}
 
-    def test_filters_what_the_age_fence_holds_back(self):
+    def test_quarantined_filter_selects_dead_quarantined_messages_only(self):
         held, _ = a_message(quarantined=True), a_message()
         a_message(State.SKIPPED, quarantined=True)
 
         assert shown(somebody(VIEW), stuck="quarantined") == {held.pk}
 
-    def test_finds_by_the_id_of_what_said_something_else(self):
+    def test_search_finds_a_message_by_its_conflicting_message_id(self):
         row, _ = a_message(State.DONE, duplicates=1, conflicts=1, conflicting_id=str(uuid.uuid4())), a_message()
 
         assert shown(somebody(VIEW), q=row.conflicting_id) == {row.pk}
 
-    def test_says_when_a_lease_ends_or_has_ended(self):
+    def test_list_shows_when_a_lease_ends_or_has_ended(self):
         a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5))
         a_message(State.RUNNING, next_ago=timedelta(minutes=3.5))
 
@@ -201,8 +201,8 @@ class TestTheList:
         assert "lease ended 3 min ago" in text
 
 
-class TestTheDetailPage:
-    def test_shows_payload_headers_error_and_traceback(self):
+class TestDetailPage:
+    def test_detail_page_shows_payload_headers_error_and_traceback(self):
         row = a_message(
             payload={"total": "9.90"},
             headers={"tenant": "acme"},
@@ -215,7 +215,7 @@ class TestTheDetailPage:
         for expected in ("&quot;total&quot;: &quot;9.90&quot;", "&quot;acme&quot;", "no stock", "Traceback\n  line 1"):
             assert expected in text
 
-    def test_of_one_that_waits_links_to_the_first_open_one_of_its_key(self):
+    def test_waiting_message_links_to_the_first_open_message_of_its_key(self):
         ordered = {"key": "customer-4", "ordered": True}
         a_message(State.DONE, **ordered)
         a_message(State.DEAD, key="customer-4", ordered=True, handler="another.handler")
@@ -229,7 +229,7 @@ class TestTheDetailPage:
         assert f"{head.topic} {head.biz_id} (retrying)" in text_of(response)
         assert "wait for it: 3." in text_of(client.get(reverse(DETAIL, args=[head.pk])))
 
-    def test_of_one_that_was_passed_over_holds_nobody(self):
+    def test_unordered_dead_message_is_not_shown_as_blocking_its_key(self):
         passed = a_message(State.DEAD, key="customer-4")
         head = a_message(State.RECEIVED, key="customer-4", ordered=True)
         waiting = a_message(State.WAITING, key="customer-4", ordered=True)
@@ -238,12 +238,12 @@ class TestTheDetailPage:
         assert reverse(DETAIL, args=[head.pk]) in html(client.get(reverse(DETAIL, args=[waiting.pk])))
         assert "wait for it" not in text_of(client.get(reverse(DETAIL, args=[passed.pk])))
 
-    def test_of_one_that_waits_for_nothing_any_more_says_so(self):
+    def test_waiting_message_says_when_no_earlier_message_blocks_it(self):
         waiting = a_message(State.WAITING, key="customer-4", ordered=True)
 
         assert "a consumer lets it go on" in text_of(somebody(VIEW).get(reverse(DETAIL, args=[waiting.pk])))
 
-    def test_of_one_that_runs_tells_of_its_lease(self):
+    def test_running_message_shows_the_number_and_the_end_of_its_lease(self):
         running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5), fence=2)
         ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=3)
         client = somebody(VIEW)
@@ -251,7 +251,7 @@ class TestTheDetailPage:
         assert "Lease number 2 ends in 9 min" in text_of(client.get(reverse(DETAIL, args=[running.pk])))
         assert "Lease number 3 has ended" in text_of(client.get(reverse(DETAIL, args=[ended.pk])))
 
-    def test_shows_the_steps_that_were_taken(self):
+    def test_detail_page_shows_the_completed_steps(self):
         row = a_message(State.RETRYING)
         taken_at = utcnow() - timedelta(minutes=3, seconds=30)
         Step.objects.create(message=row, name="charge", result={"receipt": "r-1"}, taken_at=taken_at)
@@ -261,7 +261,7 @@ class TestTheDetailPage:
         assert "charge ( 3 min ago )" in text
         assert "&quot;receipt&quot;: &quot;r-1&quot;" in text
 
-    def test_tells_duplicates_by_their_cause(self):
+    def test_detail_page_counts_duplicates_by_cause(self):
         row = a_message(State.DONE, duplicates=10, redeliveries=2, resends=3, replays=1)
 
         text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
@@ -269,7 +269,7 @@ class TestTheDetailPage:
         assert "10 in all, none of them run 2 delivered again by the broker 3 sent again by a relay" in text
         assert "1 sent again by an operator 4 published again by the business" in text
 
-    def test_shows_what_the_latest_conflict_said(self):
+    def test_detail_page_shows_the_latest_conflicting_message(self):
         other = str(uuid.uuid4())
         row = a_message(
             State.DONE,
@@ -287,13 +287,13 @@ class TestTheDetailPage:
         assert "&quot;order&quot;: 1" in text
         assert "&quot;order&quot;: 2" in text
 
-    def test_leaves_out_what_has_nothing_to_say(self):
+    def test_detail_page_omits_empty_sections(self):
         text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[a_message(State.DONE).pk])))
 
         assert "Further deliveries" not in text
         assert "Steps" not in text
 
-    def test_is_read_only(self):
+    def test_detail_page_is_read_only(self):
         row = a_message()
         client = somebody(VIEW, RETRY, SKIP)
 
@@ -302,7 +302,7 @@ class TestTheDetailPage:
         assert client.get(reverse("admin:inbox_inboxmessage_add")).status_code == 403
         assert client.post(reverse("admin:inbox_inboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
 
-    def test_shows_bytes_of_another_media_type_with_the_reason(self):
+    def test_detail_page_shows_bytes_of_another_media_type_with_the_reason(self):
         row = a_message(body=b"\x80\x04pickled", content_type="application/x-python-serialize")
 
         text = html(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
@@ -310,7 +310,7 @@ class TestTheDetailPage:
         assert "80 04 70 69 63 6b 6c 65 64" in text
         assert "(9 bytes, application/x-python-serialize) is not JSON" in text
 
-    def test_everything_a_message_says_is_inert_on_every_page(self):
+    def test_message_text_is_escaped_on_every_page(self):
         names = ("handler", "topic", "biz_id", "message_id", "key", "content_type", "source")
         texts = (*names, "last_error", "traceback", "correlation_id", "causation_id", "traceparent")
         row = a_message(
@@ -341,7 +341,7 @@ class TestTheDetailPage:
 
 class TestPermissions:
     @pytest.mark.parametrize(("action", "other"), [("retry", SKIP), ("skip", RETRY)])
-    def test_an_action_without_its_permission_is_neither_offered_nor_done(self, action, other):
+    def test_action_without_its_permission_is_neither_offered_nor_done(self, action, other):
         row = a_message()
         client = somebody(VIEW, other)
 
@@ -352,7 +352,7 @@ class TestPermissions:
         assert state_of(row) == State.DEAD
         assert not LogEntry.objects.exists()
 
-    def test_a_viewer_sees_and_does_nothing(self):
+    def test_view_permission_alone_offers_and_performs_no_action(self):
         row = a_message()
         client = somebody(VIEW)
 
@@ -363,8 +363,8 @@ class TestPermissions:
         assert state_of(row) == State.DEAD
 
 
-class TestRetrying:
-    def test_reports_each_message_and_writes_down_who_did_it(self):
+class TestRetry:
+    def test_retry_reports_each_message_and_logs_the_user(self):
         dead, done = a_message(State.DEAD, attempts=16), a_message(State.DONE)
 
         response = act(somebody(VIEW, RETRY), "retry", dead, done, query="?state=dead")
@@ -378,9 +378,9 @@ class TestRetrying:
         assert LogEntry.objects.get().object_id == str(dead.pk)
 
 
-class TestOneThatRunsUnderALease:
+class TestRunningMessage:
     @pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
-    def test_is_decided_about_once_its_lease_has_ended(self, action, becomes):
+    def test_running_message_can_be_retried_or_skipped_only_after_its_lease_has_ended(self, action, becomes):
         running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9), fence=2, attempts=3)
         ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=2, attempts=3)
         client = somebody(VIEW, RETRY, SKIP)
@@ -395,8 +395,8 @@ class TestOneThatRunsUnderALease:
         assert list(InboxMessage.objects.order_by("pk").values_list("fence", flat=True)) == [2, 3]
 
 
-class TestSkipping:
-    def test_asks_for_a_reason_first(self):
+class TestSkip:
+    def test_skip_asks_for_a_reason(self):
         row = a_message()
 
         page = html(act(somebody(VIEW, SKIP), "skip", row))
@@ -407,7 +407,7 @@ class TestSkipping:
         assert state_of(row) == State.DEAD
 
     @pytest.mark.parametrize("reason", ["", "   ", "x" * 501, "a\x00b"])
-    def test_asks_again_without_a_usable_reason(self, reason):
+    def test_skip_without_a_valid_reason_asks_again(self, reason):
         row = a_message()
 
         page = html(act(somebody(VIEW, SKIP), "skip", row, confirmed="yes", reason=reason))
@@ -416,7 +416,7 @@ class TestSkipping:
         assert f'name="_selected_action" value="{row.pk}"' in page
         assert state_of(row) == State.DEAD
 
-    def test_skips_with_the_reason_and_reports_what_was_done_meanwhile(self):
+    def test_skip_records_the_reason_and_reports_messages_done_in_the_meantime(self):
         dead, done = a_message(State.DEAD), a_message(State.RETRYING)
         client = somebody(VIEW, SKIP)
         act(client, "skip", dead, done, query="?stuck=any")
@@ -430,7 +430,7 @@ class TestSkipping:
         assert "a test order" in InboxMessage.objects.get(pk=dead.pk).last_error
         assert LogEntry.objects.get().change_message == "Skipped: a test order"
 
-    def test_comes_back_to_the_page_it_was_asked_on(self):
+    def test_skip_from_the_detail_page_redirects_back_to_it(self):
         row = a_message()
         client = somebody(VIEW, SKIP)
 
@@ -444,7 +444,7 @@ class TestSkipping:
     ("action", "permission", "quarantined"),
     [("retry", RETRY, False), ("skip", SKIP, False), ("override_age_fence", OVERRIDE, True)],
 )
-def test_every_action_leaves_who_did_it_and_why_in_the_trail(action, permission, quarantined):
+def test_action_records_the_user_and_the_reason_in_the_trail(action, permission, quarantined):
     row = a_message(State.DEAD, quarantined=quarantined)
 
     act(somebody(VIEW, permission), action, row, confirmed="yes", reason="the ledger says so")
@@ -455,16 +455,16 @@ def test_every_action_leaves_who_did_it_and_why_in_the_trail(action, permission,
     assert action == "retry" or "the ledger says so" in entry.reason
 
 
-class TestThePastOfTheAgeFence:
+class TestOverrideOfTheMaximumAge:
     """What was refused as too old is run by an explicit decision only."""
 
-    def test_is_offered_for_nothing_else_and_nothing_else_for_it(self):
+    def test_override_is_offered_for_quarantined_messages_only_and_replaces_retry(self):
         client = somebody(VIEW, RETRY, SKIP, OVERRIDE)
 
         assert actions_on_its_page(client, a_message(quarantined=True)) == {"skip", "override_age_fence"}
         assert actions_on_its_page(client, a_message()) == {"retry", "skip"}
 
-    def test_is_not_reached_by_a_plain_retry(self):
+    def test_retry_does_not_run_a_quarantined_message(self):
         row = a_message(quarantined=True)
 
         ((level, words),) = said(act(somebody(VIEW, RETRY, SKIP), "retry", row))
@@ -474,7 +474,7 @@ class TestThePastOfTheAgeFence:
         assert state_of(row) == State.DEAD
 
     @pytest.mark.parametrize("others", [[], [RETRY, SKIP]])
-    def test_has_a_permission_of_its_own(self, others):
+    def test_override_requires_its_own_permission(self, others):
         row = a_message(quarantined=True)
         client = somebody(VIEW, *others)
 
@@ -483,7 +483,7 @@ class TestThePastOfTheAgeFence:
 
         assert state_of(row) == State.DEAD
 
-    def test_asks_first_and_says_what_may_happen(self):
+    def test_override_asks_for_a_reason_and_warns_of_a_second_effect(self):
         row = a_message(quarantined=True)
         client = somebody(VIEW, OVERRIDE)
 
@@ -495,7 +495,7 @@ class TestThePastOfTheAgeFence:
         assert 'class="errorlist"' in again
         assert state_of(row) == State.DEAD
 
-    def test_runs_them_and_writes_down_who_knew_what(self):
+    def test_override_makes_a_quarantined_message_due_and_logs_the_reason(self):
         held, ordinary = a_message(quarantined=True), a_message()
 
         response = act(
@@ -510,7 +510,7 @@ class TestThePastOfTheAgeFence:
         assert not InboxMessage.objects.get(pk=held.pk).quarantined
         assert LogEntry.objects.get().change_message == "Due past the age fence now: not in the books of May"
 
-    def test_twice_does_it_once(self):
+    def test_override_submitted_twice_takes_effect_once(self):
         row = a_message(quarantined=True)
         client = somebody(VIEW, OVERRIDE)
         decide = {"confirmed": "yes", "reason": "the books"}
@@ -522,7 +522,7 @@ class TestThePastOfTheAgeFence:
 
 
 @pytest.mark.parametrize("file", ["confirm.html", "message.html", "messages.html", "admin.css"])
-def test_both_apps_look_the_same(file):
+def test_admin_templates_and_styles_of_both_apps_are_identical(file):
     """Each can be installed without the other, so each has its own copy."""
     place = "static/{0}" if file.endswith(".css") else "templates/{0}/admin"
     outbox, inbox = (ROOT / app / place.format(app) / file for app in ("outbox", "inbox"))

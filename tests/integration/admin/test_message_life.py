@@ -56,7 +56,7 @@ def words(page):
     return " ".join(page.text.split())
 
 
-def test_is_told_in_the_order_of_time_with_who_and_why():
+def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
     row, _ = a_life()
 
     text = words(Page(somebody(VIEW, VIEW_INBOX).get(reverse(DETAIL, args=[row.pk]))))
@@ -69,7 +69,7 @@ def test_is_told_in_the_order_of_time_with_who_and_why():
         assert expected in told
 
 
-def test_is_the_same_on_the_inbox_page_and_each_leads_to_the_other():
+def test_inbox_page_shows_the_same_history_and_the_two_pages_link_to_each_other():
     row, received = a_life()
     client = somebody(VIEW, VIEW_INBOX)
 
@@ -82,7 +82,7 @@ def test_is_the_same_on_the_inbox_page_and_each_leads_to_the_other():
 
 
 @pytest.mark.parametrize("half", ["outbox", "inbox"])
-def test_says_what_is_hidden_from_those_who_may_see_one_half(half):
+def test_history_hides_the_app_that_the_user_may_not_view_and_says_so(half):
     row, received = a_life()
     page = reverse(DETAIL, args=[row.pk])
     if half == "inbox":
@@ -96,7 +96,7 @@ def test_says_what_is_hidden_from_those_who_may_see_one_half(half):
     assert "What happened to it elsewhere is shown to those who may view" in text
 
 
-def test_makes_no_element_of_what_it_tells():
+def test_history_text_adds_no_element():
     shapes = []
     for text in ("harm/less", NASTY):  # as often broken into lines
         row, _ = a_life(reason=text, process=text)

@@ -90,8 +90,8 @@ def failing(message):
     raise LookupError("no such order")
 
 
-class TestWhatItIsTold:
-    def test_a_message_that_was_published(self, told):
+class TestCallbackMessage:
+    def test_callback_receives_a_published_message_once(self, told):
         heard = told()
 
         message = published(payload={"order_id": 17}, biz_id="order-17", key="customer-3", headers={"tenant": "acme"})
@@ -108,7 +108,7 @@ class TestWhatItIsTold:
         assert (said.created_at, said.settled_at) == (row.created_at, row.settled_at)
         assert not PendingCallback.objects.exists()
 
-    def test_a_message_that_is_dead_each_time_it_dies(self, told, peer):
+    def test_callback_receives_a_dead_message_each_time_it_dies(self, told, peer):
         heard, others = told(on=on_dead), told()
         message = dying(peer)
         relay()
@@ -121,7 +121,7 @@ class TestWhatItIsTold:
         assert heard[0].headers == heard[1].headers == {}
         assert not others
 
-    def test_the_reason_of_a_death_that_an_operator_has_undone_meanwhile(self, told, peer):
+    def test_callback_receives_the_dead_letter_error_also_after_a_requeue(self, told, peer):
         heard = told(lambda message: 1 / 0 if message.call == 1 else None, on=on_dead)
         message = dying(peer)
         relay()
@@ -135,7 +135,7 @@ class TestWhatItIsTold:
         assert [(said.event, said.call, said.state) for said in heard] == [("dead", 1, "dead"), ("dead", 2, "published")]
         assert "nack" in heard[1].error
 
-    def test_only_its_topics(self, told):
+    def test_callback_receives_only_messages_of_its_topic(self, told):
         first, second = told(topic="a"), told(topic="b")
 
         for topic in "aabx":
@@ -148,7 +148,7 @@ class TestWhatItIsTold:
         ("content_type", "body", "payload"),
         [("application/json", b"[[1], {}, {}]", [[1], {}, {}]), ("application/x-python-serialize", b"\x80", b"\x80")],
     )
-    def test_a_celery_task(self, told, content_type, body, payload):
+    def test_callback_receives_the_payload_of_a_celery_task(self, told, content_type, body, payload):
         heard = told(topic="celery.shop.charge")
         message = published("celery.shop.charge")
         wire = Wire("", "direct", "celery", content_type, "utf-8", None, {"task": "shop.charge"}, {})
@@ -159,8 +159,8 @@ class TestWhatItIsTold:
         assert [said.payload for said in heard] == [payload]
 
 
-class TestItsEffect:
-    def test_commits_with_the_fact_that_it_was_told(self, told):
+class TestCallbackEffect:
+    def test_callback_effect_is_committed_and_the_pending_callback_deleted(self, told):
         told(lambda message: Effect.objects.create(name=message.biz_id))
         published(biz_id="order-17")
 
@@ -169,7 +169,7 @@ class TestItsEffect:
         assert effects() == ["order-17"]
         assert not PendingCallback.objects.exists()
 
-    def test_of_async_code_too(self, told):
+    def test_async_callback_effect_is_committed(self, told):
         async def create(message):
             await Effect.objects.acreate(name=message.biz_id)
 
@@ -182,7 +182,7 @@ class TestItsEffect:
 
         assert effects() == ["order-17"]
 
-    def test_is_undone_when_it_fails_and_it_is_called_again(self, told, caplog):
+    def test_failed_callback_is_rolled_back_logged_and_called_again(self, told, caplog):
         heard = told(lambda message: failing(message) if message.call == 1 else Effect.objects.create(name="done"))
         unharmed = told()
         published()
@@ -200,7 +200,7 @@ class TestItsEffect:
         assert not PendingCallback.objects.exists()
 
     @pytest.mark.parametrize("attempts", [MAX_ATTEMPTS - 1, 100])
-    def test_that_never_comes_is_an_error_and_is_tried_for_ever(self, told, caplog, attempts):
+    def test_callback_that_keeps_failing_is_logged_as_an_error_and_retried_without_limit(self, told, caplog, attempts):
         told(failing)
         published()
         relay()
@@ -217,7 +217,7 @@ class TestItsEffect:
         )
         assert rested.exists()
 
-    def test_is_not_lost_when_it_swallows_an_error_of_the_database(self, told):
+    def test_callback_that_swallows_a_database_error_is_called_again(self, told):
         def swallowing(message):
             Effect.objects.create(name=f"call {message.call}")
             if message.call == 1:
@@ -238,7 +238,7 @@ class TestItsEffect:
         relay()
         assert effects() == ["call 2"]
 
-    def test_comes_soon_after_a_deadlock(self, told):
+    def test_callback_is_called_again_soon_after_a_deadlock(self, told):
         class Deadlock(OperationalError):
             sqlstate = "40P01"
 
@@ -252,7 +252,7 @@ class TestItsEffect:
 
         assert PendingCallback.objects.filter(available_at__lte=DatabaseTime(timedelta(seconds=2))).exists()
 
-    def test_a_callback_that_would_end_the_process_has_failed(self, told):
+    def test_callback_that_calls_sys_exit_has_failed(self, told):
         told(lambda message: sys.exit(message.call) if message.call == 1 else None)
         published()
 
@@ -261,7 +261,7 @@ class TestItsEffect:
         assert pending().last_error == "SystemExit: 1"
 
 
-class TestWhoCalls:
+class TestCallbackClaim:
     def claim(self, lease=timedelta(minutes=1)):
         return store.claim_calls("default", 10, lease)
 
@@ -273,14 +273,14 @@ class TestWhoCalls:
             relay()
         return pending()
 
-    def test_one_of_several(self, told):
+    def test_callback_is_claimed_by_one_of_several_relays(self, told):
         told()
         self.settled()
 
         assert [call.number for call in self.claim()] == [1]
         assert self.claim() == []
 
-    def test_another_when_the_first_has_died_and_the_first_not_any_more(self, told):
+    def test_relay_whose_claim_was_taken_over_calls_nothing(self, told):
         heard = told()
         self.settled()
         [dead] = self.claim()
@@ -297,7 +297,7 @@ class TestWhoCalls:
         assert not PendingCallback.objects.exists()
 
     @pytest.mark.django_db(transaction=True)
-    def test_nobody_else_while_it_runs_however_long(self, told):
+    def test_running_callback_cannot_be_claimed_called_or_discarded(self, told):
         if connection.vendor == "sqlite":
             pytest.skip("the callback's transaction is the only one that writes")
         told()
@@ -315,7 +315,7 @@ class TestWhoCalls:
 
         assert sorted(found, key=str) == [False, False, []]
 
-    def test_nobody_who_does_not_know_it(self, told, caplog):
+    def test_callback_unknown_to_this_process_is_left_and_logged(self, told, caplog):
         heard = told(name="tests.renamed")
         self.settled()
         registry.remove("tests.renamed")
@@ -327,7 +327,7 @@ class TestWhoCalls:
         assert pending().attempts == 0
         assert "1 pending callbacks are of a name that this process does not know" in caplog.text
 
-    def test_an_operator_has_it_called_now_or_never(self, told):
+    def test_operator_can_call_a_callback_now_or_discard_it(self, told):
         heard = told(failing)
         published()
         relay()
@@ -340,7 +340,7 @@ class TestWhoCalls:
         assert not store.call_now("default", 4711)
 
 
-def test_where_there_are_no_callbacks_nothing_is_written_or_asked():
+def test_relay_without_callbacks_does_not_touch_the_table_of_pending_callbacks():
     published()
 
     with CaptureQueriesContext(connection) as asked:
@@ -350,7 +350,7 @@ def test_where_there_are_no_callbacks_nothing_is_written_or_asked():
     assert not [query for query in asked if PendingCallback._meta.db_table in query["sql"]]
 
 
-def test_a_batch_costs_one_statement(told):
+def test_pending_callbacks_of_a_batch_are_inserted_in_one_statement(told):
     told()
     told(on=on_dead)
     for _ in range(5):
@@ -362,7 +362,7 @@ def test_a_batch_costs_one_statement(told):
     assert len([query for query in asked if query["sql"].startswith(f"INSERT INTO {PendingCallback._meta.db_table}")]) == 1
 
 
-def test_a_message_is_kept_until_its_callback_was_told(told):
+def test_purge_keeps_a_message_until_its_callback_has_returned(told):
     told(failing, topic="kept")
     kept, gone = published("kept"), published("gone")
     relay()
@@ -377,7 +377,7 @@ def test_a_message_is_kept_until_its_callback_was_told(told):
     assert gone.id != kept.id
 
 
-def test_a_message_that_is_settled_anew_while_it_is_purged_is_kept(told):
+def test_purge_keeps_a_message_that_is_settled_again_during_the_purge(told):
     message = published()
     set_columns(message, state=State.CANCELLED, settled_at=DatabaseTime(timedelta(days=-30)))
     told(failing)
@@ -394,7 +394,7 @@ def test_a_message_that_is_settled_anew_while_it_is_purged_is_kept(told):
     assert pending().message.message_id == message.id
 
 
-def test_the_status_tells_what_is_untold(told):
+def test_status_counts_pending_failing_and_unknown_callbacks(told):
     told(failing)
     told(failing, name="tests.removed")
     published()

@@ -50,7 +50,7 @@ def sent(peer):
     return found
 
 
-def test_in_one_transaction_with_a_key_a_delay_and_an_expiry(peer):
+def test_messages_of_one_key_with_delay_and_expiry_are_cancelled_rescheduled_and_restored(peer):
     with transaction.atomic():
         head, put_off, third, gone, last = (publish(TOPIC, {}, key="k", strict_order=True, **IN_TIME) for _ in range(5))
         with suppress(ZeroDivisionError), transaction.atomic():
@@ -77,7 +77,7 @@ def test_in_one_transaction_with_a_key_a_delay_and_an_expiry(peer):
 
 
 @pytest.mark.usefixtures("_checked")
-def test_prepared_with_a_priority_a_delay_and_an_expiry(peer):
+def test_prepared_messages_with_priority_delay_and_expiry_are_sent_by_priority(peer):
     published(biz_id="plain", delay=2 * HOUR)
     lower, higher, gone, undone, open_ = (
         prepare(TOPIC, {}, biz_id=str(priority), priority=priority, **IN_TIME) for priority in (4, 5, 6, 7, 8)
@@ -102,7 +102,7 @@ def test_prepared_with_a_priority_a_delay_and_an_expiry(peer):
 
 
 @pytest.mark.usefixtures("_checked")
-def test_prepared_with_a_key_and_a_delay_takes_its_place_in_the_order(peer):
+def test_prepared_message_with_a_key_and_a_delay_takes_its_place_in_the_order(peer):
     half = prepare(TOPIC, {}, key="k", **IN_TIME)
     later = published(key="k", delay=2 * HOUR)
     half.commit()

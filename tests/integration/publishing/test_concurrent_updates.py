@@ -29,7 +29,7 @@ def count(counter):
     return int(counter.detail)
 
 
-def test_a_locked_row_is_changed_by_one_after_the_other(handles, counter):
+def test_concurrent_handlers_that_lock_a_row_lose_no_update(handles, counter):
     def increase(message):
         row = Effect.objects.select_for_update().get(pk=counter.pk)
         row.detail = str(int(row.detail) + 1)
@@ -42,7 +42,7 @@ def test_a_locked_row_is_changed_by_one_after_the_other(handles, counter):
     assert count(counter) == MANY
 
 
-def test_a_stale_version_is_put_off_without_an_attempt(handles, counter):
+def test_handler_with_a_stale_version_is_deferred_without_counting_an_attempt(handles, counter):
     read = threading.Event()
 
     def increase(message):
@@ -69,7 +69,7 @@ def test_a_stale_version_is_put_off_without_an_attempt(handles, counter):
     assert count(counter) == 42
 
 
-def test_a_deadlock_is_run_again_at_once_and_is_no_attempt(handles):
+def test_deadlocked_handler_is_run_again_at_once_without_counting_an_attempt(handles):
     rows = [Effect.objects.create(name=name, detail="0") for name in ("first", "second")]
     both_have_one = threading.Barrier(2)
     waited = set()

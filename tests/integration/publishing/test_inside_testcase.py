@@ -20,16 +20,16 @@ pytestmark = pytest.mark.every_database
 TOPIC = "tests.inside_a_test_case"
 
 
-class TestInsideATestCase(TestCase):
+class TestOutboxInsideTestCase(TestCase):
     def handle_by(self, function):
         idempotent_handler(TOPIC, name="tests.inside_a_test_case")(function)
         self.addCleanup(registry.remove, "tests.inside_a_test_case")
 
-    def test_a_missing_transaction_fails_in_the_test_and_not_only_in_production(self):
+    def test_publish_without_atomic_is_refused_inside_a_testcase(self):
         with pytest.raises(PublishedOutsideTransaction):
             publish(TOPIC, {})
 
-    def test_draining_runs_the_handlers(self):
+    def test_drain_runs_the_handlers_inside_a_testcase(self):
         self.handle_by(lambda message: Effect.objects.create(name=message.payload["name"]))
         with transaction.atomic():
             publish(TOPIC, {"name": "seen"})
@@ -40,7 +40,7 @@ class TestInsideATestCase(TestCase):
         assert InboxMessage.objects.get().state == InboxState.DONE
         assert OutboxMessage.objects.get().state == State.PUBLISHED
 
-    def test_a_failing_handler_leaves_no_effect_and_the_test_goes_on(self):
+    def test_failing_handler_leaves_no_effect_and_the_testcase_continues(self):
         def fail(message):
             Effect.objects.create(name="half")
             raise ValueError("no")
@@ -54,7 +54,7 @@ class TestInsideATestCase(TestCase):
         assert not Effect.objects.exists()
         assert InboxMessage.objects.get().state == InboxState.RETRYING
 
-    def test_the_tests_own_transaction_keeps_its_timeouts(self):
+    def test_drain_leaves_the_timeouts_of_the_testcase_transaction_unchanged(self):
         if connection.vendor != "postgresql":
             return
         with transaction.atomic():

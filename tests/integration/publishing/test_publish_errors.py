@@ -125,7 +125,7 @@ BAD = {
 
 @pytest.mark.parametrize(("arguments", "words"), BAD.values(), ids=BAD)
 @pytest.mark.parametrize("way", ["publish", "publish_many"])
-def test_a_bad_value_is_refused_by_name(way, arguments, words):
+def test_invalid_value_is_refused_with_its_name_and_value(way, arguments, words):
     arguments = {"topic": TOPIC, "payload": {}, **arguments}
     with transaction.atomic():
         with pytest.raises(InvalidMessage) as refused:
@@ -138,7 +138,7 @@ def test_a_bad_value_is_refused_by_name(way, arguments, words):
         assert not OutboxMessage.objects.exists(), "the transaction is still good, and nothing was written"
 
 
-def test_an_unknown_argument_is_refused():
+def test_unknown_argument_is_refused():
     with transaction.atomic():
         with pytest.raises(TypeError, match="prioritiy"):
             publish(TOPIC, {}, prioritiy=3)
@@ -148,12 +148,12 @@ def test_an_unknown_argument_is_refused():
     assert not OutboxMessage.objects.exists()
 
 
-def test_options_are_given_by_name():
+def test_publish_options_are_keyword_only():
     with transaction.atomic(), pytest.raises(TypeError):
         publish(TOPIC, {}, "order-17")
 
 
-def test_a_body_over_the_limit_is_refused_with_both_sizes(settings):
+def test_body_over_the_limit_is_refused_with_both_sizes(settings):
     settings.OUTBOX = {"BODY_LIMIT_BYTES": 1_000}
 
     assert published(payload="x" * 998).created
@@ -164,7 +164,7 @@ def test_a_body_over_the_limit_is_refused_with_both_sizes(settings):
     assert OutboxMessage.objects.count() == 1
 
 
-def test_every_refusal_is_an_error_of_ours():
+def test_publish_errors_are_outbox_errors_and_value_errors():
     assert issubclass(PayloadTooLarge, InvalidMessage)
     assert issubclass(InvalidMessage, OutboxError)
     assert issubclass(InvalidMessage, ValueError)
@@ -188,7 +188,7 @@ def test_every_refusal_is_an_error_of_ours():
     ],
     ids="-".join,
 )
-def test_the_limits_themselves_are_fine(arguments):
+def test_values_at_their_limits_are_stored(arguments):
     assert published(**{"topic": TOPIC, **arguments}).created
 
 
@@ -201,7 +201,7 @@ anything = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=anything, headers=anything, topic=st.text(max_size=5), key=st.text(max_size=5) | anything)
-def test_whatever_is_passed_is_either_stored_as_it_is_or_refused_as_invalid(payload, headers, topic, key):
+def test_any_arguments_are_either_stored_as_given_or_refused_as_invalid(payload, headers, topic, key):
     try:
         message = published(topic, payload if payload is not None else {}, headers=headers, key=key)
     except InvalidMessage:

@@ -14,19 +14,19 @@ from tests.support.apps.effects.models import Effect
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 
-def test_the_engine_is_the_one_asked_for(pytestconfig):
+def test_database_engine_is_the_one_given_by_the_db_option(pytestconfig):
     wanted = {"postgres": "postgresql", "sqlite": "sqlite"}[pytestconfig.getoption("--db")]
 
     assert {connections[alias].vendor for alias in connections} == {wanted}
 
 
-def test_the_two_databases_are_two():
+def test_default_and_other_are_separate_databases():
     Effect.objects.using("other").create(name="elsewhere")
 
     assert not Effect.objects.exists()
 
 
-def test_a_thread_sees_what_was_committed():
+def test_thread_sees_committed_rows():
     Effect.objects.create(name="seen")
     seen = []
 
@@ -41,7 +41,7 @@ def test_a_thread_sees_what_was_committed():
     assert seen == ["seen"]
 
 
-def test_a_process_sees_what_was_committed_and_is_seen(process_environment):
+def test_process_sees_committed_rows_and_its_own_commits_are_seen(process_environment):
     Effect.objects.create(name="ours")
     program = (
         "import django; django.setup();"
@@ -54,7 +54,7 @@ def test_a_process_sees_what_was_committed_and_is_seen(process_environment):
     assert Effect.objects.get(name="theirs").detail == "ours"
 
 
-def test_a_write_ahead_log_and_immediate_transactions_on_sqlite():
+def test_sqlite_settings_give_a_write_ahead_log_and_immediate_transactions():
     if connection.vendor != "sqlite":
         return
     with transaction.atomic(), connection.cursor() as cursor:

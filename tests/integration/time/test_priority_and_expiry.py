@@ -90,7 +90,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_priority_is_kept(peer, transport, way):
+def test_priority_is_kept_on_every_way_back_to_ready(peer, transport, way):
     delay, go = WAYS[way]
     published(biz_id="plain")
     published(biz_id="lower", priority=4)
@@ -105,14 +105,14 @@ def test_a_priority_is_kept(peer, transport, way):
     assert row_of(urgent).priority == 5
 
 
-def test_a_priority_is_refused_together_with_a_key():
+def test_draft_with_a_priority_and_a_key_is_refused():
     with transaction.atomic(), pytest.raises(InvalidMessage, match="exclude each other"):
         publish_many([Draft("t", {}), Draft("t", {}, key="k", priority=1)])
 
     assert not OutboxMessage.objects.exists()
 
 
-class TestWhatHasExpired:
+class TestExpiredMessage:
     """It is not sent any more, and its state, the signal and the log say so."""
 
     @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ class TestWhatHasExpired:
         logged = [record.getMessage() for record in caplog.get_records("call")]
         assert f"1 messages of {gone.topic} have expired before they could be published." in logged
 
-    def test_when_it_becomes_due_late(self, peer):
+    def test_expired_message_is_not_sent_when_it_becomes_due_late(self, peer):
         gone, alive = (published(biz_id=biz_id, delay=HOUR, expires_in=HOUR) for biz_id in ("gone", "alive"))
         set_columns(gone, available_at=DatabaseTime(-2 * HOUR), expires_at=DatabaseTime(-HOUR))
         set_columns(alive, available_at=DatabaseTime(-HOUR / 2), expires_at=DatabaseTime(HOUR / 2))
@@ -136,7 +136,7 @@ class TestWhatHasExpired:
 
         assert ids(peer.published) == [str(alive.id)]
 
-    def test_in_an_outage_of_the_broker_that_may_have_it(self, peer, transport):
+    def test_message_that_expires_during_a_broker_outage_is_not_sent_again(self, peer, transport):
         gone = published(biz_id="gone", expires_in=HOUR)
         peer.script = lambda message: [peer.drop]
         one_pass(transport)
@@ -149,7 +149,7 @@ class TestWhatHasExpired:
 
         assert peer.published == []
 
-    def test_in_a_batch_while_the_one_before_it_was_answered(self, peer, transport, monkeypatch):
+    def test_message_that_expires_while_its_predecessor_awaits_a_confirm_is_not_sent(self, peer, transport, monkeypatch):
         _, gone, last = (
             published(biz_id=biz_id, key="k", expires_in=20 * MINUTE if biz_id == "gone" else None)
             for biz_id in ("head", "gone", "last")
@@ -166,7 +166,7 @@ class TestWhatHasExpired:
         one_pass(transport)
         assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == ["head", "last"]
 
-    def test_between_two_attempts_and_holds_up_its_key_no_longer(self, peer, transport):
+    def test_message_that_expires_between_attempts_is_not_sent_and_releases_its_key(self, peer, transport):
         gone = published(biz_id="gone", key="k", expires_in=20 * MINUTE)
         last = published(biz_id="last", key="k")
         peer.script = lambda message: [partial(peer.nack, message)]
@@ -182,7 +182,7 @@ class TestWhatHasExpired:
         assert ids(peer.published) == [str(last.id)]
 
 
-def test_a_retry_of_what_does_not_expire_is_when_it_was(peer, transport):
+def test_retry_delay_of_a_message_without_expiry_is_not_shortened(peer, transport):
     message = published()
     peer.script = lambda message: [partial(peer.nack, message)]
 

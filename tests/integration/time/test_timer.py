@@ -69,7 +69,7 @@ def assert_each_once_and_none_early(messages):
 
 
 class TestScheduledMessages:
-    def test_become_ready_at_their_time_and_ring(self):
+    def test_scheduled_messages_become_ready_at_their_time_and_wake_the_relay(self):
         rung = threading.Event()
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 10) for n in range(1, 20)]
@@ -79,20 +79,20 @@ class TestScheduledMessages:
         assert rung.is_set()
         assert_each_once_and_none_early(messages)
 
-    def test_of_before_its_start_become_ready_at_once(self):
+    def test_message_overdue_when_the_timer_starts_becomes_ready_at_once(self):
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime(-HOUR))
         with turning(a_timer()):
             eventually(lambda: is_ready(message))
 
-    def test_for_later_than_the_wheel_goes_round_wait_their_rounds(self):
+    def test_message_due_after_several_revolutions_of_the_wheel_is_not_early(self):
         message = published(delay=timedelta(seconds=1))
         with turning(a_timer(WHEEL_SLOTS=4, WHEEL_TICK=timedelta(milliseconds=20))):
             eventually(lambda: is_ready(message))
 
         assert_each_once_and_none_early([message])
 
-    def test_that_are_written_while_it_turns_are_caught_up_with_when_somebody_rings(self):
+    def test_message_written_while_the_timer_runs_is_read_by_the_next_catch_up(self):
         timer = a_timer()
         timer._turn()
         message = published(delay=SOON)
@@ -102,7 +102,7 @@ class TestScheduledMessages:
         eventually(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
 
-    def test_are_found_by_the_next_sweep_when_nobody_rings(self):
+    def test_message_rescheduled_without_a_wake_up_is_found_by_the_next_sweep(self):
         timer = a_timer()
         first = published(delay=HOUR)
         timer._turn()
@@ -110,7 +110,7 @@ class TestScheduledMessages:
 
         eventually(lambda: timer._turn() is not None and is_ready(first))
 
-    def test_that_are_cancelled_or_put_off_meanwhile_stay_so(self):
+    def test_message_cancelled_or_rescheduled_after_it_was_read_is_not_made_ready(self):
         timer = a_timer()
         cancelled, put_off, put_forward, left = messages = [published(delay=10 * SOON) for _ in range(4)]
         timer._table.take([Upcoming(message.position, TOPIC, "", 3.0) for message in messages], monotonic())
@@ -123,7 +123,7 @@ class TestScheduledMessages:
         assert state_of(cancelled) == State.CANCELLED
         assert state_of(put_off) == State.SCHEDULED
 
-    def test_survive_that_the_wheel_is_thrown_away(self):
+    def test_scheduled_messages_become_ready_once_when_the_wheel_is_discarded(self):
         timer = a_timer()
         messages = [published(delay=n * SOON) for n in range(1, 5)]
         while scheduled().exists():
@@ -132,7 +132,7 @@ class TestScheduledMessages:
 
         assert_each_once_and_none_early(messages)
 
-    def test_wait_for_a_database_clock_that_stepped_back_and_are_not_early(self):
+    def test_message_is_not_early_when_the_database_clock_steps_back(self):
         timer = a_timer()
         message = published(delay=SOON)
         timer._table.take([Upcoming(message.position, TOPIC, "", 0.0)], monotonic())  # by its own clock it is due
@@ -140,7 +140,7 @@ class TestScheduledMessages:
         eventually(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
 
-    def test_are_not_late_when_the_databases_clock_leaps_ahead(self):
+    def test_message_is_not_late_when_the_database_clock_jumps_ahead(self):
         timer = a_timer()
         message = published(delay=HOUR)
         timer._table.take([Upcoming(message.position, TOPIC, "", 3600.0)], monotonic())
@@ -152,7 +152,7 @@ class TestScheduledMessages:
 
 
 class TestSeveralTimers:
-    def test_make_each_message_ready_once(self, monkeypatch):
+    def test_several_timers_make_each_message_ready_once(self, monkeypatch):
         """Both turn, as when one was frozen and has lost its lease without knowing."""
         monkeypatch.setattr(module.store, "claims_by_locks", lambda alias: False)
         with transaction.atomic():
@@ -162,7 +162,7 @@ class TestSeveralTimers:
 
         assert_each_once_and_none_early(messages)
 
-    def test_take_turns_by_a_lease(self, monkeypatch):
+    def test_timer_takes_over_when_the_lease_of_the_other_expires(self, monkeypatch):
         if connection.vendor != "postgresql":
             pytest.skip("one relay is at work on SQLite")
         monkeypatch.setattr(module, "_LEASE", HOUR)
@@ -181,7 +181,7 @@ class TestSeveralTimers:
         first._turn()
         assert not first._holds
 
-    def test_hand_over_at_once_when_one_ends(self):
+    def test_timer_starts_at_once_after_another_has_ended(self):
         with turning(a_timer()):
             pass
         message = published(delay=timedelta(seconds=0.05))
@@ -189,8 +189,8 @@ class TestSeveralTimers:
             eventually(lambda: is_ready(message))
 
 
-class TestABurst:
-    def test_is_fair_between_topics_and_leaves_room(self):
+class TestBurst:
+    def test_burst_is_fair_between_topics_and_limited_to_the_room_of_eight_passes(self):
         timer = a_timer(BATCH_SIZE=30)
         with transaction.atomic():
             publish_many(Draft("shop.large", {}, delay=HOUR) for _ in range(1_000))
@@ -214,7 +214,7 @@ class TestABurst:
             timer._turn()
         assert ready.count() == 8 * 30
 
-    def test_of_one_topic_is_read_to_its_end(self, monkeypatch):
+    def test_burst_longer_than_one_read_of_its_topic_is_read_to_its_end(self, monkeypatch):
         monkeypatch.setattr("outbox.relay.timetable.OF_A_TOPIC", 50)
         monkeypatch.setattr(module, "OF_A_TOPIC", 50)
         timer = a_timer(BATCH_SIZE=200)
@@ -227,7 +227,7 @@ class TestABurst:
 
         assert_each_once_and_none_early(messages)
 
-    def test_goes_on_past_a_row_that_somebody_has_locked(self):
+    def test_burst_continues_past_a_locked_row(self):
         if connection.vendor != "postgresql":
             pytest.skip("SQLite locks no rows")
         locked, *others = [published(delay=timedelta(seconds=0.05)) for _ in range(20)]
