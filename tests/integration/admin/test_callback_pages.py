@@ -1,4 +1,4 @@
-"""Pending callbacks in the admin: who is still to be told what, why it failed, called now or discarded."""
+"""Pending callbacks in the admin: the list with the last errors, calling one now, discarding it."""
 
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ HOUR = timedelta(hours=1)
 on_the_list = partial(act, page=CALLBACKS)
 
 
-def pending(callback="shop.callbacks.told", due_in=HOUR, event="published", message=None, **columns):
+def pending(callback="shop.callbacks.order_published", due_in=HOUR, event="published", message=None, **columns):
     message = message or a_message(State(event), settled_at=utcnow())
     return PendingCallback.objects.create(
         message=message,
@@ -44,7 +44,7 @@ class TestCallbackList:
         text = self.page().text
 
         assert listed(somebody(VIEW_CALLBACKS), CALLBACKS) == [soon.pk, later.pk]
-        for expected in ("shop.callbacks.told", "Published", "Dead", "in 2 d", "no answer", "order-0"):
+        for expected in ("shop.callbacks.order_published", "Published", "Dead", "in 2 d", "no answer", "order-0"):
             assert expected in text
         assert "and more" not in text
 
@@ -60,11 +60,11 @@ class TestCallbackList:
         assert set(listed(somebody(VIEW_CALLBACKS), CALLBACKS, trouble="?")) == {unknown.pk, known.pk}
 
     def test_search_finds_a_callback_by_its_name_message_id_or_biz_id(self):
-        row, _ = pending("a.told"), pending("b.told")
+        row, _ = pending("a.callback"), pending("b.callback")
         client = somebody(VIEW_CALLBACKS)
         message = row.message
 
-        for term in ("a.told", str(message.message_id), message.biz_id):
+        for term in ("a.callback", str(message.message_id), message.biz_id):
             assert listed(client, CALLBACKS, q=term) == [row.pk]
         for odd in ("%", NASTY, "\x01", "x" * 10_000):
             assert listed(client, CALLBACKS, q=odd) == []
@@ -103,7 +103,7 @@ def test_message_page_lists_its_pending_callbacks():
     text = " ".join(Page(client.get(reverse(DETAIL, args=[row.message.pk]))).text.split())
     row.delete()
 
-    assert "shop.callbacks.told (published), 2 calls so far, due in" in text
+    assert "shop.callbacks.order_published (published), 2 calls so far, due in" in text
     assert "no answer" in text
     assert "Callbacks" not in Page(client.get(reverse(DETAIL, args=[row.message_id]))).text
 
@@ -116,7 +116,7 @@ def test_call_now_makes_a_callback_due_and_is_logged():
     row.refresh_from_db()
     assert row.available_at <= utcnow()
     assert response.url == reverse(CALLBACK, args=[row.pk])
-    assert said(response)[0][1].startswith("Callback shop.callbacks.told of message ")
+    assert said(response)[0][1].startswith("Callback shop.callbacks.order_published of message ")
     assert LogEntry.objects.get().change_message == "To be called now."
 
 

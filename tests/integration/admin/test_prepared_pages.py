@@ -1,4 +1,4 @@
-"""Prepared messages in the admin: what waits for a decision, and the decisions of a person."""
+"""Prepared messages in the admin: the list of undecided messages and the operator's decisions."""
 
 from datetime import timedelta
 from functools import partial
@@ -83,7 +83,7 @@ class TestPreparedList:
         assert "No checker here" not in text
 
     def test_list_says_when_no_checker_is_registered(self):
-        undecided(topic="nobody.knows")
+        undecided(topic="bank.without_a_checker")
 
         assert "No checker here" in self.page().text
 
@@ -175,7 +175,7 @@ class TestPreparedMessagePage:
         [
             (State.STUCK, CHECKED, "could not say whether its business has happened"),
             (State.PREPARED, CHECKED, "It has answered “unknown” 4 of "),
-            (State.PREPARED, "nobody.knows", "No checker of its topic is registered in this process"),
+            (State.PREPARED, "bank.without_a_checker", "No checker of its topic is registered in this process"),
         ],
     )
     def test_prepared_message_page_says_whether_a_checker_or_a_person_decides(self, state, topic, expected):

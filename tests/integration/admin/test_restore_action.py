@@ -1,4 +1,4 @@
-"""Bringing messages back in the admin: a preview of what becomes of each, with or without the overdue ones."""
+"""The restore action in the admin: a preview for each message, with or without the overdue ones."""
 
 from datetime import timedelta
 
@@ -51,8 +51,8 @@ def test_restore_with_overdue_messages_records_the_user_and_the_reason():
     act(somebody(VIEW, RESTORE), "restore", late, later, confirmed="yes", overdue="on", reason="cancelled by mistake")
 
     assert (state_of(late), state_of(later)) == (State.READY, State.SCHEDULED)
-    told = f"by {User.objects.get().username} in the admin: cancelled by mistake"
-    assert all(told in entry.reason for entry in TrailEntry.objects.all())
+    reason = f"by {User.objects.get().username} in the admin: cancelled by mistake"
+    assert all(reason in entry.reason for entry in TrailEntry.objects.all())
     assert TrailEntry.objects.count() == 2
 
 

@@ -1,4 +1,4 @@
-"""What `manage.py check` says about the inbox."""
+"""The system checks of the inbox."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator types: inbox_status, inbox_retry, inbox_purge."""
+"""The commands of the inbox: inbox_status, inbox_retry, inbox_purge."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dead(handles):
     return make
 
 
-def grow_old():
+def make_every_row_old():
     InboxMessage.objects.update(settled_at=utcnow() - LONG_AGO, received_at=utcnow() - LONG_AGO)
 
 
@@ -207,7 +207,7 @@ class TestPurge:
         for _ in range(3):
             deliver(handler)
         dead()
-        grow_old()
+        make_every_row_old()
         deliver(handler)
 
         assert run("inbox_purge", dry_run=True) == "3 messages would be deleted."
@@ -226,7 +226,7 @@ class TestPurge:
 
     def test_purge_with_a_longer_age_keeps_more(self, handles):
         deliver(handles(the_effect))
-        grow_old()
+        make_every_row_old()
 
         assert run("inbox_purge", older_than_days=float(LONG_AGO.days + 1)) == "0 messages deleted."
         assert run("inbox_purge", older_than_days=float(LONG_AGO.days - 1)) == "1 messages deleted."
@@ -234,7 +234,7 @@ class TestPurge:
     @pytest.mark.parametrize("days", ["nan", "inf", "1e300", "900000", "-1"])
     def test_purge_refuses_an_impossible_age(self, handles, days):
         deliver(handles(the_effect))
-        grow_old()
+        make_every_row_old()
 
         with pytest.raises(CommandError):
             run("inbox_purge", f"--older-than-days={days}")

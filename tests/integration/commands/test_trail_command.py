@@ -1,4 +1,4 @@
-"""`outbox_trail`: the life of one message, both apps joined by its id, told without guessing."""
+"""`outbox_trail` and `inbox_trail`: the history of one message, both apps joined by its id."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def local():
         yield
 
 
-def carry():
+def relay():
     call_command("outbox_relay", drain=True, verbosity=0)
 
 
-def told(*arguments, command="outbox_trail", **options):
+def printed_by_trail(*arguments, command="outbox_trail", **options):
     out = io.StringIO()
     call_command(command, *map(str, arguments), stdout=out, **options)
     return out.getvalue()
@@ -51,13 +51,13 @@ class TestLifeOfAMessage:
         handles(the_effect, name=HANDLER)
         message, _another = published(biz_id="order-1"), published(biz_id="order-2")
 
-        carry()
+        relay()
 
-        told = transitions(message)
+        found = transitions(message)
         # Received and published are one transaction here, and on SQLite one instant.
-        assert told[0] == ("outbox", "", "ready")
-        assert set(told[1:3]) == {(HANDLER, "", "received"), ("outbox", "ready", "published")}
-        assert told[3:] == [(HANDLER, "received", "done")]
+        assert found[0] == ("outbox", "", "ready")
+        assert set(found[1:3]) == {(HANDLER, "", "received"), ("outbox", "ready", "published")}
+        assert found[3:] == [(HANDLER, "received", "done")]
         standings = {standing.where: standing for standing in life_of(str(message.id)).standings}
         assert {where: (one.state, one.attempts) for where, one in standings.items()} == {
             "outbox": ("published", 1),
@@ -102,12 +102,12 @@ class TestLifeOfAMessage:
 
         assert any("may be purged" in words for words in life_of(str(message.id)).unknown)
 
-    @pytest.mark.parametrize(("state", "is_sought"), [("stuck", False), ("rolled_back", False), ("cancelled", True)])
-    def test_life_misses_a_handler_only_when_the_message_may_have_been_sent(self, state, is_sought):
+    @pytest.mark.parametrize(("state", "is_missed"), [("stuck", False), ("rolled_back", False), ("cancelled", True)])
+    def test_life_misses_a_handler_only_when_the_message_may_have_been_sent(self, state, is_missed):
         message = published()
         set_columns(message, state=state)
 
-        assert any("No handler here has it" in words for words in life_of(str(message.id)).unknown) is is_sought
+        assert any("No handler here has it" in words for words in life_of(str(message.id)).unknown) is is_missed
 
     def test_life_shows_an_entry_once_when_two_aliases_name_one_database(self):
         message = published()
@@ -129,9 +129,9 @@ class TestTrailCommand:
         error = "x\x1b[2J" + "too large " * 60
         store.settle("default", Settlement(failed=[Failure(positions=[message.position], error=error, retry_after=None)]))
         call_command("outbox_requeue", str(message.id), verbosity=0)
-        carry()
+        relay()
 
-        printed = told(message.id)
+        printed = printed_by_trail(message.id)
 
         lines = printed.splitlines()
         assert max(map(len, lines)) <= columns
@@ -142,10 +142,10 @@ class TestTrailCommand:
     def test_trail_is_the_same_from_inbox_trail_and_as_json(self, handles):
         handles(the_effect, name=HANDLER)
         message = published(biz_id="order-1")
-        carry()
+        relay()
 
-        assert told(message.id, command="inbox_trail") == told(message.id)
-        read = json.loads(told(message.id, "--json"))
+        assert printed_by_trail(message.id, command="inbox_trail") == printed_by_trail(message.id)
+        read = json.loads(printed_by_trail(message.id, "--json"))
         assert read["message_id"] == str(message.id)
         assert {one["to"] for one in read["life"]} == {"ready", "received", "published", "done"}
         assert [one["state"] for one in read["now"]] == ["published", "done"]
@@ -153,26 +153,28 @@ class TestTrailCommand:
     def test_trail_by_topic_and_biz_id_prints_every_message(self, handles):
         handles(the_effect, name=HANDLER)
         first, second = published(biz_id="order-1"), published(biz_id="order-1")
-        carry()
+        relay()
         assert InboxMessage.objects.count() == 1
 
-        lives = [json.loads(line) for line in told("--topic", TOPIC, "--biz-id", "order-1", "--json").splitlines()]
+        lives = [json.loads(line) for line in printed_by_trail("--topic", TOPIC, "--biz-id", "order-1", "--json").splitlines()]
 
         assert [one["message_id"] for one in lives] == [str(first.id), str(second.id)]
         assert [one["namesakes"] for one in lives] == [[str(second.id)], [str(first.id)]]
-        assert str(first.id) in told(second.id)
+        assert str(first.id) in printed_by_trail(second.id)
 
     def test_trail_of_an_unknown_message_names_the_databases_searched(self):
         unknown = uuid.uuid4()
 
         with pytest.raises(CommandError, match=rf"{unknown}.*the outbox \(default, other\); the inbox \(default, other\)"):
-            told(unknown)
+            printed_by_trail(unknown)
         with pytest.raises(CommandError, match="No row here has topic"):
-            told("--topic", TOPIC, "--biz-id", "nobody")
+            printed_by_trail("--topic", TOPIC, "--biz-id", "nobody")
 
     @pytest.mark.parametrize("given", [[], ["--topic", TOPIC], [uuid.uuid4(), "--topic", TOPIC, "--biz-id", "order-1"]])
     def test_trail_without_exactly_one_selection_is_refused(self, given):
         with pytest.raises(CommandError, match="Say which messages"):
-            told(*given)
+            printed_by_trail(*given)
+
+    def test_trail_in_an_unknown_database_is_refused(self):
         with pytest.raises(CommandError, match="There is no database 'nowhere'"):
-            told("--database", "nowhere")
+            printed_by_trail("--database", "nowhere")
