@@ -43,24 +43,24 @@ def test_concurrent_handlers_that_lock_a_row_lose_no_update(handles, counter):
 
 
 def test_handler_with_a_stale_version_is_deferred_without_counting_an_attempt(handles, counter):
-    read = threading.Event()
+    has_read = threading.Event()
 
     def increase(message):
         before = Effect.objects.get(pk=counter.pk).detail
-        if not read.is_set():
-            read.set()
-            at_once([meddle])
+        if not has_read.is_set():
+            has_read.set()
+            at_once([change_it])
         if not Effect.objects.filter(pk=counter.pk, detail=before).update(detail=str(int(before) + 1)):
-            raise RetryLater(timedelta(seconds=1), "somebody else was faster")
+            raise RetryLater(timedelta(seconds=1), "another transaction was faster")
 
-    def meddle():
+    def change_it():
         Effect.objects.filter(pk=counter.pk).update(detail="41")
 
     handler = handles(increase)
     assert deliver(handler, an_envelope(biz_id="late")) is Received.STORED
     row = the_row(biz_id="late")
     assert (row.state, row.attempts) == (State.RETRYING, 0)
-    assert "somebody else was faster" in row.last_error
+    assert "another transaction was faster" in row.last_error
 
     make_due()
     drain()

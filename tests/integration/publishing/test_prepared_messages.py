@@ -1,4 +1,4 @@
-"""Prepared messages: committed first, decided about once, and never forgotten."""
+"""Prepared messages: committed at once, decided once, checked until they are decided or stuck."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.support.relaying import (
 )
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
-by_several = pytest.mark.django_db(transaction=True)
+several_connections = pytest.mark.django_db(transaction=True)
 
 TOPIC = "bank.transfer"
 HOUR = timedelta(hours=1)
@@ -82,7 +82,7 @@ def trail_of(half):
 
 def stuck(**options):
     half = prepare(TOPIC, {}, **options)
-    set_columns(half, state=State.STUCK, attempts=15, last_error="nobody knows")
+    set_columns(half, state=State.STUCK, attempts=15, last_error="unknown")
     return half
 
 
@@ -113,7 +113,7 @@ class TestPrepare:
 
         assert states() == [State.PREPARED]
 
-    @by_several
+    @several_connections
     def test_prepare_is_refused_on_a_connection_without_autocommit(self):
         connection.set_autocommit(False)
         try:
@@ -256,7 +256,7 @@ class TestDecision:
             drained(peer.url)
             assert ids(peer.published) == ids([last, half])
 
-    @by_several
+    @several_connections
     def test_exactly_one_of_several_concurrent_decisions_takes_effect(self):
         """Each of many messages at the same moment by its code, by its code's opposite, and by a checker or operator."""
         halves = [prepare(TOPIC, {}) for _ in range(10)]
@@ -320,8 +320,10 @@ class TestPrepareBlock:
     def test_prepare_block_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
         with prepare(TOPIC, {}) as half:
             store.commit_prepared("default", row_of(half).pk)
+        assert state_of(half) == State.READY
         with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as half:
             store.roll_back_prepared("default", row_of(half).pk)
+        assert state_of(half) == State.ROLLED_BACK
 
     def test_prepare_block_in_a_failed_transaction_raises_the_original_exception(self):
         half = prepare(TOPIC, {})
@@ -332,13 +334,13 @@ class TestPrepareBlock:
 
 
 def overdue(half, by=timedelta(seconds=1)):
-    """Its check has been due for so long."""
+    """Make the check of `half` due `by` before now."""
     set_columns(half, available_at=DatabaseTime(-by))
     return half
 
 
 def asked(**options):
-    """Ask about everything that is due, once; how many questions that were."""
+    """Run every check that is due, once; return how many ran."""
     (attendant,) = askers("default", OutboxOptions(**{"CHECK_EVERY": HOUR, **options}))
     return attendant.drain(StopRequest())
 
@@ -374,16 +376,16 @@ class TestCheck:
         assert TrailEntry.objects.filter(reason="its checker answered commit").count() == 1
 
     def test_message_without_a_decision_at_the_check_limit_is_stuck_and_sends_the_signal(self, caplog, answers):
-        told = []
+        received = []
         half = prepare(TOPIC, {})
-        with connected_to(signals.message_stuck, lambda message, error, **_: told.append((message.id, error))):
+        with connected_to(signals.message_stuck, lambda message, error, **_: received.append((message.id, error))):
             for checks in range(3):
                 assert (state_of(half), row_of(half).attempts) == (State.PREPARED, checks)
                 overdue(half)
                 asked(CHECK_LIMIT=3)
 
         assert (state_of(half), row_of(half).attempts) == (State.STUCK, 3)
-        assert told == [(half.id, row_of(half).last_error)]
+        assert received == [(half.id, row_of(half).last_error)]
         assert "its checker answered unknown, 3 of 3 times" in caplog.text
         assert trail_of(half) == [(State.PREPARED, State.STUCK)]
         overdue(half)
@@ -411,11 +413,12 @@ class TestCheck:
         answers[:] = [decided_meanwhile]
         same = overdue(prepare(TOPIC, {"decide": "commit"}))
         asked()
-        assert "wrong" not in caplog.text
+        assert "one of those who decided was wrong" not in caplog.text
 
         other = overdue(prepare(TOPIC, {"decide": "rollback"}))
         asked()
         assert f"{other.id} ({TOPIC}, biz-id {other.id}), and it is rolled_back" in caplog.text
+        assert "one of those who decided was wrong" in caplog.text
         assert (state_of(same), state_of(other)) == (State.READY, State.ROLLED_BACK)
 
     def test_answer_to_an_older_check_is_not_counted(self, answers):
@@ -446,13 +449,13 @@ class TestCheck:
             serve("default", drain=True)
             assert ids(peer.published) == [str(half.id)]
 
-    @by_several
+    @several_connections
     def test_check_is_run_by_one_of_several_relays(self, answers):
         asked_about = []
         answers[:] = [lambda message: asked_about.append(message.id) or Answer.COMMIT]
         stop = StopRequest()
-        spans = {"CHECK_AFTER": timedelta(milliseconds=1), "CHECK_EVERY": HOUR}
-        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **spans}):
+        intervals = {"CHECK_AFTER": timedelta(milliseconds=1), "CHECK_EVERY": HOUR}
+        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **intervals}):
             halves = [prepare(TOPIC, {}) for _ in range(12)]
             with in_threads(*(partial(serve, "default", stop=stop) for _ in range(2)), stop=stop):
                 eventually(lambda: states() == [State.PUBLISHED] * len(halves))

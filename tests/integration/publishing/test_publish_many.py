@@ -1,4 +1,4 @@
-"""Many messages are what as many single ones are, in few statements."""
+"""publish_many() writes the same rows as publish(), in few statements."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -48,8 +48,8 @@ def arguments(draft):
     return {name: value for name, value in vars(draft).items() if name not in {"topic", "payload"}}
 
 
-def told(row):
-    """What a row says, apart from what only this one can say: its own id, its place, the time."""
+def comparable(row):
+    """The columns of a row that two rows can share: without its id, its position and its instants."""
     own = str(row.message_id)
     columns = {field.attname: getattr(row, field.attname) for field in row._meta.fields}
     for name in ("id", "message_id", "shard", "created_at", *INSTANTS):
@@ -77,7 +77,7 @@ def test_publish_many_writes_the_same_row_as_publish(draft):
 
     one = row_of(single)
     for row in map(row_of, answers):
-        assert told(row) == told(one)
+        assert comparable(row) == comparable(one)
         assert times(row) == [seconds and pytest.approx(seconds, abs=20) for seconds in times(one)]
     assert row_of(uncaused).correlation_id == str(uncaused.id)
 

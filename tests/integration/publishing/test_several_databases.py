@@ -1,14 +1,17 @@
-"""The ground the other tests stand on: what their databases really are."""
+"""The databases of the test suite: the engine, two separate databases, rows shared with threads and processes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import connection, connections
+from django.db.utils import ConnectionHandler
 
+from tests.settings import database
 from tests.support.apps.effects.models import Effect
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -54,9 +57,8 @@ def test_process_sees_committed_rows_and_its_own_commits_are_seen(process_enviro
     assert Effect.objects.get(name="theirs").detail == "ours"
 
 
-def test_sqlite_settings_give_a_write_ahead_log_and_immediate_transactions():
-    if connection.vendor != "sqlite":
-        return
-    with transaction.atomic(), connection.cursor() as cursor:
+def test_sqlite_settings_give_a_write_ahead_log_and_immediate_transactions(tmp_path):
+    handler = ConnectionHandler({"default": database(f"sqlite:///{tmp_path / 'default.sqlite3'}")})
+    with closing(handler["default"]) as sqlite, sqlite.cursor() as cursor:
         assert cursor.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert connection.transaction_mode == "IMMEDIATE"
+        assert sqlite.transaction_mode == "IMMEDIATE"
