@@ -462,13 +462,13 @@ class TestRequeue:
         dead = [a_message(State.DEAD) for _ in range(19)]
         rest = [a_message(State.PUBLISHED) for _ in range(12)] + [a_message(State.CANCELLED)]
 
-        told = said(act(somebody(VIEW, REQUEUE), "requeue", *dead, *rest))
+        report = said(act(somebody(VIEW, REQUEUE), "requeue", *dead, *rest))
 
-        assert told[:2] == [
+        assert report[:2] == [
             ("success", "19 of 32 messages requeued."),
             ("warning", "13 not requeued. 12: it is published now; 1: it is cancelled now."),
         ]
-        assert len(told) == 2 + 10
+        assert len(report) == 2 + 10
         assert LogEntry.objects.count() == 19
 
     def test_requeue_of_all_matching_messages_is_refused_above_the_limit(self, monkeypatch):
@@ -495,10 +495,10 @@ class TestRequeue:
 
         monkeypatch.setattr(store, "requeue", fails_for_the_first)
 
-        told = said(act(somebody(VIEW, REQUEUE), "requeue", first, second))
+        report = said(act(somebody(VIEW, REQUEUE), "requeue", first, second))
 
-        assert [level for level, _ in told] == ["error", "success"]
-        assert "the database said canceling statement" in told[0][1]
+        assert [level for level, _ in report] == ["error", "success"]
+        assert "the database said canceling statement" in report[0][1]
         assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
 
     def test_requeue_is_rolled_back_when_its_log_entry_cannot_be_written(self, monkeypatch):
@@ -652,12 +652,12 @@ class TestRelayList:
         assert not {"Working", "Waiting", "812.5"} & set(text.split())
 
     def test_relay_list_shows_silent_relays_last(self):
-        a_relay(host="gone", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
-        a_relay(host="here", running_for=timedelta(minutes=2))
+        a_relay(host="silent-host", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
+        a_relay(host="live-host", running_for=timedelta(minutes=2))
 
         text = self.page().text
 
-        assert text.index("here") < text.index("gone")
+        assert text.index("live-host") < text.index("silent-host")
 
     def test_relay_list_warns_when_no_relay_is_running(self):
         a_message(State.READY)

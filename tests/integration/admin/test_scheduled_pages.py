@@ -161,15 +161,15 @@ class TestPublishNow:
         assert state_of(row) == State.SCHEDULED
 
     def test_publish_now_makes_scheduled_messages_ready_and_reports_the_others(self):
-        row, gone = scheduled(), scheduled()
+        row, sent = scheduled(), scheduled()
         client = somebody(VIEW, RESCHEDULE)
-        OutboxMessage.objects.filter(pk=gone.pk).update(state=State.PUBLISHED)
+        OutboxMessage.objects.filter(pk=sent.pk).update(state=State.PUBLISHED)
 
-        response = on_the_list(client, "publish_now", row, gone, confirmed="yes", reason="customer called")
+        response = on_the_list(client, "publish_now", row, sent, confirmed="yes", reason="customer called")
 
         assert [level for level, _ in said(response)] == ["success", "warning"]
         assert said(response)[1][1].endswith("not to be published now: it is published now")
-        assert (state_of(row), state_of(gone)) == (State.READY, State.PUBLISHED)
+        assert (state_of(row), state_of(sent)) == (State.READY, State.PUBLISHED)
         (entry,) = TrailEntry.objects.all()
         user = User.objects.get()
         assert (entry.was, entry.became) == (State.SCHEDULED, State.READY)

@@ -77,19 +77,19 @@ class TestStatus:
         deliver(handler, an_envelope({"other": 1}, biz_id=envelope.biz_id))
         dead()
 
-        said = status()
+        found = status()
 
-        assert (said["states"]["done"], said["states"]["dead"], said["states"]["retrying"]) == (1, 1, 0)
-        assert (said["duplicates_suppressed"], said["duplicates_conflicting"]) == (3, 1)
-        assert said["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
-        assert said["delivered"] == 5
+        assert (found["states"]["done"], found["states"]["dead"], found["states"]["retrying"]) == (1, 1, 0)
+        assert (found["duplicates_suppressed"], found["duplicates_conflicting"]) == (3, 1)
+        assert found["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
+        assert found["delivered"] == 5
 
     def test_status_counts_quarantined_messages(self, handles):
         deliver(handles(the_effect), an_envelope(created_at=utcnow() - LONG_AGO))
 
-        said = status()
+        found = status()
 
-        assert (said["states"]["dead"], said["quarantined"]) == (1, 1)
+        assert (found["states"]["dead"], found["quarantined"]) == (1, 1)
 
     def test_status_lists_conflicts_with_the_latest_first(self, handles):
         handler = handles(the_effect)

@@ -168,7 +168,7 @@ class TestTrailCommand:
         with pytest.raises(CommandError, match=rf"{unknown}.*the outbox \(default, other\); the inbox \(default, other\)"):
             printed_by_trail(unknown)
         with pytest.raises(CommandError, match="No row here has topic"):
-            printed_by_trail("--topic", TOPIC, "--biz-id", "nobody")
+            printed_by_trail("--topic", TOPIC, "--biz-id", "unknown")
 
     @pytest.mark.parametrize("given", [[], ["--topic", TOPIC], [uuid.uuid4(), "--topic", TOPIC, "--biz-id", "order-1"]])
     def test_trail_without_exactly_one_selection_is_refused(self, given):

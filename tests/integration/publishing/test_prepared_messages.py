@@ -352,15 +352,15 @@ class TestCheck:
         assert asked() == 0
 
     def test_checker_receives_the_message_and_its_answer_decides_it(self, answers):
-        heard = []
-        answers[:] = [lambda message: heard.append(message) or Answer.COMMIT, Answer.ROLLBACK]
+        received = []
+        answers[:] = [lambda message: received.append(message) or Answer.COMMIT, Answer.ROLLBACK]
         halves = [
             overdue(prepare(TOPIC, {"amount": 10}, biz_id="transfer-1", key="k", headers={"tenant": "acme"}), HOUR),
             overdue(prepare(TOPIC, {})),
         ]
 
         assert asked() == 2
-        assert heard == [
+        assert received == [
             HalfMessage(
                 id=halves[0].id,
                 topic=TOPIC,
