@@ -1,4 +1,4 @@
-"""Pending callbacks in the admin: who is still to be told what, why it failed, called now or discarded."""
+"""Pending callbacks in the admin: the list with the last errors, calling one now, discarding it."""
 
 from datetime import timedelta
 from functools import partial
@@ -21,7 +21,7 @@ HOUR = timedelta(hours=1)
 on_the_list = partial(act, page=CALLBACKS)
 
 
-def pending(callback="shop.callbacks.told", due_in=HOUR, event="published", message=None, **columns):
+def pending(callback="shop.callbacks.order_published", due_in=HOUR, event="published", message=None, **columns):
     message = message or a_message(State(event), settled_at=utcnow())
     return PendingCallback.objects.create(
         message=message,
@@ -33,22 +33,22 @@ def pending(callback="shop.callbacks.told", due_in=HOUR, event="published", mess
     )
 
 
-class TestTheList:
+class TestCallbackList:
     def page(self):
         return Page(somebody(VIEW_CALLBACKS).get(reverse(CALLBACKS)))
 
-    def test_has_the_next_one_first_with_what_went_wrong(self):
+    def test_list_shows_the_next_due_callback_first_and_the_last_error(self):
         later = pending(due_in=60 * HOUR, attempts=3, last_error="no answer\nand more")
         soon = pending(event="dead")
 
         text = self.page().text
 
         assert listed(somebody(VIEW_CALLBACKS), CALLBACKS) == [soon.pk, later.pk]
-        for expected in ("shop.callbacks.told", "Published", "Dead", "in 2 d", "no answer", "order-0"):
+        for expected in ("shop.callbacks.order_published", "Published", "Dead", "in 2 d", "no answer", "order-0"):
             assert expected in text
         assert "and more" not in text
 
-    def test_tells_those_apart_that_this_process_cannot_call(self):
+    def test_unknown_filter_selects_callbacks_not_registered_in_this_process(self):
         unknown, known = pending("gone"), pending("known")
         registry.add("shop.order.placed", "published", "known", lambda message: None)
         try:
@@ -59,23 +59,23 @@ class TestTheList:
         assert listed(somebody(VIEW_CALLBACKS), CALLBACKS, trouble="failing") == []
         assert set(listed(somebody(VIEW_CALLBACKS), CALLBACKS, trouble="?")) == {unknown.pk, known.pk}
 
-    def test_is_searched_by_callback_and_by_message(self):
-        row, _ = pending("a.told"), pending("b.told")
+    def test_search_finds_a_callback_by_its_name_message_id_or_biz_id(self):
+        row, _ = pending("a.callback"), pending("b.callback")
         client = somebody(VIEW_CALLBACKS)
         message = row.message
 
-        for term in ("a.told", str(message.message_id), message.biz_id):
+        for term in ("a.callback", str(message.message_id), message.biz_id):
             assert listed(client, CALLBACKS, q=term) == [row.pk]
         for odd in ("%", NASTY, "\x01", "x" * 10_000):
             assert listed(client, CALLBACKS, q=odd) == []
 
-    def test_says_so_when_it_is_empty(self):
+    def test_empty_list_says_that_every_callback_has_returned(self):
         assert "every callback has returned" in self.page().text
 
-    def test_is_closed_to_staff_without_the_permission(self):
+    def test_list_requires_the_view_permission(self):
         assert somebody(VIEW, RUN, DISCARD).get(reverse(CALLBACKS)).status_code == 403
 
-    def test_makes_no_element_of_what_it_shows(self):
+    def test_callback_text_adds_no_element(self):
         shapes = []
         for text in ("harm/less", NASTY):  # as often broken into lines
             row = pending(text, message=a_message(State.DEAD, topic=text, settled_at=utcnow()), reason=text, last_error=text)
@@ -87,7 +87,7 @@ class TestTheList:
         assert shapes[0] == shapes[1]
 
 
-def test_its_page_leads_to_its_message_and_offers_what_is_allowed():
+def test_callback_page_links_to_its_message_and_offers_permitted_actions():
     row = pending()
 
     page = Page(somebody(VIEW_CALLBACKS, RUN).get(reverse(CALLBACK, args=[row.pk])))
@@ -96,19 +96,19 @@ def test_its_page_leads_to_its_message_and_offers_what_is_allowed():
     assert {found["value"] for found in page.all("input", name="action")} == {"call_now"}
 
 
-def test_the_page_of_its_message_tells_of_it():
+def test_message_page_lists_its_pending_callbacks():
     row = pending(attempts=2, last_error="no answer")
     client = somebody(VIEW)
 
     text = " ".join(Page(client.get(reverse(DETAIL, args=[row.message.pk]))).text.split())
     row.delete()
 
-    assert "shop.callbacks.told (published), 2 calls so far, due in" in text
+    assert "shop.callbacks.order_published (published), 2 calls so far, due in" in text
     assert "no answer" in text
     assert "Callbacks" not in Page(client.get(reverse(DETAIL, args=[row.message_id]))).text
 
 
-def test_calling_now_makes_it_due_and_is_logged():
+def test_call_now_makes_a_callback_due_and_is_logged():
     row = pending()
 
     response = on_the_list(somebody(VIEW_CALLBACKS, RUN), "call_now", row, own_page="yes")
@@ -116,11 +116,11 @@ def test_calling_now_makes_it_due_and_is_logged():
     row.refresh_from_db()
     assert row.available_at <= utcnow()
     assert response.url == reverse(CALLBACK, args=[row.pk])
-    assert said(response)[0][1].startswith("Callback shop.callbacks.told of message ")
+    assert said(response)[0][1].startswith("Callback shop.callbacks.order_published of message ")
     assert LogEntry.objects.get().change_message == "To be called now."
 
 
-def test_discarding_asks_first_and_tells_of_what_was_called_meanwhile():
+def test_discard_asks_for_confirmation_and_reports_callbacks_called_in_the_meantime():
     row, called = pending(), pending()
     client = somebody(VIEW_CALLBACKS, DISCARD)
 
@@ -135,7 +135,7 @@ def test_discarding_asks_first_and_tells_of_what_was_called_meanwhile():
     assert f"number {key}: not discarded: it is gone" in said(response)[1][1]
 
 
-def test_discarding_from_its_own_page_leads_back_to_the_list():
+def test_discard_from_the_callback_page_redirects_to_the_list():
     row = pending()
 
     response = on_the_list(somebody(VIEW_CALLBACKS, DISCARD), "discard", row, confirmed="yes", own_page="yes")
@@ -144,7 +144,7 @@ def test_discarding_from_its_own_page_leads_back_to_the_list():
 
 
 @pytest.mark.parametrize(("action", "other"), [("call_now", DISCARD), ("discard", RUN)])
-def test_an_action_needs_its_own_permission(action, other):
+def test_callback_action_requires_its_own_permission(action, other):
     row = pending()
 
     on_the_list(somebody(VIEW_CALLBACKS, other), action, row, confirmed="yes")

@@ -1,4 +1,4 @@
-"""The inbox in the admin: what a handler could not do, and what an operator may decide about it."""
+"""The inbox in the admin: lists, search, detail pages, the operator's decisions and their permissions."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ LONG_AGO = timedelta(days=1)
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>"
 
 
-def somebody(*codenames):
+def staff_client(*codenames):
     """A client of a member of staff with these permissions and no others."""
     user = User.objects.create_user(f"staff{User.objects.count()}", is_staff=True)
     user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
@@ -67,7 +67,7 @@ def act(client, action, *rows, query="", **fields):
     return client.post(reverse(LIST) + query, data)
 
 
-def said(response):
+def notices_of(response):
     return [(message.level_tag, message.message) for message in get_messages(response.wsgi_request)]
 
 
@@ -89,20 +89,20 @@ def state_of(row):
     return InboxMessage.objects.get(pk=row.pk).state
 
 
-class TestTheList:
-    def test_shows_handler_state_age_attempts_and_error(self):
+class TestMessageList:
+    def test_list_shows_handler_state_age_attempts_and_error(self):
         a_message(State.RETRYING, received_ago=timedelta(minutes=3), next_ago=-LONG_AGO, attempts=7, last_error="no stock")
 
-        text = html(somebody(VIEW).get(reverse(LIST)))
+        text = html(staff_client(VIEW).get(reverse(LIST)))
 
         text = text.replace("<wbr>", "")
         for expected in ("Retrying", "shop.reserve_stock", "3 min ago", "due in 23 h", ">7<", "no stock"):
             assert expected in text
 
-    def test_costs_the_same_few_queries_however_long_it_is(self, django_assert_num_queries):
+    def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
         for _ in range(60):
             a_message()
-        client = somebody(VIEW, RETRY, SKIP)
+        client = staff_client(VIEW, RETRY, SKIP)
         client.get(reverse(LIST))
 
         with django_assert_num_queries(
@@ -111,40 +111,43 @@ class TestTheList:
             client.get(reverse(LIST))
 
         statements = [query["sql"] for query in queries if "inbox_inboxmessage" in query["sql"]]
+        assert len(statements) == 2 + len(State)
         assert all("LIMIT" in statement for statement in statements)
         assert not any('"body"' in statement or '"traceback"' in statement for statement in statements)
 
-    @pytest.mark.parametrize("stored", [str, lambda found: found.hex])
-    def test_finds_a_message_id_with_or_without_dashes(self, stored):
+    @pytest.mark.parametrize("stored", [str, lambda found: found.hex], ids=["dashes", "no dashes"])
+    def test_search_finds_a_message_id_with_or_without_dashes(self, stored):
         found = uuid.uuid4()
         row, _ = a_message(message_id=stored(found)), a_message()
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, q=str(found)) == shown(client, q=found.hex) == {row.pk}
 
-    def test_finds_ids_of_foreign_producers_topics_biz_ids_and_handlers(self):
+    def test_search_finds_foreign_message_ids_topics_biz_ids_and_handlers(self):
         row, _ = a_message(message_id="a/1", topic="t", biz_id="b", handler="gone.handler"), a_message()
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         for term in ("a/1", "t", "b", "gone.handler", "gone.handler "):
             assert shown(client, q=term) == {row.pk}
 
-    @pytest.mark.parametrize("odd", ["%", "*", "'", NASTY, "x" * 10_000, "\x01", b"\xff", "0" * 32])
-    def test_survives_odd_searches(self, odd):
+    @pytest.mark.parametrize(
+        "odd", ["%", "*", "'", NASTY, pytest.param("x" * 10_000, id="10,000 characters"), "\x01", b"\xff", "0" * 32]
+    )
+    def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, odd):
         a_message()
 
-        assert shown(somebody(VIEW), q=odd) == set()
+        assert shown(staff_client(VIEW), q=odd) == set()
 
-    def test_filters_by_the_handlers_of_this_process(self, monkeypatch):
+    def test_handler_filter_selects_by_registered_handler_and_ignores_an_unknown_one(self, monkeypatch):
         handler = Handler(name="shop.bill", topic="t", function=print, biz_id=None, using="default")
         monkeypatch.setattr(registry, "_handlers", {handler.name: handler})
         row, other = a_message(handler="shop.bill"), a_message()
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, handler="shop.bill") == {row.pk}
         assert shown(client, handler="unknown\x00") == {row.pk, other.pk}
 
-    def test_stuck_is_dead_retrying_or_overdue(self):
+    def test_stuck_filter_selects_dead_retrying_and_overdue_messages(self):
         too_long = inbox_options().STUCK_AFTER + timedelta(minutes=1)
         dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, next_ago=-LONG_AGO)
         overdue = {
@@ -156,53 +159,53 @@ class TestTheList:
         a_message(State.WAITING)
         for state in (State.DONE, State.SKIPPED, State.SHED):
             a_message(state, received_ago=LONG_AGO)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, stuck="overdue") == overdue
         assert shown(client, stuck="any") == {dead.pk, retrying.pk, *overdue}
 
-    def test_says_what_is_held_back_and_what_came_again(self):
+    def test_list_shows_quarantine_duplicates_and_conflicts(self):
         a_message(quarantined=True)
         a_message(State.DONE, duplicates=1234, resends=1234)
         a_message(State.DONE, duplicates=3, conflicts=2)
 
-        text = text_of(somebody(VIEW).get(reverse(LIST)))
+        text = text_of(staff_client(VIEW).get(reverse(LIST)))
 
         for expected in ("Dead in quarantine", "Done 1,234 more", "Done ✕ 2 conflicting"):
             assert expected in text
 
-    def test_filters_by_duplicates_and_conflicts(self):
+    def test_duplicates_filter_selects_all_duplicates_or_only_conflicts(self):
         again, conflicting = a_message(State.DONE, duplicates=1), a_message(State.DONE, duplicates=1, conflicts=1)
         once = a_message(State.DONE)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, duplicates="any") == {again.pk, conflicting.pk}
         assert shown(client, duplicates="conflicting") == {conflicting.pk}
         assert shown(client, duplicates="unknown\x00") == {again.pk, conflicting.pk, once.pk}
 
-    def test_filters_what_the_age_fence_holds_back(self):
+    def test_quarantined_filter_selects_dead_quarantined_messages_only(self):
         held, _ = a_message(quarantined=True), a_message()
         a_message(State.SKIPPED, quarantined=True)
 
-        assert shown(somebody(VIEW), stuck="quarantined") == {held.pk}
+        assert shown(staff_client(VIEW), stuck="quarantined") == {held.pk}
 
-    def test_finds_by_the_id_of_what_said_something_else(self):
+    def test_search_finds_a_message_by_its_conflicting_message_id(self):
         row, _ = a_message(State.DONE, duplicates=1, conflicts=1, conflicting_id=str(uuid.uuid4())), a_message()
 
-        assert shown(somebody(VIEW), q=row.conflicting_id) == {row.pk}
+        assert shown(staff_client(VIEW), q=row.conflicting_id) == {row.pk}
 
-    def test_says_when_a_lease_ends_or_has_ended(self):
+    def test_list_shows_when_a_lease_ends_or_has_ended(self):
         a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5))
         a_message(State.RUNNING, next_ago=timedelta(minutes=3.5))
 
-        text = text_of(somebody(VIEW).get(reverse(LIST)))
+        text = text_of(staff_client(VIEW).get(reverse(LIST)))
 
         assert "lease ends in 9 min" in text
         assert "lease ended 3 min ago" in text
 
 
-class TestTheDetailPage:
-    def test_shows_payload_headers_error_and_traceback(self):
+class TestDetailPage:
+    def test_detail_page_shows_payload_headers_error_and_traceback(self):
         row = a_message(
             payload={"total": "9.90"},
             headers={"tenant": "acme"},
@@ -210,18 +213,18 @@ class TestTheDetailPage:
             traceback="Traceback\n  line 1",
         )
 
-        text = html(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        text = html(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
         for expected in ("&quot;total&quot;: &quot;9.90&quot;", "&quot;acme&quot;", "no stock", "Traceback\n  line 1"):
             assert expected in text
 
-    def test_of_one_that_waits_links_to_the_first_open_one_of_its_key(self):
+    def test_waiting_message_links_to_the_first_open_message_of_its_key(self):
         ordered = {"key": "customer-4", "ordered": True}
         a_message(State.DONE, **ordered)
         a_message(State.DEAD, key="customer-4", ordered=True, handler="another.handler")
         head = a_message(State.RETRYING, **ordered)
         waiting = [a_message(State.WAITING, **ordered) for _ in range(3)]
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         response = client.get(reverse(DETAIL, args=[waiting[1].pk]))
 
@@ -229,47 +232,47 @@ class TestTheDetailPage:
         assert f"{head.topic} {head.biz_id} (retrying)" in text_of(response)
         assert "wait for it: 3." in text_of(client.get(reverse(DETAIL, args=[head.pk])))
 
-    def test_of_one_that_was_passed_over_holds_nobody(self):
+    def test_unordered_dead_message_is_not_shown_as_blocking_its_key(self):
         passed = a_message(State.DEAD, key="customer-4")
         head = a_message(State.RECEIVED, key="customer-4", ordered=True)
         waiting = a_message(State.WAITING, key="customer-4", ordered=True)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert reverse(DETAIL, args=[head.pk]) in html(client.get(reverse(DETAIL, args=[waiting.pk])))
         assert "wait for it" not in text_of(client.get(reverse(DETAIL, args=[passed.pk])))
 
-    def test_of_one_that_waits_for_nothing_any_more_says_so(self):
+    def test_waiting_message_says_when_no_earlier_message_blocks_it(self):
         waiting = a_message(State.WAITING, key="customer-4", ordered=True)
 
-        assert "a consumer lets it go on" in text_of(somebody(VIEW).get(reverse(DETAIL, args=[waiting.pk])))
+        assert "a consumer lets it go on" in text_of(staff_client(VIEW).get(reverse(DETAIL, args=[waiting.pk])))
 
-    def test_of_one_that_runs_tells_of_its_lease(self):
+    def test_running_message_shows_the_number_and_the_end_of_its_lease(self):
         running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9.5), fence=2)
         ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=3)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert "Lease number 2 ends in 9 min" in text_of(client.get(reverse(DETAIL, args=[running.pk])))
         assert "Lease number 3 has ended" in text_of(client.get(reverse(DETAIL, args=[ended.pk])))
 
-    def test_shows_the_steps_that_were_taken(self):
+    def test_detail_page_shows_the_completed_steps(self):
         row = a_message(State.RETRYING)
         taken_at = utcnow() - timedelta(minutes=3, seconds=30)
         Step.objects.create(message=row, name="charge", result={"receipt": "r-1"}, taken_at=taken_at)
 
-        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        text = text_of(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
         assert "charge ( 3 min ago )" in text
         assert "&quot;receipt&quot;: &quot;r-1&quot;" in text
 
-    def test_tells_duplicates_by_their_cause(self):
+    def test_detail_page_counts_duplicates_by_cause(self):
         row = a_message(State.DONE, duplicates=10, redeliveries=2, resends=3, replays=1)
 
-        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        text = text_of(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
         assert "10 in all, none of them run 2 delivered again by the broker 3 sent again by a relay" in text
         assert "1 sent again by an operator 4 published again by the business" in text
 
-    def test_shows_what_the_latest_conflict_said(self):
+    def test_detail_page_shows_the_latest_conflicting_message(self):
         other = str(uuid.uuid4())
         row = a_message(
             State.DONE,
@@ -280,37 +283,44 @@ class TestTheDetailPage:
             conflicting_at=utcnow(),
         )
 
-        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        text = text_of(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
         assert "said something else: 2." in text
         assert other in text
         assert "&quot;order&quot;: 1" in text
         assert "&quot;order&quot;: 2" in text
 
-    def test_leaves_out_what_has_nothing_to_say(self):
-        text = text_of(somebody(VIEW).get(reverse(DETAIL, args=[a_message(State.DONE).pk])))
+    def test_detail_page_omits_empty_sections(self):
+        empty, full = a_message(State.DONE), a_message(State.DONE, duplicates=1)
+        Step.objects.create(message=full, name="charge", result=None, taken_at=utcnow())
+        client = staff_client(VIEW)
+        sections = {"Further deliveries", "Steps taken"}
 
-        assert "Further deliveries" not in text
-        assert "Steps" not in text
+        shown_of_full, shown_of_empty = (
+            {section for section in sections if section in text_of(client.get(reverse(DETAIL, args=[row.pk])))}
+            for row in (full, empty)
+        )
 
-    def test_is_read_only(self):
+        assert (shown_of_full, shown_of_empty) == (sections, set())
+
+    def test_detail_page_is_read_only(self):
         row = a_message()
-        client = somebody(VIEW, RETRY, SKIP)
+        client = staff_client(VIEW, RETRY, SKIP)
 
         assert "_save" not in html(client.get(reverse(DETAIL, args=[row.pk])))
         assert client.post(reverse(DETAIL, args=[row.pk]), {"topic": "changed"}).status_code == 403
         assert client.get(reverse("admin:inbox_inboxmessage_add")).status_code == 403
         assert client.post(reverse("admin:inbox_inboxmessage_delete", args=[row.pk]), {"post": "yes"}).status_code == 403
 
-    def test_shows_bytes_of_another_media_type_with_the_reason(self):
+    def test_detail_page_shows_bytes_of_another_media_type_with_the_reason(self):
         row = a_message(body=b"\x80\x04pickled", content_type="application/x-python-serialize")
 
-        text = html(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        text = html(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
 
         assert "80 04 70 69 63 6b 6c 65 64" in text
         assert "(9 bytes, application/x-python-serialize) is not JSON" in text
 
-    def test_everything_a_message_says_is_inert_on_every_page(self):
+    def test_message_text_is_escaped_on_every_page(self):
         names = ("handler", "topic", "biz_id", "message_id", "key", "content_type", "source")
         texts = (*names, "last_error", "traceback", "correlation_id", "causation_id", "traceparent")
         row = a_message(
@@ -325,7 +335,7 @@ class TestTheDetailPage:
             **dict.fromkeys(texts, NASTY),
         )
         Step.objects.create(message=row, name=NASTY, result=NASTY, taken_at=utcnow())
-        client = somebody(VIEW, RETRY, SKIP)
+        client = staff_client(VIEW, RETRY, SKIP)
 
         for response in (
             client.get(reverse(LIST)),
@@ -341,9 +351,9 @@ class TestTheDetailPage:
 
 class TestPermissions:
     @pytest.mark.parametrize(("action", "other"), [("retry", SKIP), ("skip", RETRY)])
-    def test_an_action_without_its_permission_is_neither_offered_nor_done(self, action, other):
+    def test_action_without_its_permission_is_neither_offered_nor_done(self, action, other):
         row = a_message()
-        client = somebody(VIEW, other)
+        client = staff_client(VIEW, other)
 
         assert f'value="{action}"' not in html(client.get(reverse(LIST)))
         assert f'value="{action}"' not in html(client.get(reverse(DETAIL, args=[row.pk])))
@@ -352,9 +362,9 @@ class TestPermissions:
         assert state_of(row) == State.DEAD
         assert not LogEntry.objects.exists()
 
-    def test_a_viewer_sees_and_does_nothing(self):
+    def test_view_permission_alone_offers_and_performs_no_action(self):
         row = a_message()
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert 'name="action"' not in html(client.get(reverse(LIST)))
         for action in ("retry", "skip"):
@@ -363,76 +373,81 @@ class TestPermissions:
         assert state_of(row) == State.DEAD
 
 
-class TestRetrying:
-    def test_reports_each_message_and_writes_down_who_did_it(self):
+class TestRetry:
+    def test_retry_reports_each_message_and_logs_the_user(self):
         dead, done = a_message(State.DEAD, attempts=16), a_message(State.DONE)
 
-        response = act(somebody(VIEW, RETRY), "retry", dead, done, query="?state=dead")
+        client = staff_client(VIEW, RETRY)
 
-        (level, words), (other_level, other_words) = said(response)
+        response = act(client, "retry", dead, done, query="?state=dead")
+
+        (level, words), (other_level, other_words) = notices_of(response)
         assert (level, other_level) == ("success", "warning")
         assert words == f"Message {dead.message_id} (shop.order.placed order-0, shop.reserve_stock): due for a retry now"
         assert other_words.endswith("not due for a retry now: it is done now")
         assert (state_of(dead), state_of(done)) == (State.RETRYING, State.DONE)
         assert InboxMessage.objects.get(pk=dead.pk).attempts == 0
-        assert LogEntry.objects.get().object_id == str(dead.pk)
+        entry = LogEntry.objects.get()
+        assert (entry.object_id, entry.user_id) == (str(dead.pk), int(client.session["_auth_user_id"]))
 
 
-class TestOneThatRunsUnderALease:
+class TestRunningMessage:
     @pytest.mark.parametrize(("action", "becomes"), [("retry", State.RUNNING), ("skip", State.SKIPPED)])
-    def test_is_decided_about_once_its_lease_has_ended(self, action, becomes):
+    def test_running_message_can_be_retried_or_skipped_only_after_its_lease_has_ended(self, action, becomes):
         running = a_message(State.RUNNING, next_ago=-timedelta(minutes=9), fence=2, attempts=3)
         ended = a_message(State.RUNNING, next_ago=timedelta(minutes=1), fence=2, attempts=3)
-        client = somebody(VIEW, RETRY, SKIP)
+        client = staff_client(VIEW, RETRY, SKIP)
         offered = [f'value="{action}"' in html(client.get(reverse(DETAIL, args=[row.pk]))) for row in (running, ended)]
         assert offered == [False, True]
 
         response = act(client, action, running, ended, confirmed="yes", reason="because")
 
-        assert [level for level, _ in said(response)] == ["warning", "success"]
-        assert said(response)[0][1].endswith("it is running now, and somebody has it in hand; try again")
+        assert [level for level, _ in notices_of(response)] == ["warning", "success"]
+        assert notices_of(response)[0][1].endswith("it is running now, and somebody has it in hand; try again")
         assert (state_of(running), state_of(ended)) == (State.RUNNING, becomes)
         assert list(InboxMessage.objects.order_by("pk").values_list("fence", flat=True)) == [2, 3]
 
 
-class TestSkipping:
-    def test_asks_for_a_reason_first(self):
+class TestSkip:
+    def test_skip_asks_for_a_reason(self):
         row = a_message()
 
-        page = html(act(somebody(VIEW, SKIP), "skip", row))
+        page = html(act(staff_client(VIEW, SKIP), "skip", row))
 
         assert 'name="reason"' in page
         assert row.message_id in page
         assert "This field is required" not in page
         assert state_of(row) == State.DEAD
 
-    @pytest.mark.parametrize("reason", ["", "   ", "x" * 501, "a\x00b"])
-    def test_asks_again_without_a_usable_reason(self, reason):
+    @pytest.mark.parametrize(
+        "reason", ["", "   ", "x" * 501, "a\x00b"], ids=["empty", "only spaces", "501 characters", "null character"]
+    )
+    def test_skip_without_a_valid_reason_asks_again(self, reason):
         row = a_message()
 
-        page = html(act(somebody(VIEW, SKIP), "skip", row, confirmed="yes", reason=reason))
+        page = html(act(staff_client(VIEW, SKIP), "skip", row, confirmed="yes", reason=reason))
 
         assert 'class="errorlist"' in page
         assert f'name="_selected_action" value="{row.pk}"' in page
         assert state_of(row) == State.DEAD
 
-    def test_skips_with_the_reason_and_reports_what_was_done_meanwhile(self):
+    def test_skip_records_the_reason_and_reports_messages_done_in_the_meantime(self):
         dead, done = a_message(State.DEAD), a_message(State.RETRYING)
-        client = somebody(VIEW, SKIP)
+        client = staff_client(VIEW, SKIP)
         act(client, "skip", dead, done, query="?stuck=any")
         InboxMessage.objects.filter(pk=done.pk).update(state=State.DONE)
 
         response = act(client, "skip", dead, done, query="?stuck=any", confirmed="yes", reason="a test order")
 
-        assert [level for level, _ in said(response)] == ["success", "warning"]
-        assert said(response)[1][1].endswith("not skipped: it is done now")
+        assert [level for level, _ in notices_of(response)] == ["success", "warning"]
+        assert notices_of(response)[1][1].endswith("not skipped: it is done now")
         assert (state_of(dead), state_of(done)) == (State.SKIPPED, State.DONE)
         assert "a test order" in InboxMessage.objects.get(pk=dead.pk).last_error
         assert LogEntry.objects.get().change_message == "Skipped: a test order"
 
-    def test_comes_back_to_the_page_it_was_asked_on(self):
+    def test_skip_from_the_detail_page_redirects_back_to_it(self):
         row = a_message()
-        client = somebody(VIEW, SKIP)
+        client = staff_client(VIEW, SKIP)
 
         assert 'name="own_page" value="yes"' in html(act(client, "skip", row, own_page="yes"))
         response = act(client, "skip", row, own_page="yes", confirmed="yes", reason="a test order")
@@ -441,51 +456,51 @@ class TestSkipping:
 
 
 @pytest.mark.parametrize(
-    ("action", "permission", "quarantined"),
-    [("retry", RETRY, False), ("skip", SKIP, False), ("override_age_fence", OVERRIDE, True)],
+    ("action", "permission", "quarantined", "asks_for_a_reason"),
+    [("retry", RETRY, False, False), ("skip", SKIP, False, True), ("override_age_fence", OVERRIDE, True, True)],
 )
-def test_every_action_leaves_who_did_it_and_why_in_the_trail(action, permission, quarantined):
+def test_action_records_the_user_and_the_reason_in_the_trail(action, permission, quarantined, asks_for_a_reason):
     row = a_message(State.DEAD, quarantined=quarantined)
 
-    act(somebody(VIEW, permission), action, row, confirmed="yes", reason="the ledger says so")
+    act(staff_client(VIEW, permission), action, row, confirmed="yes", reason="the ledger says so")
 
     entry = TrailEntry.objects.get()
     assert (entry.was, entry.became) == (State.DEAD, state_of(row))
     assert f"by {User.objects.get().username} in the admin" in entry.reason
-    assert action == "retry" or "the ledger says so" in entry.reason
+    assert ("the ledger says so" in entry.reason) == asks_for_a_reason
 
 
-class TestThePastOfTheAgeFence:
-    """What was refused as too old is run by an explicit decision only."""
+class TestOverrideOfTheMaximumAge:
+    """A message refused because of its age is run by an explicit decision only."""
 
-    def test_is_offered_for_nothing_else_and_nothing_else_for_it(self):
-        client = somebody(VIEW, RETRY, SKIP, OVERRIDE)
+    def test_override_is_offered_for_quarantined_messages_only_and_replaces_retry(self):
+        client = staff_client(VIEW, RETRY, SKIP, OVERRIDE)
 
         assert actions_on_its_page(client, a_message(quarantined=True)) == {"skip", "override_age_fence"}
         assert actions_on_its_page(client, a_message()) == {"retry", "skip"}
 
-    def test_is_not_reached_by_a_plain_retry(self):
+    def test_retry_does_not_run_a_quarantined_message(self):
         row = a_message(quarantined=True)
 
-        ((level, words),) = said(act(somebody(VIEW, RETRY, SKIP), "retry", row))
+        ((level, words),) = notices_of(act(staff_client(VIEW, RETRY, SKIP), "retry", row))
 
         assert level == "warning"
         assert words.endswith("it is in quarantine, and only “Retry past the age fence…” runs it")
         assert state_of(row) == State.DEAD
 
     @pytest.mark.parametrize("others", [[], [RETRY, SKIP]])
-    def test_has_a_permission_of_its_own(self, others):
+    def test_override_requires_its_own_permission(self, others):
         row = a_message(quarantined=True)
-        client = somebody(VIEW, *others)
+        client = staff_client(VIEW, *others)
 
         assert "override_age_fence" not in html(client.get(reverse(LIST)))
         act(client, "override_age_fence", row, confirmed="yes", reason="the books")
 
         assert state_of(row) == State.DEAD
 
-    def test_asks_first_and_says_what_may_happen(self):
+    def test_override_asks_for_a_reason_and_warns_of_a_second_effect(self):
         row = a_message(quarantined=True)
-        client = somebody(VIEW, OVERRIDE)
+        client = staff_client(VIEW, OVERRIDE)
 
         page = text_of(act(client, "override_age_fence", row))
         again = html(act(client, "override_age_fence", row, confirmed="yes", reason=" "))
@@ -495,14 +510,19 @@ class TestThePastOfTheAgeFence:
         assert 'class="errorlist"' in again
         assert state_of(row) == State.DEAD
 
-    def test_runs_them_and_writes_down_who_knew_what(self):
+    def test_override_makes_a_quarantined_message_due_and_logs_the_reason(self):
         held, ordinary = a_message(quarantined=True), a_message()
 
         response = act(
-            somebody(VIEW, OVERRIDE), "override_age_fence", held, ordinary, confirmed="yes", reason="not in the books of May"
+            staff_client(VIEW, OVERRIDE),
+            "override_age_fence",
+            held,
+            ordinary,
+            confirmed="yes",
+            reason="not in the books of May",
         )
 
-        (level, words), (other_level, other_words) = said(response)
+        (level, words), (other_level, other_words) = notices_of(response)
         assert (level, other_level) == ("success", "warning")
         assert words.endswith("due past the age fence now")
         assert other_words.endswith("it is not in quarantine, so “Retry now” runs it")
@@ -510,19 +530,19 @@ class TestThePastOfTheAgeFence:
         assert not InboxMessage.objects.get(pk=held.pk).quarantined
         assert LogEntry.objects.get().change_message == "Due past the age fence now: not in the books of May"
 
-    def test_twice_does_it_once(self):
+    def test_override_submitted_twice_takes_effect_once(self):
         row = a_message(quarantined=True)
-        client = somebody(VIEW, OVERRIDE)
+        client = staff_client(VIEW, OVERRIDE)
         decide = {"confirmed": "yes", "reason": "the books"}
 
-        levels = [said(act(client, "override_age_fence", row, **decide))[-1][0] for _ in range(2)]
+        levels = [notices_of(act(client, "override_age_fence", row, **decide))[-1][0] for _ in range(2)]
 
         assert levels == ["success", "warning"]
         assert LogEntry.objects.count() == 1
 
 
 @pytest.mark.parametrize("file", ["confirm.html", "message.html", "messages.html", "admin.css"])
-def test_both_apps_look_the_same(file):
+def test_admin_templates_and_styles_of_both_apps_are_identical(file):
     """Each can be installed without the other, so each has its own copy."""
     place = "static/{0}" if file.endswith(".css") else "templates/{0}/admin"
     outbox, inbox = (ROOT / app / place.format(app) / file for app in ("outbox", "inbox"))

@@ -1,4 +1,4 @@
-"""The life of a message, on its page: both halves joined, for those who may see both."""
+"""The history of a message on its page: outbox and inbox joined, for a user who may view both."""
 
 from datetime import timedelta
 
@@ -18,7 +18,7 @@ HANDLER = "orders.reserve_stock"
 
 
 def a_life(reason="refused by the broker", process="relay-1:4711:lane-1"):
-    """A message that its relay sent at the second attempt, and its handler gave up."""
+    """A message that the relay published at the second attempt and that is dead in the inbox."""
     row = a_message(State.PUBLISHED, ago=timedelta(minutes=1), settled_at=utcnow())
     for seconds, was, became in ((3, "ready", "retrying"), (13, "retrying", "ready"), (13.04, "ready", "published")):
         TrailEntry.objects.create(
@@ -56,20 +56,20 @@ def words(page):
     return " ".join(page.text.split())
 
 
-def test_is_told_in_the_order_of_time_with_who_and_why():
+def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
     row, _ = a_life()
 
     text = words(Page(somebody(VIEW, VIEW_INBOX).get(reverse(DETAIL, args=[row.pk]))))
 
-    told = text[text.index("Life") :]
+    history = text[text.index("Life") :]
     steps = ("Ready", "Ready → ↻ Retrying", "refused by the broker", "Retrying → ▸ Ready", "Ready → ✓ Published", "Received")
-    places = [told.index(step) for step in (*steps, "Received → ✕ Dead", "no such article", "Now")]
-    assert places == sorted(places)
+    positions = [history.index(step) for step in (*steps, "Received → ✕ Dead", "no such article", "Now")]
+    assert positions == sorted(positions)
     for expected in ("3 s later", "10 s later", "40 ms later", "relay-1:4711:lane-1", "consumer-2:88:worker-3", HANDLER):
-        assert expected in told
+        assert expected in history
 
 
-def test_is_the_same_on_the_inbox_page_and_each_leads_to_the_other():
+def test_inbox_page_shows_the_same_history_and_the_two_pages_link_to_each_other():
     row, received = a_life()
     client = somebody(VIEW, VIEW_INBOX)
 
@@ -82,7 +82,7 @@ def test_is_the_same_on_the_inbox_page_and_each_leads_to_the_other():
 
 
 @pytest.mark.parametrize("half", ["outbox", "inbox"])
-def test_says_what_is_hidden_from_those_who_may_see_one_half(half):
+def test_history_hides_the_app_that_the_user_may_not_view_and_says_so(half):
     row, received = a_life()
     page = reverse(DETAIL, args=[row.pk])
     if half == "inbox":
@@ -96,7 +96,7 @@ def test_says_what_is_hidden_from_those_who_may_see_one_half(half):
     assert "What happened to it elsewhere is shown to those who may view" in text
 
 
-def test_makes_no_element_of_what_it_tells():
+def test_history_text_adds_no_element():
     shapes = []
     for text in ("harm/less", NASTY):  # as often broken into lines
         row, _ = a_life(reason=text, process=text)

@@ -1,4 +1,4 @@
-"""The outbox in the admin: found, read and acted on, by those who may, with the truth told about each message."""
+"""The outbox in the admin: lists, search, detail pages, actions and their permissions."""
 
 import json
 import re
@@ -10,8 +10,9 @@ from django.contrib import admin
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
 from django.contrib.messages.storage.fallback import FallbackStorage
-from django.db import DatabaseError
+from django.db import DatabaseError, connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from outbox import store
@@ -36,7 +37,7 @@ from tests.support.admin_pages import (
     somebody,
     state_of,
 )
-from tests.support.heartbeats import a_relay
+from tests.support.heartbeats import a_beat, a_relay
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -45,8 +46,8 @@ VIEW_RELAYS = "view_relayheartbeat"
 LONG_AGO = timedelta(days=1)
 
 
-class TestTheList:
-    def test_shows_state_topic_age_attempts_and_error(self):
+class TestMessageList:
+    def test_list_shows_state_topic_age_attempts_and_first_line_of_the_error(self):
         a_message(State.RETRYING, ago=timedelta(minutes=3), attempts=17, last_error="refused by broker\nand more")
 
         text = Page(somebody(VIEW).get(reverse(LIST))).text
@@ -55,7 +56,7 @@ class TestTheList:
             assert expected in text
         assert "and more" not in text
 
-    def test_says_when_a_message_is_due_with_the_exact_instant_on_hovering(self):
+    def test_list_shows_the_time_until_due_and_the_exact_instant_on_hover(self):
         row = a_message(State.SCHEDULED, due_ago=-timedelta(minutes=50, seconds=50))
 
         page = Page(somebody(VIEW).get(reverse(LIST)))
@@ -63,7 +64,7 @@ class TestTheList:
         assert "due in 50 min" in page.text
         assert row.available_at.isoformat() in [found["datetime"] for found in page.all("time")]
 
-    def test_costs_the_same_few_queries_however_long_it_is_and_leaves_bodies_in_the_database(self, django_assert_num_queries):
+    def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
         for _ in range(60):
             a_message(State.DEAD)
         client = somebody(VIEW, REQUEUE, CANCEL)
@@ -79,7 +80,7 @@ class TestTheList:
         assert all("LIMIT" in statement for statement in statements)
         assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
 
-    def test_counts_no_further_than_it_pages_and_says_so(self, monkeypatch):
+    def test_list_stops_counting_at_its_limit_and_says_that_there_are_more(self, monkeypatch):
         monkeypatch.setattr(acting_admin.BoundedPaginator, "LIMIT", 3)
         client = somebody(VIEW)
         for _ in range(3):
@@ -90,23 +91,27 @@ class TestTheList:
 
         assert "There are more: only the first 3" in Page(client.get(reverse(LIST))).text
 
-    def test_is_closed_to_staff_without_the_permission(self):
+    def test_list_requires_the_view_permission(self):
         assert somebody().get(reverse(LIST)).status_code == 403
 
 
-class TestSearching:
-    @pytest.mark.parametrize("form", [str, lambda found: found.hex, lambda found: f" {str(found).upper()} "])
-    def test_finds_a_message_id_with_or_without_dashes(self, form):
+class TestMessageSearch:
+    @pytest.mark.parametrize(
+        "form",
+        [str, lambda found: found.hex, lambda found: f" {str(found).upper()} "],
+        ids=["dashes", "no dashes", "upper case with spaces"],
+    )
+    def test_search_finds_a_message_id_with_or_without_dashes(self, form):
         row, _ = a_message(), a_message()
 
         assert shown(somebody(VIEW), q=form(row.message_id)) == {row.pk}
 
-    def test_finds_a_biz_id_that_looks_like_a_message_id(self):
+    def test_search_finds_a_biz_id_that_looks_like_a_message_id(self):
         row, _ = a_message(biz_id=str(uuid.uuid4())), a_message()
 
         assert shown(somebody(VIEW), q=row.biz_id) == {row.pk}
 
-    def test_finds_biz_ids_and_topics_exactly(self):
+    def test_search_matches_biz_ids_and_topics_exactly(self):
         one, ten = a_message(biz_id="order-1"), a_message(biz_id="order-10", topic="shop.order")
         client = somebody(VIEW)
 
@@ -114,7 +119,7 @@ class TestSearching:
         assert shown(client, q="shop.order") == {ten.pk}
         assert shown(client, q="order") == set()
 
-    def test_finds_what_begins_so_with_a_star(self):
+    def test_search_term_that_ends_with_a_star_matches_a_prefix(self):
         one, ten, other = a_message(biz_id="order-1"), a_message(biz_id="order-10"), a_message(topic="a", biz_id="b")
         client = somebody(VIEW)
 
@@ -126,15 +131,17 @@ class TestSearching:
         "odd",
         [
             *("%", "_", "*", "**", "'", '"', "\\", "\\*", NASTY, "{0}", "😀", "\u202e", "\x01", "\x01*"),
-            *("x" * 10_000, "x" * 10_000 + "*", "0" * 32, "\u0660" * 32, "urn:uuid:1", b"\xff", b"\xed\xa0\x80"),
+            pytest.param("x" * 10_000, id="10,000 characters"),
+            pytest.param("x" * 10_000 + "*", id="10,000 characters and a star"),
+            *("0" * 32, "\u0660" * 32, "urn:uuid:1", b"\xff", b"\xed\xa0\x80"),
         ],
     )
-    def test_survives_odd_input(self, odd):
+    def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, odd):
         a_message()
 
         assert shown(somebody(VIEW), q=odd) == set()
 
-    def test_refuses_nul_without_an_error_page(self):
+    def test_search_for_a_null_character_is_refused_with_a_message(self):
         a_message()
 
         response = somebody(VIEW).get(reverse(LIST), {"q": "a\x00b"})
@@ -142,8 +149,8 @@ class TestSearching:
         assert "Null characters are not allowed" in Page(response).text
 
 
-class TestFilters:
-    def test_stuck_is_dead_retrying_or_overdue(self):
+class TestMessageFilters:
+    def test_stuck_filter_selects_dead_retrying_stuck_and_overdue_messages(self):
         dead, retrying = a_message(State.DEAD), a_message(State.RETRYING, due_ago=-LONG_AGO)
         overdue = a_message(State.READY, due_ago=outbox_options().STUCK_AFTER + timedelta(minutes=1))
         forgotten = a_message(State.SCHEDULED, due_ago=LONG_AGO)
@@ -161,7 +168,7 @@ class TestFilters:
         }
         assert shown(client, stuck="overdue") == {overdue.pk, forgotten.pk, behind.pk, unasked.pk}
 
-    def test_stuck_follows_the_setting(self, settings):
+    def test_stuck_filter_uses_the_stuck_after_setting(self, settings):
         settings.OUTBOX = {"STUCK_AFTER": timedelta(hours=1)}
         client = somebody(VIEW)
         a_message(due_ago=timedelta(minutes=50))
@@ -170,7 +177,7 @@ class TestFilters:
         assert shown(client, stuck="overdue") == {overdue.pk}
         assert "Overdue by 60 min" in Page(client.get(reverse(LIST))).text
 
-    def test_state(self):
+    def test_state_filter_selects_one_state_and_ignores_an_unknown_one(self):
         dead, ready, waiting = (a_message(state) for state in (State.DEAD, State.READY, State.WAITING))
         client = somebody(VIEW)
 
@@ -179,28 +186,34 @@ class TestFilters:
         assert shown(client, state="no such state\x00") == {dead.pk, ready.pk, waiting.pk}
 
     @pytest.mark.parametrize("lookup", ["topic", "body__contains", "last_error__regex"])
-    def test_no_column_can_be_looked_up_through_the_address(self, lookup):
+    def test_column_lookups_in_the_query_string_are_refused(self, lookup):
         assert somebody(VIEW).get(reverse(LIST), {lookup: "a\x00"}).status_code == 400
 
 
-class TestTheDetailPage:
+class TestDetailPage:
     def page(self, row, *codenames):
         return Page(somebody(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
 
-    def test_shows_payload_headers_error_and_times(self):
+    def test_detail_page_shows_payload_headers_error_message_id_and_times(self):
         row = a_message(
             State.DEAD,
             payload={"total": "9.90", "name": "Zoë"},
             headers={"tenant": "acme"},
             last_error="line 1\nline 2",
+            ago=timedelta(hours=3),
+            due_ago=timedelta(hours=2),
+            settled_at=utcnow() - timedelta(hours=1),
         )
 
-        text = self.page(row).text
+        page = self.page(row)
 
         for expected in ('"total": "9.90"', '"name": "Zoë"', '"tenant": "acme"', "line 1\nline 2", str(row.message_id)):
-            assert expected in text
+            assert expected in page.text
+        shown_instants = [found["datetime"] for found in page.all("time")]
+        for instant in (row.created_at, row.available_at, row.settled_at):
+            assert instant.isoformat() in shown_instants
 
-    def test_is_read_only(self):
+    def test_detail_page_is_read_only(self):
         row = a_message(State.DEAD)
         client = somebody(VIEW, REQUEUE, CANCEL)
         page = self.page(row, REQUEUE, CANCEL)
@@ -225,18 +238,19 @@ class TestTheDetailPage:
             (b"9" * 5_000, "is not JSON"),
             (b"NaN", "NaN"),
         ],
+        ids=["empty", "cut off", "text", "bytes", "escapes", "deeply nested", "nested too deeply", "number too long", "NaN"],
     )
-    def test_shows_any_body_or_says_why_not(self, body, expected):
+    def test_detail_page_shows_any_body_or_says_why_it_cannot(self, body, expected):
         assert expected in self.page(a_message(body=body)).text
 
-    def test_cuts_a_large_payload_and_says_so(self):
+    def test_detail_page_truncates_a_large_payload_and_says_so(self):
         body = json.dumps({"text": "é" * 300_000}, ensure_ascii=False).encode()
         response = somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))
 
         assert len(response.content) < 64 * 1024 + 60_000
         assert f"Only the first 64 kB are shown. The body has {len(body):,} bytes." in Page(response).text
 
-    def test_offers_only_what_the_state_and_the_permissions_allow(self):
+    def test_detail_page_offers_only_actions_that_state_and_permissions_allow(self):
         def offered(state, *codenames):
             return {found["value"] for found in self.page(a_message(state), *codenames).all("input", name="action")}
 
@@ -246,7 +260,7 @@ class TestTheDetailPage:
         assert offered(State.PUBLISHED, REQUEUE, CANCEL) == set()
         assert offered(State.DEAD) == set()
 
-    def test_acts_and_comes_back(self):
+    def test_action_on_the_detail_page_redirects_back_to_it(self):
         row = a_message(State.DEAD)
 
         response = act(somebody(VIEW, REQUEUE), "requeue", row, own_page="yes")
@@ -255,14 +269,14 @@ class TestTheDetailPage:
         assert state_of(row) == State.READY
 
 
-class TestAKeyThatStandsStill:
-    """A message that failed holds back the later ones of its key, and both say so."""
+class TestBlockedOrderingKey:
+    """A message that failed blocks the later ones of its key, and the pages of both say so."""
 
     def page(self, row):
         return Page(somebody(VIEW, CANCEL).get(reverse(DETAIL, args=[row.pk])))
 
     @pytest.mark.parametrize("failed", [State.DEAD, State.RETRYING])
-    def test_leads_from_a_waiting_message_to_the_one_that_failed_first(self, failed):
+    def test_waiting_message_links_to_the_first_failed_message_of_its_key(self, failed):
         a_message(State.DEAD, key="b")
         a_message(State.PUBLISHED, key="a")
         head = a_message(failed, key="a", biz_id="the-head")
@@ -273,14 +287,14 @@ class TestAKeyThatStandsStill:
         assert "It waits behind an earlier message of its ordering key, which failed: shop.order.placed the-head" in page.text
         assert page.all("a", href=reverse(DETAIL, args=[head.pk]))
 
-    def test_says_so_when_nothing_holds_a_waiting_message_any_more(self):
+    def test_waiting_message_says_when_no_failed_message_blocks_it(self):
         a_message(State.PUBLISHED, key="a")
         row = a_message(State.WAITING, key="a")
         a_message(State.DEAD, key="a")
 
         assert "Nothing holds it back any more" in self.page(row).text
 
-    def test_says_how_many_wait_behind_a_message_that_failed(self):
+    def test_failed_message_shows_how_many_messages_wait_behind_it(self):
         a_message(State.WAITING, key="a")
         head = a_message(State.DEAD, key="a")
         for key in ("a", "a", "b"):
@@ -289,25 +303,25 @@ class TestAKeyThatStandsStill:
         assert "Waiting behind it: 2." in self.page(head).text
 
     @pytest.mark.parametrize(("state", "key"), [(State.DEAD, ""), (State.READY, "a"), (State.PUBLISHED, "a")])
-    def test_is_no_matter_of_a_message_that_holds_nothing(self, state, key):
+    def test_message_that_blocks_no_other_shows_no_notice_about_its_key(self, state, key):
         row = a_message(state, key=key)
         a_message(State.WAITING, key=key)
 
         assert "ordering key." not in self.page(row).text
 
-    def test_reads_one_row_for_what_it_says_and_leaves_the_body_in_the_database(self, django_assert_max_num_queries):
+    def test_page_of_a_waiting_message_reads_one_blocking_row_without_its_body(self):
         a_message(State.DEAD, key="a")
         row = a_message(State.WAITING, key="a")
         client = somebody(VIEW)
 
-        with django_assert_max_num_queries(20) as queries:
+        with CaptureQueriesContext(connection) as queries:
             client.get(reverse(DETAIL, args=[row.pk]))
 
         (statement,) = [query["sql"] for query in queries if '"state" IN' in query["sql"]]
         assert "LIMIT 1" in statement
         assert not re.search(r'"(body|headers)"', statement)
 
-    def test_lets_a_waiting_message_be_cancelled(self):
+    def test_waiting_message_can_be_cancelled_from_its_page(self):
         a_message(State.DEAD, key="a")
         row = a_message(State.WAITING, key="a")
         assert {found["value"] for found in self.page(row).all("input", name="action")} == {"cancel"}
@@ -317,8 +331,8 @@ class TestAKeyThatStandsStill:
         assert state_of(row) == State.CANCELLED
 
 
-class TestWhatAMessageSays:
-    """Everything in a message is somebody else's text."""
+class TestMessageTextIsEscaped:
+    """Every text in a message comes from outside and is shown as text only."""
 
     def pages(self, row):
         client = somebody(VIEW, REQUEUE, CANCEL)
@@ -330,7 +344,7 @@ class TestWhatAMessageSays:
             Page(client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk]))),
         ]
 
-    def test_makes_no_element_and_no_attribute_on_any_page(self):
+    def test_message_text_adds_no_element_or_attribute_to_any_page(self):
         names = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent", "last_error")
         pages = {}
         for text in ("harm/less", NASTY):  # as often broken into lines
@@ -341,7 +355,7 @@ class TestWhatAMessageSays:
         assert all("<script>alert(1)</script>" in page.text for page in pages[NASTY])
         assert [page.shape for page in pages[NASTY]] == [page.shape for page in pages["harm/less"]]
 
-    def test_makes_no_element_when_it_is_not_json(self):
+    def test_body_that_is_not_json_adds_no_element(self):
         harmless, nasty = (
             Page(somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))) for body in (b"harmless", NASTY.encode())
         )
@@ -349,7 +363,7 @@ class TestWhatAMessageSays:
         assert NASTY in nasty.text
         assert nasty.shape == harmless.shape
 
-    def test_cannot_rearrange_the_line_it_stands_in(self):
+    def test_bidirectional_control_characters_are_shown_as_escapes(self):
         a_message(biz_id="order-\u202e1")
 
         text = Page(somebody(VIEW).get(reverse(LIST))).text
@@ -362,7 +376,7 @@ class TestPermissions:
     @pytest.mark.parametrize(
         ("action", "others"), [("requeue", [CANCEL]), ("cancel", [REQUEUE]), ("requeue", []), ("cancel", [])]
     )
-    def test_an_action_without_its_permission_is_neither_offered_nor_done(self, action, others):
+    def test_action_without_its_permission_is_neither_offered_nor_done(self, action, others):
         row = a_message(State.DEAD)
         client = somebody(VIEW, *others)
 
@@ -373,24 +387,23 @@ class TestPermissions:
         assert not LogEntry.objects.exists()
 
     @pytest.mark.parametrize(("action", "permission"), [("requeue", REQUEUE), ("cancel", CANCEL)])
-    def test_an_action_is_offered_to_those_who_may(self, action, permission):
+    def test_action_is_offered_to_a_user_with_its_permission(self, action, permission):
         a_message(State.DEAD)
 
         offered = {found.get("value") for found in Page(somebody(VIEW, permission).get(reverse(LIST))).all("option")}
 
         assert offered == {"", action}
 
-    def test_deleting_is_never_offered(self):
+    def test_superuser_is_offered_every_action_and_never_deletion(self):
         a_message()
         client = Client()
         client.force_login(User.objects.create_superuser("root"))
 
         assert {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")} == {
-            "",
-            *OutboxMessageAdmin.actions,
+            *("", "requeue", "publish_now", "reschedule", "cancel", "restore", "commit", "roll_back", "ask_again")
         }
 
-    def test_a_get_does_nothing(self):
+    def test_get_request_performs_no_action(self):
         row = a_message(State.DEAD)
         url = reverse(LIST) + f"?action=requeue&_selected_action={row.pk}"
 
@@ -398,7 +411,7 @@ class TestPermissions:
 
         assert state_of(row) == State.DEAD
 
-    def test_a_post_without_the_token_does_nothing(self):
+    def test_post_without_the_csrf_token_performs_no_action(self):
         row = a_message(State.DEAD)
         client = Client(enforce_csrf_checks=True)
         client.force_login(User.objects.create_superuser("root"))
@@ -407,8 +420,8 @@ class TestPermissions:
         assert state_of(row) == State.DEAD
 
 
-class TestRequeueing:
-    def test_reports_each_message_and_writes_down_who_did_it(self):
+class TestRequeue:
+    def test_requeue_reports_each_message_and_logs_the_user(self):
         dead, published = a_message(State.DEAD), a_message(State.PUBLISHED)
         client = somebody(VIEW, REQUEUE)
 
@@ -426,7 +439,7 @@ class TestRequeueing:
         assert (entry.object_id, entry.change_message) == (str(dead.pk), "Requeued.")
         assert entry.user_id == int(client.session["_auth_user_id"])
 
-    def test_reports_a_message_that_has_left_the_filter_meanwhile(self):
+    def test_requeue_reports_a_message_that_no_longer_matches_the_filter(self):
         row = a_message(State.DEAD)
         OutboxMessage.objects.filter(pk=row.pk).update(state=State.PUBLISHED)
 
@@ -436,7 +449,7 @@ class TestRequeueing:
         assert "it is published now" in said(response)[0][1]
         assert state_of(row) == State.PUBLISHED
 
-    def test_reports_a_message_that_is_gone(self):
+    def test_requeue_reports_a_message_that_was_deleted(self):
         row, stays = a_message(State.DEAD), a_message(State.DEAD)
         OutboxMessage.objects.filter(pk=row.pk).delete()
 
@@ -445,20 +458,20 @@ class TestRequeueing:
         assert ("warning", f"Message number {row.pk}: not requeued: it is gone") in said(response)
         assert state_of(stays) == State.READY
 
-    def test_sums_up_more_than_a_screenful(self):
+    def test_requeue_report_of_many_messages_is_summarised(self):
         dead = [a_message(State.DEAD) for _ in range(19)]
         rest = [a_message(State.PUBLISHED) for _ in range(12)] + [a_message(State.CANCELLED)]
 
-        told = said(act(somebody(VIEW, REQUEUE), "requeue", *dead, *rest))
+        report = said(act(somebody(VIEW, REQUEUE), "requeue", *dead, *rest))
 
-        assert told[:2] == [
+        assert report[:2] == [
             ("success", "19 of 32 messages requeued."),
             ("warning", "13 not requeued. 12: it is published now; 1: it is cancelled now."),
         ]
-        assert len(told) == 2 + 10
+        assert len(report) == 2 + 10
         assert LogEntry.objects.count() == 19
 
-    def test_takes_all_that_match_but_not_more_than_the_limit(self, monkeypatch):
+    def test_requeue_of_all_matching_messages_is_refused_above_the_limit(self, monkeypatch):
         monkeypatch.setattr(OutboxMessageAdmin, "ACTION_LIMIT", 2)
         rows = [a_message(State.DEAD) for _ in range(3)]
         client = somebody(VIEW, REQUEUE)
@@ -471,7 +484,7 @@ class TestRequeueing:
         act(client, "requeue", rows[1], query="?state=dead", select_across="1")
         assert [state_of(row) for row in rows] == [State.CANCELLED, State.READY, State.READY]
 
-    def test_a_failing_database_spoils_one_line_and_not_the_report(self, monkeypatch):
+    def test_requeue_continues_after_a_database_error_on_one_message(self, monkeypatch):
         first, second = a_message(State.DEAD), a_message(State.DEAD)
         requeue = store.requeue
 
@@ -482,26 +495,28 @@ class TestRequeueing:
 
         monkeypatch.setattr(store, "requeue", fails_for_the_first)
 
-        told = said(act(somebody(VIEW, REQUEUE), "requeue", first, second))
+        report = said(act(somebody(VIEW, REQUEUE), "requeue", first, second))
 
-        assert [level for level, _ in told] == ["error", "success"]
-        assert "the database said canceling statement" in told[0][1]
+        assert [level for level, _ in report] == ["error", "success"]
+        assert "the database said canceling statement" in report[0][1]
         assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
 
-    def test_a_transition_without_its_log_entry_does_not_happen(self, monkeypatch):
+    def test_requeue_is_rolled_back_when_its_log_entry_cannot_be_written(self, monkeypatch):
         row = a_message(State.DEAD)
 
         def cannot_write(*args):
             raise DatabaseError("disk full")
 
         monkeypatch.setattr(OutboxMessageAdmin, "log_change", cannot_write)
-        act(somebody(VIEW, REQUEUE), "requeue", row)
+        response = act(somebody(VIEW, REQUEUE), "requeue", row)
 
+        assert [level for level, _ in said(response)] == ["error"]
+        assert "disk full" in said(response)[0][1]
         assert state_of(row) == State.DEAD
 
 
-class TestCancelling:
-    def test_asks_first_and_lists_what_it_will_cancel(self):
+class TestCancel:
+    def test_cancel_asks_for_confirmation_and_lists_the_selected_messages(self):
         row = a_message(State.SCHEDULED)
 
         response = act(somebody(VIEW, CANCEL), "cancel", row)
@@ -511,7 +526,7 @@ class TestCancelling:
         assert [found["value"] for found in page.all("input", name="_selected_action")] == [str(row.pk)]
         assert state_of(row) == State.SCHEDULED
 
-    def test_cancels_when_confirmed_and_reports_what_was_published_meanwhile(self):
+    def test_confirmed_cancel_reports_messages_published_in_the_meantime(self):
         late, published = a_message(State.SCHEDULED), a_message(State.READY)
         client = somebody(VIEW, CANCEL)
         act(client, "cancel", late, published, query="?stuck=any")
@@ -523,7 +538,7 @@ class TestCancelling:
         assert (state_of(late), state_of(published)) == (State.CANCELLED, State.PUBLISHED)
         assert LogEntry.objects.get().change_message == "Cancelled."
 
-    def test_tells_when_a_relay_has_it_in_hand(self, monkeypatch):
+    def test_cancel_reports_a_message_that_a_relay_has_claimed(self, monkeypatch):
         row = a_message(State.READY)
         monkeypatch.setattr(store, "cancel", lambda alias, position, *, reason: False)
 
@@ -531,7 +546,7 @@ class TestCancelling:
 
         assert said(response)[0][1].endswith("not cancelled: it is ready now, and somebody has it in hand; try again")
 
-    def test_freezes_what_was_selected_across_pages(self):
+    def test_cancel_confirmation_lists_the_messages_selected_across_pages(self):
         rows = [a_message(State.DEAD) for _ in range(3)]
 
         page = Page(act(somebody(VIEW, CANCEL), "cancel", rows[0], query="?state=dead", select_across="1"))
@@ -539,7 +554,7 @@ class TestCancelling:
         assert {found["value"] for found in page.all("input", name="_selected_action")} == {str(row.pk) for row in rows}
         assert not page.all("input", name="select_across")
 
-    def test_says_so_when_nothing_is_left_to_ask_about(self):
+    def test_cancel_of_deleted_messages_says_that_none_is_left(self):
         row = a_message(State.DEAD)
         OutboxMessage.objects.all().delete()
 
@@ -547,7 +562,7 @@ class TestCancelling:
 
 
 @pytest.mark.django_db(databases=["default", "other"])
-def test_an_admin_that_is_told_of_another_database_shows_and_acts_there(rf):
+def test_admin_of_another_database_lists_and_requeues_messages_of_that_database(rf):
     class OtherAdmin(OutboxMessageAdmin):
         using = "other"
 
@@ -578,29 +593,29 @@ def test_an_admin_that_is_told_of_another_database_shows_and_acts_there(rf):
         (-timedelta(seconds=20), "in 20 s"),
     ],
 )
-def test_an_age_is_said_in_one_unit(distance, expected):
+def test_relative_time_is_shown_in_one_unit(distance, expected):
     now = utcnow()
 
     assert display.relative(now - distance, now) == expected
 
 
-class TestTheStates:
-    def test_are_links_with_their_counts(self):
+class TestStateCounts:
+    def test_list_links_to_each_state_with_its_number_of_messages(self):
         for state in (State.DEAD, State.DEAD, State.READY):
             a_message(state)
 
         page = Page(somebody(VIEW).get(reverse(LIST)))
 
-        assert "Dead (2)" in page.text
-        assert "Ready (1)" in page.text
-        assert "Published (0)" in page.text
+        for state, words in (("dead", "Dead (2)"), ("ready", "Ready (1)"), ("published", "Published (0)")):
+            assert words in page.text
+            assert page.all("a", href=f"?state={state}")
 
 
-class TestTheRelays:
+class TestRelayList:
     def page(self):
         return Page(somebody(VIEW_RELAYS).get(reverse(RELAYS)))
 
-    def test_are_shown_with_who_they_are_and_what_they_do(self):
+    def test_relay_list_shows_process_version_state_ages_and_rate(self):
         a_relay()
 
         text = self.page().text
@@ -609,7 +624,7 @@ class TestTheRelays:
             assert expected in text
         assert "No relay is running" not in text
 
-    def test_say_what_they_wait_for(self):
+    def test_relay_list_shows_what_a_relay_waits_for(self):
         a_relay(waits_for="the broker: connection refused")
 
         text = self.page().text
@@ -618,15 +633,16 @@ class TestTheRelays:
         assert "for the broker: connection refused" in text
         assert "Working" not in text
 
-    def test_are_starting_until_the_first_pass_and_show_no_time_that_is_not_known(self):
+    def test_relay_is_shown_as_starting_without_a_pass_time_before_its_first_pass(self):
         a_relay(since_pass=None, published=0, rate=0.0, running_for=timedelta(seconds=1))
 
-        text = self.page().text
+        page = self.page()
 
-        assert "Starting" in text
-        assert "Working" not in text
+        assert "Starting" in page.text
+        assert "Working" not in page.text
+        assert len(page.all("time")) == 2, "started and last heartbeat, and no last pass"
 
-    def test_are_called_silent_in_words_and_their_rate_is_not_known(self):
+    def test_silent_relay_is_shown_as_silent_and_without_a_rate(self):
         a_relay(silent_for=timedelta(minutes=3), waits_for="the broker", rate=812.5)
 
         text = self.page().text
@@ -635,22 +651,22 @@ class TestTheRelays:
         assert "for 3 min" in text
         assert not {"Working", "Waiting", "812.5"} & set(text.split())
 
-    def test_come_with_the_silent_ones_last(self):
-        a_relay(host="gone", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
-        a_relay(host="here", running_for=timedelta(minutes=2))
+    def test_relay_list_shows_silent_relays_last(self):
+        a_relay(host="silent-host", silent_for=2 * SILENT_AFTER, running_for=timedelta(minutes=1))
+        a_relay(host="live-host", running_for=timedelta(minutes=2))
 
         text = self.page().text
 
-        assert text.index("here") < text.index("gone")
+        assert text.index("live-host") < text.index("silent-host")
 
-    def test_are_missed_when_none_runs(self):
+    def test_relay_list_warns_when_no_relay_is_running(self):
         a_message(State.READY)
         assert "No relay is running. Messages that are ready: 1." in self.page().text
 
         a_relay(silent_for=2 * SILENT_AFTER)
         assert "No relay is running. Messages that are ready: 1." in self.page().text
 
-    def test_can_only_be_looked_at(self):
+    def test_relay_pages_are_read_only(self):
         relay = a_relay()
         client = somebody(VIEW_RELAYS)
 
@@ -661,10 +677,10 @@ class TestTheRelays:
         assert client.post(reverse("admin:outbox_relayheartbeat_delete", args=[relay.id]), {"post": "yes"}).status_code == 403
         assert RelayHeartbeat.objects.get().host == "relay-1"
 
-    def test_are_closed_to_staff_without_the_permission(self):
+    def test_relay_list_requires_the_view_permission(self):
         assert somebody(VIEW).get(reverse(RELAYS)).status_code == 403
 
-    def test_cost_the_same_few_queries_however_many_they_are(self, django_assert_num_queries):
+    def test_relay_list_query_count_does_not_grow_with_rows(self, django_assert_num_queries):
         for pid in range(50):
             a_relay(pid=pid)
         client = somebody(VIEW_RELAYS)
@@ -673,7 +689,7 @@ class TestTheRelays:
         with django_assert_num_queries(7):  # session, user, permissions (2), does one run, count, rows
             client.get(reverse(RELAYS))
 
-    def test_make_no_element_of_what_the_broker_said(self):
+    def test_relay_text_adds_no_element(self):
         harmless, nasty = [], []
         for text, shape in (("harmless", harmless), (NASTY, nasty)):
             relay = a_relay(host=text, waits_for=text)
@@ -685,10 +701,11 @@ class TestTheRelays:
         assert nasty == harmless
 
     @pytest.mark.django_db(databases=["default", "other"])
-    def test_of_another_database_are_shown_by_an_admin_that_is_told_of_it(self, rf):
+    def test_relay_admin_of_another_database_lists_the_relays_of_that_database(self, rf):
         class OtherAdmin(RelayAdmin):
             using = "other"
 
-        a_relay()
+        a_relay(host="here")
+        store.beat("other", a_beat(host="there"))
 
-        assert list(OtherAdmin(RelayHeartbeat, admin.site).get_queryset(rf.get("/"))) == []
+        assert [row.host for row in OtherAdmin(RelayHeartbeat, admin.site).get_queryset(rf.get("/"))] == ["there"]

@@ -1,4 +1,4 @@
-"""Prepared messages in the admin: what waits for a decision, and the decisions of a person."""
+"""Prepared messages in the admin: the list of undecided messages and the operator's decisions."""
 
 from datetime import timedelta
 from functools import partial
@@ -58,11 +58,11 @@ def trail_of(row):
     return [(entry.was, entry.became, entry.reason) for entry in TrailEntry.objects.filter(message_id=row.message_id)]
 
 
-class TestTheList:
+class TestPreparedList:
     def page(self, **query):
         return Page(somebody(VIEW).get(reverse(PREPARED), query))
 
-    def test_has_what_is_undecided_and_nothing_else_the_stuck_ones_first(self):
+    def test_list_shows_only_undecided_messages_with_stuck_ones_first(self):
         prepared, stuck = undecided(), undecided(State.STUCK)
         for state in set(State) - {State.PREPARED, State.STUCK}:
             a_message(state)
@@ -72,7 +72,7 @@ class TestTheList:
         assert {"Prepared (1)", "Stuck (1)"} <= {line.strip() for line in self.page().text.splitlines()}
         assert "Dead (" not in self.page().text
 
-    def test_says_what_its_checker_said_and_how_often(self):
+    def test_list_shows_the_last_checker_answer_and_how_often_it_was_unknown(self):
         undecided(attempts=3, last_error="its checker answered unknown", due_ago=timedelta(minutes=3, seconds=10))
 
         text = self.page().text
@@ -82,18 +82,18 @@ class TestTheList:
         assert "its checker answered unknown" in text
         assert "No checker here" not in text
 
-    def test_says_when_nobody_can_be_asked(self):
-        undecided(topic="nobody.knows")
+    def test_list_says_when_no_checker_is_registered(self):
+        undecided(topic="bank.without_a_checker")
 
         assert "No checker here" in self.page().text
 
-    def test_says_so_when_it_is_empty(self):
+    def test_empty_list_says_that_no_message_waits_for_a_decision(self):
         assert "No prepared message waits for a decision." in self.page().text
 
-    def test_is_open_to_those_who_may_view_messages_and_to_nobody_else(self):
+    def test_list_requires_the_view_permission(self):
         assert somebody(DECIDE).get(reverse(PREPARED)).status_code == 403
 
-    def test_makes_no_element_of_what_a_message_says(self):
+    def test_message_text_adds_no_element_to_the_prepared_list(self):
         shapes = []
         for text in ("harm/less", NASTY):  # as often broken into lines
             row = undecided(**dict.fromkeys(("topic", "biz_id", "last_error"), text))
@@ -104,7 +104,7 @@ class TestTheList:
 
         assert shapes[0] == shapes[1]
 
-    def test_the_list_of_all_messages_says_that_a_person_must_decide(self):
+    def test_message_list_warns_about_stuck_prepared_messages(self):
         undecided()
         everything = somebody(VIEW)
         assert "A person must decide" not in Page(everything.get(reverse(LIST))).text
@@ -114,10 +114,10 @@ class TestTheList:
         assert "Prepared messages that are stuck: 1." in Page(everything.get(reverse(LIST))).text
 
 
-class TestDeciding:
+class TestDecision:
     @pytest.mark.parametrize("state", [State.PREPARED, State.STUCK])
     @pytest.mark.parametrize(("action", "became"), [("commit", State.READY), ("roll_back", State.ROLLED_BACK)])
-    def test_asks_first_then_decides_and_leaves_who_and_why(self, state, action, became):
+    def test_decision_asks_for_confirmation_and_records_the_user_and_the_reason(self, state, action, became):
         row = undecided(state)
         client = somebody(VIEW, DECIDE)
 
@@ -129,7 +129,7 @@ class TestDeciding:
         assert trail_of(row) == [(state, became, f"by {User.objects.get().username} in the admin: the bank said so")]
         assert LogEntry.objects.get().change_message.endswith(": the bank said so")
 
-    def test_tells_when_somebody_else_has_decided(self):
+    def test_decision_reports_a_message_that_was_decided_in_the_meantime(self):
         row = undecided()
         client = somebody(VIEW, DECIDE)
         on_the_list(client, "commit", row)
@@ -141,7 +141,7 @@ class TestDeciding:
         assert said(response)[0][1].endswith("not committed: it is rolled back now")
         assert state_of(row) == State.ROLLED_BACK
 
-    def test_has_the_checker_asked_again(self):
+    def test_ask_again_makes_the_next_check_due_now(self):
         stuck, prepared = undecided(State.STUCK, attempts=LIMIT), undecided(attempts=2, due_ago=-timedelta(hours=1))
 
         on_the_list(somebody(VIEW, DECIDE), "ask_again", stuck, prepared)
@@ -154,7 +154,7 @@ class TestDeciding:
         assert trail_of(stuck) == [(State.STUCK, State.PREPARED, f"by {User.objects.get().username} in the admin")]
 
     @pytest.mark.parametrize("action", ["commit", "roll_back", "ask_again"])
-    def test_is_closed_to_those_who_may_do_everything_else(self, action):
+    def test_decision_requires_its_own_permission(self, action):
         row = undecided(State.STUCK)
         client = somebody(VIEW, REQUEUE, RESCHEDULE, CANCEL)
 
@@ -164,8 +164,8 @@ class TestDeciding:
         assert not TrailEntry.objects.exists()
 
 
-class TestItsOwnPage:
-    def test_offers_the_decisions_and_nothing_else(self):
+class TestPreparedMessagePage:
+    def test_prepared_message_page_offers_only_the_decisions(self):
         page = page_of(undecided(), REQUEUE, RESCHEDULE, CANCEL, DECIDE)
 
         assert {found["value"] for found in page.all("input", name="action")} == {"commit", "roll_back", "ask_again"}
@@ -175,8 +175,8 @@ class TestItsOwnPage:
         [
             (State.STUCK, CHECKED, "could not say whether its business has happened"),
             (State.PREPARED, CHECKED, "It has answered “unknown” 4 of "),
-            (State.PREPARED, "nobody.knows", "No checker of its topic is registered in this process"),
+            (State.PREPARED, "bank.without_a_checker", "No checker of its topic is registered in this process"),
         ],
     )
-    def test_says_who_is_to_decide(self, state, topic, expected):
+    def test_prepared_message_page_says_whether_a_checker_or_a_person_decides(self, state, topic, expected):
         assert expected in page_of(undecided(state, topic=topic, attempts=4)).text

@@ -1,4 +1,4 @@
-"""Bringing messages back in the admin: a preview of what becomes of each, with or without the overdue ones."""
+"""The restore action in the admin: a preview for each message, with or without the overdue ones."""
 
 from datetime import timedelta
 
@@ -34,7 +34,7 @@ def ahead(**columns):
     return cancelled(deliver_at=utcnow() + HOUR, **columns)
 
 
-def test_asks_first_and_says_what_becomes_of_each():
+def test_restore_asks_for_confirmation_and_previews_the_result_for_each_message():
     rows = [cancelled(), ahead(), a_message(State.PUBLISHED)]
 
     page = Page(act(somebody(VIEW, RESTORE), "restore", *rows))
@@ -45,18 +45,18 @@ def test_asks_first_and_says_what_becomes_of_each():
     assert [state_of(row) for row in rows] == [State.CANCELLED, State.CANCELLED, State.PUBLISHED]
 
 
-def test_restores_also_the_overdue_ones_and_leaves_who_and_why():
+def test_restore_with_overdue_messages_records_the_user_and_the_reason():
     late, later = cancelled(), ahead()
 
     act(somebody(VIEW, RESTORE), "restore", late, later, confirmed="yes", overdue="on", reason="cancelled by mistake")
 
     assert (state_of(late), state_of(later)) == (State.READY, State.SCHEDULED)
-    told = f"by {User.objects.get().username} in the admin: cancelled by mistake"
-    assert all(told in entry.reason for entry in TrailEntry.objects.all())
+    reason = f"by {User.objects.get().username} in the admin: cancelled by mistake"
+    assert all(reason in entry.reason for entry in TrailEntry.objects.all())
     assert TrailEntry.objects.count() == 2
 
 
-def test_leaves_the_overdue_ones_when_told_to_and_says_so():
+def test_restore_without_overdue_messages_leaves_them_and_says_so():
     late, later = cancelled(), ahead()
 
     response = act(somebody(VIEW, RESTORE), "restore", late, later, confirmed="yes")
@@ -66,7 +66,7 @@ def test_leaves_the_overdue_ones_when_told_to_and_says_so():
     assert said(response)[1][0] == "success"
 
 
-def test_needs_its_own_permission():
+def test_restore_requires_its_own_permission():
     row = cancelled()
 
     act(somebody(VIEW, REQUEUE, CANCEL), "restore", row, confirmed="yes", overdue="on")
@@ -74,7 +74,7 @@ def test_needs_its_own_permission():
     assert state_of(row) == State.CANCELLED
 
 
-def test_a_message_is_found_by_its_biz_id_whatever_its_topic():
+def test_search_finds_a_biz_id_in_every_topic():
     rows = {row.pk for topic in ("a", "b", "c") for row in [a_message(topic=topic, biz_id="order-1")]}
     a_message(topic="a", biz_id="order-2")
 

@@ -1,4 +1,4 @@
-"""The messages that wait for their time, in the admin: the next one first, sent now, put off or cancelled."""
+"""The scheduled messages in the admin: the list in due order, publish now, reschedule, cancel."""
 
 from datetime import datetime, timedelta
 from functools import partial
@@ -30,7 +30,8 @@ from tests.support.admin_pages import (
     state_of,
 )
 
-pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(databases=["default", "other"])
+every_database = pytest.mark.every_database
 
 SCHEDULED = "admin:outbox_scheduledmessage_changelist"
 HOUR = timedelta(hours=1)
@@ -43,18 +44,19 @@ def scheduled(due_in=HOUR, **columns):
     return a_message(State.SCHEDULED, due_ago=-due_in, **columns)
 
 
-class TestTheList:
+@every_database
+class TestScheduledList:
     def page(self, **query):
         return Page(somebody(VIEW).get(reverse(SCHEDULED), query))
 
-    def test_has_what_is_scheduled_and_nothing_else_the_next_one_first(self):
+    def test_list_shows_only_scheduled_messages_in_the_order_they_become_due(self):
         rows = {hours: scheduled(hours * HOUR) for hours in (3, 1, 2)}
         for state in set(State) - {State.SCHEDULED}:
             a_message(state)
 
         assert in_the_list(somebody(VIEW)) == [rows[1].pk, rows[2].pk, rows[3].pk]
 
-    def test_says_when_each_is_due_how_long_it_was_put_off_and_under_which_conditions(self):
+    def test_list_shows_due_time_delay_age_key_priority_and_expiry(self):
         scheduled(
             timedelta(minutes=30, seconds=59),
             ago=timedelta(minutes=90),
@@ -68,20 +70,20 @@ class TestTheList:
         for expected in ("in 30 min", "2 h", "90 min ago", "key customer-7", "priority 4", "expires in 3 h"):
             assert expected in text
 
-    def test_takes_an_instant_reckoned_just_before_the_call_for_the_whole_span(self):
+    def test_list_rounds_a_delay_computed_just_before_publishing_to_the_whole_delay(self):
         now = utcnow()
         scheduled(created_at=now + timedelta(milliseconds=20), available_at=now + 8 * HOUR)
 
         assert "put off by 8 h" in self.page().text
 
-    def test_leads_to_the_page_that_every_message_has(self):
+    def test_list_links_to_the_message_page(self):
         row = scheduled()
 
         assert self.page().all("a", href=reverse(DETAIL, args=[row.pk]))
         there = somebody(VIEW).get(reverse("admin:outbox_scheduledmessage_change", args=[row.pk]))
         assert there.url == reverse(DETAIL, args=[row.pk])
 
-    def test_finds_messages_and_those_that_are_due_soon_or_should_have_gone_long_ago(self):
+    def test_due_filter_and_search_select_scheduled_messages(self):
         late = scheduled(-outbox_options().STUCK_AFTER - HOUR)
         soon, later = scheduled(timedelta(seconds=30), biz_id="order-soon"), scheduled(2 * HOUR)
         client = somebody(VIEW)
@@ -93,7 +95,7 @@ class TestTheList:
         assert in_the_list(client, q="order-soon") == [soon.pk]
         assert in_the_list(client, q=str(later.message_id)) == [later.pk]
 
-    def test_warns_of_what_no_relay_has_sent(self):
+    def test_list_warns_about_overdue_messages(self):
         scheduled(-timedelta(seconds=2))
         assert "Overdue by more than" not in self.page().text
 
@@ -101,11 +103,11 @@ class TestTheList:
 
         assert "Overdue by more than 5 min: 1. Look whether a relay runs." in self.page().text
 
-    def test_says_so_when_it_is_empty(self):
+    def test_empty_list_says_that_no_message_is_scheduled(self):
         assert "No message waits for its time." in self.page().text
         assert "Nothing matches." in self.page(q="order-1").text
 
-    def test_is_open_to_those_who_may_view_messages_and_to_nobody_else(self):
+    def test_list_requires_the_view_permission_and_offers_only_permitted_actions(self):
         scheduled()
 
         assert somebody(RESCHEDULE, CANCEL).get(reverse(SCHEDULED)).status_code == 403
@@ -113,7 +115,7 @@ class TestTheList:
         offered = {found.get("value") for found in Page(somebody(VIEW, RESCHEDULE).get(reverse(SCHEDULED))).all("option")}
         assert offered == {"", "publish_now", "reschedule"}
 
-    def test_makes_no_element_of_what_a_message_says(self):
+    def test_message_text_adds_no_element_to_the_scheduled_list(self):
         shapes = []
         for text in ("harm/less", NASTY):  # as often broken into lines
             row = scheduled(**dict.fromkeys(("topic", "biz_id", "key"), text))
@@ -124,31 +126,32 @@ class TestTheList:
 
         assert shapes[0] == shapes[1]
 
-    @pytest.mark.parametrize("query", [{}, {"due": "hour"}])
-    def test_reads_only_what_it_shows_of_many(self, query, django_assert_num_queries):
-        if connection.vendor != "postgresql":
-            pytest.skip("its plans are those of PostgreSQL")
-        OutboxMessage.objects.bulk_create(
-            OutboxMessage(topic="t", shard=1, body=b"1", state=State.SCHEDULED, created_at=now, available_at=now + HOUR)
-            for now in repeat(utcnow(), 5000)
-        )
-        connection.cursor().execute("ANALYZE outbox_outboxmessage")
-        client = somebody(VIEW)
-        client.get(reverse(SCHEDULED))
 
-        with django_assert_num_queries(7) as queries:  # session, user, permissions (2), what is overdue, count, rows
-            client.get(reverse(SCHEDULED), query)
+# The plan is that of PostgreSQL, so the test runs there only.
+@pytest.mark.parametrize("query", [{}, {"due": "hour"}], ids=["no filter", "due within an hour"])
+def test_list_query_reads_the_due_index_without_sorting(query, django_assert_num_queries):
+    OutboxMessage.objects.bulk_create(
+        OutboxMessage(topic="t", shard=1, body=b"1", state=State.SCHEDULED, created_at=now, available_at=now + HOUR)
+        for now in repeat(utcnow(), 5000)
+    )
+    connection.cursor().execute("ANALYZE outbox_outboxmessage")
+    client = somebody(VIEW)
+    client.get(reverse(SCHEDULED))
 
-        statement = next(query["sql"] for query in queries if "ORDER BY" in query["sql"])
-        with connection.cursor() as cursor:
-            cursor.execute(f"EXPLAIN {statement}")
-            plan = "\n".join(line for (line,) in cursor.fetchall())
-        assert "outbox_due" in plan
-        assert "Sort" not in plan
+    with django_assert_num_queries(7) as queries:  # session, user, permissions (2), what is overdue, count, rows
+        client.get(reverse(SCHEDULED), query)
+
+    statement = next(query["sql"] for query in queries if "ORDER BY" in query["sql"])
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN {statement}")
+        plan = "\n".join(line for (line,) in cursor.fetchall())
+    assert "outbox_due" in plan
+    assert "Sort" not in plan
 
 
-class TestPublishingNow:
-    def test_asks_first(self):
+@every_database
+class TestPublishNow:
+    def test_publish_now_asks_for_confirmation(self):
         row = scheduled()
 
         page = Page(on_the_list(somebody(VIEW, RESCHEDULE), "publish_now", row))
@@ -157,16 +160,16 @@ class TestPublishingNow:
         assert str(row.message_id) in page.text
         assert state_of(row) == State.SCHEDULED
 
-    def test_makes_ready_what_still_waits_and_tells_of_what_does_not(self):
-        row, gone = scheduled(), scheduled()
+    def test_publish_now_makes_scheduled_messages_ready_and_reports_the_others(self):
+        row, sent = scheduled(), scheduled()
         client = somebody(VIEW, RESCHEDULE)
-        OutboxMessage.objects.filter(pk=gone.pk).update(state=State.PUBLISHED)
+        OutboxMessage.objects.filter(pk=sent.pk).update(state=State.PUBLISHED)
 
-        response = on_the_list(client, "publish_now", row, gone, confirmed="yes", reason="customer called")
+        response = on_the_list(client, "publish_now", row, sent, confirmed="yes", reason="customer called")
 
         assert [level for level, _ in said(response)] == ["success", "warning"]
         assert said(response)[1][1].endswith("not to be published now: it is published now")
-        assert (state_of(row), state_of(gone)) == (State.READY, State.PUBLISHED)
+        assert (state_of(row), state_of(sent)) == (State.READY, State.PUBLISHED)
         (entry,) = TrailEntry.objects.all()
         user = User.objects.get()
         assert (entry.was, entry.became) == (State.SCHEDULED, State.READY)
@@ -174,7 +177,7 @@ class TestPublishingNow:
         assert LogEntry.objects.get().change_message == "To be published now: customer called"
         assert client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk])).context["action_list"]
 
-    def test_is_closed_to_those_who_may_only_cancel(self):
+    def test_publish_now_requires_the_reschedule_permission(self):
         row = scheduled()
 
         on_the_list(somebody(VIEW, CANCEL), "publish_now", row, confirmed="yes")
@@ -183,12 +186,13 @@ class TestPublishingNow:
         assert not TrailEntry.objects.exists()
 
 
-class TestRescheduling:
+@every_database
+class TestReschedule:
     def reschedule(self, *rows, **fields):
         return on_the_list(somebody(VIEW, RESCHEDULE), "reschedule", *rows, **fields)
 
-    @pytest.mark.parametrize(("written", "span"), [("30m", HOUR / 2), (" 90 S", timedelta(seconds=90)), ("2d", 48 * HOUR)])
-    def test_puts_off_by_a_span_from_now(self, written, span):
+    @pytest.mark.parametrize(("written", "delay"), [("30m", HOUR / 2), (" 90 S", timedelta(seconds=90)), ("2d", 48 * HOUR)])
+    def test_reschedule_by_a_delay_counts_from_now(self, written, delay):
         row = scheduled()
         before = utcnow()
 
@@ -196,10 +200,10 @@ class TestRescheduling:
 
         row.refresh_from_db()
         assert row.state == State.SCHEDULED
-        assert before + span - HOUR / 60 < row.available_at < utcnow() + span + HOUR / 60
-        assert said(response)[0][1].endswith(f"rescheduled, due in {span}")
+        assert before + delay - HOUR / 60 < row.available_at < utcnow() + delay + HOUR / 60
+        assert said(response)[0][1].endswith(f"rescheduled, due in {delay}")
 
-    def test_puts_off_to_an_instant_in_the_zone_of_the_site(self, settings):
+    def test_reschedule_to_an_instant_uses_the_time_zone_of_the_site(self, settings):
         settings.TIME_ZONE = "Asia/Shanghai"
         row = scheduled()
         tomorrow = timezone.localtime() + timedelta(days=1)
@@ -225,7 +229,7 @@ class TestRescheduling:
             ({"deliver_at": "next week"}, "Enter a valid date/time."),
         ],
     )
-    def test_says_what_is_wrong_with_a_time_and_does_nothing(self, fields, expected):
+    def test_reschedule_to_an_invalid_time_is_refused_and_changes_nothing(self, fields, expected):
         row = scheduled()
 
         page = Page(self.reschedule(row, confirmed="yes", **fields))
@@ -234,22 +238,23 @@ class TestRescheduling:
         assert [found["value"] for found in page.all("input", name="_selected_action")] == [str(row.pk)]
         assert OutboxMessage.objects.get(pk=row.pk).available_at == row.available_at
 
-    def test_takes_one_time_only(self):
+    def test_reschedule_with_both_a_delay_and_an_instant_is_refused(self):
         row = scheduled()
         tomorrow = timezone.localtime() + timedelta(days=1)
 
         page = Page(self.reschedule(row, confirmed="yes", delay="30m", deliver_at=f"{tomorrow:%Y-%m-%dT%H:%M}"))
 
         assert "Fill in either “In” or “Or at”, and not both." in page.text
+        assert OutboxMessage.objects.get(pk=row.pk).available_at == row.available_at
 
-    def test_shows_beforehand_to_which_messages_it_can_do_something(self):
+    def test_reschedule_confirmation_shows_which_messages_stay_as_they_are(self):
         ready, published = a_message(State.READY), a_message(State.PUBLISHED)
 
         page = Page(act(somebody(VIEW, RESCHEDULE), "reschedule", ready, published, page=LIST))
 
         assert page.text.count("In this state it stays as it is.") == 1
 
-    def test_comes_back_to_the_page_of_the_message(self):
+    def test_reschedule_from_the_message_page_redirects_back_to_it(self):
         row = scheduled()
 
         response = act(somebody(VIEW, RESCHEDULE), "reschedule", row, confirmed="yes", delay="1d", own_page="yes")
@@ -257,7 +262,8 @@ class TestRescheduling:
         assert response.url == reverse(DETAIL, args=[row.pk])
 
 
-def test_cancelling_from_the_list_leaves_who_and_why_in_the_trail():
+@every_database
+def test_cancel_from_the_scheduled_list_records_the_user_and_the_reason():
     row = scheduled()
 
     on_the_list(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes", reason="ordered twice")

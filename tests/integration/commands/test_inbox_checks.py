@@ -1,4 +1,4 @@
-"""What `manage.py check` says about the inbox."""
+"""The system checks of the inbox."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def settings_of_a_service_without_a_broker():
         yield
 
 
-def test_a_healthy_project_hears_nothing(handles):
+def test_healthy_project_passes_every_check(handles):
     handles(the_effect)
 
     assert found() == {}
 
 
-def test_every_mistake_in_the_setting_is_told_at_once():
+def test_every_mistake_in_the_inbox_setting_is_reported_at_once():
     with override_settings(INBOX={"MAX_ATEMPTS": 3, "PREFETCH": "many"}):
         problems = [message.msg for message in ours.check_options(None)]
 
@@ -41,18 +41,18 @@ def test_every_mistake_in_the_setting_is_told_at_once():
 
 
 @pytest.mark.parametrize("given", [None, [], "amqp://"])
-def test_a_setting_that_is_no_dict_is_an_error_unless_it_is_missing(given):
+def test_inbox_setting_other_than_a_dict_or_none_is_an_error(given):
     with override_settings(INBOX=given):
         assert ("inbox.E001" in found()) == (given is not None)
 
 
-def test_other_checks_survive_a_broken_setting(handles):
+def test_invalid_inbox_setting_does_not_break_the_other_checks(handles):
     handles(the_effect)
     with override_settings(INBOX={"PREFETCH": 0}):
         assert set(found(deploy=True)) == {"inbox.E001"}
 
 
-def test_a_handler_on_a_database_nobody_knows_is_an_error(handles):
+def test_handler_on_an_unknown_database_is_an_error(handles):
     handles(the_effect, using="elsewhere")
 
     problem = found()["inbox.E002"]
@@ -61,7 +61,7 @@ def test_a_handler_on_a_database_nobody_knows_is_an_error(handles):
     assert problem.is_serious()
 
 
-def test_two_halves_on_different_brokers_are_warned_about(handles):
+def test_outbox_and_inbox_on_different_brokers_is_a_warning(handles):
     with override_settings(OUTBOX={"BROKER_URL": "amqp://user:secret@host//"}, INBOX={"BROKER_URL": "local://"}):
         problem = found()["inbox.W001"]
 
@@ -69,14 +69,14 @@ def test_two_halves_on_different_brokers_are_warned_about(handles):
     assert "local://" in problem.msg
 
 
-def test_two_halves_on_the_same_broker_are_not(handles):
+def test_outbox_and_inbox_on_the_same_broker_passes(handles):
     with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
         handles(the_effect)
 
         assert found() == {}
 
 
-def test_an_ordered_handler_on_a_broker_that_cannot_keep_its_order_is_an_error(handles):
+def test_ordered_handler_on_a_broker_that_does_not_keep_order_is_an_error(handles):
     handles(the_effect)
     handles(the_effect, ordered=True, name="tests.support.apps.ordered")
     redis = {"BROKER_URL": "redis://user:secret@host/0"}
@@ -88,19 +88,19 @@ def test_an_ordered_handler_on_a_broker_that_cannot_keep_its_order_is_an_error(h
 
 
 @pytest.mark.parametrize("url", ["amqp://host//", "local://"])
-def test_an_ordered_handler_elsewhere_is_not(handles, url):
+def test_ordered_handler_on_a_broker_that_keeps_order_passes(handles, url):
     handles(the_effect, ordered=True)
     with override_settings(OUTBOX={"BROKER_URL": url}, INBOX={"GROUP": "shop"}):
         assert found() == {}
 
 
-def test_a_broker_without_a_group_is_told_about_when_deploying(handles):
+def test_broker_without_a_group_is_a_deployment_warning(handles):
     handles(the_effect, biz_id=lambda message: message.id)
     with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}):
         assert "tests" in found(deploy=True)["inbox.W002"].msg
 
 
-def test_a_keyless_handler_behind_a_broker_is_told_about_when_deploying(handles):
+def test_handler_without_biz_id_behind_a_broker_is_reported_on_deployment(handles):
     handles(the_effect, name="tests.keyless")
     handles(the_effect, name="tests.keyed", biz_id=lambda message: message.id)
     with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
@@ -115,7 +115,7 @@ def test_a_keyless_handler_behind_a_broker_is_told_about_when_deploying(handles)
     [{"timeout": timedelta(minutes=16)}, {"timeout": timedelta(minutes=1), "group_commit": 20}],
     ids=["one call", "a group"],
 )
-def test_a_handler_that_may_outlast_the_brokers_patience_is_warned_about(handles, given):
+def test_handler_that_may_outlast_the_consumer_timeout_is_a_warning(handles, given):
     handles(the_effect, name="tests.slow", **given)
     handles(the_effect, name="tests.quick", timeout=timedelta(minutes=1), group_commit=15)
     handles(the_effect, name="tests.unbounded")
@@ -131,11 +131,11 @@ def test_a_handler_that_may_outlast_the_brokers_patience_is_warned_about(handles
     assert "0:30:00" in problem.hint
 
 
-def test_the_databases_of_the_tests_are_supported():
+def test_supported_databases_pass_the_database_check():
     assert ours.check_databases(None, ["default", "other"]) == []
 
 
-def test_leases_in_redis_need_its_library(monkeypatch):
+def test_lease_store_in_redis_requires_the_redis_library(monkeypatch):
     with override_settings(INBOX={"LEASE_STORE": "redis://:secret@host/0"}):
         assert "inbox.E007" not in found()
         monkeypatch.setitem(sys.modules, "redis", None)
@@ -146,7 +146,7 @@ def test_leases_in_redis_need_its_library(monkeypatch):
     assert "django-exactly-once[redis]" in problem.hint
 
 
-def test_leases_in_redis_are_named_after_the_group_too(handles):
+def test_lease_store_in_redis_without_a_group_is_a_deployment_warning(handles):
     handles(the_effect)
 
     with override_settings(INBOX={"LEASE_STORE": "redis://host/0"}):

@@ -1,4 +1,4 @@
-"""What an operator types: inbox_status, inbox_retry, inbox_purge."""
+"""The commands of the inbox: inbox_status, inbox_retry, inbox_purge."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def dead(handles):
     return make
 
 
-def grow_old():
+def make_every_row_old():
     InboxMessage.objects.update(settled_at=utcnow() - LONG_AGO, received_at=utcnow() - LONG_AGO)
 
 
 class TestStatus:
-    def test_an_empty_inbox_says_so(self):
+    def test_status_of_an_empty_inbox_is_all_zeros(self):
         assert status() == {
             "states": dict.fromkeys((str(state) for state in State), 0),
             "duplicates_suppressed": 0,
@@ -70,28 +70,28 @@ class TestStatus:
             "without_rows": {},
         }
 
-    def test_it_counts_states_and_duplicates(self, handles, dead):
+    def test_status_counts_states_and_duplicates(self, handles, dead):
         handler, envelope = handles(the_effect), an_envelope()
         for _ in range(3):
             deliver(handler, envelope)
         deliver(handler, an_envelope({"other": 1}, biz_id=envelope.biz_id))
         dead()
 
-        said = status()
+        found = status()
 
-        assert (said["states"]["done"], said["states"]["dead"], said["states"]["retrying"]) == (1, 1, 0)
-        assert (said["duplicates_suppressed"], said["duplicates_conflicting"]) == (3, 1)
-        assert said["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
-        assert said["delivered"] == 5
+        assert (found["states"]["done"], found["states"]["dead"], found["states"]["retrying"]) == (1, 1, 0)
+        assert (found["duplicates_suppressed"], found["duplicates_conflicting"]) == (3, 1)
+        assert found["duplicates_by_cause"] == {"redelivery": 0, "resend": 2, "replay": 0, "business": 1}
+        assert found["delivered"] == 5
 
-    def test_it_tells_what_the_age_fence_holds_back(self, handles):
+    def test_status_counts_quarantined_messages(self, handles):
         deliver(handles(the_effect), an_envelope(created_at=utcnow() - LONG_AGO))
 
-        said = status()
+        found = status()
 
-        assert (said["states"]["dead"], said["quarantined"]) == (1, 1)
+        assert (found["states"]["dead"], found["quarantined"]) == (1, 1)
 
-    def test_it_lists_conflicts_the_latest_first(self, handles):
+    def test_status_lists_conflicts_with_the_latest_first(self, handles):
         handler = handles(the_effect)
         for biz_id in ("order-1", "order-2"):
             deliver(handler, an_envelope({"total": 1}, biz_id=biz_id))
@@ -107,10 +107,10 @@ class TestStatus:
         assert listed[0]["conflicting_id"] == other.id
         assert other.id in run("inbox_status", conflicts=True)
 
-    def test_it_says_when_there_are_no_conflicts(self):
+    def test_status_says_when_there_are_no_conflicts(self):
         assert run("inbox_status", conflicts=True).endswith("No biz-id has come with other content.")
 
-    def test_it_tells_how_long_the_oldest_has_waited_past_its_time(self, handles):
+    def test_status_shows_the_due_time_of_the_oldest_overdue_message(self, handles):
         deliver(handles(fails))
         assert status()["oldest_waiting"] is None
         since = utcnow() - timedelta(hours=3)
@@ -118,7 +118,7 @@ class TestStatus:
 
         assert status()["oldest_waiting"] == since.isoformat()
 
-    def test_what_stands_behind_a_dead_letter_waits_too(self, handles):
+    def test_status_counts_a_message_behind_a_dead_letter_as_waiting(self, handles):
         handler = handles(fails, ordered=True)
         given = inbox_options()
         take_in(
@@ -128,7 +128,7 @@ class TestStatus:
 
         assert status()["oldest_waiting"] == the_row(biz_id="behind").received_at.isoformat()
 
-    def test_people_get_a_table(self, handles):
+    def test_status_prints_a_table(self, handles):
         deliver(handles(the_effect))
 
         text = run("inbox_status")
@@ -136,18 +136,18 @@ class TestStatus:
         lines = dict(re.split(r"  +", line.strip()) for line in text.splitlines())
         assert (lines["done"], lines["delivered, the sum"], lines["oldest waiting"]) == ("1", "1", "-")
 
-    def test_it_looks_at_the_database_it_is_told(self, handles):
+    def test_status_reads_the_given_database(self, handles):
         deliver(handles(lambda message: None, using="other"))
 
         assert (status()["states"]["done"], status(database="other")["states"]["done"]) == (0, 1)
 
 
 class TestRetry:
-    def test_it_wants_to_know_which(self):
+    def test_retry_without_a_selection_is_refused(self):
         with pytest.raises(CommandError, match="--all"):
             run("inbox_retry")
 
-    def test_one_message_by_its_id(self, dead):
+    def test_retry_by_message_id_leaves_other_dead_messages(self, dead):
         first, _second = dead("tests.a"), dead("tests.b")
 
         assert run("inbox_retry", first) == "1 messages are due now."
@@ -155,7 +155,7 @@ class TestRetry:
         assert the_row(message_id=first).state == State.RETRYING
         assert InboxMessage.objects.filter(state=State.DEAD).count() == 1
 
-    def test_a_name_of_no_dead_letter_is_told_and_the_others_are_retried(self, dead):
+    def test_retry_reports_ids_that_are_not_dead_and_retries_the_others(self, dead):
         first = dead("tests.a")
 
         with pytest.raises(CommandError, match="not dead: order-17"):
@@ -164,7 +164,7 @@ class TestRetry:
         assert the_row(message_id=first).state == State.RETRYING
 
     @pytest.mark.parametrize(("chosen", "count"), [({"handler": "tests.a"}, 1), ({"topic": "b"}, 2), ({"all": True}, 3)])
-    def test_many_by_handler_by_topic_or_all(self, dead, chosen, count):
+    def test_retry_selects_by_handler_by_topic_or_all(self, dead, chosen, count):
         for name, topic in (("tests.a", "a"), ("tests.b", "b"), ("tests.c", "b")):
             dead(name, topic)
 
@@ -172,14 +172,14 @@ class TestRetry:
 
         assert InboxMessage.objects.filter(state=State.RETRYING, attempts=0).count() == count
 
-    def test_a_dry_run_only_counts(self, dead):
+    def test_retry_dry_run_only_counts(self, dead):
         dead()
 
         assert run("inbox_retry", all=True, dry_run=True) == "1 messages would be retried."
 
         assert the_row().state == State.DEAD
 
-    def test_what_rests_is_left_alone_unless_asked_for(self, handles):
+    def test_retry_includes_retrying_messages_only_when_asked(self, handles):
         deliver(handles(fails))
 
         assert run("inbox_retry", all=True) == "0 messages are due now."
@@ -187,7 +187,7 @@ class TestRetry:
         assert run("inbox_retry", all=True, retrying=True) == "1 messages are due now."
         assert drain() == 1
 
-    def test_after_the_fix_it_takes_effect_once(self, handles):
+    def test_retry_after_the_handler_is_fixed_takes_effect_once(self, handles):
         deliver(handles(fails, name="tests.h"))
         run_to_the_end()
         registry.remove("tests.h")
@@ -202,12 +202,12 @@ class TestRetry:
 
 
 class TestPurge:
-    def test_it_deletes_what_is_settled_and_past_the_retention(self, handles, dead):
+    def test_purge_deletes_done_messages_past_the_retention_and_keeps_dead_ones(self, handles, dead):
         handler = handles(the_effect)
         for _ in range(3):
             deliver(handler)
         dead()
-        grow_old()
+        make_every_row_old()
         deliver(handler)
 
         assert run("inbox_purge", dry_run=True) == "3 messages would be deleted."
@@ -215,7 +215,7 @@ class TestPurge:
 
         assert sorted(InboxMessage.objects.values_list("state", flat=True)) == [State.DEAD, State.DONE]
 
-    def test_it_never_deletes_what_the_age_fence_would_still_let_in(self, handles):
+    def test_purge_refuses_an_age_below_the_retention(self, handles):
         deliver(handles(the_effect))
         retention = inbox_options().RETENTION.days
 
@@ -224,17 +224,17 @@ class TestPurge:
 
         assert InboxMessage.objects.count() == 1
 
-    def test_it_may_keep_more(self, handles):
+    def test_purge_with_a_longer_age_keeps_more(self, handles):
         deliver(handles(the_effect))
-        grow_old()
+        make_every_row_old()
 
         assert run("inbox_purge", older_than_days=float(LONG_AGO.days + 1)) == "0 messages deleted."
         assert run("inbox_purge", older_than_days=float(LONG_AGO.days - 1)) == "1 messages deleted."
 
     @pytest.mark.parametrize("days", ["nan", "inf", "1e300", "900000", "-1"])
-    def test_an_impossible_age_is_refused(self, handles, days):
+    def test_purge_refuses_an_impossible_age(self, handles, days):
         deliver(handles(the_effect))
-        grow_old()
+        make_every_row_old()
 
         with pytest.raises(CommandError):
             run("inbox_purge", f"--older-than-days={days}")

@@ -1,4 +1,4 @@
-"""`manage.py check` finds what would go wrong, before it does; and each half can be installed alone."""
+"""The system checks of the outbox; and each of the two apps installed without the other."""
 
 import os
 import subprocess
@@ -6,8 +6,6 @@ import sys
 
 import pytest
 from django.core.checks import run_checks
-from django.core.management import call_command
-from django.db import connection
 
 from outbox import checks
 from tests.support import ROOT
@@ -17,29 +15,29 @@ def found(prefix="outbox."):
     return {message.id: message for message in run_checks() if message.id.startswith(prefix)}
 
 
-class TestTheSetting:
-    def test_of_this_project_is_in_order(self):
+class TestOutboxSetting:
+    def test_outbox_setting_of_this_project_passes(self):
         assert found() == {}
 
-    def test_with_a_typo_is_an_error_that_knows_better(self, settings):
+    def test_outbox_setting_with_a_typo_is_an_error_that_suggests_the_name(self, settings):
         settings.OUTBOX = {"BATCH_SIZ": 5}
 
         assert "Did you mean 'BATCH_SIZE'?" in found()["outbox.E001"].msg
 
-    def test_with_several_mistakes_has_an_error_for_each(self, settings):
+    def test_outbox_setting_with_several_mistakes_has_an_error_for_each(self, settings):
         settings.OUTBOX = {"BATCH_SIZ": 5, "POLL_INTERVAL": 3}
 
         assert len([m for m in run_checks() if m.id == "outbox.E001"]) == 2
 
     @pytest.mark.parametrize("value", [[], "amqp://", {"BATCH_SIZE": 0}])
-    def test_that_cannot_be_read_is_an_error(self, settings, value):
+    def test_invalid_outbox_setting_is_an_error(self, settings, value):
         settings.OUTBOX = value
 
         assert "outbox.E001" in found()
 
 
-class TestTheBroker:
-    def test_whose_transport_is_not_installed_is_an_error(self, settings):
+class TestBrokerCheck:
+    def test_broker_whose_transport_is_not_installed_is_an_error(self, settings):
         settings.OUTBOX = {"BROKER_URL": "local://"}
         with without_module("inbox.local"):
             error = found()["outbox.E002"]
@@ -48,13 +46,13 @@ class TestTheBroker:
         assert "needs 'inbox'" in error.hint
 
     @pytest.mark.parametrize("url", ["nonsense://host", "no-url-at-all", ""])
-    def test_that_kombu_does_not_know_is_an_error(self, settings, url):
+    def test_broker_unknown_to_kombu_is_an_error(self, settings, url):
         settings.OUTBOX = {"BROKER_URL": url}
 
         assert "outbox.E002" in found()
 
     @pytest.mark.parametrize("url", ["memory://", "filesystem://"])
-    def test_that_loses_messages_is_an_error_in_production_and_a_warning_before(self, settings, url):
+    def test_broker_that_loses_messages_is_an_error_in_production_and_a_warning_in_debug(self, settings, url):
         settings.OUTBOX = {"BROKER_URL": url}
 
         settings.DEBUG = False
@@ -62,7 +60,7 @@ class TestTheBroker:
         settings.DEBUG = True
         assert set(found()) == {"outbox.W001"}
 
-    def test_that_promises_less_is_a_warning_without_the_password(self, settings):
+    def test_broker_without_confirms_is_a_warning_that_hides_the_password(self, settings):
         settings.OUTBOX = {"BROKER_URL": "redis://:secret-word@host/0"}
 
         [warning] = found().values()
@@ -71,14 +69,14 @@ class TestTheBroker:
         assert "secret-word" not in warning.msg
 
     @pytest.mark.parametrize("url", ["amqp://h", "amqps://h", "pyamqp://h", "local://"])
-    def test_that_keeps_every_promise_is_in_order(self, settings, url):
+    def test_broker_with_confirms_passes(self, settings, url):
         settings.OUTBOX = {"BROKER_URL": url}
 
         assert found() == {}
 
 
 class without_module:  # noqa: N801 - it reads as a function
-    """As if it were not installed."""
+    """Makes the module `name` fail to import, as if it were not installed."""
 
     def __init__(self, name):
         self._name = name
@@ -93,16 +91,21 @@ class without_module:  # noqa: N801 - it reads as a function
             sys.modules[self._name] = self._found
 
 
-class TestTheDatabase:
+class TestDatabaseCheck:
     @pytest.mark.every_database
     @pytest.mark.django_db
-    def test_of_a_kind_that_is_supported_is_in_order(self):
+    def test_supported_database_passes(self):
         assert checks.check_databases(None, databases=["default"]) == []
 
-    def test_is_not_looked_at_unless_it_is_asked_for(self):
-        assert checks.check_databases(None) == []
+    def test_database_is_checked_only_when_asked_for(self, project):
+        project(["outbox"], engine="django.db.backends.dummy", broker="amqp://h")
 
-    def test_of_a_kind_that_is_not_supported_is_an_error(self, project):
+        status, out = project.run("check")
+
+        assert status == 0, out
+        assert "outbox.E004" not in out
+
+    def test_unsupported_database_is_an_error(self, project):
         project(["outbox"], engine="django.db.backends.dummy", broker="amqp://h")
 
         status, out = project.run("check", "--database", "default")
@@ -111,7 +114,7 @@ class TestTheDatabase:
         assert "outbox.E004" in out
         assert "Use PostgreSQL" in out
 
-    def test_sqlite_that_begins_transactions_as_a_reader_is_a_warning(self, project):
+    def test_sqlite_without_immediate_transactions_is_a_warning(self, project):
         project(["outbox"], broker="amqp://h")
 
         status, out = project.run("check")
@@ -162,9 +165,9 @@ def project(tmp_path):
 IMMEDIATE = {"transaction_mode": "IMMEDIATE"}
 
 
-class TestAlone:
+class TestOneAppAlone:
     @pytest.mark.parametrize("apps", [["outbox"], ["inbox"], ["outbox", "inbox"]], ids="+".join)
-    def test_each_half_migrates_and_passes_every_check(self, project, apps):
+    def test_each_app_migrates_and_passes_every_check_alone(self, project, apps):
         project(apps, options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
 
         for command in (
@@ -175,7 +178,7 @@ class TestAlone:
             status, out = project.run(*command)
             assert status == 0, out
 
-    def test_the_outbox_works_without_the_inbox(self, project):
+    def test_outbox_status_works_without_the_inbox(self, project):
         project(["outbox"], options=IMMEDIATE, broker="amqp://guest:guest@localhost//")
         project.run("migrate", "--verbosity", "0")
 
@@ -184,7 +187,7 @@ class TestAlone:
         assert status == 0, out
         assert '"ready": 0' in out
 
-    def test_the_outbox_imports_nothing_of_the_inbox(self, project):
+    def test_relay_imports_no_module_of_the_inbox(self, project):
         project(["outbox"], options=IMMEDIATE, broker="amqp://h")
 
         program = "import outbox.relay.service, sys; print([name for name in sys.modules if name.startswith('inbox')])"
@@ -194,7 +197,7 @@ class TestAlone:
         assert status == 0, out
         assert out.strip().endswith("[]")
 
-    def test_the_outbox_without_a_broker_and_without_the_inbox_is_told_what_is_missing(self, project):
+    def test_outbox_without_a_broker_and_without_the_inbox_is_a_warning(self, project):
         project(["outbox"], options=IMMEDIATE)
 
         status, out = project.run("check")
@@ -204,24 +207,12 @@ class TestAlone:
         assert "needs 'inbox'" in out
         assert "Traceback" not in out
 
-    def test_both_halves_need_no_setting_at_all(self, project):
+    def test_both_apps_together_need_no_setting(self, project):
         project(["outbox", "inbox"], options=IMMEDIATE)
 
         status, out = project.run("check", "--fail-level", "WARNING")
 
         assert status == 0, out
-
-
-@pytest.mark.every_database
-@pytest.mark.django_db
-def test_the_migrations_are_complete():
-    call_command("makemigrations", "outbox", check=True, dry_run=True, verbosity=0)
-
-
-@pytest.mark.every_database
-@pytest.mark.django_db
-def test_the_tables_are_there():
-    assert {"outbox_outboxmessage", "outbox_relaylease"} <= set(connection.introspection.table_names())
 
 
 class TestDatabaseSettings:
@@ -233,7 +224,7 @@ class TestDatabaseSettings:
             ({"use_tz": "False"}, "USE_TZ"),
         ],
     )
-    def test_that_break_a_promise_are_errors_of_both_halves(self, tmp_path, settings, named):
+    def test_database_setting_that_breaks_a_guarantee_is_an_error_of_both_apps(self, tmp_path, settings, named):
         (tmp_path / "odd_settings.py").write_text(
             f"USE_TZ = {settings.get('use_tz', 'True')}\n"
             "INSTALLED_APPS = ['django.contrib.contenttypes', 'outbox', 'inbox']\n"
@@ -253,7 +244,7 @@ class TestDatabaseSettings:
         assert "inbox.E005" in done.stderr
 
 
-class TestAForgottenMigrate:
+class TestMissingTables:
     @pytest.mark.parametrize(
         "command",
         [
@@ -267,7 +258,7 @@ class TestAForgottenMigrate:
         ],
         ids=" ".join,
     )
-    def test_is_named_with_the_remedy_in_one_line(self, project, command):
+    def test_command_without_its_tables_says_to_run_migrate(self, project, command):
         project(["outbox", "inbox"], options=IMMEDIATE)
 
         status, out = project.run(*command)

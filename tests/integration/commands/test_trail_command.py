@@ -1,4 +1,4 @@
-"""`outbox_trail`: the life of one message, both apps joined by its id, told without guessing."""
+"""`outbox_trail` and `inbox_trail`: the history of one message, both apps joined by its id."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def local():
         yield
 
 
-def carry():
+def relay():
     call_command("outbox_relay", drain=True, verbosity=0)
 
 
-def told(*arguments, command="outbox_trail", **options):
+def printed_by_trail(*arguments, command="outbox_trail", **options):
     out = io.StringIO()
     call_command(command, *map(str, arguments), stdout=out, **options)
     return out.getvalue()
@@ -46,25 +46,25 @@ def transitions(message):
     return [(moment.where, moment.was, moment.became) for moment in life_of(str(message.id)).moments]
 
 
-class TestALife:
-    def test_joins_both_sides_by_the_message_id(self, handles):
+class TestLifeOfAMessage:
+    def test_life_joins_outbox_and_inbox_by_message_id(self, handles):
         handles(the_effect, name=HANDLER)
         message, _another = published(biz_id="order-1"), published(biz_id="order-2")
 
-        carry()
+        relay()
 
-        told = transitions(message)
+        found = transitions(message)
         # Received and published are one transaction here, and on SQLite one instant.
-        assert told[0] == ("outbox", "", "ready")
-        assert set(told[1:3]) == {(HANDLER, "", "received"), ("outbox", "ready", "published")}
-        assert told[3:] == [(HANDLER, "received", "done")]
+        assert found[0] == ("outbox", "", "ready")
+        assert set(found[1:3]) == {(HANDLER, "", "received"), ("outbox", "ready", "published")}
+        assert found[3:] == [(HANDLER, "received", "done")]
         standings = {standing.where: standing for standing in life_of(str(message.id)).standings}
         assert {where: (one.state, one.attempts) for where, one in standings.items()} == {
             "outbox": ("published", 1),
             HANDLER: ("done", 1),
         }
 
-    def test_begins_and_ends_by_the_row_where_the_trail_has_only_the_middle(self):
+    def test_life_takes_its_beginning_from_the_row_when_the_trail_lacks_it(self):
         message = published(delay=HOUR)
         set_columns(message, state="ready", deliver_at=DatabaseTime())
         cancel(message.id)
@@ -76,7 +76,7 @@ class TestALife:
             ("ready", "cancelled", True),
         ]
 
-    def test_of_what_came_from_elsewhere_begins_where_it_was_received(self, handles):
+    def test_life_of_a_foreign_message_begins_where_it_was_received(self, handles):
         handler = handles(the_effect, name=HANDLER)
         envelope = an_envelope(id="not-a-uuid", biz_id="order-9")
         deliver(handler, envelope)
@@ -86,7 +86,7 @@ class TestALife:
         assert [(one.where, one.became) for one in life.moments] == [(HANDLER, "received"), (HANDLER, "done")]
         assert any("published elsewhere" in words for words in life.unknown)
 
-    def test_says_what_was_purged(self):
+    def test_life_says_when_the_message_was_purged(self):
         message = published(delay=HOUR)
         cancel(message.id)
         OutboxMessage.objects.all().delete()
@@ -96,20 +96,20 @@ class TestALife:
         assert [one.became for one in life.moments] == ["cancelled"]
         assert any("has been purged: only its trail is left" in words for words in life.unknown)
 
-    def test_says_that_its_trail_may_be_too_old(self):
+    def test_life_says_when_its_trail_may_have_been_purged(self):
         message = published()
         set_columns(message, created_at=DatabaseTime(timedelta(days=-31)))
 
         assert any("may be purged" in words for words in life_of(str(message.id)).unknown)
 
-    @pytest.mark.parametrize(("state", "is_sought"), [("stuck", False), ("rolled_back", False), ("cancelled", True)])
-    def test_seeks_in_no_handler_what_was_never_sent(self, state, is_sought):
+    @pytest.mark.parametrize(("state", "is_missed"), [("stuck", False), ("rolled_back", False), ("cancelled", True)])
+    def test_life_misses_a_handler_only_when_the_message_may_have_been_sent(self, state, is_missed):
         message = published()
         set_columns(message, state=state)
 
-        assert any("No handler here has it" in words for words in life_of(str(message.id)).unknown) is is_sought
+        assert any("No handler here has it" in words for words in life_of(str(message.id)).unknown) is is_missed
 
-    def test_is_told_once_when_two_aliases_name_one_database(self):
+    def test_life_shows_an_entry_once_when_two_aliases_name_one_database(self):
         message = published()
         cancel(message.id)
 
@@ -119,9 +119,9 @@ class TestALife:
         assert [one.became for one in life_of(str(message.id)).moments] == ["ready", "cancelled"]
 
 
-class TestTheCommand:
+class TestTrailCommand:
     @pytest.mark.parametrize("columns", [80, 140])
-    def test_prints_it_within_the_terminal(self, monkeypatch, handles, columns):
+    def test_trail_fits_the_width_of_the_terminal(self, monkeypatch, handles, columns):
         monkeypatch.setenv("COLUMNS", str(columns))
         handles(the_effect, name=HANDLER)
         message = published(biz_id="order-1", delay=HOUR)
@@ -129,9 +129,9 @@ class TestTheCommand:
         error = "x\x1b[2J" + "too large " * 60
         store.settle("default", Settlement(failed=[Failure(positions=[message.position], error=error, retry_after=None)]))
         call_command("outbox_requeue", str(message.id), verbosity=0)
-        carry()
+        relay()
 
-        printed = told(message.id)
+        printed = printed_by_trail(message.id)
 
         lines = printed.splitlines()
         assert max(map(len, lines)) <= columns
@@ -139,40 +139,42 @@ class TestTheCommand:
         for words in ("order-1", TOPIC, "→ scheduled", "dead → ready", "outbox_requeue", "ready → published", HANDLER, "Now"):
             assert words in printed
 
-    def test_prints_the_same_in_the_inbox_and_as_json(self, handles):
+    def test_trail_is_the_same_from_inbox_trail_and_as_json(self, handles):
         handles(the_effect, name=HANDLER)
         message = published(biz_id="order-1")
-        carry()
+        relay()
 
-        assert told(message.id, command="inbox_trail") == told(message.id)
-        read = json.loads(told(message.id, "--json"))
+        assert printed_by_trail(message.id, command="inbox_trail") == printed_by_trail(message.id)
+        read = json.loads(printed_by_trail(message.id, "--json"))
         assert read["message_id"] == str(message.id)
         assert {one["to"] for one in read["life"]} == {"ready", "received", "published", "done"}
         assert [one["state"] for one in read["now"]] == ["published", "done"]
 
-    def test_finds_messages_by_their_business_name(self, handles):
+    def test_trail_by_topic_and_biz_id_prints_every_message(self, handles):
         handles(the_effect, name=HANDLER)
         first, second = published(biz_id="order-1"), published(biz_id="order-1")
-        carry()
+        relay()
         assert InboxMessage.objects.count() == 1
 
-        lives = [json.loads(line) for line in told("--topic", TOPIC, "--biz-id", "order-1", "--json").splitlines()]
+        lives = [json.loads(line) for line in printed_by_trail("--topic", TOPIC, "--biz-id", "order-1", "--json").splitlines()]
 
         assert [one["message_id"] for one in lives] == [str(first.id), str(second.id)]
         assert [one["namesakes"] for one in lives] == [[str(second.id)], [str(first.id)]]
-        assert str(first.id) in told(second.id)
+        assert str(first.id) in printed_by_trail(second.id)
 
-    def test_says_what_was_searched_for_an_unknown_one(self):
+    def test_trail_of_an_unknown_message_names_the_databases_searched(self):
         unknown = uuid.uuid4()
 
         with pytest.raises(CommandError, match=rf"{unknown}.*the outbox \(default, other\); the inbox \(default, other\)"):
-            told(unknown)
+            printed_by_trail(unknown)
         with pytest.raises(CommandError, match="No row here has topic"):
-            told("--topic", TOPIC, "--biz-id", "nobody")
+            printed_by_trail("--topic", TOPIC, "--biz-id", "unknown")
 
     @pytest.mark.parametrize("given", [[], ["--topic", TOPIC], [uuid.uuid4(), "--topic", TOPIC, "--biz-id", "order-1"]])
-    def test_wants_to_be_told_which(self, given):
+    def test_trail_without_exactly_one_selection_is_refused(self, given):
         with pytest.raises(CommandError, match="Say which messages"):
-            told(*given)
+            printed_by_trail(*given)
+
+    def test_trail_in_an_unknown_database_is_refused(self):
         with pytest.raises(CommandError, match="There is no database 'nowhere'"):
-            told("--database", "nowhere")
+            printed_by_trail("--database", "nowhere")

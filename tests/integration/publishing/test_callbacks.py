@@ -1,4 +1,4 @@
-"""Callbacks: told what was committed, until they return, with one effect in the outbox's database."""
+"""Callbacks: called for what was committed, until they return, with one effect in the outbox's database."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from tests.support.apps.effects.models import Effect, Unique
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, in_threads, published, row_of, set_columns, state_of
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
+every_database = pytest.mark.every_database
 
 MAX_ATTEMPTS = 2
 
@@ -38,22 +39,22 @@ def peer():
 
 
 @pytest.fixture
-def told():
-    """Register functions as callbacks for this test: `told(function, on=on_dead)` is the list of what it was told."""
+def add_callback():
+    """Register callbacks for this test: `add_callback(function, on=on_dead)` is the list of the messages it was called with."""
     names = []
 
     def register(function=None, *, on=on_published, topic=TOPIC, name=None):
-        heard = []
+        calls = []
 
-        def hear(message):
-            heard.append(message)
+        def call(message):
+            calls.append(message)
             if function is not None:
                 return function(message)
             return None
 
         names.append(name or f"tests.callback{len(names)}")
-        on(topic, name=names[-1])(hear)
-        return heard
+        on(topic, name=names[-1])(call)
+        return calls
 
     yield register
     for name in names:
@@ -61,12 +62,12 @@ def told():
 
 
 def relay():
-    """Carry and call everything that is due."""
+    """Publish and call everything that is due."""
     call_command("outbox_relay", drain=True, verbosity=0)
 
 
-def dying(peer, **options):
-    """A message that the broker refuses for the last time."""
+def refused_at_its_last_attempt(peer, **options):
+    """A message that is dead after the next pass, because the broker refuses it."""
     peer.script = lambda message: [partial(peer.nack, message)]
     message = published(**options)
     set_columns(message, attempts=MAX_ATTEMPTS - 1)
@@ -90,40 +91,41 @@ def failing(message):
     raise LookupError("no such order")
 
 
-class TestWhatItIsTold:
-    def test_a_message_that_was_published(self, told):
-        heard = told()
+@every_database
+class TestCallbackMessage:
+    def test_callback_receives_a_published_message_once(self, add_callback):
+        calls = add_callback()
 
         message = published(payload={"order_id": 17}, biz_id="order-17", key="customer-3", headers={"tenant": "acme"})
         relay()
         relay()
 
-        [said] = heard
+        [one] = calls
         row = row_of(message)
-        assert (said.event, said.error, said.state, said.attempts, said.call) == ("published", "", State.PUBLISHED, 1, 1)
-        assert (said.id, said.topic, said.biz_id, said.key) == (message.id, TOPIC, "order-17", "customer-3")
-        assert (said.payload, said.headers) == ({"order_id": 17}, {"tenant": "acme"})
-        assert (said.correlation_id, said.causation_id) == (row.correlation_id, row.causation_id)
-        assert said.using == "default"
-        assert (said.created_at, said.settled_at) == (row.created_at, row.settled_at)
+        assert (one.event, one.error, one.state, one.attempts, one.call) == ("published", "", State.PUBLISHED, 1, 1)
+        assert (one.id, one.topic, one.biz_id, one.key) == (message.id, TOPIC, "order-17", "customer-3")
+        assert (one.payload, one.headers) == ({"order_id": 17}, {"tenant": "acme"})
+        assert (one.correlation_id, one.causation_id) == (row.correlation_id, row.causation_id)
+        assert one.using == "default"
+        assert (one.created_at, one.settled_at) == (row.created_at, row.settled_at)
         assert not PendingCallback.objects.exists()
 
-    def test_a_message_that_is_dead_each_time_it_dies(self, told, peer):
-        heard, others = told(on=on_dead), told()
-        message = dying(peer)
+    def test_callback_receives_a_dead_message_each_time_it_dies(self, add_callback, peer):
+        calls, others = add_callback(on=on_dead), add_callback()
+        message = refused_at_its_last_attempt(peer)
         relay()
         store.requeue("default", message.position)
         set_columns(message, attempts=MAX_ATTEMPTS - 1)
         relay()
 
-        assert [(said.event, said.state, said.id) for said in heard] == [("dead", State.DEAD, message.id)] * 2
-        assert "nack" in heard[0].error
-        assert heard[0].headers == heard[1].headers == {}
+        assert [(one.event, one.state, one.id) for one in calls] == [("dead", State.DEAD, message.id)] * 2
+        assert "nack" in calls[0].error
+        assert calls[0].headers == calls[1].headers == {}
         assert not others
 
-    def test_the_reason_of_a_death_that_an_operator_has_undone_meanwhile(self, told, peer):
-        heard = told(lambda message: 1 / 0 if message.call == 1 else None, on=on_dead)
-        message = dying(peer)
+    def test_callback_receives_the_dead_letter_error_also_after_a_requeue(self, add_callback, peer):
+        calls = add_callback(lambda message: 1 / 0 if message.call == 1 else None, on=on_dead)
+        message = refused_at_its_last_attempt(peer)
         relay()
         store.requeue("default", message.position)
         peer.script = lambda message: [partial(peer.ack, message)]
@@ -132,36 +134,37 @@ class TestWhatItIsTold:
         relay()
 
         assert state_of(message) == State.PUBLISHED
-        assert [(said.event, said.call, said.state) for said in heard] == [("dead", 1, "dead"), ("dead", 2, "published")]
-        assert "nack" in heard[1].error
+        assert [(one.event, one.call, one.state) for one in calls] == [("dead", 1, "dead"), ("dead", 2, "published")]
+        assert "nack" in calls[1].error
 
-    def test_only_its_topics(self, told):
-        first, second = told(topic="a"), told(topic="b")
+    def test_callback_receives_only_messages_of_its_topic(self, add_callback):
+        first, second = add_callback(topic="a"), add_callback(topic="b")
 
         for topic in "aabx":
             published(topic)
         relay()
 
-        assert [said.topic for said in first + second] == ["a", "a", "b"]
+        assert [one.topic for one in first + second] == ["a", "a", "b"]
 
     @pytest.mark.parametrize(
         ("content_type", "body", "payload"),
         [("application/json", b"[[1], {}, {}]", [[1], {}, {}]), ("application/x-python-serialize", b"\x80", b"\x80")],
     )
-    def test_a_celery_task(self, told, content_type, body, payload):
-        heard = told(topic="celery.shop.charge")
+    def test_callback_receives_the_payload_of_a_celery_task(self, add_callback, content_type, body, payload):
+        calls = add_callback(topic="celery.shop.charge")
         message = published("celery.shop.charge")
         wire = Wire("", "direct", "celery", content_type, "utf-8", None, {"task": "shop.charge"}, {})
         set_columns(message, body=body, wire=wire.to_text())
 
         relay()
 
-        assert [said.payload for said in heard] == [payload]
+        assert [one.payload for one in calls] == [payload]
 
 
-class TestItsEffect:
-    def test_commits_with_the_fact_that_it_was_told(self, told):
-        told(lambda message: Effect.objects.create(name=message.biz_id))
+@every_database
+class TestCallbackEffect:
+    def test_callback_effect_is_committed_and_the_pending_callback_deleted(self, add_callback):
+        add_callback(lambda message: Effect.objects.create(name=message.biz_id))
         published(biz_id="order-17")
 
         relay()
@@ -169,7 +172,7 @@ class TestItsEffect:
         assert effects() == ["order-17"]
         assert not PendingCallback.objects.exists()
 
-    def test_of_async_code_too(self, told):
+    def test_async_callback_effect_is_committed(self, add_callback):
         async def create(message):
             await Effect.objects.acreate(name=message.biz_id)
 
@@ -182,9 +185,9 @@ class TestItsEffect:
 
         assert effects() == ["order-17"]
 
-    def test_is_undone_when_it_fails_and_it_is_called_again(self, told, caplog):
-        heard = told(lambda message: failing(message) if message.call == 1 else Effect.objects.create(name="done"))
-        unharmed = told()
+    def test_failed_callback_is_rolled_back_logged_and_called_again(self, add_callback, caplog):
+        calls = add_callback(lambda message: failing(message) if message.call == 1 else Effect.objects.create(name="done"))
+        unharmed = add_callback()
         published()
 
         relay()
@@ -196,12 +199,12 @@ class TestItsEffect:
         assert record.levelno == logging.WARNING
         due_now()
         relay()
-        assert (len(heard), len(unharmed), effects()) == (2, 1, ["done"])
+        assert (len(calls), len(unharmed), effects()) == (2, 1, ["done"])
         assert not PendingCallback.objects.exists()
 
     @pytest.mark.parametrize("attempts", [MAX_ATTEMPTS - 1, 100])
-    def test_that_never_comes_is_an_error_and_is_tried_for_ever(self, told, caplog, attempts):
-        told(failing)
+    def test_callback_that_keeps_failing_is_logged_as_an_error_and_retried_without_limit(self, add_callback, caplog, attempts):
+        add_callback(failing)
         published()
         relay()
         PendingCallback.objects.update(attempts=attempts, available_at=DatabaseTime())
@@ -211,13 +214,13 @@ class TestItsEffect:
 
         assert [record.levelname for record in caplog.records if record.name == "outbox.relay.calling"] == ["ERROR"]
         assert pending().attempts == attempts + 1
-        rested = PendingCallback.objects.filter(
+        deferred = PendingCallback.objects.filter(
             available_at__gt=DatabaseTime(timedelta(seconds=4)),
             available_at__lte=DatabaseTime(outbox_options().RETRY_CAP),
         )
-        assert rested.exists()
+        assert deferred.exists()
 
-    def test_is_not_lost_when_it_swallows_an_error_of_the_database(self, told):
+    def test_callback_that_swallows_a_database_error_is_called_again(self, add_callback):
         def swallowing(message):
             Effect.objects.create(name=f"call {message.call}")
             if message.call == 1:
@@ -228,7 +231,7 @@ class TestItsEffect:
                 except IntegrityError:
                     pass
 
-        told(swallowing)
+        add_callback(swallowing)
         published()
 
         relay()
@@ -238,22 +241,22 @@ class TestItsEffect:
         relay()
         assert effects() == ["call 2"]
 
-    def test_comes_soon_after_a_deadlock(self, told):
+    def test_callback_is_called_again_soon_after_a_deadlock(self, add_callback):
         class Deadlock(OperationalError):
             sqlstate = "40P01"
 
         def colliding(message):
             raise Deadlock
 
-        told(colliding)
+        add_callback(colliding)
         published()
 
         relay()
 
         assert PendingCallback.objects.filter(available_at__lte=DatabaseTime(timedelta(seconds=2))).exists()
 
-    def test_a_callback_that_would_end_the_process_has_failed(self, told):
-        told(lambda message: sys.exit(message.call) if message.call == 1 else None)
+    def test_callback_that_calls_sys_exit_has_failed(self, add_callback):
+        add_callback(lambda message: sys.exit(message.call) if message.call == 1 else None)
         published()
 
         relay()
@@ -261,98 +264,104 @@ class TestItsEffect:
         assert pending().last_error == "SystemExit: 1"
 
 
-class TestWhoCalls:
-    def claim(self, lease=timedelta(minutes=1)):
-        return store.claim_calls("default", 10, lease)
+def claim(lease=timedelta(minutes=1)):
+    return store.claim_calls("default", 10, lease)
 
-    def settled(self):
-        """One callback that is still to be called."""
-        published()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("outbox.relay.service.callers", lambda *ignored: ())
-            relay()
-        return pending()
 
-    def test_one_of_several(self, told):
-        told()
-        self.settled()
+def one_pending():
+    """One callback that has not been called yet."""
+    published()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outbox.relay.service.callers", lambda *ignored: ())
+        relay()
+    return pending()
 
-        assert [call.number for call in self.claim()] == [1]
-        assert self.claim() == []
 
-    def test_another_when_the_first_has_died_and_the_first_not_any_more(self, told):
-        heard = told()
-        self.settled()
-        [dead] = self.claim()
+@every_database
+class TestCallbackClaim:
+    def test_callback_is_claimed_by_one_of_several_relays(self, add_callback):
+        add_callback()
+        one_pending()
+
+        assert [call.number for call in claim()] == [1]
+        assert claim() == []
+
+    def test_relay_whose_claim_was_taken_over_calls_nothing(self, add_callback):
+        calls = add_callback()
+        one_pending()
+        [stale] = claim()
         due_now()
-        [alive] = self.claim()
+        [current] = claim()
 
-        calling._call(dead, outbox_options())
-        assert heard == []
+        calling._call(stale, outbox_options())
+        assert calls == []
         assert pending().last_error == ""
-        calling._call(alive, outbox_options())
-        calling._call(dead, outbox_options())
+        calling._call(current, outbox_options())
+        calling._call(stale, outbox_options())
 
-        assert [said.call for said in heard] == [2]
+        assert [one.call for one in calls] == [2]
         assert not PendingCallback.objects.exists()
 
-    @pytest.mark.django_db(transaction=True)
-    def test_nobody_else_while_it_runs_however_long(self, told):
-        if connection.vendor == "sqlite":
-            pytest.skip("the callback's transaction is the only one that writes")
-        told()
-        row = self.settled()
-        [call] = self.claim(lease=timedelta())
-        found = []
-
-        with transaction.atomic():
-            store.begin_call(call)
-            operators = (store.call_now, store.discard_call)
-            with in_threads(
-                lambda: found.append(self.claim()), *(lambda ask=ask: found.append(ask("default", row.pk)) for ask in operators)
-            ):
-                pass
-
-        assert sorted(found, key=str) == [False, False, []]
-
-    def test_nobody_who_does_not_know_it(self, told, caplog):
-        heard = told(name="tests.renamed")
-        self.settled()
+    def test_callback_unknown_to_this_process_is_left_and_logged(self, add_callback, caplog):
+        calls = add_callback(name="tests.renamed")
+        one_pending()
         registry.remove("tests.renamed")
-        other = told(name="tests.other", topic="another")
+        other = add_callback(name="tests.other", topic="another")
 
         relay()
 
-        assert (heard, other) == ([], [])
+        assert (calls, other) == ([], [])
         assert pending().attempts == 0
         assert "1 pending callbacks are of a name that this process does not know" in caplog.text
 
-    def test_an_operator_has_it_called_now_or_never(self, told):
-        heard = told(failing)
+    def test_operator_can_call_a_callback_now_or_discard_it(self, add_callback):
+        calls = add_callback(failing)
         published()
         relay()
 
         assert store.call_now("default", pending().pk)
         relay()
-        assert len(heard) == 2
+        assert len(calls) == 2
         assert store.discard_call("default", pending().pk)
         assert not PendingCallback.objects.exists()
         assert not store.call_now("default", 4711)
 
 
-def test_where_there_are_no_callbacks_nothing_is_written_or_asked():
+# On SQLite the transaction of the callback is the only one that writes.
+@pytest.mark.django_db(transaction=True)
+def test_running_callback_cannot_be_claimed_called_or_discarded(add_callback):
+    add_callback()
+    row = one_pending()
+    [call] = claim(lease=timedelta())
+    found = []
+
+    with transaction.atomic():
+        store.begin_call(call)
+        operators = (store.call_now, store.discard_call)
+        with in_threads(
+            lambda: found.append(claim()), *(lambda ask=ask: found.append(ask("default", row.pk)) for ask in operators)
+        ):
+            pass
+
+    assert sorted(found, key=str) == [False, False, []]
+
+
+@every_database
+def test_relay_without_callbacks_does_not_touch_the_table_of_pending_callbacks():
     published()
 
     with CaptureQueriesContext(connection) as asked:
         relay()
 
     assert OutboxMessage.objects.get().state == State.PUBLISHED
+    assert [query for query in asked if query["sql"].startswith(f"UPDATE {OutboxMessage._meta.db_table}")]
     assert not [query for query in asked if PendingCallback._meta.db_table in query["sql"]]
 
 
-def test_a_batch_costs_one_statement(told):
-    told()
-    told(on=on_dead)
+@every_database
+def test_pending_callbacks_of_a_batch_are_inserted_in_one_statement(add_callback):
+    add_callback()
+    add_callback(on=on_dead)
     for _ in range(5):
         published()
 
@@ -362,9 +371,10 @@ def test_a_batch_costs_one_statement(told):
     assert len([query for query in asked if query["sql"].startswith(f"INSERT INTO {PendingCallback._meta.db_table}")]) == 1
 
 
-def test_a_message_is_kept_until_its_callback_was_told(told):
-    told(failing, topic="kept")
-    kept, gone = published("kept"), published("gone")
+@every_database
+def test_purge_keeps_a_message_until_its_callback_has_returned(add_callback):
+    add_callback(failing, topic="kept")
+    kept, purged = published("kept"), published("purged")
     relay()
     OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(days=-30)))
 
@@ -374,13 +384,14 @@ def test_a_message_is_kept_until_its_callback_was_told(told):
     assert list(OutboxMessage.objects.values_list("message_id", flat=True)) == [kept.id]
     store.discard_call("default", pending().pk)
     assert store.purgeable("default", timedelta(days=7)) == 1
-    assert gone.id != kept.id
+    assert not OutboxMessage.objects.filter(message_id=purged.id).exists()
 
 
-def test_a_message_that_is_settled_anew_while_it_is_purged_is_kept(told):
+@every_database
+def test_purge_keeps_a_message_that_is_settled_again_during_the_purge(add_callback):
     message = published()
     set_columns(message, state=State.CANCELLED, settled_at=DatabaseTime(timedelta(days=-30)))
-    told(failing)
+    add_callback(failing)
 
     def meanwhile(execute, sql, *arguments):
         if sql.startswith("DELETE") and state_of(message) == State.CANCELLED:
@@ -394,9 +405,10 @@ def test_a_message_that_is_settled_anew_while_it_is_purged_is_kept(told):
     assert pending().message.message_id == message.id
 
 
-def test_the_status_tells_what_is_untold(told):
-    told(failing)
-    told(failing, name="tests.removed")
+@every_database
+def test_status_counts_pending_failing_and_unknown_callbacks(add_callback):
+    add_callback(failing)
+    add_callback(failing, name="tests.removed")
     published()
     relay()
     registry.remove("tests.removed")

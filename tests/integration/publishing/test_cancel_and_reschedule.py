@@ -1,4 +1,4 @@
-"""Changing one's mind: cancelled, put off or sent now, in the caller's transaction, and honestly answered."""
+"""cancel(), reschedule() and publish_now(): in the caller's transaction, with the outcome as the answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ from tests.support.relaying import (
     state_of,
 )
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+every_database = pytest.mark.every_database
 
 HOUR = timedelta(hours=1)
 A_MOMENT = timedelta(minutes=5)
@@ -53,7 +54,7 @@ def in_state(state, **options):
     return message
 
 
-def somebody_waits(lock):
+def a_session_waits_for(lock):
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM pg_locks WHERE NOT granted AND {lock}")
         return cursor.fetchone() != (0,)
@@ -63,9 +64,10 @@ def is_about(instant, expected):
     return abs(instant - expected) < A_MOMENT
 
 
-class TestCancelling:
+@every_database
+class TestCancel:
     @pytest.mark.parametrize("state", [*OPEN, State.DEAD])
-    def test_keeps_it_from_being_published(self, state):
+    def test_cancel_settles_an_unpublished_message_as_cancelled(self, state):
         message = in_state(state)
 
         assert cancel(message.id) == CANCELLED
@@ -73,7 +75,7 @@ class TestCancelling:
         assert row_of(message).settled_at is not None
 
     @pytest.mark.parametrize("state", ENDED)
-    def test_is_too_late_and_says_what_happened(self, state):
+    def test_cancel_of_a_settled_message_is_too_late_and_returns_its_state(self, state):
         message = in_state(state)
 
         decision = cancel(str(message.id))
@@ -82,16 +84,16 @@ class TestCancelling:
         assert not decision
         assert state_of(message) == state
 
-    def test_of_what_is_not_there_is_too_late(self):
-        assert cancel(uuid.uuid4()) == cancel(topic=TOPIC, biz_id="nobody") == Decision(Outcome.TOO_LATE, "")
+    def test_cancel_of_an_unknown_message_is_too_late(self):
+        assert cancel(uuid.uuid4()) == cancel(topic=TOPIC, biz_id="unknown") == Decision(Outcome.TOO_LATE, "")
 
-    def test_by_its_business_name(self):
+    def test_cancel_by_topic_and_biz_id_leaves_other_biz_ids(self):
         mine, another = published(biz_id="order-1", delay=HOUR), published(biz_id="order-2", delay=HOUR)
 
         assert cancel(topic=TOPIC, biz_id="order-1") == CANCELLED
         assert (state_of(mine), state_of(another)) == (State.CANCELLED, State.SCHEDULED)
 
-    def test_of_several_of_one_name_leaves_what_was_published(self):
+    def test_cancel_by_topic_and_biz_id_matches_unpublished_only(self):
         first = in_state(State.PUBLISHED, biz_id="order-1")
         later = [published(biz_id="order-1", delay=HOUR) for _ in range(2)]
 
@@ -99,7 +101,7 @@ class TestCancelling:
         assert [state_of(message) for message in (first, *later)] == [State.PUBLISHED, State.CANCELLED, State.CANCELLED]
         assert cancel(topic=TOPIC, biz_id="order-1") == Decision(Outcome.TOO_LATE, State.CANCELLED)
 
-    def test_is_undone_with_the_transaction_around_it(self):
+    def test_cancel_is_rolled_back_with_the_transaction(self):
         message = published(delay=HOUR)
         with transaction.atomic():
             assert cancel(message.id)
@@ -107,49 +109,13 @@ class TestCancelling:
 
         assert state_of(message) == State.SCHEDULED
 
-    def test_on_another_database(self):
+    def test_cancel_on_another_database(self):
         message = published(using="other", delay=HOUR)
 
         assert cancel(message.id) == Decision(Outcome.TOO_LATE, "")
+        assert state_of(message, "other") == State.SCHEDULED
         assert cancel(message.id, using="other") == CANCELLED
-
-    def test_of_what_is_not_ready_keeps_no_relay_from_its_shard(self):
-        if connection.vendor != "postgresql":
-            pytest.skip("there the one writer waits for the other")
-        ready, delayed = published(key="k"), published(key="k", delay=HOUR)
-        with transaction.atomic():
-            assert cancel(delayed.id)
-            with connection.cursor() as cursor:
-                cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()")
-                assert cursor.fetchone() == (0,)
-
-        with transaction.atomic():
-            assert [row.position for row in in_hand(10)] == [ready.position]
-
-    def test_of_what_becomes_ready_meanwhile_waits_for_its_relay_and_keeps_the_row_from_it_no_more(self):
-        if connection.vendor != "postgresql":
-            pytest.skip("there the one writer waits for the other")
-        message, became_ready, answers = published(delay=HOUR), threading.Event(), []
-
-        def fire():
-            with transaction.atomic():
-                OutboxMessage.objects.update(state=State.READY)
-                became_ready.set()
-                eventually(lambda: somebody_waits("transactionid = pg_current_xact_id()::xid"))
-
-        def decide():
-            assert became_ready.wait(SECONDS)
-            answers.append(cancel(message.id))
-
-        with ExitStack() as beside, transaction.atomic(), connection.cursor() as cursor:
-            cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", [LOCK_SPACE, row_of(message).shard])
-            beside.enter_context(in_threads(fire, decide))
-            eventually(lambda: somebody_waits(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
-            # As a relay does that has the shard. It would wait for a row that is locked, as the other waits for the shard.
-            OutboxMessage.objects.select_for_update(nowait=True).get()
-            OutboxMessage.objects.update(state=State.PUBLISHED)
-
-        assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
+        assert state_of(message, "other") == State.CANCELLED
 
     @pytest.mark.parametrize(
         ("arguments", "options"),
@@ -164,14 +130,53 @@ class TestCancelling:
             ((17,), {}),
         ],
     )
-    def test_needs_a_name_that_names_a_message(self, arguments, options):
+    def test_cancel_without_a_valid_selection_is_refused(self, arguments, options):
         with pytest.raises(UnknownMessage):
             cancel(*arguments, **options)
 
 
-class TestRescheduling:
+# On SQLite the only writer waits for the transaction before it: there are no row locks and no shard locks.
+def test_cancel_of_a_scheduled_message_does_not_lock_its_shard():
+    ready, delayed = published(key="k"), published(key="k", delay=HOUR)
+    with transaction.atomic():
+        assert cancel(delayed.id)
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()")
+            assert cursor.fetchone() == (0,)
+
+    with transaction.atomic():
+        assert [row.position for row in in_hand(10)] == [ready.position]
+
+
+# As above, PostgreSQL only.
+def test_cancel_of_a_message_that_becomes_ready_waits_for_its_relay_without_a_row_lock():
+    message, became_ready, answers = published(delay=HOUR), threading.Event(), []
+
+    def fire():
+        with transaction.atomic():
+            OutboxMessage.objects.update(state=State.READY)
+            became_ready.set()
+            eventually(lambda: a_session_waits_for("transactionid = pg_current_xact_id()::xid"))
+
+    def decide():
+        assert became_ready.wait(SECONDS)
+        answers.append(cancel(message.id))
+
+    with ExitStack() as beside, transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", [LOCK_SPACE, row_of(message).shard])
+        beside.enter_context(in_threads(fire, decide))
+        eventually(lambda: a_session_waits_for(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
+        # A relay that has the shard does the same. If cancel() had locked the row, the two would wait for each other.
+        OutboxMessage.objects.select_for_update(nowait=True).get()
+        OutboxMessage.objects.update(state=State.PUBLISHED)
+
+    assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
+
+
+@every_database
+class TestReschedule:
     @pytest.mark.parametrize("state", OPEN)
-    def test_puts_it_off(self, state):
+    def test_reschedule_sets_the_new_time_and_zero_attempts(self, state):
         message = in_state(state)
         set_columns(message, attempts=3)
 
@@ -183,13 +188,13 @@ class TestRescheduling:
         assert is_about(row.available_at, timezone.now() + HOUR)
 
     @pytest.mark.parametrize("state", [*ENDED, State.DEAD])
-    def test_is_too_late(self, state):
+    def test_reschedule_of_a_settled_or_dead_message_is_too_late(self, state):
         message = in_state(state)
 
         assert reschedule(message.id, delay=HOUR) == Decision(Outcome.TOO_LATE, state)
         assert state_of(message) == state
 
-    def test_to_an_instant_and_to_a_level(self):
+    def test_reschedule_accepts_an_instant_or_a_delay_level(self):
         message, tomorrow = published(delay=HOUR), timezone.now().replace(microsecond=0) + timedelta(days=1)
 
         assert reschedule(message.id, deliver_at=tomorrow)
@@ -197,14 +202,14 @@ class TestRescheduling:
         assert reschedule(message.id, delay_level="30m")
         assert is_about(row_of(message).available_at, timezone.now() + timedelta(minutes=30))
 
-    def test_sooner(self):
+    def test_reschedule_can_bring_a_message_forward(self):
         message = published(delay=timedelta(days=1))
 
         assert reschedule(message.id, delay=HOUR)
         assert is_about(row_of(message).available_at, timezone.now() + HOUR)
 
     @pytest.mark.parametrize("delay", [None, timedelta(days=1)])
-    def test_leaves_it_the_time_that_it_had_until_it_expires(self, delay):
+    def test_reschedule_keeps_the_time_between_delivery_and_expiry(self, delay):
         message = published(delay=delay, expires_in=timedelta(minutes=10))
 
         assert reschedule(message.id, delay=HOUR)
@@ -212,23 +217,25 @@ class TestRescheduling:
         row = row_of(message)
         assert row.expires_at - row.available_at == timedelta(minutes=10)
 
-    def test_without_a_time_or_with_several_is_refused(self):
+    def test_reschedule_without_exactly_one_valid_time_is_refused(self):
         message = published(delay=HOUR)
 
         for options in ({}, {"delay": HOUR, "delay_level": 3}, {"delay": -HOUR}, {"delay_level": "7y"}):
             with pytest.raises(InvalidMessage):
                 reschedule(message.id, **options)
+        assert is_about(row_of(message).available_at, timezone.now() + HOUR)
 
-    def test_by_its_business_name(self):
+    def test_reschedule_by_topic_and_biz_id(self):
         message = published(biz_id="order-1", delay=HOUR)
 
         assert reschedule(topic=TOPIC, biz_id="order-1", delay=2 * HOUR).outcome == "rescheduled"
         assert is_about(row_of(message).available_at, timezone.now() + 2 * HOUR)
 
 
-class TestPublishingNow:
+@every_database
+class TestPublishNow:
     @pytest.mark.parametrize("state", OPEN)
-    def test_makes_it_ready(self, state):
+    def test_publish_now_makes_a_message_ready_and_keeps_its_lifetime(self, state):
         message = in_state(state, delay=timedelta(days=30), expires_in=HOUR)
 
         assert publish_now(message.id) == Decision(Outcome.RESCHEDULED, State.READY)
@@ -239,20 +246,21 @@ class TestPublishingNow:
         assert row.expires_at - row.available_at == HOUR
         assert store.look("default").busy
 
-    def test_is_read_by_the_next_pass(self):
+    def test_publish_now_is_seen_by_the_next_relay_pass(self):
         message = published(delay=HOUR)
         assert publish_now(message.id)
 
         with transaction.atomic():
             assert [row.position for row in in_hand(10)] == [message.position]
 
-    def test_of_what_is_dead_is_left_to_a_requeue(self):
+    def test_publish_now_of_a_dead_message_is_too_late(self):
         assert publish_now(in_state(State.DEAD).id) == Decision(Outcome.TOO_LATE, State.DEAD)
 
 
-class TestADelayLevel:
+@every_database
+class TestDelayLevel:
     @pytest.mark.parametrize("level", ["2m", 6])
-    def test_is_an_absolute_time_at_once(self, level, settings):
+    def test_delay_level_is_stored_as_an_instant_at_once(self, level, settings):
         message = published(delay_level=level)
         settings.OUTBOX = {"DELAY_LEVELS": ["1h"]}
 
@@ -260,28 +268,29 @@ class TestADelayLevel:
         assert row.state == State.SCHEDULED
         assert timedelta(minutes=2) <= row.available_at - row.created_at < timedelta(minutes=3)
 
-    def test_is_one_of_those_of_the_project(self, settings):
+    def test_delay_level_follows_the_delay_levels_setting(self, settings):
         settings.OUTBOX = {"DELAY_LEVELS": ["7d", "90s"]}
 
         with transaction.atomic():
             publish_many([Draft(TOPIC, {}, delay_level=1), Draft(TOPIC, {}, delay_level="90s")])
 
-        spans = [row.available_at - row.created_at for row in OutboxMessage.objects.order_by("pk")]
-        assert [span - span % timedelta(seconds=1) for span in spans] == [timedelta(days=7), timedelta(seconds=90)]
+        delays = [row.available_at - row.created_at for row in OutboxMessage.objects.order_by("pk")]
+        assert [delay - delay % timedelta(seconds=1) for delay in delays] == [timedelta(days=7), timedelta(seconds=90)]
 
     @pytest.mark.parametrize("level", ["2 m", "45s", "", 0, 19, -1, True, 2.0])
-    def test_of_no_such_name_is_refused(self, level):
+    def test_unknown_delay_level_is_refused(self, level):
         with pytest.raises(InvalidMessage, match="delay_level"):
             published(delay_level=level)
 
-    def test_is_no_longer_than_any_other_delay(self, settings):
+    def test_delay_level_beyond_the_longest_delay_is_refused(self, settings):
         settings.OUTBOX = {"DELAY_LEVELS": ["9999d"]}
 
         with pytest.raises(InvalidMessage, match="the longest span"):
             published(delay_level=1)
 
 
-def test_async_code_joins_the_transaction_as_well():
+@every_database
+def test_acancel_and_areschedule_are_rolled_back_with_the_transaction():
     message = published(delay=HOUR)
     with transaction.atomic():
         assert async_to_sync(areschedule)(message.id, delay=2 * HOUR)
@@ -291,7 +300,8 @@ def test_async_code_joins_the_transaction_as_well():
     assert is_about(row_of(message).available_at, timezone.now() + HOUR)
 
 
-def test_a_cancelled_head_frees_its_key():
+@every_database
+def test_cancelled_dead_head_releases_its_key():
     head, second = published(key="k"), published(key="k")
     set_columns(head, state=State.DEAD)
     set_columns(second, state=State.WAITING)
@@ -301,7 +311,8 @@ def test_a_cancelled_head_frees_its_key():
     assert state_of(second) == State.READY
 
 
-def test_what_is_due_meanwhile_is_decided_all_the_same():
+@every_database
+def test_message_promoted_when_due_can_still_be_cancelled():
     message = published(delay=HOUR)
     OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
     assert store.promote_due("default", 10) == 1
@@ -309,8 +320,9 @@ def test_what_is_due_meanwhile_is_decided_all_the_same():
     assert cancel(message.id) == CANCELLED
 
 
+@every_database
 @pytest.mark.timeout(600)  # of CANCELS=10000
-def test_at_the_moment_of_firing_each_is_either_cancelled_or_published():
+def test_message_cancelled_at_its_due_time_is_either_cancelled_or_published():
     count = int(os.environ.get("CANCELS", "1000"))
     with transaction.atomic():
         at = timezone.now() + timedelta(seconds=2)
@@ -340,5 +352,5 @@ def test_at_the_moment_of_firing_each_is_either_cancelled_or_published():
     assert cancelled | arrived.keys() == {str(message.id) for message in messages}
     assert set(arrived.values()) == {1}
     # PostgreSQL waits for the relay that has it in hand; SQLite's only writer cannot.
-    told = {State.CANCELLED, State.PUBLISHED} | ({State.READY} if connection.vendor == "sqlite" else set())
-    assert {answer.state for answer in answers.values()} <= told
+    expected = {State.CANCELLED, State.PUBLISHED} | ({State.READY} if connection.vendor == "sqlite" else set())
+    assert {answer.state for answer in answers.values()} <= expected

@@ -34,63 +34,63 @@ def _checked():
     checkers.remove(TOPIC)
 
 
-def pass_by(span):
-    """So much time goes by for every message."""
+def age_every_message(duration):
+    """Move every instant of every message into the past by `duration`."""
     for row in OutboxMessage.objects.all():
         names = ("created_at", "deliver_at", "available_at", "expires_at")
         instants = {name: getattr(row, name) for name in names}
         row.id = row.message_id
-        set_columns(row, **{name: instant - span for name, instant in instants.items() if instant})
+        set_columns(row, **{name: instant - duration for name, instant in instants.items() if instant})
 
 
-def sent(peer):
-    """The ids of what went out since the last look."""
+def newly_sent(peer):
+    """The ids of the messages published since the last call."""
     found = ids(peer.published)
     peer.published.clear()
     return found
 
 
-def test_in_one_transaction_with_a_key_a_delay_and_an_expiry(peer):
+def test_messages_of_one_key_with_delay_and_expiry_are_cancelled_rescheduled_and_restored(peer):
     with transaction.atomic():
-        head, put_off, third, gone, last = (publish(TOPIC, {}, key="k", strict_order=True, **IN_TIME) for _ in range(5))
+        head, rescheduled, third, expired, last = (publish(TOPIC, {}, key="k", strict_order=True, **IN_TIME) for _ in range(5))
         with suppress(ZeroDivisionError), transaction.atomic():
             publish(TOPIC, {}, key="k", **IN_TIME)
             assert cancel(third.id)
             raise ZeroDivisionError
     drained(peer.url)
-    assert sent(peer) == []
+    assert newly_sent(peer) == []
 
     with transaction.atomic():
         assert cancel(head.id)
-        assert reschedule(put_off.id, delay=4 * HOUR)
-    set_columns(gone, expires_at=row_of(gone).deliver_at)
-    pass_by(2.5 * HOUR)
+        assert reschedule(rescheduled.id, delay=4 * HOUR)
+    set_columns(expired, expires_at=row_of(expired).deliver_at)
+    age_every_message(2.5 * HOUR)
     drained(peer.url)
 
-    assert sent(peer) == ids([third, last])
-    assert [state_of(message) for message in (head, put_off, gone)] == [State.CANCELLED, State.SCHEDULED, State.EXPIRED]
+    assert newly_sent(peer) == ids([third, last])
+    assert [state_of(message) for message in (head, rescheduled, expired)] == [State.CANCELLED, State.SCHEDULED, State.EXPIRED]
     assert restore(head.id)
-    pass_by(1.5 * HOUR)
+    age_every_message(1.5 * HOUR)
     drained(peer.url)
-    assert sent(peer) == ids([put_off])
-    assert state_of(head) == State.EXPIRED, "restored when it was overdue, it lasted an hour from then"
+    assert newly_sent(peer) == ids([rescheduled])
+    assert state_of(head) == State.EXPIRED, "restored while overdue, it expires an hour after its restore"
 
 
 @pytest.mark.usefixtures("_checked")
-def test_prepared_with_a_priority_a_delay_and_an_expiry(peer):
+def test_prepared_messages_with_priority_delay_and_expiry_are_sent_by_priority(peer):
     published(biz_id="plain", delay=2 * HOUR)
-    lower, higher, gone, undone, open_ = (
+    lower, higher, expired, undone, open_ = (
         prepare(TOPIC, {}, biz_id=str(priority), priority=priority, **IN_TIME) for priority in (4, 5, 6, 7, 8)
     )
-    for half in (lower, higher, gone):
+    for half in (lower, higher, expired):
         half.commit()
     undone.rollback()
     assert [state_of(half) for half in (lower, higher)] == [State.SCHEDULED, State.SCHEDULED]
     drained(peer.url)
-    assert sent(peer) == []
+    assert newly_sent(peer) == []
 
-    set_columns(gone, expires_at=row_of(gone).deliver_at)
-    pass_by(2.5 * HOUR)
+    set_columns(expired, expires_at=row_of(expired).deliver_at)
+    age_every_message(2.5 * HOUR)
     drained(peer.url)
 
     assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == ["5", "4", "plain"]
@@ -98,16 +98,16 @@ def test_prepared_with_a_priority_a_delay_and_an_expiry(peer):
     assert left[2] is None
     for milliseconds in left[:2]:
         assert timedelta() <= HOUR / 2 - timedelta(milliseconds=int(milliseconds)) < A_STALL
-    assert [state_of(half) for half in (gone, undone, open_)] == [State.EXPIRED, State.ROLLED_BACK, State.PREPARED]
+    assert [state_of(half) for half in (expired, undone, open_)] == [State.EXPIRED, State.ROLLED_BACK, State.PREPARED]
 
 
 @pytest.mark.usefixtures("_checked")
-def test_prepared_with_a_key_and_a_delay_takes_its_place_in_the_order(peer):
+def test_prepared_message_with_a_key_and_a_delay_takes_its_place_in_the_order(peer):
     half = prepare(TOPIC, {}, key="k", **IN_TIME)
     later = published(key="k", delay=2 * HOUR)
     half.commit()
-    pass_by(2.5 * HOUR)
+    age_every_message(2.5 * HOUR)
 
     drained(peer.url)
 
-    assert sent(peer) == ids([half, later])
+    assert newly_sent(peer) == ids([half, later])

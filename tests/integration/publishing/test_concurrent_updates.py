@@ -29,7 +29,7 @@ def count(counter):
     return int(counter.detail)
 
 
-def test_a_locked_row_is_changed_by_one_after_the_other(handles, counter):
+def test_concurrent_handlers_that_lock_a_row_lose_no_update(handles, counter):
     def increase(message):
         row = Effect.objects.select_for_update().get(pk=counter.pk)
         row.detail = str(int(row.detail) + 1)
@@ -42,25 +42,25 @@ def test_a_locked_row_is_changed_by_one_after_the_other(handles, counter):
     assert count(counter) == MANY
 
 
-def test_a_stale_version_is_put_off_without_an_attempt(handles, counter):
-    read = threading.Event()
+def test_handler_with_a_stale_version_is_deferred_without_counting_an_attempt(handles, counter):
+    has_read = threading.Event()
 
     def increase(message):
         before = Effect.objects.get(pk=counter.pk).detail
-        if not read.is_set():
-            read.set()
-            at_once([meddle])
+        if not has_read.is_set():
+            has_read.set()
+            at_once([change_it])
         if not Effect.objects.filter(pk=counter.pk, detail=before).update(detail=str(int(before) + 1)):
-            raise RetryLater(timedelta(seconds=1), "somebody else was faster")
+            raise RetryLater(timedelta(seconds=1), "another transaction was faster")
 
-    def meddle():
+    def change_it():
         Effect.objects.filter(pk=counter.pk).update(detail="41")
 
     handler = handles(increase)
     assert deliver(handler, an_envelope(biz_id="late")) is Received.STORED
     row = the_row(biz_id="late")
     assert (row.state, row.attempts) == (State.RETRYING, 0)
-    assert "somebody else was faster" in row.last_error
+    assert "another transaction was faster" in row.last_error
 
     make_due()
     drain()
@@ -69,7 +69,7 @@ def test_a_stale_version_is_put_off_without_an_attempt(handles, counter):
     assert count(counter) == 42
 
 
-def test_a_deadlock_is_run_again_at_once_and_is_no_attempt(handles):
+def test_deadlocked_handler_is_run_again_at_once_without_counting_an_attempt(handles):
     rows = [Effect.objects.create(name=name, detail="0") for name in ("first", "second")]
     both_have_one = threading.Barrier(2)
     waited = set()

@@ -15,21 +15,22 @@ from outbox import PublishedOutsideTransaction, publish
 from outbox.models import OutboxMessage, State
 from tests.support.apps.effects.models import Effect
 
-pytestmark = pytest.mark.every_database
-
 TOPIC = "tests.inside_a_test_case"
 
 
-class TestInsideATestCase(TestCase):
+class HandlerTestCase(TestCase):
     def handle_by(self, function):
         idempotent_handler(TOPIC, name="tests.inside_a_test_case")(function)
         self.addCleanup(registry.remove, "tests.inside_a_test_case")
 
-    def test_a_missing_transaction_fails_in_the_test_and_not_only_in_production(self):
+
+@pytest.mark.every_database
+class TestOutboxInsideTestCase(HandlerTestCase):
+    def test_publish_without_atomic_is_refused_inside_a_testcase(self):
         with pytest.raises(PublishedOutsideTransaction):
             publish(TOPIC, {})
 
-    def test_draining_runs_the_handlers(self):
+    def test_drain_runs_the_handlers_inside_a_testcase(self):
         self.handle_by(lambda message: Effect.objects.create(name=message.payload["name"]))
         with transaction.atomic():
             publish(TOPIC, {"name": "seen"})
@@ -40,7 +41,7 @@ class TestInsideATestCase(TestCase):
         assert InboxMessage.objects.get().state == InboxState.DONE
         assert OutboxMessage.objects.get().state == State.PUBLISHED
 
-    def test_a_failing_handler_leaves_no_effect_and_the_test_goes_on(self):
+    def test_failing_handler_leaves_no_effect_and_the_testcase_continues(self):
         def fail(message):
             Effect.objects.create(name="half")
             raise ValueError("no")
@@ -54,14 +55,17 @@ class TestInsideATestCase(TestCase):
         assert not Effect.objects.exists()
         assert InboxMessage.objects.get().state == InboxState.RETRYING
 
-    def test_the_tests_own_transaction_keeps_its_timeouts(self):
-        if connection.vendor != "postgresql":
-            return
+
+# SQLite has no timeouts that a transaction could keep.
+class TestPostgreSQLInsideTestCase(HandlerTestCase):
+    def test_drain_leaves_the_timeouts_of_the_testcase_transaction_unchanged(self):
+        self.handle_by(lambda message: None)
         with transaction.atomic():
             publish(TOPIC, {})
 
         call_command("outbox_relay", "--drain", verbosity=0)
 
+        assert OutboxMessage.objects.get().state == State.PUBLISHED
         with connection.cursor() as cursor:
             cursor.execute("SELECT current_setting('idle_in_transaction_session_timeout'), current_setting('lock_timeout')")
             assert cursor.fetchone() == ("0", "0")

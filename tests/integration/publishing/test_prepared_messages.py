@@ -1,4 +1,4 @@
-"""Prepared messages: committed first, decided about once, and never forgotten."""
+"""Prepared messages: committed at once, decided once, checked until they are decided or stuck."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.support.relaying import (
 )
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
-by_several = pytest.mark.django_db(transaction=True)
+several_connections = pytest.mark.django_db(transaction=True)
 
 TOPIC = "bank.transfer"
 HOUR = timedelta(hours=1)
@@ -82,12 +82,12 @@ def trail_of(half):
 
 def stuck(**options):
     half = prepare(TOPIC, {}, **options)
-    set_columns(half, state=State.STUCK, attempts=15, last_error="nobody knows")
+    set_columns(half, state=State.STUCK, attempts=15, last_error="unknown")
     return half
 
 
-class TestPreparing:
-    def test_commits_a_row_that_no_relay_takes(self):
+class TestPrepare:
+    def test_prepare_commits_a_row_that_no_relay_claims(self):
         half = prepare(TOPIC, {"amount": 10}, biz_id="transfer-1", headers={"tenant": "acme"})
 
         row = row_of(half)
@@ -97,7 +97,7 @@ class TestPreparing:
         with transaction.atomic():
             assert not in_hand()
 
-    def test_fixes_its_instants_at_once(self):
+    def test_prepare_stores_the_instants_of_delivery_and_expiry(self):
         half = prepare(TOPIC, {}, delay=HOUR, expires_in=HOUR)
 
         row = row_of(half)
@@ -105,7 +105,7 @@ class TestPreparing:
         assert abs(row.expires_at - row.deliver_at - HOUR) < timedelta(milliseconds=1)
         assert row.available_at < row.deliver_at - HOUR / 2
 
-    def test_is_refused_inside_a_transaction_of_its_database_and_no_other(self):
+    def test_prepare_is_refused_inside_a_transaction_of_its_own_database_only(self):
         with transaction.atomic(using="other"):
             prepare(TOPIC, {})
         with transaction.atomic(), pytest.raises(PreparedInsideTransaction, match="'default'"):
@@ -113,8 +113,8 @@ class TestPreparing:
 
         assert states() == [State.PREPARED]
 
-    @by_several
-    def test_is_refused_where_a_connection_commits_nothing_by_itself(self):
+    @several_connections
+    def test_prepare_is_refused_on_a_connection_without_autocommit(self):
         connection.set_autocommit(False)
         try:
             with pytest.raises(PreparedInsideTransaction):
@@ -123,19 +123,19 @@ class TestPreparing:
             connection.rollback()
             connection.set_autocommit(True)
 
-    def test_is_refused_for_a_topic_without_a_checker(self):
+    def test_prepare_is_refused_for_a_topic_without_a_checker(self):
         with pytest.raises(NoChecker, match=r"'shop\.gone'.*bank\.transfer"):
             prepare("shop.gone", {})
 
-    def test_is_refused_for_what_cannot_be_published(self):
+    def test_prepare_is_refused_for_an_invalid_message(self):
         with pytest.raises(InvalidMessage, match="priority"):
             prepare(TOPIC, {}, priority=10)
 
         assert states() == []
 
 
-class TestDeciding:
-    def test_a_committed_message_is_published(self):
+class TestDecision:
+    def test_committed_message_is_published(self):
         half = prepare(TOPIC, {"amount": 10})
         half.commit()
 
@@ -147,7 +147,7 @@ class TestDeciding:
             assert ids(peer.published) == [str(half.id)]
         assert state_of(half) == State.PUBLISHED
 
-    def test_a_message_rolled_back_is_never_published(self):
+    def test_rolled_back_message_is_never_published(self):
         half = prepare(TOPIC, {})
         half.rollback()
 
@@ -157,7 +157,7 @@ class TestDeciding:
             drained(peer.url)
             assert peer.published == []
 
-    def test_a_delay_that_is_ahead_is_waited_for(self):
+    def test_committed_message_waits_for_a_delay_that_is_still_ahead(self):
         later, passed = prepare(TOPIC, {}, delay=HOUR), prepare(TOPIC, {}, delay=HOUR)
         set_columns(passed, deliver_at=DatabaseTime(-HOUR))
         later.commit()
@@ -166,7 +166,7 @@ class TestDeciding:
         assert (state_of(later), state_of(passed)) == (State.SCHEDULED, State.READY)
         assert row_of(later).available_at == row_of(later).deliver_at
 
-    def test_one_that_expired_undecided_is_not_sent(self):
+    def test_message_that_expired_undecided_is_not_sent_after_its_commit(self):
         half = prepare(TOPIC, {}, expires_in=HOUR)
         set_columns(half, expires_at=DatabaseTime(-HOUR))
         half.commit()
@@ -176,7 +176,7 @@ class TestDeciding:
             assert peer.published == []
         assert state_of(half) == State.EXPIRED
 
-    def test_every_scheduling_column_is_set(self):
+    def test_commit_of_a_stuck_message_sets_every_scheduling_column(self):
         half = stuck()
         before = row_of(half).available_at
         half.commit()
@@ -185,7 +185,7 @@ class TestDeciding:
         assert (row.state, row.attempts, row.last_error, row.settled_at) == (State.READY, 0, "", None)
         assert row.available_at != before
 
-    def test_deciding_the_same_again_changes_nothing(self):
+    def test_repeated_decision_changes_nothing(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
         for _ in range(2):
             committed.commit()
@@ -195,7 +195,7 @@ class TestDeciding:
 
         assert states() == [State.PUBLISHED, State.ROLLED_BACK]
 
-    def test_deciding_otherwise_is_an_error_that_names_the_state(self):
+    def test_opposite_decision_is_an_error_that_names_the_state(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
         store.commit_prepared("default", row_of(committed).pk)
         store.roll_back_prepared("default", row_of(dropped).pk)
@@ -208,14 +208,14 @@ class TestDeciding:
         assert (of_committed.value.message_id, of_committed.value.state) == (committed.id, State.READY)
         assert (of_dropped.value.message_id, of_dropped.value.state) == (dropped.id, State.ROLLED_BACK)
 
-    def test_a_row_that_is_gone_is_an_error(self):
+    def test_decision_about_a_deleted_row_is_an_error(self):
         half = prepare(TOPIC, {})
         OutboxMessage.objects.all().delete()
 
         with pytest.raises(AlreadyDecided, match="not here any more"):
             half.commit()
 
-    def test_joins_the_transaction_that_is_open(self):
+    def test_decision_is_rolled_back_with_the_open_transaction(self):
         half = prepare(TOPIC, {})
         with transaction.atomic():
             half.commit()
@@ -224,7 +224,7 @@ class TestDeciding:
         assert state_of(half) == State.PREPARED
         assert trail_of(half) == []
 
-    def test_an_error_leaves_the_transaction_that_is_open_usable(self):
+    def test_refused_decision_leaves_the_open_transaction_usable(self):
         half = prepare(TOPIC, {})
         half.rollback()
         with transaction.atomic():
@@ -234,13 +234,13 @@ class TestDeciding:
 
         assert states() == [State.ROLLED_BACK, State.READY]
 
-    def test_on_another_database(self):
+    def test_prepare_and_commit_on_another_database(self):
         half = prepare(TOPIC, {}, using="other")
         half.commit()
 
         assert state_of(half, "other") == State.READY
 
-    def test_a_committed_message_takes_its_place_in_its_key(self):
+    def test_committed_message_takes_its_place_in_the_order_of_its_key(self):
         first, half, last = published(key="k"), prepare(TOPIC, {}, key="k"), published(key="k")
         half.commit()
 
@@ -248,7 +248,7 @@ class TestDeciding:
             drained(peer.url)
             assert ids(peer.published) == ids([first, half, last])
 
-    def test_an_undecided_message_holds_up_nobody_of_its_key(self):
+    def test_undecided_message_does_not_block_its_key(self):
         half, last = prepare(TOPIC, {}, key="k"), published(key="k")
         with FakeAmqpPeer() as peer:
             drained(peer.url)
@@ -256,8 +256,8 @@ class TestDeciding:
             drained(peer.url)
             assert ids(peer.published) == ids([last, half])
 
-    @by_several
-    def test_of_all_who_decide_at_the_same_time_exactly_one_does(self):
+    @several_connections
+    def test_exactly_one_of_several_concurrent_decisions_takes_effect(self):
         """Each of many messages at the same moment by its code, by its code's opposite, and by a checker or operator."""
         halves = [prepare(TOPIC, {}) for _ in range(10)]
         positions = {half: row_of(half).pk for half in halves}
@@ -295,21 +295,21 @@ class TestDeciding:
         assert set(not_dropped.values()) <= {State.READY}
 
 
-class TestTheBlock:
-    def test_is_committed_at_its_end(self):
+class TestPrepareBlock:
+    def test_prepare_block_commits_at_its_end(self):
         with prepare(TOPIC, {}) as half:
             assert state_of(half) == State.PREPARED
 
         assert state_of(half) == State.READY
 
-    def test_left_by_an_exception_stays_undecided_and_is_asked_about_at_once(self):
+    def test_prepare_block_left_by_an_exception_stays_undecided_and_its_check_is_due(self):
         with pytest.raises(ConnectionError), prepare(TOPIC, {}) as half:
             raise ConnectionError
 
         assert state_of(half) == State.PREPARED
         assert OutboxMessage.objects.filter(message_id=half.id, available_at__lte=DatabaseTime()).exists()
 
-    def test_may_decide_itself(self):
+    def test_prepare_block_may_decide_itself(self):
         with prepare(TOPIC, {}) as dropped:
             dropped.rollback()
         with prepare(TOPIC, {}) as half:
@@ -317,13 +317,15 @@ class TestTheBlock:
 
         assert [state_of(one) for one in (dropped, half)] == [State.ROLLED_BACK, State.READY]
 
-    def test_ends_well_when_the_checker_has_decided_the_same_and_tells_when_not(self):
+    def test_prepare_block_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
         with prepare(TOPIC, {}) as half:
             store.commit_prepared("default", row_of(half).pk)
+        assert state_of(half) == State.READY
         with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as half:
             store.roll_back_prepared("default", row_of(half).pk)
+        assert state_of(half) == State.ROLLED_BACK
 
-    def test_lets_its_exception_go_on_when_the_database_is_of_no_help(self):
+    def test_prepare_block_in_a_failed_transaction_raises_the_original_exception(self):
         half = prepare(TOPIC, {})
         with pytest.raises(IntegrityError), transaction.atomic(), half:
             OutboxMessage.objects.create(message_id=half.id)
@@ -332,33 +334,33 @@ class TestTheBlock:
 
 
 def overdue(half, by=timedelta(seconds=1)):
-    """Its check has been due for so long."""
+    """Make the check of `half` due `by` before now."""
     set_columns(half, available_at=DatabaseTime(-by))
     return half
 
 
 def asked(**options):
-    """Ask about everything that is due, once; how many questions that were."""
+    """Run every check that is due, once; return how many ran."""
     (attendant,) = askers("default", OutboxOptions(**{"CHECK_EVERY": HOUR, **options}))
     return attendant.drain(StopRequest())
 
 
-class TestChecking:
-    def test_waits_for_its_time(self):
+class TestCheck:
+    def test_check_waits_for_its_due_time(self):
         overdue(prepare(TOPIC, {}), -HOUR)
 
         assert asked() == 0
 
-    def test_asks_about_the_message_and_decides_by_the_answer(self, answers):
-        heard = []
-        answers[:] = [lambda message: heard.append(message) or Answer.COMMIT, Answer.ROLLBACK]
+    def test_checker_receives_the_message_and_its_answer_decides_it(self, answers):
+        received = []
+        answers[:] = [lambda message: received.append(message) or Answer.COMMIT, Answer.ROLLBACK]
         halves = [
             overdue(prepare(TOPIC, {"amount": 10}, biz_id="transfer-1", key="k", headers={"tenant": "acme"}), HOUR),
             overdue(prepare(TOPIC, {})),
         ]
 
         assert asked() == 2
-        assert heard == [
+        assert received == [
             HalfMessage(
                 id=halves[0].id,
                 topic=TOPIC,
@@ -373,24 +375,24 @@ class TestChecking:
         assert [state_of(half) for half in halves] == [State.READY, State.ROLLED_BACK]
         assert TrailEntry.objects.filter(reason="its checker answered commit").count() == 1
 
-    def test_goes_on_asking_until_it_is_stuck_and_tells(self, caplog, answers):
-        told = []
+    def test_message_without_a_decision_at_the_check_limit_is_stuck_and_sends_the_signal(self, caplog, answers):
+        received = []
         half = prepare(TOPIC, {})
-        with connected_to(signals.message_stuck, lambda message, error, **_: told.append((message.id, error))):
+        with connected_to(signals.message_stuck, lambda message, error, **_: received.append((message.id, error))):
             for checks in range(3):
                 assert (state_of(half), row_of(half).attempts) == (State.PREPARED, checks)
                 overdue(half)
                 asked(CHECK_LIMIT=3)
 
         assert (state_of(half), row_of(half).attempts) == (State.STUCK, 3)
-        assert told == [(half.id, row_of(half).last_error)]
+        assert received == [(half.id, row_of(half).last_error)]
         assert "its checker answered unknown, 3 of 3 times" in caplog.text
         assert trail_of(half) == [(State.PREPARED, State.STUCK)]
         overdue(half)
         assert asked() == 0
 
     @pytest.mark.parametrize("answer", [lambda _: 1 / 0, lambda _: sys.exit(1), "commit"])
-    def test_does_not_count_what_is_no_answer(self, caplog, answers, answer):
+    def test_invalid_checker_answer_is_not_counted(self, caplog, answers, answer):
         answers[:] = [answer]
         half = overdue(prepare(TOPIC, {}))
 
@@ -401,7 +403,7 @@ class TestChecking:
         assert not asked()
         assert str(half.id) in caplog.text
 
-    def test_loses_a_race_without_a_trace_unless_the_answers_differ(self, caplog, answers):
+    def test_check_overtaken_by_another_decision_logs_an_error_only_when_they_differ(self, caplog, answers):
         def decided_meanwhile(message):
             decide = message.payload["decide"]
             decide_by = {"commit": store.commit_prepared, "rollback": store.roll_back_prepared}[decide]
@@ -411,14 +413,15 @@ class TestChecking:
         answers[:] = [decided_meanwhile]
         same = overdue(prepare(TOPIC, {"decide": "commit"}))
         asked()
-        assert "wrong" not in caplog.text
+        assert "one of those who decided was wrong" not in caplog.text
 
         other = overdue(prepare(TOPIC, {"decide": "rollback"}))
         asked()
         assert f"{other.id} ({TOPIC}, biz-id {other.id}), and it is rolled_back" in caplog.text
+        assert "one of those who decided was wrong" in caplog.text
         assert (state_of(same), state_of(other)) == (State.READY, State.ROLLED_BACK)
 
-    def test_an_answer_to_an_older_question_is_not_counted(self, answers):
+    def test_answer_to_an_older_check_is_not_counted(self, answers):
         half = overdue(prepare(TOPIC, {}))
         position = row_of(half).pk
         answers[:] = [lambda _: store.count_unknown("default", position, 0, 15, "another") and Answer.UNKNOWN]
@@ -426,7 +429,7 @@ class TestChecking:
 
         assert (row_of(half).attempts, row_of(half).last_error) == (1, "another")
 
-    def test_of_a_topic_that_has_no_checker_is_told_and_left_to_those_who_have(self, caplog):
+    def test_check_without_a_registered_checker_is_logged_and_left_to_other_relays(self, caplog):
         half = prepare(TOPIC, {})
         set_columns(half, topic="bank.gone")
         overdue(half)
@@ -439,34 +442,34 @@ class TestChecking:
         assert "has a checker" in row_of(half).last_error
         assert [row.pk for row in store.claim_checks("default", ["bank.gone"], 10, HOUR)] == [row_of(half).pk]
 
-    def test_is_done_by_a_relay_that_drains(self, answers):
+    def test_draining_relay_runs_checks(self, answers):
         answers[:] = [Answer.COMMIT]
         half = overdue(prepare(TOPIC, {}))
         with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url}):
             serve("default", drain=True)
             assert ids(peer.published) == [str(half.id)]
 
-    @by_several
-    def test_is_done_by_one_of_several_relays_while_messages_flow(self, answers):
+    @several_connections
+    def test_check_is_run_by_one_of_several_relays(self, answers):
         asked_about = []
         answers[:] = [lambda message: asked_about.append(message.id) or Answer.COMMIT]
         stop = StopRequest()
-        spans = {"CHECK_AFTER": timedelta(milliseconds=1), "CHECK_EVERY": HOUR}
-        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **spans}):
+        intervals = {"CHECK_AFTER": timedelta(milliseconds=1), "CHECK_EVERY": HOUR}
+        with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **intervals}):
             halves = [prepare(TOPIC, {}) for _ in range(12)]
             with in_threads(*(partial(serve, "default", stop=stop) for _ in range(2)), stop=stop):
                 eventually(lambda: states() == [State.PUBLISHED] * len(halves))
 
         assert Counter(asked_about) == Counter(half.id for half in halves)
 
-    def test_is_nobodys_work_where_nothing_is_registered(self):
+    def test_relay_without_registered_checkers_runs_no_checks(self):
         checkers.remove(TOPIC)
 
         assert askers("default", OutboxOptions()) == ()
 
 
-class TestResuming:
-    def test_asks_a_stuck_message_anew_and_at_once(self):
+class TestResume:
+    def test_resume_makes_the_next_check_of_a_stuck_message_due_now(self):
         half = stuck()
         position = row_of(half).pk
 
@@ -475,7 +478,7 @@ class TestResuming:
         assert OutboxMessage.objects.filter(pk=position, available_at__lte=DatabaseTime()).exists()
         assert trail_of(half) == [(State.STUCK, State.PREPARED)]
 
-    def test_a_stuck_message_can_be_decided(self):
+    def test_stuck_message_can_be_decided(self):
         committed, dropped = stuck(), stuck()
         committed.commit()
         dropped.rollback()

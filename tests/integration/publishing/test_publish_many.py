@@ -1,4 +1,4 @@
-"""Many messages are what as many single ones are, in few statements."""
+"""publish_many() writes the same rows as publish(), in few statements."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -48,8 +48,8 @@ def arguments(draft):
     return {name: value for name, value in vars(draft).items() if name not in {"topic", "payload"}}
 
 
-def told(row):
-    """What a row says, apart from what only this one can say: its own id, its place, the time."""
+def comparable(row):
+    """The columns of a row that two rows can share: without its id, its position and its instants."""
     own = str(row.message_id)
     columns = {field.attname: getattr(row, field.attname) for field in row._meta.fields}
     for name in ("id", "message_id", "shard", "created_at", *INSTANTS):
@@ -68,7 +68,7 @@ def times(row):
 
 @pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
-def test_each_of_many_is_written_as_a_single_one(draft):
+def test_publish_many_writes_the_same_row_as_publish(draft):
     with transaction.atomic(), caused_by(Cause("the-cause", "the-first", "00-c-d-01")):
         single = publish(draft.topic, draft.payload, **arguments(draft))
         answers = publish_many([draft, draft])
@@ -77,13 +77,13 @@ def test_each_of_many_is_written_as_a_single_one(draft):
 
     one = row_of(single)
     for row in map(row_of, answers):
-        assert told(row) == told(one)
+        assert comparable(row) == comparable(one)
         assert times(row) == [seconds and pytest.approx(seconds, abs=20) for seconds in times(one)]
     assert row_of(uncaused).correlation_id == str(uncaused.id)
 
 
 @pytest.mark.usefixtures("few_or_many")
-def test_what_is_ready_at_once_is_due_when_it_was_created():
+def test_message_ready_at_once_is_due_at_its_instant_of_creation():
     """To the last digit: the relay's stream is an index of such rows."""
     with transaction.atomic():
         ready = [publish(TOPIC, {}), publish(TOPIC, {}, expires_in=HOUR), *publish_many([Draft(TOPIC, {})] * 3)]
@@ -94,7 +94,7 @@ def test_what_is_ready_at_once_is_due_when_it_was_created():
 
 
 @pytest.mark.usefixtures("few_or_many")
-def test_the_answers_are_those_of_the_rows():
+def test_publish_many_returns_the_messages_that_the_rows_hold():
     drafts = [Draft(f"topic.{n % 7}", {"n": n}, biz_id=f"b{n}") for n in range(1_203)]
     with transaction.atomic():
         answers = publish_many(drafts)
@@ -107,7 +107,7 @@ def test_the_answers_are_those_of_the_rows():
 
 
 @pytest.mark.usefixtures("few_or_many")
-def test_an_error_of_the_database_is_one_of_djangos(monkeypatch):
+def test_publish_many_raises_the_database_errors_of_django(monkeypatch):
     ids = outbox.api.new_message_ids
     monkeypatch.setattr(outbox.api, "new_message_ids", lambda count: ids(1) * count)
 
@@ -118,7 +118,7 @@ def test_an_error_of_the_database_is_one_of_djangos(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_or_many")
-def test_a_transaction_that_is_lost_takes_no_more():
+def test_publish_many_is_refused_in_a_transaction_marked_for_rollback():
     with transaction.atomic():
         transaction.set_rollback(True)
         with pytest.raises(transaction.TransactionManagementError):
@@ -131,16 +131,16 @@ def statements(published):
     return [query["sql"].split()[0] for query in queries if query["sql"].split()[0] in {"SELECT", "INSERT", "COPY"}]
 
 
-def test_one_takes_one_statement():
+def test_publish_takes_one_statement():
     assert statements(lambda: publish(TOPIC, {})) == ["INSERT"]
     assert statements(lambda: publish(TOPIC, {}, biz_id="b", unique=True)) == ["INSERT"]
 
 
-def test_a_few_take_one_statement():
+def test_publish_many_of_a_few_takes_one_statement():
     assert statements(lambda: publish_many([Draft(TOPIC, {})] * 5)) == ["INSERT"]
 
 
-def test_many_take_few_statements_and_all_are_seen_by_who_watches_the_connection():
+def test_publish_many_of_many_takes_few_statements_that_execute_wrappers_see():
     expected = ["SELECT", "COPY"] if connection.vendor == "postgresql" else ["INSERT"] * 3
 
     assert statements(lambda: publish_many([Draft(TOPIC, {})] * 1_500)) == expected

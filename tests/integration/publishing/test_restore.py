@@ -1,4 +1,4 @@
-"""Bringing back what was cancelled, has expired or is dead: in place, once, at its own time, and honestly told."""
+"""restore(): a cancelled, expired or dead message becomes scheduled or ready again, in place and once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import connection, transaction
+from django.db import transaction
 from django.utils import timezone
 
 from outbox import InvalidMessage, UnknownMessage, cancel, reschedule, restore, restoring, store
@@ -17,22 +17,23 @@ from outbox.models import OutboxMessage, State, TrailEntry
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
+every_database = pytest.mark.every_database
 
 HOUR = timedelta(hours=1)
 A_MOMENT = timedelta(minutes=5)
 RESTORABLE = [State.CANCELLED, State.EXPIRED, State.DEAD]
 
 
-def gone(state=State.CANCELLED, **options):
+def ended(state=State.CANCELLED, **options):
     """A message that ended so an hour ago, after three attempts."""
     message = published(**options)
     set_columns(message, state=state, attempts=3, last_error="refused", settled_at=DatabaseTime(-HOUR))
     return message
 
 
-def due(message, ago):
-    """It was due so long ago, and lasts as long from then as it did."""
+def make_due(message, ago):
+    """Set the due time to `ago` before now and keep the time from there to the expiry."""
     row = row_of(message)
     expires_at = row.expires_at and DatabaseTime(-ago + (row.expires_at - row.available_at))
     set_columns(message, deliver_at=DatabaseTime(-ago), available_at=DatabaseTime(-ago), expires_at=expires_at)
@@ -48,10 +49,11 @@ def run(*arguments):
     return out.getvalue()
 
 
-class TestAMessage:
+@every_database
+class TestRestoredMessage:
     @pytest.mark.parametrize("state", RESTORABLE)
-    def test_whose_time_is_ahead_is_scheduled_for_it(self, state):
-        message = gone(state, delay=2 * HOUR, expires_in=HOUR)
+    def test_restored_message_whose_time_is_ahead_is_scheduled_for_it(self, state):
+        message = ended(state, delay=2 * HOUR, expires_in=HOUR)
         before = row_of(message)
 
         assert restore(message.id) == restoring.Restoration(restored=1)
@@ -63,10 +65,10 @@ class TestAMessage:
 
     @pytest.mark.parametrize("state", RESTORABLE)
     @pytest.mark.parametrize("ago", [None, 3 * HOUR], ids=["not delayed", "due before"])
-    def test_whose_time_has_passed_is_ready(self, state, ago):
-        message = gone(state)
+    def test_restored_message_whose_time_has_passed_is_ready(self, state, ago):
+        message = ended(state)
         if ago:
-            due(message, ago)
+            make_due(message, ago)
         before = row_of(message)
 
         assert restore(message.id)
@@ -78,9 +80,9 @@ class TestAMessage:
         assert row.last_error == "refused"
 
     @pytest.mark.django_db(transaction=True)
-    def test_is_published_with_the_message_id_it_had_and_says_that_it_comes_again(self):
-        message = gone(State.EXPIRED, expires_in=HOUR)
-        due(message, 5 * HOUR)
+    def test_restored_message_is_published_with_its_message_id_and_marked_as_a_replay(self):
+        message = ended(State.EXPIRED, expires_in=HOUR)
+        make_due(message, 5 * HOUR)
 
         assert restore(message.id)
         with FakeAmqpPeer() as peer:
@@ -91,9 +93,9 @@ class TestAMessage:
         assert ids([arrived]) == [str(message.id)]
         assert arrived.headers["cloudEvents:replay"] == "operator"
 
-    def test_lasts_as_long_again_each_time_and_no_longer(self):
-        message = gone(State.EXPIRED, expires_in=10 * A_MOMENT)
-        due(message, 24 * HOUR)
+    def test_restored_message_expires_after_its_original_lifetime_each_time(self):
+        message = ended(State.EXPIRED, expires_in=10 * A_MOMENT)
+        make_due(message, 24 * HOUR)
         for _ in range(2):
             assert restore(message.id)
 
@@ -107,21 +109,21 @@ class TestAMessage:
         assert reschedule(message.id, delay=HOUR)
         assert is_about(row_of(message).expires_at, timezone.now() + HOUR + 10 * A_MOMENT)
 
-    def test_that_never_expired_still_does_not(self):
-        message = gone()
+    def test_restored_message_without_expiry_still_has_none(self):
+        message = ended()
 
         assert restore(message.id)
         assert row_of(message).expires_at is None
 
-    def test_is_restored_once(self):
-        message = gone()
+    def test_restore_of_a_message_twice_takes_effect_once(self):
+        message = ended()
 
         assert restore(message.id)
         assert restore(message.id) == restoring.Restoration(restored=0, left={"ready": 1})
 
-    def test_in_another_state_is_left_and_its_state_told(self):
+    def test_restore_leaves_messages_in_other_states_and_returns_the_state(self):
         for state in set(State) - set(RESTORABLE):
-            message = gone(state)
+            message = ended(state)
 
             restored = restore(str(message.id))
 
@@ -129,14 +131,14 @@ class TestAMessage:
             assert not restored
             assert state_of(message) == state
 
-    def test_that_is_overdue_can_be_left(self):
-        late, ahead = gone(biz_id="b"), gone(biz_id="b", delay=HOUR)
+    def test_restore_can_leave_overdue_messages(self):
+        late, ahead = ended(biz_id="b"), ended(biz_id="b", delay=HOUR)
 
         assert restore(topic=TOPIC, biz_id="b", overdue=False) == restoring.Restoration(restored=1, left={"overdue": 1})
         assert (state_of(late), state_of(ahead)) == (State.CANCELLED, State.SCHEDULED)
 
-    def test_leaves_a_trail_from_the_state_it_was_in(self):
-        messages = {state: gone(state, biz_id="b") for state in RESTORABLE}
+    def test_restore_records_the_previous_state_in_the_trail(self):
+        messages = {state: ended(state, biz_id="b") for state in RESTORABLE}
 
         restore(topic=TOPIC, biz_id="b")
 
@@ -145,8 +147,8 @@ class TestAMessage:
             assert (entry.was, entry.reason) == (state, "restore() by the business")
 
     @pytest.mark.django_db(transaction=True)
-    def test_of_a_key_whose_head_is_dead_waits_behind_it(self):
-        head, later = gone(State.DEAD, key="k"), gone(key="k")
+    def test_restored_message_waits_behind_the_dead_head_of_its_key(self):
+        head, later = ended(State.DEAD, key="k"), ended(key="k")
 
         assert restore(later.id)
         with FakeAmqpPeer() as peer:
@@ -158,9 +160,10 @@ class TestAMessage:
             assert ids(peer.published) == ids([head, later])
 
 
-class TestRestoring:
-    def test_joins_the_transaction_and_is_undone_with_it(self):
-        message = gone()
+@every_database
+class TestRestore:
+    def test_restore_is_rolled_back_with_the_transaction(self):
+        message = ended()
         with transaction.atomic():
             assert restore(message.id)
             transaction.set_rollback(True)
@@ -168,7 +171,7 @@ class TestRestoring:
         assert state_of(message) == State.CANCELLED
         assert not TrailEntry.objects.filter(message_id=message.id, became=State.READY).exists()
 
-    def test_undoes_a_cancellation(self):
+    def test_restore_undoes_a_cancellation_in_the_same_transaction(self):
         message = published(delay=HOUR)
         with transaction.atomic():
             assert cancel(message.id)
@@ -176,17 +179,17 @@ class TestRestoring:
 
         assert state_of(message) == State.SCHEDULED
 
-    def test_of_a_topic_takes_all_of_it_however_many(self, monkeypatch):
+    def test_restore_by_topic_takes_every_message_in_several_steps(self, monkeypatch):
         monkeypatch.setattr(restoring, "_AT_ONCE", 3)
-        mine = [gone(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
-        others = [gone(topic="b"), published(topic="a")]
+        mine = [ended(topic="a", delay=HOUR if n % 2 else None) for n in range(8)]
+        others = [ended(topic="b"), published(topic="a")]
 
         assert restore(topic="a").restored == 8
         assert {state_of(message) for message in mine} == {State.READY, State.SCHEDULED}
         assert [state_of(message) for message in others] == [State.CANCELLED, State.READY]
 
-    def test_can_be_bound_to_states(self):
-        dead, cancelled = gone(State.DEAD, biz_id="b"), gone(biz_id="b")
+    def test_restore_can_be_limited_to_states(self):
+        dead, cancelled = ended(State.DEAD, biz_id="b"), ended(biz_id="b")
 
         assert restore(topic=TOPIC, biz_id="b", states=["cancelled"]) == restoring.Restoration(restored=1, left={"dead": 1})
         assert (state_of(dead), state_of(cancelled)) == (State.DEAD, State.READY)
@@ -194,27 +197,28 @@ class TestRestoring:
             restore(dead.id, states=["dead", "published"])
 
     @pytest.mark.django_db(databases=["default", "other"])
-    def test_on_another_database(self):
+    def test_restore_on_another_database(self):
         message = published(using="other", delay=HOUR)
         assert cancel(message.id, using="other")
 
         assert not restore(message.id)
         assert restore(message.id, using="other")
+        assert state_of(message, "other") == State.SCHEDULED
 
-    def test_of_what_is_not_there_restores_nothing(self):
-        assert restore(uuid.uuid4()) == restore(topic="nobody") == restoring.Restoration(restored=0)
+    def test_restore_of_an_unknown_message_restores_nothing(self):
+        assert restore(uuid.uuid4()) == restore(topic="unknown") == restoring.Restoration(restored=0)
 
     @pytest.mark.parametrize(
         ("arguments", "options"),
         [((), {}), ((), {"biz_id": "b"}), ((uuid.uuid4(),), {"topic": TOPIC}), (("order-1",), {}), ((), {"topic": "a\0"})],
     )
-    def test_needs_a_name(self, arguments, options):
+    def test_restore_without_a_valid_selection_is_refused(self, arguments, options):
         with pytest.raises(UnknownMessage):
             restore(*arguments, **options)
 
-    def test_that_was_interrupted_goes_on(self, monkeypatch):
+    def test_restore_can_continue_after_an_interruption(self, monkeypatch):
         monkeypatch.setattr(restoring, "_AT_ONCE", 2)
-        messages = [gone() for _ in range(5)]
+        messages = [ended() for _ in range(5)]
         first = next(restoring.restoring("default", [m.position for m in messages], states=RESTORABLE, overdue=True, reason=""))
 
         assert first.ready == 2
@@ -222,8 +226,8 @@ class TestRestoring:
         assert TrailEntry.objects.filter(became=State.READY).count() == 5
 
     @pytest.mark.django_db(transaction=True)
-    def test_by_two_at_a_time_restores_each_once(self):
-        positions = [gone().position for _ in range(20)]
+    def test_concurrent_restores_restore_each_message_once(self):
+        positions = [ended().position for _ in range(20)]
         counts = []
 
         def bring_back():
@@ -234,27 +238,28 @@ class TestRestoring:
 
         assert sum(counts) == TrailEntry.objects.filter(became=State.READY).count() == 20
 
-    @pytest.mark.django_db(transaction=True)
-    def test_leaves_what_somebody_else_has_locked_for_long_and_says_so(self, monkeypatch):
-        if connection.vendor != "postgresql":
-            pytest.skip("there the one writer waits for the other")
-        monkeypatch.setattr("outbox.store.restoring.OPERATORS_WAIT", timedelta(milliseconds=50))
-        held, free = gone(biz_id="b"), gone(biz_id="b")
-        told = []
-        with transaction.atomic():
-            OutboxMessage.objects.select_for_update().get(pk=held.position)
-            with in_threads(lambda: told.append(restore(topic=TOPIC, biz_id="b"))):
-                pass
 
-        assert told == [restoring.Restoration(restored=1, left={"locked": 1})]
-        assert (state_of(held), state_of(free)) == (State.CANCELLED, State.READY)
+# On SQLite the only writer waits for the transaction before it: no row is locked.
+@pytest.mark.django_db(transaction=True)
+def test_restore_leaves_a_row_locked_by_another_transaction_and_reports_it(monkeypatch):
+    monkeypatch.setattr("outbox.store.restoring.OPERATORS_WAIT", timedelta(milliseconds=50))
+    locked, free = ended(biz_id="b"), ended(biz_id="b")
+    restorations = []
+    with transaction.atomic():
+        OutboxMessage.objects.select_for_update().get(pk=locked.position)
+        with in_threads(lambda: restorations.append(restore(topic=TOPIC, biz_id="b"))):
+            pass
+
+    assert restorations == [restoring.Restoration(restored=1, left={"locked": 1})]
+    assert (state_of(locked), state_of(free)) == (State.CANCELLED, State.READY)
 
 
-class TestTheCommand:
-    def test_shows_first_what_it_would_do(self):
-        gone(topic="a")
-        gone(topic="a", delay=HOUR)
-        gone(State.DEAD, topic="b")
+@every_database
+class TestRestoreCommand:
+    def test_restore_dry_run_shows_what_would_be_restored(self):
+        ended(topic="a")
+        ended(topic="a", delay=HOUR)
+        ended(State.DEAD, topic="b")
         published()
 
         lines = [line.split() for line in run("--all", "--dry-run").splitlines()]
@@ -266,8 +271,8 @@ class TestTheCommand:
         assert "1 messages would be restored, and 2 overdue ones left" in run("--all", "--dry-run", "--without-overdue")
         assert OutboxMessage.objects.filter(state__in=RESTORABLE).count() == 3
 
-    def test_restores_and_tells_what_it_did(self):
-        late, ahead, other = gone(topic="a"), gone(topic="a", delay=HOUR), gone(topic="b")
+    def test_restore_command_reports_what_it_restored_and_left(self):
+        late, ahead, other = ended(topic="a"), ended(topic="a", delay=HOUR), ended(topic="b")
 
         assert run("--topic", "a") == "2 messages restored: 1 ready, 1 scheduled.\n"
         assert run("--all", "--without-overdue") == "0 messages restored. 1 left: 1 overdue.\n"
@@ -287,16 +292,16 @@ class TestTheCommand:
         ],
         ids=str,
     )
-    def test_takes_what_is_selected(self, options, taken):
+    def test_restore_command_selects_by_biz_id_state_and_time(self, options, taken):
         for hour, name, state in ((9, "one", State.DEAD), (10, "two", State.EXPIRED), (11, "three", State.CANCELLED)):
-            set_columns(gone(state, biz_id=name), settled_at=datetime(2026, 3, 1, hour, tzinfo=UTC))
+            set_columns(ended(state, biz_id=name), settled_at=datetime(2026, 3, 1, hour, tzinfo=UTC))
 
         run(*options)
 
         assert set(OutboxMessage.objects.filter(state=State.READY).values_list("biz_id", flat=True)) == taken
 
-    def test_restores_those_that_are_named_and_fails_for_the_others(self):
-        message, published_one = gone(), published()
+    def test_restore_command_restores_the_given_ids_and_fails_for_the_others(self):
+        message, published_one = ended(), published()
 
         with pytest.raises(CommandError, match=str(published_one.id)):
             run(str(message.id), str(published_one.id))
@@ -313,8 +318,8 @@ class TestTheCommand:
             (("--until", "2026-02-31T10:00"), "--until"),
         ],
     )
-    def test_refuses_what_it_does_not_understand_and_restores_nothing(self, arguments, words):
-        message = gone()
+    def test_restore_command_refuses_invalid_arguments_and_restores_nothing(self, arguments, words):
+        message = ended()
 
         with pytest.raises(CommandError, match=words):
             run(*arguments)

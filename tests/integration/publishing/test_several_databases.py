@@ -1,32 +1,35 @@
-"""The ground the other tests stand on: what their databases really are."""
+"""The databases of the test suite: the engine, two separate databases, rows shared with threads and processes."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import pytest
-from django.db import connection, connections, transaction
+from django.db import connection, connections
+from django.db.utils import ConnectionHandler
 
+from tests.settings import database
 from tests.support.apps.effects.models import Effect
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 
-def test_the_engine_is_the_one_asked_for(pytestconfig):
+def test_database_engine_is_the_one_given_by_the_db_option(pytestconfig):
     wanted = {"postgres": "postgresql", "sqlite": "sqlite"}[pytestconfig.getoption("--db")]
 
     assert {connections[alias].vendor for alias in connections} == {wanted}
 
 
-def test_the_two_databases_are_two():
+def test_default_and_other_are_separate_databases():
     Effect.objects.using("other").create(name="elsewhere")
 
     assert not Effect.objects.exists()
 
 
-def test_a_thread_sees_what_was_committed():
+def test_thread_sees_committed_rows():
     Effect.objects.create(name="seen")
     seen = []
 
@@ -41,7 +44,7 @@ def test_a_thread_sees_what_was_committed():
     assert seen == ["seen"]
 
 
-def test_a_process_sees_what_was_committed_and_is_seen(process_environment):
+def test_process_sees_committed_rows_and_its_own_commits_are_seen(process_environment):
     Effect.objects.create(name="ours")
     program = (
         "import django; django.setup();"
@@ -54,9 +57,8 @@ def test_a_process_sees_what_was_committed_and_is_seen(process_environment):
     assert Effect.objects.get(name="theirs").detail == "ours"
 
 
-def test_a_write_ahead_log_and_immediate_transactions_on_sqlite():
-    if connection.vendor != "sqlite":
-        return
-    with transaction.atomic(), connection.cursor() as cursor:
+def test_sqlite_settings_give_a_write_ahead_log_and_immediate_transactions(tmp_path):
+    handler = ConnectionHandler({"default": database(f"sqlite:///{tmp_path / 'default.sqlite3'}")})
+    with closing(handler["default"]) as sqlite, sqlite.cursor() as cursor:
         assert cursor.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-        assert connection.transaction_mode == "IMMEDIATE"
+        assert sqlite.transaction_mode == "IMMEDIATE"

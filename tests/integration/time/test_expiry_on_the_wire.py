@@ -1,4 +1,4 @@
-"""How long a message still lasts travels with it: what is left when a relay takes it in hand, not what it began with."""
+"""The AMQP property `expiration`: the lifetime that is left when a relay sends the message, not the original one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ HOUR = timedelta(hours=1)
 A_STALL = timedelta(minutes=3)
 
 
-def pass_by(message, span):
-    """So much time goes by for `message`."""
+def age(message, duration):
+    """Move every instant of `message` into the past by `duration`."""
     row = row_of(message)
     instants = {name: getattr(row, name) for name in ("created_at", "deliver_at", "available_at", "expires_at")}
-    set_columns(message, **{name: instant - span for name, instant in instants.items() if instant})
+    set_columns(message, **{name: instant - duration for name, instant in instants.items() if instant})
 
 
 def expiration_of(delivery):
@@ -35,9 +35,9 @@ def broker_url(request):
 
 
 @pytest.mark.parametrize("delay", [None, HOUR], ids=["at once", "after a delay"])
-def test_is_what_is_left_after_an_outage(broker_url, delay):
+def test_expiration_property_is_the_time_left_after_an_outage(broker_url, delay):
     message = published(delay=delay, expires_in=HOUR)
-    pass_by(message, (delay or timedelta()) + timedelta(minutes=40))
+    age(message, (delay or timedelta()) + timedelta(minutes=40))
 
     with Queue(broker_url) as queue:
         drained(broker_url)
@@ -46,9 +46,9 @@ def test_is_what_is_left_after_an_outage(broker_url, delay):
     assert timedelta() <= timedelta(minutes=20) - expiration_of(arrived) < A_STALL
 
 
-def test_is_the_whole_when_the_message_goes_out_the_moment_it_is_due(broker_url):
+def test_expiration_property_is_the_whole_lifetime_when_sent_at_the_due_time(broker_url):
     message = published(delay=2 * HOUR, expires_in=HOUR)
-    pass_by(message, 2 * HOUR)
+    age(message, 2 * HOUR)
 
     with Queue(broker_url) as queue:
         drained(broker_url)
@@ -58,7 +58,7 @@ def test_is_the_whole_when_the_message_goes_out_the_moment_it_is_due(broker_url)
 
 
 @pytest.mark.parametrize("options", [{}, {"expires_in": timedelta(days=60)}], ids=["none", "longer than RabbitMQ counts"])
-def test_is_not_told_of_a_message_without_an_end(rabbitmq_url, options):
+def test_expiration_property_is_omitted_without_an_expiry_that_rabbitmq_can_represent(rabbitmq_url, options):
     message = published(**options)
 
     with Queue(rabbitmq_url) as queue:
@@ -69,7 +69,7 @@ def test_is_not_told_of_a_message_without_an_end(rabbitmq_url, options):
     assert "expiration" not in arrived.properties
 
 
-def test_of_a_retried_message_goes_on_counting(rabbitmq_url):
+def test_expiration_property_of_a_retried_message_is_the_time_left(rabbitmq_url):
     message = published(expires_in=HOUR)
     set_columns(message, state=State.RETRYING, attempts=3, available_at=DatabaseTime(), expires_at=DatabaseTime(HOUR / 2))
 
@@ -81,18 +81,18 @@ def test_of_a_retried_message_goes_on_counting(rabbitmq_url):
 
 
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
-def test_is_kept_to_by_rabbitmq_and_a_dead_letter_exchange_keeps_the_evidence(rabbitmq_url, kind):
-    dead_letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "evidence"}
+def test_rabbitmq_moves_an_expired_message_to_the_dead_letter_exchange(rabbitmq_url, kind):
+    dead_letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead.letters"}
     parcel = Parcel(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"), lasting=0.0001)
     with (
-        Queue(rabbitmq_url, "nothing.else", "evidence") as evidence,
+        Queue(rabbitmq_url, "nothing.else", "dead.letters") as dead_letter_queue,
         Queue(rabbitmq_url, **{"x-queue-type": kind}, **dead_letters) as queue,
         connected(rabbitmq_url) as transport,
     ):
         sent = transport.send([parcel], soon())
-        [arrived] = evidence.take(1)
+        [arrived] = dead_letter_queue.take(1)
 
-        assert sent.verdicts[1].outcome == Outcome.CONFIRMED, "a broker that drops it later has taken it all the same"
+        assert sent.verdicts[1].outcome == Outcome.CONFIRMED, "the broker confirms a message that it drops later"
         assert queue.take_all() == []
     assert arrived.properties["message_id"] == "m1"
     assert arrived.headers["x-death"][0]["reason"] == "expired"

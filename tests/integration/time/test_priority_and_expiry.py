@@ -1,4 +1,4 @@
-"""Priority is kept on every way that leads back to ready, and nothing is published after it has expired."""
+"""Priority is kept on every way back to ready, and no message is published after it has expired."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def transport(peer):
 
 @pytest.fixture
 def expired():
-    """The positions that the signal told of."""
-    heard = []
+    """The positions that the signal `message_expired` has reported."""
+    reported = []
 
-    def hear(sender, message, **extra):
-        heard.append(message.position)
+    def receive(sender, message, **extra):
+        reported.append(message.position)
 
-    signals.message_expired.connect(hear)
-    yield heard
-    signals.message_expired.disconnect(hear)
+    signals.message_expired.connect(receive)
+    yield reported
+    signals.message_expired.disconnect(receive)
 
 
 def came_due(message):
@@ -90,7 +90,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_priority_is_kept(peer, transport, way):
+def test_priority_is_kept_on_every_way_back_to_ready(peer, transport, way):
     delay, go = WAYS[way]
     published(biz_id="plain")
     published(biz_id="lower", priority=4)
@@ -105,84 +105,86 @@ def test_a_priority_is_kept(peer, transport, way):
     assert row_of(urgent).priority == 5
 
 
-def test_a_priority_is_refused_together_with_a_key():
+def test_draft_with_a_priority_and_a_key_is_refused():
     with transaction.atomic(), pytest.raises(InvalidMessage, match="exclude each other"):
         publish_many([Draft("t", {}), Draft("t", {}, key="k", priority=1)])
 
     assert not OutboxMessage.objects.exists()
 
 
-class TestWhatHasExpired:
-    """It is not sent any more, and its state, the signal and the log say so."""
+class TestExpiredMessage:
+    """An expired message is not sent; its state, the signal and the log report it."""
 
     @pytest.fixture(autouse=True)
-    def is_told(self, expired, caplog):
-        """Of the message with the biz-id "gone"."""
+    def _expiry_is_reported(self, expired, caplog):
+        """In each test, for the message with the biz-id "expiring"."""
         caplog.set_level(logging.WARNING)
         yield
-        gone = OutboxMessage.objects.get(biz_id="gone")
-        assert gone.state == State.EXPIRED
-        assert gone.settled_at is not None
-        assert expired == [gone.pk]
+        row = OutboxMessage.objects.get(biz_id="expiring")
+        assert row.state == State.EXPIRED
+        assert row.settled_at is not None
+        assert expired == [row.pk]
         logged = [record.getMessage() for record in caplog.get_records("call")]
-        assert f"1 messages of {gone.topic} have expired before they could be published." in logged
+        assert f"1 messages of {row.topic} have expired before they could be published." in logged
 
-    def test_when_it_becomes_due_late(self, peer):
-        gone, alive = (published(biz_id=biz_id, delay=HOUR, expires_in=HOUR) for biz_id in ("gone", "alive"))
-        set_columns(gone, available_at=DatabaseTime(-2 * HOUR), expires_at=DatabaseTime(-HOUR))
+    def test_expired_message_is_not_sent_when_it_becomes_due_late(self, peer):
+        expiring, alive = (published(biz_id=biz_id, delay=HOUR, expires_in=HOUR) for biz_id in ("expiring", "alive"))
+        set_columns(expiring, available_at=DatabaseTime(-2 * HOUR), expires_at=DatabaseTime(-HOUR))
         set_columns(alive, available_at=DatabaseTime(-HOUR / 2), expires_at=DatabaseTime(HOUR / 2))
 
         drained(peer.url)
 
         assert ids(peer.published) == [str(alive.id)]
 
-    def test_in_an_outage_of_the_broker_that_may_have_it(self, peer, transport):
-        gone = published(biz_id="gone", expires_in=HOUR)
+    def test_message_that_expires_during_a_broker_outage_is_not_sent_again(self, peer, transport):
+        expiring = published(biz_id="expiring", expires_in=HOUR)
         peer.script = lambda message: [peer.drop]
         one_pass(transport)
-        assert state_of(gone) == State.READY
+        assert state_of(expiring) == State.READY
         peer.script = None
         peer.published.clear()
-        set_columns(gone, expires_at=DatabaseTime())
+        set_columns(expiring, expires_at=DatabaseTime())
 
         drained(peer.url)
 
         assert peer.published == []
 
-    def test_in_a_batch_while_the_one_before_it_was_answered(self, peer, transport, monkeypatch):
-        _, gone, last = (
-            published(biz_id=biz_id, key="k", expires_in=20 * MINUTE if biz_id == "gone" else None)
-            for biz_id in ("head", "gone", "last")
+    def test_message_that_expires_while_its_predecessor_awaits_a_confirm_is_not_sent(self, peer, transport, monkeypatch):
+        _, expiring, last = (
+            published(biz_id=biz_id, key="k", expires_in=20 * MINUTE if biz_id == "expiring" else None)
+            for biz_id in ("head", "expiring", "last")
         )
-        gone_by = [0.0]
-        monkeypatch.setattr(passes, "monotonic", lambda: monotonic() + gone_by[0])
-        peer.script = lambda message: [partial(gone_by.__setitem__, 0, HOUR.total_seconds()), partial(peer.ack, message)]
+        elapsed = [0.0]
+        monkeypatch.setattr(passes, "monotonic", lambda: monotonic() + elapsed[0])
+        peer.script = lambda message: [partial(elapsed.__setitem__, 0, HOUR.total_seconds()), partial(peer.ack, message)]
 
         one_pass(transport, BATCH_DEADLINE=3 * HOUR, WATCHDOG=4 * HOUR)
 
         assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == ["head"]
-        assert (state_of(gone), state_of(last)) == (State.READY, State.READY), "the database's clock has the last word"
-        set_columns(gone, expires_at=DatabaseTime())
+        assert (state_of(expiring), state_of(last)) == (State.READY, State.READY), (
+            "only the database's clock decides that it has expired"
+        )
+        set_columns(expiring, expires_at=DatabaseTime())
         one_pass(transport)
         assert [delivery.headers["cloudEvents:bizid"] for delivery in peer.published] == ["head", "last"]
 
-    def test_between_two_attempts_and_holds_up_its_key_no_longer(self, peer, transport):
-        gone = published(biz_id="gone", key="k", expires_in=20 * MINUTE)
+    def test_message_that_expires_between_attempts_is_not_sent_and_releases_its_key(self, peer, transport):
+        expiring = published(biz_id="expiring", key="k", expires_in=20 * MINUTE)
         last = published(biz_id="last", key="k")
         peer.script = lambda message: [partial(peer.nack, message)]
         one_pass(transport, RETRY_BASE=2 * HOUR, RETRY_CAP=2 * HOUR)
-        row = row_of(gone)
+        row = row_of(expiring)
         assert (row.state, row.available_at) == (State.RETRYING, row.expires_at)
         peer.script = None
         peer.published.clear()
-        set_columns(gone, available_at=DatabaseTime(), expires_at=DatabaseTime())
+        set_columns(expiring, available_at=DatabaseTime(), expires_at=DatabaseTime())
 
         drained(peer.url)
 
         assert ids(peer.published) == [str(last.id)]
 
 
-def test_a_retry_of_what_does_not_expire_is_when_it_was(peer, transport):
+def test_retry_delay_of_a_message_without_expiry_is_not_shortened(peer, transport):
     message = published()
     peer.script = lambda message: [partial(peer.nack, message)]
 

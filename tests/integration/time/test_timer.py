@@ -1,4 +1,4 @@
-"""The timer: scheduled messages become ready at their time, never early, once, whatever becomes of the wheel."""
+"""The timer: each scheduled message becomes ready once and never early, even when the wheel is lost."""
 
 import math
 import threading
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 
 from outbox import Draft, cancel, publish, publish_many, reschedule
 from outbox.kernel.clock import DatabaseTime, monotonic
@@ -17,7 +17,8 @@ from outbox.relay.timer import Timer
 from outbox.store import Upcoming
 from tests.support.relaying import TOPIC, eventually, in_threads, published, quick, set_columns, state_of
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+pytestmark = pytest.mark.django_db(transaction=True)
+every_database = pytest.mark.every_database
 
 SOON = timedelta(seconds=0.3)
 HOUR = timedelta(hours=1)
@@ -51,7 +52,7 @@ def is_ready(message):
 
 
 def became_ready():
-    """By message id, when it became ready, as often as it did."""
+    """By message id, every instant at which the message became ready."""
     rows = TrailEntry.objects.filter(was=State.SCHEDULED, became=State.READY).values_list("message_id", "at")
     when = {}
     for message_id, at in rows:
@@ -68,8 +69,9 @@ def assert_each_once_and_none_early(messages):
         assert instants[0] >= due[message_id]
 
 
+@every_database
 class TestScheduledMessages:
-    def test_become_ready_at_their_time_and_ring(self):
+    def test_scheduled_messages_become_ready_at_their_time_and_wake_the_relay(self):
         rung = threading.Event()
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 10) for n in range(1, 20)]
@@ -79,20 +81,20 @@ class TestScheduledMessages:
         assert rung.is_set()
         assert_each_once_and_none_early(messages)
 
-    def test_of_before_its_start_become_ready_at_once(self):
+    def test_message_overdue_when_the_timer_starts_becomes_ready_at_once(self):
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime(-HOUR))
         with turning(a_timer()):
             eventually(lambda: is_ready(message))
 
-    def test_for_later_than_the_wheel_goes_round_wait_their_rounds(self):
+    def test_message_due_after_several_revolutions_of_the_wheel_is_not_early(self):
         message = published(delay=timedelta(seconds=1))
         with turning(a_timer(WHEEL_SLOTS=4, WHEEL_TICK=timedelta(milliseconds=20))):
             eventually(lambda: is_ready(message))
 
         assert_each_once_and_none_early([message])
 
-    def test_that_are_written_while_it_turns_are_caught_up_with_when_somebody_rings(self):
+    def test_message_written_while_the_timer_runs_is_read_by_the_next_catch_up(self):
         timer = a_timer()
         timer._turn()
         message = published(delay=SOON)
@@ -102,7 +104,7 @@ class TestScheduledMessages:
         eventually(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
 
-    def test_are_found_by_the_next_sweep_when_nobody_rings(self):
+    def test_message_rescheduled_without_a_wake_up_is_found_by_the_next_sweep(self):
         timer = a_timer()
         first = published(delay=HOUR)
         timer._turn()
@@ -110,20 +112,20 @@ class TestScheduledMessages:
 
         eventually(lambda: timer._turn() is not None and is_ready(first))
 
-    def test_that_are_cancelled_or_put_off_meanwhile_stay_so(self):
+    def test_message_cancelled_or_rescheduled_after_it_was_read_is_not_made_ready(self):
         timer = a_timer()
-        cancelled, put_off, put_forward, left = messages = [published(delay=10 * SOON) for _ in range(4)]
+        cancelled, deferred, advanced, unchanged = messages = [published(delay=10 * SOON) for _ in range(4)]
         timer._table.take([Upcoming(message.position, TOPIC, "", 3.0) for message in messages], monotonic())
         assert cancel(cancelled.id)
-        assert reschedule(put_off.id, delay=HOUR)
-        assert reschedule(put_forward.id, delay=timedelta(seconds=0.01))
+        assert reschedule(deferred.id, delay=HOUR)
+        assert reschedule(advanced.id, delay=timedelta(seconds=0.01))
 
-        eventually(lambda: timer._turn() is not None and is_ready(left) and is_ready(put_forward))
+        eventually(lambda: timer._turn() is not None and is_ready(unchanged) and is_ready(advanced))
         eventually(lambda: timer._turn() is not None and not timer._table._topic_of)
         assert state_of(cancelled) == State.CANCELLED
-        assert state_of(put_off) == State.SCHEDULED
+        assert state_of(deferred) == State.SCHEDULED
 
-    def test_survive_that_the_wheel_is_thrown_away(self):
+    def test_scheduled_messages_become_ready_once_when_the_wheel_is_discarded(self):
         timer = a_timer()
         messages = [published(delay=n * SOON) for n in range(1, 5)]
         while scheduled().exists():
@@ -132,7 +134,7 @@ class TestScheduledMessages:
 
         assert_each_once_and_none_early(messages)
 
-    def test_wait_for_a_database_clock_that_stepped_back_and_are_not_early(self):
+    def test_message_is_not_early_when_the_database_clock_steps_back(self):
         timer = a_timer()
         message = published(delay=SOON)
         timer._table.take([Upcoming(message.position, TOPIC, "", 0.0)], monotonic())  # by its own clock it is due
@@ -140,7 +142,7 @@ class TestScheduledMessages:
         eventually(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
 
-    def test_are_not_late_when_the_databases_clock_leaps_ahead(self):
+    def test_message_is_not_late_when_the_database_clock_jumps_ahead(self):
         timer = a_timer()
         message = published(delay=HOUR)
         timer._table.take([Upcoming(message.position, TOPIC, "", 3600.0)], monotonic())
@@ -151,9 +153,10 @@ class TestScheduledMessages:
         assert is_ready(message)
 
 
+@every_database
 class TestSeveralTimers:
-    def test_make_each_message_ready_once(self, monkeypatch):
-        """Both turn, as when one was frozen and has lost its lease without knowing."""
+    def test_several_timers_make_each_message_ready_once(self, monkeypatch):
+        """Both run, as when one was frozen and has lost its lease without knowing it."""
         monkeypatch.setattr(module.store, "claims_by_locks", lambda alias: False)
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 100) for n in range(1, 200)]
@@ -162,26 +165,7 @@ class TestSeveralTimers:
 
         assert_each_once_and_none_early(messages)
 
-    def test_take_turns_by_a_lease(self, monkeypatch):
-        if connection.vendor != "postgresql":
-            pytest.skip("one relay is at work on SQLite")
-        monkeypatch.setattr(module, "_LEASE", HOUR)
-        first, second = a_timer(), a_timer()
-        message = published(delay=timedelta(seconds=0.05))
-        first._turn()
-        eventually(lambda: second._turn() is not None and first._turn() is not None and is_ready(message))
-        assert not second._holds
-
-        later = published(delay=timedelta(seconds=0.05))
-        RelayLease.objects.update(expires_at=DatabaseTime(-HOUR))  # the first is silent: killed, or frozen
-        second._ask_for_lease_at = 0.0
-        eventually(lambda: second._turn() is not None and is_ready(later))
-        assert second._holds
-        first._ask_for_lease_at = 0.0
-        first._turn()
-        assert not first._holds
-
-    def test_hand_over_at_once_when_one_ends(self):
+    def test_timer_starts_at_once_after_another_has_ended(self):
         with turning(a_timer()):
             pass
         message = published(delay=timedelta(seconds=0.05))
@@ -189,8 +173,9 @@ class TestSeveralTimers:
             eventually(lambda: is_ready(message))
 
 
-class TestABurst:
-    def test_is_fair_between_topics_and_leaves_room(self):
+@every_database
+class TestBurst:
+    def test_burst_is_fair_between_topics_and_limited_to_the_room_of_eight_passes(self):
         timer = a_timer(BATCH_SIZE=30)
         with transaction.atomic():
             publish_many(Draft("shop.large", {}, delay=HOUR) for _ in range(1_000))
@@ -198,7 +183,7 @@ class TestABurst:
             publish_many(Draft("shop.small", {}, delay=HOUR) for _ in range(10))
         OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
         timer._turn()
-        assert not scheduled(topic="shop.small").exists(), "ten of each topic in a batch, though it came last"
+        assert not scheduled(topic="shop.small").exists(), "a batch takes ten of each topic, also of the topic that came last"
         for _ in range(20):
             timer._turn()
         ready = OutboxMessage.objects.filter(state=State.READY)
@@ -207,14 +192,14 @@ class TestABurst:
         ready.filter(pk__in=ready.values_list("pk")[:100]).update(state=State.PUBLISHED)
         timer._ask_for_room_at = 0.0
         timer._turn()
-        assert ready.count() == 140, "and not one more before they are almost all in hand"
+        assert ready.count() == 140, "no more before almost all of them are claimed"
         ready.filter(pk__in=ready.values_list("pk")[:80]).update(state=State.PUBLISHED)
         timer._ask_for_room_at = 0.0
         for _ in range(20):
             timer._turn()
         assert ready.count() == 8 * 30
 
-    def test_of_one_topic_is_read_to_its_end(self, monkeypatch):
+    def test_burst_longer_than_one_read_of_its_topic_is_read_to_its_end(self, monkeypatch):
         monkeypatch.setattr("outbox.relay.timetable.OF_A_TOPIC", 50)
         monkeypatch.setattr(module, "OF_A_TOPIC", 50)
         timer = a_timer(BATCH_SIZE=200)
@@ -227,26 +212,45 @@ class TestABurst:
 
         assert_each_once_and_none_early(messages)
 
-    def test_goes_on_past_a_row_that_somebody_has_locked(self):
-        if connection.vendor != "postgresql":
-            pytest.skip("SQLite locks no rows")
-        locked, *others = [published(delay=timedelta(seconds=0.05)) for _ in range(20)]
-        is_locked, may_end = threading.Event(), threading.Event()
 
-        def hold():
-            with transaction.atomic():
-                OutboxMessage.objects.select_for_update().get(message_id=locked.id)
-                is_locked.set()
-                may_end.wait(60)
+# On SQLite one relay works at a time, so its timers need no lease of their own.
+def test_timer_takes_over_when_the_lease_of_the_other_expires(monkeypatch):
+    monkeypatch.setattr(module, "_LEASE", HOUR)
+    first, second = a_timer(), a_timer()
+    message = published(delay=timedelta(seconds=0.05))
+    first._turn()
+    eventually(lambda: second._turn() is not None and first._turn() is not None and is_ready(message))
+    assert not second._holds
 
-        with in_threads(hold):
-            assert is_locked.wait(60)
-            try:
-                with turning(a_timer()):
-                    eventually(lambda: scheduled().count() == 1)
-                    assert state_of(locked) == State.SCHEDULED
-                    may_end.set()
-                    eventually(lambda: is_ready(locked))
-            finally:
+    later = published(delay=timedelta(seconds=0.05))
+    RelayLease.objects.update(expires_at=DatabaseTime(-HOUR))  # the first is silent: killed, or frozen
+    second._ask_for_lease_at = 0.0
+    eventually(lambda: second._turn() is not None and is_ready(later))
+    assert second._holds
+    first._ask_for_lease_at = 0.0
+    first._turn()
+    assert not first._holds
+
+
+# SQLite locks no rows.
+def test_burst_continues_past_a_locked_row():
+    locked, *others = [published(delay=timedelta(seconds=0.05)) for _ in range(20)]
+    is_locked, may_end = threading.Event(), threading.Event()
+
+    def hold():
+        with transaction.atomic():
+            OutboxMessage.objects.select_for_update().get(message_id=locked.id)
+            is_locked.set()
+            may_end.wait(60)
+
+    with in_threads(hold):
+        assert is_locked.wait(60)
+        try:
+            with turning(a_timer()):
+                eventually(lambda: scheduled().count() == 1)
+                assert state_of(locked) == State.SCHEDULED
                 may_end.set()
-        assert_each_once_and_none_early([locked, *others])
+                eventually(lambda: is_ready(locked))
+        finally:
+            may_end.set()
+    assert_each_once_and_none_early([locked, *others])
