@@ -23,7 +23,7 @@ class Channel:
         return Delivered(self, tag)
 
     def basic_ack(self, tag, multiple=False):
-        assert tag in self.outstanding, f"an ack for {tag}, which is not outstanding, ends the channel"
+        assert tag in self.outstanding, f"delivery {tag} is not outstanding, and a broker closes the channel for such an ack"
         answered = [one for one in self.outstanding if one <= tag] if multiple else [tag]
         self.acked += answered
         self.outstanding = [one for one in self.outstanding if one not in answered]

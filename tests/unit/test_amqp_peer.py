@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.deliveries import A_WHILE
+from tests.support.fakes import amqp_wire as wire
 from tests.support.fakes.amqp_peer import FakeAmqpPeer, ProtocolError
 
 kombu = pytest.importorskip("kombu")
@@ -274,6 +275,8 @@ def test_a_mute_peer_reads_but_answers_no_method(peer: FakeAmqpPeer, publisher: 
 
     with pytest.raises(TimeoutError):
         publisher.connection.channel()
+
+    peer.wait_for(lambda: peer.methods[-1] == wire.CHANNEL_OPEN)
 
 
 def test_the_peer_accepts_topology_declarations_and_qos(peer: FakeAmqpPeer, publisher: Publisher) -> None:

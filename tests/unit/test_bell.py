@@ -23,12 +23,12 @@ def bell():
 
 def results_of_waiting_while(bell, stop, do):
     """What a wait in another thread returns when this thread calls `do` meanwhile."""
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(bell.wait(FOR_EVER, stop)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(bell.wait(FOR_EVER, stop)))
     thread.start()
     do()
     thread.join()
-    return answers
+    return results
 
 
 def test_a_ring_wakes_a_waiting_loop(bell, stop):

@@ -91,7 +91,7 @@ class TestPause:
         clock.now += FIRST_PAUSE
 
         assert admitted(breakers, BAD) == PROBES
-        assert admitted(breakers, BAD) == PROBES, "of each pass, until one has an answer"
+        assert admitted(breakers, BAD) == PROBES, "in each pass, until the broker has answered one"
 
     def test_each_refused_probe_doubles_the_pause_up_to_its_limit(self, breakers, clock):
         opened(breakers)
@@ -180,7 +180,7 @@ class TestRecall:
         assert topic == BAD
 
         opened(breakers)
-        assert breakers.to_recall() == [], "it is refused still"
+        assert breakers.to_recall() == [], "the topic is still refused"
 
 
 class TestLog:
@@ -191,7 +191,7 @@ class TestLog:
             clock.now += LONGEST_PAUSE
             breakers.note([], [BAD] * PROBES)
         assert len(warnings(caplog, "refused 20 messages of topic 'bad.topic' in a row")) == 1
-        assert not warnings(caplog, "again.")
+        assert len(caplog.records) == 1
 
         breakers.note([BAD], [])
         breakers.note([BAD], [])
@@ -215,7 +215,7 @@ class BreakersAgainstModel(RuleBasedStateMachine):
         self.clock = Clock()
         self.breakers = Breakers(self.clock)
         self.in_a_row = dict.fromkeys(self.TOPICS, 0)
-        self.rest = dict.fromkeys(self.TOPICS, 0.0)
+        self.pause = dict.fromkeys(self.TOPICS, 0.0)
         self.until = dict.fromkeys(self.TOPICS, 0.0)
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 1.0, 3.0, 61.0]))
@@ -233,17 +233,17 @@ class BreakersAgainstModel(RuleBasedStateMachine):
         )
         for topic in self.TOPICS:
             if topic in accepted:
-                self.in_a_row[topic], self.rest[topic] = 0, 0.0
+                self.in_a_row[topic], self.pause[topic] = 0, 0.0
             elif topic in refused:
                 self.in_a_row[topic] += refused[topic]
                 if self.in_a_row[topic] >= REFUSALS:
-                    self.rest[topic] = min(max(2 * self.rest[topic], FIRST_PAUSE), LONGEST_PAUSE)
-                    self.until[topic] = self.clock.now + self.rest[topic]
+                    self.pause[topic] = min(max(2 * self.pause[topic], FIRST_PAUSE), LONGEST_PAUSE)
+                    self.until[topic] = self.clock.now + self.pause[topic]
 
     @invariant()
     def admits_as_many_as_the_model_predicts(self):
         for topic in self.TOPICS:
-            paused = bool(self.rest[topic])
+            paused = bool(self.pause[topic])
             expected = 30 if not paused else PROBES if self.clock.now >= self.until[topic] else 0
             assert admitted(self.breakers, topic, 30) == expected
 

@@ -51,7 +51,7 @@ def test_a_multiple_ack_of_tag_zero_confirms_all_so_far():
 
     tracker.acked(0, True)
 
-    assert set(outcomes(tracker)) == {70, 80}
+    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.CONFIRMED}
 
 
 def test_a_multiple_nack_applies_only_to_publishes_that_are_still_open():
@@ -166,7 +166,7 @@ class TrackerAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def return_an_unknown_message(self):
-        self.tracker.returned("stranger", "unroutable")
+        self.tracker.returned("never sent", "unroutable")
 
     @rule()
     def collect(self):

@@ -13,7 +13,7 @@ from tests.support.deliveries import at_once
 
 
 def unavailable(owed=None):
-    error = DatabaseAway("gone")
+    error = DatabaseAway("unavailable")
     error.owed = owed
     return error
 

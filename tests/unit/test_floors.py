@@ -64,8 +64,8 @@ class TestFloor:
         for _ in range(10):
             relay.looks(after=MOVE)
 
-        assert set(relay.floors.now.values()) <= {0}
-        assert not relay.queries, "no transactions were queried"
+        assert relay.floors.now == {}
+        assert relay.queries == 0
 
     def test_a_floor_rises_to_the_last_position_read_in_all_shards_of_the_relay(self):
         """A shard without new messages has dead rows, too."""
@@ -74,12 +74,14 @@ class TestFloor:
 
         assert relay.floors.now == {3: 500, 4: 500}
 
-    def test_a_floor_is_raised_only_by_a_look_that_began_after_the_position_was_noted(self):
+    def test_a_floor_is_not_raised_by_the_first_look_after_a_read_but_by_the_next_one(self):
         relay = LookingRelay()
         relay.floors.saw(500)
         relay.looks(after=MOVE)
-
         assert relay.floors.now == {}
+
+        relay.looks()
+        assert relay.floors.now == {3: 500, 4: 500}
 
     @pytest.mark.parametrize(("first", "floor"), [({3: 120}, 119), ({3: 500}, 499), ({3: 501}, 500)])
     def test_a_floor_stays_below_the_first_row_that_the_look_found(self, first, floor):
@@ -148,12 +150,12 @@ class TestFloor:
 
     def test_open_transactions_are_queried_at_intervals_and_not_with_every_look(self):
         relay = LookingRelay()
-        relay.writers = {"for ever"}
+        relay.writers = {"long transaction"}
         for position in range(1, 1001):
             relay.floors.saw(position)
             relay.looks(after=0.01)
 
-        assert relay.queries <= 10 / MOVE + 1
+        assert 10 / MOVE - 2 <= relay.queries <= 10 / MOVE + 1
 
 
 class TestLookFromTheStart:
@@ -198,7 +200,7 @@ class TestLookFromTheStart:
 
 
 class FloorsAgainstTransactions(RuleBasedStateMachine):
-    """Transactions draw positions in any order and commit whenever they like; one relay looks and publishes.
+    """Transactions draw positions in any order and commit at any time; one relay looks and publishes.
 
     Whatever they do, nothing ever becomes ready below a floor, so every look sees everything.
     """

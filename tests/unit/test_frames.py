@@ -184,13 +184,15 @@ class TestFrames:
 class TestRefusedMessages:
     @pytest.mark.parametrize("attribute", ["topic", "id", "content_type"])
     def test_a_name_of_more_than_255_bytes_is_refused(self, attribute):
-        encoded(a_parcel(**{attribute: "ä" * 127 + "b"}))
+        longest = a_parcel(**{attribute: "ä" * 127 + "b"})
+        assert encoded(longest) == by_py_amqp(longest)
 
         with pytest.raises(ValueError, match="255"):
             encoded(a_parcel(**{attribute: "ä" * 128}))
 
     def test_a_header_name_of_more_than_255_bytes_is_refused(self):
-        encoded(a_parcel(headers={"n" * 255: "text"}))
+        longest = a_parcel(headers={"n" * 255: "text"})
+        assert encoded(longest) == by_py_amqp(longest)
 
         with pytest.raises(ValueError, match="255"):
             encoded(a_parcel(headers={"n" * 256: "text"}))
@@ -202,20 +204,20 @@ class TestRefusedMessages:
             writer.publish(a_parcel())
 
     def test_a_header_frame_larger_than_negotiated_is_refused(self):
+        """A broker closes the connection when it gets one."""
         empty = len(frames(encoded(a_parcel(headers={"h": ""})))[1][1])
         largest = a_parcel(headers={"h": "v" * (LARGEST - empty)})
 
         assert len(frames(encoded(largest))[1][1]) == LARGEST
         with pytest.raises(ValueError, match=f"{LARGEST + 1} bytes"):
             encoded(a_parcel(headers={"h": "v" * (LARGEST - empty + 1)}))
-        assert encoded(a_parcel(headers={"h": "v" * LARGEST}), 2 * FRAME_MAX), "another broker may agree to more"
+        larger = a_parcel(headers={"h": "v" * LARGEST})
+        assert encoded(larger, 2 * FRAME_MAX) == by_py_amqp(larger, 2 * FRAME_MAX), "another broker may allow larger frames"
 
     @pytest.mark.parametrize("value", ["\ud800", 2**63, -(2**63) - 1, object(), 1j])
     def test_a_header_value_that_amqp_cannot_encode_is_refused(self, value):
-        with pytest.raises(Exception, match=r".") as error:
+        with pytest.raises((ValueError, struct.error, amqp.FrameSyntaxError), match=r"."):
             encoded(a_parcel(headers={"h": value}))
-
-        assert isinstance(error.value, (ValueError, struct.error, amqp.FrameSyntaxError))
 
     def test_a_refused_message_leaves_the_writer_usable(self):
         writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
@@ -285,7 +287,7 @@ class TestSmallestFrameSize:
         rabbitmq_server.evaluate(f"application:set_env(rabbit, frame_max, {FRAME_MAX}).")
         try:
             with Queue(rabbitmq_url) as queue, connected(rabbitmq_url) as transport:
-                assert transport._amqp.frame_max == FRAME_MAX, "it was asked for, and this test is about nothing else"
+                assert transport._amqp.frame_max == FRAME_MAX, "the broker did not negotiate the small frame size"
                 sent = transport.send(self.parcels(), soon())
                 arrived = queue.take(len(self.BODIES))
         finally:

@@ -1,4 +1,4 @@
-"""The `INBOX` setting: its defaults, where it follows the outbox, and what it refuses."""
+"""The `INBOX` setting: its defaults, what it takes from the `OUTBOX` setting, and what it refuses."""
 
 from __future__ import annotations
 

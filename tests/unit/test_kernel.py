@@ -2,7 +2,9 @@
 
 import io
 import logging
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -46,9 +48,7 @@ class TestMessageId:
 def test_a_process_is_named_by_host_pid_and_thread():
     host, pid, thread = process_name().rsplit(":", 2)
 
-    assert host
-    assert pid.isdecimal()
-    assert thread == threading.current_thread().name
+    assert (host, pid, thread) == (socket.gethostname(), str(os.getpid()), threading.current_thread().name)
 
 
 class TestCause:
@@ -133,8 +133,9 @@ class TestDatabaseErrors:
         assert not is_outage(error)
 
     def test_errors_that_are_not_from_the_driver_are_neither_collision_nor_outage(self):
-        assert not is_outage(DatabaseError("connection"))
-        assert not is_collision(ValueError())
+        for error in (DatabaseError("connection"), ValueError("connection refused"), ValueError("database is locked")):
+            assert not is_outage(error)
+            assert not is_collision(error)
 
 
 class TestOutage:
@@ -150,9 +151,9 @@ class TestOutage:
         outage.over()
         outage.over()
 
-        away, back = [record.message for record in caplog.records]
-        assert "The broker is away (connection refused)" in away
-        assert "The broker is back" in back
+        begin, end = [record.message for record in caplog.records]
+        assert "The broker is away (connection refused)" in begin
+        assert "The broker is back" in end
         assert not outage.ongoing
 
     def test_a_reason_without_a_message_is_logged_by_its_type(self, outage, caplog):
@@ -161,10 +162,13 @@ class TestOutage:
         assert "TimeoutError()" in caplog.text
 
     def test_waiting_for_the_end_of_an_outage_ends_with_a_stop_request(self):
-        stop = StopRequest()
+        """A wait that ignored the request would outlast the time limit of this test."""
+        stop, outage = StopRequest(), Outage("the broker", Pause(first_seconds=3600, cap_seconds=3600))
         stop.set()
 
-        Outage("the broker", Pause(first_seconds=3600, cap_seconds=3600)).wait("gone", stop)
+        outage.wait("connection refused", stop)
+
+        assert outage.ongoing
 
 
 class TestStopRequest:
@@ -268,8 +272,7 @@ class TestBrokerUrl:
     def test_several_broker_urls_are_shown_without_their_passwords(self):
         shown = broker.masked("amqp://one:first@a:5672//;amqp://two:second@b:5672//")
 
-        assert "first" not in shown
-        assert "second" not in shown
+        assert shown == "amqp://one:***@a:5672//;amqp://two:***@b:5672//"
 
     @pytest.mark.parametrize(("url", "scheme"), [("amqp://h", "amqp"), ("SQLA+postgresql://h", "sqla"), ("local://", "local")])
     def test_the_scheme_of_a_broker_url_is_read(self, url, scheme):

@@ -86,22 +86,22 @@ class Work:
 class Databases:
     """Some databases are unavailable: `receive` leaves their loads undecided, `ask` is the probe of such a database."""
 
-    def __init__(self, *away, rest=0.01):
-        self.away = set(away)
+    def __init__(self, *unavailable, retry_seconds=0.01):
+        self.unavailable = set(unavailable)
         self.done = []
         self.refused = self.asked = 0
         self.asking = self.most_asking = 0
         self.answer = threading.Event()
         self.answer.set()
-        self._rest = rest
+        self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
 
     def receive(self, load):
         alias = load[0].handler.using
         with self._lock:
-            if alias in self.away:
+            if alias in self.unavailable:
                 self.refused += 1
-                raise Undecided(load, self._rest, everywhere=True)
+                raise Undecided(load, self._retry_seconds, everywhere=True)
             self.done += [(load[0].handler.name, delivery.message.delivery_tag) for delivery in load]
 
     def ask(self, alias):
@@ -112,7 +112,7 @@ class Databases:
         assert self.answer.wait(A_WHILE)
         with self._lock:
             self.asking -= 1
-            return self._rest if alias in self.away else 0.0
+            return self._retry_seconds if alias in self.unavailable else 0.0
 
 
 @pytest.fixture
@@ -211,6 +211,8 @@ def test_an_incomplete_batch_is_run_at_once_in_a_hurry():
         pool.hurry()
         wait_until(lambda: work.done)
 
+    assert work.done == [("tests.pool", [0])]
+
 
 def test_an_ordered_lane_is_run_by_one_thread_at_a_time(gate):
     lane, work = a_lane(ordered=True), Work(gate=gate)
@@ -231,8 +233,8 @@ def all_of(lane, count):
 
 
 def test_an_unavailable_database_does_not_hold_up_handlers_of_other_databases():
-    databases = Databases("away")
-    far = [a_lane(f"far {n}", using="away", ordered=n % 2 == 0) for n in range(4)]
+    databases = Databases("unavailable")
+    far = [a_lane(f"far {n}", using="unavailable", ordered=n % 2 == 0) for n in range(4)]
     near = a_lane("near")
     with running([*far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
         for lane in far:
@@ -242,10 +244,10 @@ def test_an_unavailable_database_does_not_hold_up_handlers_of_other_databases():
         for number in range(20):
             pool.put(near, a_delivery(near, number))
         wait_until(lambda: len(databases.done) == 20)
-        # One is asked for, and nobody else tries.
+        # One thread probes the database, and the others leave its lanes alone.
         assert databases.refused <= 2
         assert not pool.idle
-        databases.away.clear()
+        databases.unavailable.clear()
         wait_until(lambda: pool.idle)
 
     for lane in far:
@@ -255,9 +257,9 @@ def test_an_unavailable_database_does_not_hold_up_handlers_of_other_databases():
 
 
 def test_only_one_thread_at_a_time_probes_an_unavailable_database():
-    databases = Databases("away")
+    databases = Databases("unavailable")
     databases.answer.clear()
-    far, near = a_lane("far", using="away"), a_lane("near")
+    far, near = a_lane("far", using="unavailable"), a_lane("near")
     with running([far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
         pool.put(far, a_delivery(far, 0))
         wait_until(lambda: databases.asking)
@@ -265,7 +267,7 @@ def test_only_one_thread_at_a_time_probes_an_unavailable_database():
             pool.put(near, a_delivery(near, number))
         wait_until(lambda: len(databases.done) == 20)
         assert pool.stale(monotonic() + 1) == []
-        databases.away.clear()
+        databases.unavailable.clear()
         databases.answer.set()
         wait_until(lambda: pool.idle)
 
@@ -293,20 +295,23 @@ def test_undecided_deliveries_are_retried_before_later_ones():
 
 
 def test_undecided_deliveries_of_a_previous_connection_are_dropped():
-    lane = a_lane()
+    lane, received = a_lane(), []
 
     def receive(load):
+        received.extend(delivery.message.delivery_tag for delivery in load)
         pool.drop_others(2)
         raise Undecided(load, 0.0, everywhere=False)
 
     with running([lane], receive=receive) as pool:
-        pool.put(lane, a_delivery(lane))
+        pool.put(lane, a_delivery(lane, 7))
         wait_until(lambda: pool.idle)
+
+    assert received == [7]
 
 
 def test_the_pool_can_be_closed_while_a_database_is_unavailable():
-    databases = Databases("away", rest=3600.0)
-    lane = a_lane(using="away")
+    databases = Databases("unavailable", retry_seconds=3600.0)
+    lane = a_lane(using="unavailable")
     with running([lane], receive=databases.receive, ask=databases.ask, size=2) as pool:
         pool.put(lane, a_delivery(lane))
         wait_until(lambda: databases.refused)
@@ -323,11 +328,11 @@ def test_a_ring_runs_stored_messages_at_once():
 
 
 def test_at_rest_is_called_each_time_a_thread_runs_out_of_work():
-    lane, work, rests = a_lane(), Work(), []
-    with running([lane], receive=work, at_rest=lambda: rests.append(len(work.done))) as pool:
+    lane, work, done_at_rest = a_lane(), Work(), []
+    with running([lane], receive=work, at_rest=lambda: done_at_rest.append(len(work.done))) as pool:
         for number in range(3):
             pool.put(lane, a_delivery(lane, number))
-            wait_until(lambda number=number: number + 1 in rests)
+            wait_until(lambda number=number: number + 1 in done_at_rest)
 
 
 def test_stale_deliveries_are_removed_and_not_run(gate):

@@ -24,7 +24,7 @@ def test_the_retry_delay_doubles_up_to_the_cap(attempt, nominal):
 def test_a_retry_delay_is_never_negative_or_longer_than_the_cap(attempt, base, cap):
     delay = RetryPolicy(max_attempts=1, base=base, factor=3.0, cap=cap).delay(attempt)
 
-    assert timedelta() <= delay <= cap or (not base and not delay)
+    assert timedelta() <= delay <= cap
 
 
 def test_attempts_are_exhausted_at_max_attempts_and_not_before():
@@ -41,7 +41,7 @@ def test_a_pause_doubles_up_to_its_cap_and_starts_over_after_a_reset():
 
     assert all(full / 2 <= seconds <= full for seconds, full in zip(taken, nominal, strict=True))
     pause.reset()
-    assert pause.next_seconds() <= 1
+    assert 0.5 <= pause.next_seconds() <= 1
 
 
 def test_a_pause_stays_at_its_cap_after_a_million_failures():

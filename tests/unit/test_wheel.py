@@ -51,7 +51,7 @@ def test_ticks_to_next_counts_the_ticks_to_the_next_occupied_slot():
     wheel.put("a", 3)
     assert wheel.ticks_to_next() == 3
     wheel.put("far", 5)
-    assert wheel.ticks_to_next() == 1, "where it lies it is counted down"
+    assert wheel.ticks_to_next() == 1, "its rounds are counted down at the next tick"
 
 
 @pytest.mark.parametrize("ticks", [0, -1])
