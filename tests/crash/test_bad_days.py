@@ -405,18 +405,13 @@ def test_the_witness_finds_a_seeded_bug(world, witness, bug, complaint):
         witness.assert_nothing_went_wrong()
 
 
-@pytest.fixture
-def sqlite_only(engine):
-    if engine != "sqlite":
-        pytest.skip("relays on PostgreSQL are equals and need no lease")
-
-
+@pytest.mark.only_sqlite
 class TestOnSqlite:
     """One relay works, by a lease; a second one logs which relay it waits for. Relays on PostgreSQL need no lease."""
 
     @pytest.mark.every_database
     @pytest.mark.parametrize("how", ["terminated", "killed"])
-    def test_the_second_relay_takes_over_when_the_first_one_ends(self, sqlite_only, world, witness, record_property, how):
+    def test_the_second_relay_takes_over_when_the_first_one_ends(self, world, witness, record_property, how):
         # A relay that is terminated gives the lease back. The lease of a killed relay has to expire.
         outbox = NEVER if how == "terminated" else NOT_AT_ONCE
         first = working_relay(world, outbox=outbox)
