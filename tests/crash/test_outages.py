@@ -56,14 +56,12 @@ def test_a_database_killed_under_load_costs_no_message_and_no_attempt(mortal_wor
 def test_a_relay_whose_connection_is_cut_in_the_middle_of_batches_loses_nothing(world):
     """Cut after some bytes, so also in the middle of a frame, again and again."""
     world.listening()
-    cuts = 0
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         relay = world.relay(broker_url=proxy.through(world.broker_url), outbox=DEADLINE)
         for nbytes in (1, 700, 3_001, 9_999, 20_011, 33_333):
             world.wait_until(lambda: proxy.connections, "the relay is connected")
             proxy.cut_after(nbytes)
             world.wait_until(lambda: world.operate(20) or not proxy._cut_after, "the connection was cut")
-            cuts += 1
         world.wait_until(world.is_quiet, "everything got through in spite of it")
         while not world.redelivered():  # no cut came after the broker had a message
             proxy.cut_after(5_000)
@@ -73,7 +71,6 @@ def test_a_relay_whose_connection_is_cut_in_the_middle_of_batches_loses_nothing(
         assert relay.is_alive, relay.tail()
         found = world.drain()
 
-    assert cuts == 6
     assert relay.has_said("The broker is away")
     assert world.redelivered() > 0
     assert world.suppressed() == world.redelivered()
