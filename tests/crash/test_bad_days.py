@@ -1,7 +1,7 @@
-"""Bad days of the relay: nothing is lost, the order of keys is kept, and no outage counts as an attempt.
+"""Crashes, freezes and outages of the relay: nothing is lost, the order of keys is kept, no outage counts as an attempt.
 
-A takeover never waits for a span: where that is shown, the deadlines are longer than the test's patience. How long it took is
-told by the log and the report, and asserted by nobody.
+A takeover does not wait for a deadline: tests that show this set deadlines longer than the test's own time limit. How long the
+takeover took is written to the log and to the report, and not asserted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.servers import FaultProxy
 logger = logging.getLogger(__name__)
 
 NEVER = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
-"""No deadline helps within the patience of a test."""
+"""No deadline ends within the time limit of a test."""
 SOON = {"BATCH_DEADLINE": 1, "WATCHDOG": 300}
 NOT_AT_ONCE = {"BATCH_DEADLINE": 3, "WATCHDOG": 300}
 """Long enough to send a batch on a slow machine."""
@@ -56,7 +56,7 @@ def witness(world):
 
 
 def locked_shards():
-    """The shards that somebody has in hand now."""
+    """The shards that a relay holds now."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT objid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted AND classid = %s "
@@ -70,7 +70,7 @@ def everything_is_published():
     return not load.open_messages().exists()
 
 
-def at_work(world, **how):
+def working_relay(world, **how):
     """A relay that has published something."""
     relay = world.relay(**how)
     load.write(1)
@@ -101,8 +101,8 @@ def seconds_until(world, condition, what):
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_relay_is_killed_at_every_step_and_another_takes_over_at_once(world, witness, record_property, lane):
-    """Each victim stands still with a batch in hand; what it holds waits, all else goes on; then it is killed."""
-    survivor = at_work(world, outbox=NEVER)
+    """Each victim stops with a batch in hand: the shards that it holds wait, the others go on. Then it is killed."""
+    survivor = working_relay(world, outbox=NEVER)
     took = {}
     for step, (point, holds) in STEPS.items():
         nth = "" if " once " in point else " 1"
@@ -129,8 +129,8 @@ def test_a_relay_is_killed_at_every_step_and_another_takes_over_at_once(world, w
     assert twice > 0, "no kill came after the broker had the messages"
 
 
-def test_a_relay_sleeps_longer_than_its_deadline(world, witness):
-    """The database ends its transaction, another relay carries what it had in hand, and awake it settles nothing of that."""
+def test_a_relay_frozen_past_its_deadline_settles_nothing(world, witness):
+    """The database ends its transaction and another relay publishes its batch; awake again, it settles nothing of that."""
     sleeper = world.relay(failpoint=f"stop before {SETTLE} 1 once {SEND}", outbox=NOT_AT_ONCE)
     load.write(MANY)
     world.wait_until(lambda: sleeper.is_stopped, "the sleeper has a batch in hand")
@@ -150,9 +150,9 @@ def test_a_relay_sleeps_longer_than_its_deadline(world, witness):
     assert witness.assert_nothing_went_wrong() > 0
 
 
-def test_the_database_ends_the_relays_sessions_again_and_again(world, witness):
+def test_relays_lose_nothing_while_the_database_terminates_their_sessions(world, witness):
     """pg_terminate_backend for every connection of two relays, five times a second, under load."""
-    relays = [at_work(world), at_work(world)]
+    relays = [working_relay(world), working_relay(world)]
     ended = Counter()
 
     def end_sessions():
@@ -175,7 +175,7 @@ def test_the_database_ends_the_relays_sessions_again_and_again(world, witness):
     witness.assert_nothing_went_wrong()
 
 
-def test_the_database_restarts_in_the_middle_of_a_batch(mortal_world, mortal_postgres):
+def test_a_batch_in_hand_is_sent_again_after_the_database_was_killed(mortal_world, mortal_postgres):
     world = mortal_world
     witness = load.Witness(world.broker_url)
     relays = [world.relay(failpoint=f"stop before {SETTLE} 1 once {SEND}", outbox=NEVER)]
@@ -195,9 +195,9 @@ def test_the_database_restarts_in_the_middle_of_a_batch(mortal_world, mortal_pos
     assert witness.assert_nothing_went_wrong() > 0
 
 
-def test_the_broker_restarts_in_the_middle_of_a_batch(world, witness):
-    """With a batch sent and not confirmed; a second relay finds the broker gone as well."""
-    relays = [at_work(world, outbox=NEVER)]
+def test_an_unconfirmed_batch_is_sent_again_after_the_broker_restarted(world, witness):
+    """The batch is sent and not confirmed; a second relay finds the broker unavailable as well."""
+    relays = [working_relay(world, outbox=NEVER)]
     freeze_while_idle(world, relays[0])
     relays.append(world.relay(failpoint=f"stop before {AWAIT}", outbox=NEVER))
     load.write(MANY)
@@ -216,9 +216,9 @@ def test_the_broker_restarts_in_the_middle_of_a_batch(world, witness):
     witness.assert_nothing_went_wrong()
 
 
-def test_the_broker_runs_out_of_memory(world, witness):
-    """It blocks publishers. Nobody tries anything, so no attempt is counted; when the alarm ends everything goes out."""
-    relays = [at_work(world, outbox=SOON), at_work(world, outbox=SOON)]
+def test_a_memory_alarm_of_the_broker_costs_no_attempt_and_no_message(world, witness):
+    """The broker blocks publishers. No message is tried, so no attempt is counted; when the alarm ends all are published."""
+    relays = [working_relay(world, outbox=SOON), working_relay(world, outbox=SOON)]
     world.rabbit.ctl("set_vm_memory_high_watermark", "0")
     try:
         load.write(MANY)
@@ -236,11 +236,11 @@ def test_the_broker_runs_out_of_memory(world, witness):
     witness.assert_nothing_went_wrong()
 
 
-@pytest.mark.parametrize("fault", ["cut", "half-open", "deaf"])
-def test_the_cable_to_the_broker(world, witness, fault):
-    """Cut; accepted and never answered; or everything arrives and no answer comes back. A second relay has its own cable."""
+@pytest.mark.parametrize("fault", ["cut", "half-open", "no replies"])
+def test_a_broken_connection_to_the_broker_loses_nothing_and_stops_no_other_relay(world, witness, fault):
+    """Cut; accepted and never answered; or everything arrives and no reply comes back. A second relay is not affected."""
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
-        other = at_work(world, outbox=SOON)
+        other = working_relay(world, outbox=SOON)
         victim = world.relay(broker_url=proxy.through(world.broker_url), outbox=SOON)
         world.wait_until(lambda: proxy.connections >= 2, "both lanes are connected")
         with load.writing(world.seed):
@@ -253,7 +253,7 @@ def test_the_cable_to_the_broker(world, witness, fault):
                 case "half-open":
                     proxy.freeze()
                     proxy.cut()
-                case "deaf":
+                case "no replies":
                     proxy.drop_server_to_client(True)
             world.wait_until(lambda: victim.has_said("The broker is away"), "the victim noticed")
             world.wait_until(lambda: load.published() > before + MANY, "the other relay goes on")
@@ -269,12 +269,12 @@ def test_the_cable_to_the_broker(world, witness, fault):
     witness.assert_nothing_went_wrong()
 
 
-@pytest.mark.parametrize("fault", ["cut", "half-open", "deaf"])
-def test_the_cable_to_the_database(world, witness, fault):
+@pytest.mark.parametrize("fault", ["cut", "half-open", "no replies"])
+def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_relay(world, witness, fault):
     """A relay whose database never answers cannot be told apart from a slow one: its watchdog ends it, the others go on."""
     outbox = SOON if fault == "cut" else {**SOON, "WATCHDOG": 8}
     with FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy:
-        other = at_work(world, outbox=SOON)
+        other = working_relay(world, outbox=SOON)
         victim = world.relay(database_url=proxy.through(world.environment["DATABASE_URL"]), outbox=outbox)
         world.wait_until(lambda: proxy.connections >= 2, "both lanes are connected")
         with load.writing(world.seed):
@@ -287,7 +287,7 @@ def test_the_cable_to_the_database(world, witness, fault):
                     world.wait_until(lambda: victim.has_said("The database is away"), "the victim noticed")
                 case "half-open":
                     proxy.freeze()
-                case "deaf":
+                case "no replies":
                     proxy.drop_server_to_client(True)
             if fault != "cut":
                 assert victim.ends() == EXIT_SILENT, victim.tail()
@@ -302,13 +302,13 @@ def test_the_cable_to_the_database(world, witness, fault):
 
 
 def published_by(relays):
-    """By process id, as their heartbeats tell."""
+    """By process id, as their heartbeats report."""
     pids = [relay.process.pid for relay in relays]
     return dict(RelayHeartbeat.objects.filter(pid__in=pids).values_list("pid", "published"))
 
 
 class Backlog:
-    """Writes whenever little is left, for the length of the block: relays never rest."""
+    """Writes whenever little is left, for the length of the block, so that relays are never idle."""
 
     def __init__(self, least=3_000):
         self._least = least
@@ -330,8 +330,8 @@ class Backlog:
         connection.close()
 
 
-def test_relays_join_and_leave_every_second_and_share_fairly_afterwards(world, witness, record_property):
-    """Alternately asked to end and killed, for a quarter of a minute; then three stay, and none of them goes short."""
+def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_afterwards(world, witness, record_property):
+    """Relays are alternately terminated and killed for 15 seconds; then three stay, and each gets its share."""
     relays = [world.relay(), world.relay()]
     ends = Counter()
     with load.writing(world.seed, rest_seconds=0.1):
@@ -350,14 +350,14 @@ def test_relays_join_and_leave_every_second_and_share_fairly_afterwards(world, w
                 ends[signal.SIGTERM] += 1
     relays.append(world.relay())
     with Backlog():
-        world.wait_until(lambda: len(published_by(relays)) == 3, "three relays tell what they do")
+        world.wait_until(lambda: len(published_by(relays)) == 3, "three relays report what they do")
         before = published_by(relays)
 
         def parts():
             return {pid: number - before[pid] for pid, number in published_by(relays).items()}
 
         def fair():
-            """The parts, once each is worth mentioning; what a relay tells is some seconds old."""
+            """The parts, once they are large enough to compare; what a relay reports is some seconds old."""
             done = parts()
             return done if sum(done.values()) > 5_000 and min(done.values()) > 0.1 * sum(done.values()) else None
 
@@ -370,18 +370,18 @@ def test_relays_join_and_leave_every_second_and_share_fairly_afterwards(world, w
     witness.assert_nothing_went_wrong()
 
 
-def test_a_newcomer_gets_its_part_of_a_full_backlog(world, witness, record_property):
-    """The first has never a reason to rest, and still lets go of shards."""
+def test_a_new_relay_gets_its_share_of_a_full_backlog(world, witness, record_property):
+    """The first relay is never idle, and still releases shards."""
     with Backlog():
         first = world.relay()
         world.wait_until(lambda: published_by([first]).get(first.process.pid, 0) > 0, "the first is at work")
         before = published_by([first])[first.process.pid]
-        newcomer = world.relay()
-        world.wait_until(lambda: published_by([newcomer]).get(newcomer.process.pid, 0) > 500, "the newcomer is at work")
+        new_relay = world.relay()
+        world.wait_until(lambda: published_by([new_relay]).get(new_relay.process.pid, 0) > 500, "the new relay is at work")
         world.wait_until(lambda: published_by([first])[first.process.pid] > before + 500, "and the first still is")
     world.wait_until(everything_is_published, "everything got through", 80)
-    record_property("parts", published_by([first, newcomer]))
-    world.end(first, newcomer)
+    record_property("parts", published_by([first, new_relay]))
+    world.end(first, new_relay)
 
     witness.assert_nothing_went_wrong()
 
@@ -389,42 +389,37 @@ def test_a_newcomer_gets_its_part_of_a_full_backlog(world, witness, record_prope
 @pytest.mark.parametrize(
     ("bug", "complaint"), [("settles_before_the_confirm", "lost"), ("sends_later_messages_of_a_key_first", "came after")]
 )
-def test_the_witness_notices(world, witness, bug, complaint):
-    """Proof that it would tell: a relay with a seeded bug, and one bad moment."""
+def test_the_witness_finds_a_seeded_bug(world, witness, bug, complaint):
+    """Proof that the witness can fail: a relay with a seeded bug, and a connection cut at the wrong moment."""
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
-        relay = at_work(world, bug=bug, broker_url=proxy.through(world.broker_url))
+        relay = working_relay(world, bug=bug, broker_url=proxy.through(world.broker_url))
         if complaint == "lost":
             proxy.freeze()
         load.write(MANY)
         world.wait_until(lambda: load.published() > MANY // 4, "the relay believes that all is well")
         relay.kill()
         proxy.cut()
-    world.end(at_work(world))
+    world.end(working_relay(world))
 
     with pytest.raises(AssertionError, match=complaint):
         witness.assert_nothing_went_wrong()
 
 
-@pytest.fixture
-def sqlite_only(engine):
-    if engine != "sqlite":
-        pytest.skip("relays on PostgreSQL are equals and need no lease")
-
-
+@pytest.mark.only_sqlite
 class TestOnSqlite:
-    """One relay works, by a lease; a second one says whom it waits for."""
+    """One relay works, by a lease; a second one logs which relay it waits for. Relays on PostgreSQL need no lease."""
 
     @pytest.mark.every_database
-    @pytest.mark.parametrize("how", ["asked to end", "killed"])
-    def test_the_second_takes_over(self, sqlite_only, world, witness, record_property, how):
-        # Asked to end it gives the lease back, so nobody waits for it to run out; killed, somebody must.
-        outbox = NEVER if how == "asked to end" else NOT_AT_ONCE
-        first = at_work(world, outbox=outbox)
+    @pytest.mark.parametrize("how", ["terminated", "killed"])
+    def test_the_second_relay_takes_over_when_the_first_one_ends(self, world, witness, record_property, how):
+        # A relay that is terminated gives the lease back. The lease of a killed relay has to expire.
+        outbox = NEVER if how == "terminated" else NOT_AT_ONCE
+        first = working_relay(world, outbox=outbox)
         second = world.relay(outbox=outbox)
         load.write(MANY)
         world.wait_until(lambda: second.has_said("SQLite takes one relay at a time") or load.write(5), "the second waits")
         holder = RelayLease.objects.values_list("holder", flat=True).get()
-        assert second.has_said(holder), "it says whom it waits for"
+        assert second.has_said(holder), "it logs which relay it waits for"
 
         if how == "killed":
             first.kill()

@@ -1,4 +1,4 @@
-"""Processes die around a callback: whatever was settled is told, and its effect happens once."""
+"""Processes are killed around a callback: every settled message is reported, and the effect of its callback happens once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ONE_THREAD = {"CALLBACK_THREADS": 1}
 
 
 @pytest.mark.every_database
-def test_a_process_dies_at_every_step_of_a_call(local_world):
+def test_every_callback_takes_effect_once_although_processes_are_killed_at_each_of_its_steps(local_world):
     with transaction.atomic():
         messages = [publish("crash.told", {}) for _ in range(3)]
 
@@ -31,8 +31,10 @@ def test_a_process_dies_at_every_step_of_a_call(local_world):
         assert PendingCallback.objects.count() == len(messages)
         PendingCallback.objects.update(available_at=DatabaseTime())  # as if the leases had run out
     local_world.relay()
-    local_world.wait_until(lambda: not PendingCallback.objects.exists(), "everything was told")
+    local_world.wait_until(lambda: not PendingCallback.objects.exists(), "every callback was called")
     local_world.end(local_world.workers[-1])
 
     assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(str(message.id) for message in messages)
-    assert sum(local_world.runs().values()) == len(messages) + 2, "the two that died in it called it once more"
+    assert sum(local_world.runs().values()) == len(messages) + 2, (
+        "two processes were killed after the call and before its commit"
+    )

@@ -1,4 +1,4 @@
-"""A twin that holds the row far longer than anybody waits for it."""
+"""A concurrent duplicate waits for a transaction that holds its row far longer than `TWIN_TIMEOUT`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 @pytest.mark.parametrize(
     ("ending", "twin_timeout"), [("commit", InboxOptions().TWIN_TIMEOUT), ("rollback", timedelta(seconds=0.5))]
 )
-def test_keeps_nobody_else_waiting_and_the_copy_ends_as_the_twin_says(
+def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_transaction(
     process_environment, rabbitmq_server, rabbitmq_url, tmp_path, ending, twin_timeout
 ):
     held = 12 * twin_timeout
@@ -59,7 +59,7 @@ def test_keeps_nobody_else_waiting_and_the_copy_ends_as_the_twin_says(
             if ending == "rollback":
                 transaction.set_rollback(True)
             else:
-                Effect.objects.create(name="copy", detail="by the twin")
+                Effect.objects.create(name="copy", detail="by the first transaction")
                 store.finish(guard, 1)
         process.until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 0)
         process.until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == OTHERS + 1)

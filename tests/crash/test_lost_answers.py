@@ -1,4 +1,4 @@
-"""The connection is lost with the answer to a commit: it may cost a wrong count, and never an effect."""
+"""The connection is lost with the answer to a commit: a count may be wrong, but no effect is lost or doubled."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.lost_answers import losing_the_answer
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
 
-def test_on_the_careful_path_a_delivery_meets_the_row_that_it_has_stored_itself(handles, process_environment):
-    """The message is in the database, so it is acknowledged; but its row says that it had come once before."""
+def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_duplicate(handles, process_environment):
+    """The message is in the database, so it is acknowledged. Its row counts one duplicate, which is the message itself."""
     handler = handles(the_effect)
     answer = losing_the_answer(
         process_environment,

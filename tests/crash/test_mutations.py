@@ -1,4 +1,4 @@
-"""Proof that the harness bites: each seeded bug is found by the oracle, and the same workload without it is clean.
+"""Proof that the crash tests can fail: the oracle finds each seeded bug, and nothing in the same workload without it.
 
 A workload takes the bug of the process it is about, "" for none.
 """
@@ -95,7 +95,7 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("bug", MUTATIONS)
-def test_the_oracle_finds_the_bug_and_nothing_without_it(world, bug):
+def test_the_oracle_finds_a_seeded_bug_and_nothing_without_it(world, bug):
     workload, harm = MUTATIONS[bug]
 
     workload(world, "")
@@ -118,7 +118,7 @@ def test_the_oracle_finds_a_message_of_a_change_that_was_rolled_back(world):
     assert world.drain().ghosts == {"never"}
 
 
-def test_a_failpoint_that_is_not_there_is_an_error(world):
+def test_a_failpoint_that_names_no_function_ends_the_process_with_an_error(world):
     worker = world.relay(failpoint="kill before outbox.store.no_such_function")
 
     assert worker.ends() > 0

@@ -1,6 +1,6 @@
 """Ordered handlers while their consumers are killed: every effect once, every key in order.
 
-ORDERED_CHAOS_MESSAGES and ORDERED_CHAOS_KEYS make it as long as one likes, such as twenty thousand on five hundred.
+ORDERED_CHAOS_MESSAGES and ORDERED_CHAOS_KEYS make it longer, for example 20000 messages on 500 keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONSUMERS = 3
 SECONDS_BETWEEN_KILLS = 1.0
 LONGEST_SECONDS = 900.0
 ONE_IN = 50
-"""So many messages of which one fails at its first attempt."""
+"""One message in this many fails at its first attempt."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.proof,
     pytest.mark.django_db(transaction=True, databases=["default", "other"]),
     pytest.mark.timeout(LONGEST_SECONDS + 100),
-    pytest.mark.usefixtures("_as_long_as_it_takes"),
+    pytest.mark.usefixtures("_longer_traceback_timeout"),
 ]
 
 HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=True)
@@ -47,8 +47,8 @@ HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=No
 
 
 @pytest.fixture
-def _as_long_as_it_takes():
-    """The suite ends any test after a few minutes; this one has a limit of its own."""
+def _longer_traceback_timeout():
+    """The suite ends any test after some minutes; this test has a longer limit of its own."""
     faulthandler.dump_traceback_later(LONGEST_SECONDS + 200, exit=True)
 
 

@@ -1,4 +1,4 @@
-"""The broker, the database or the cable goes away in mid-load: an outage is nobody's attempt, and nobody is restarted."""
+"""The broker, the database or a connection fails under load: no attempt is counted, and no process has to be restarted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEADLINE = {"BATCH_DEADLINE": 1}
 SOME = 40
 
 
-def test_the_broker_is_killed_in_mid_load(world):
+def test_a_broker_killed_under_load_costs_no_message_and_no_attempt(world):
     workers = [world.listening(), world.relay()]
     with world.load() as tally:
         world.flows()
@@ -33,7 +33,7 @@ def test_the_broker_is_killed_in_mid_load(world):
     assert not OutboxMessage.objects.exclude(last_error="").exists()
 
 
-def test_the_database_is_killed_in_mid_load(mortal_world, mortal_postgres):
+def test_a_database_killed_under_load_costs_no_message_and_no_attempt(mortal_world, mortal_postgres):
     world = mortal_world
     workers = [world.listening(), world.relay()]
     with world.load(producers=3) as tally:
@@ -49,21 +49,19 @@ def test_the_database_is_killed_in_mid_load(mortal_world, mortal_postgres):
     assert all(worker.has_said("The database is away") or worker.has_said("is back") for worker in workers), world.tails()
     world.assert_nothing_went_wrong(found)
     assert world.most_attempts() == 1
-    # A delivery whose commit was made and never answered meets its own row.
+    # A delivery whose commit was made and not answered is a duplicate of its own row.
     assert world.redelivered() <= world.suppressed()
 
 
-def test_the_relay_loses_its_connection_in_the_middle_of_batches(world):
+def test_a_relay_whose_connection_is_cut_in_the_middle_of_batches_loses_nothing(world):
     """Cut after some bytes, so also in the middle of a frame, again and again."""
     world.listening()
-    cuts = 0
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         relay = world.relay(broker_url=proxy.through(world.broker_url), outbox=DEADLINE)
         for nbytes in (1, 700, 3_001, 9_999, 20_011, 33_333):
             world.wait_until(lambda: proxy.connections, "the relay is connected")
             proxy.cut_after(nbytes)
             world.wait_until(lambda: world.operate(20) or not proxy._cut_after, "the connection was cut")
-            cuts += 1
         world.wait_until(world.is_quiet, "everything got through in spite of it")
         while not world.redelivered():  # no cut came after the broker had a message
             proxy.cut_after(5_000)
@@ -73,7 +71,6 @@ def test_the_relay_loses_its_connection_in_the_middle_of_batches(world):
         assert relay.is_alive, relay.tail()
         found = world.drain()
 
-    assert cuts == 6
     assert relay.has_said("The broker is away")
     assert world.redelivered() > 0
     assert world.suppressed() == world.redelivered()
@@ -81,8 +78,8 @@ def test_the_relay_loses_its_connection_in_the_middle_of_batches(world):
     assert world.most_attempts() == 1
 
 
-def test_the_confirms_never_arrive(world):
-    """The broker takes every message and its confirms are swallowed: unknown is sent again, and suppressed."""
+def test_messages_whose_confirms_never_arrive_are_sent_again_and_suppressed_by_the_inbox(world):
+    """The broker accepts every message and its confirms are dropped: messages with an unknown outcome are sent again."""
     world.listening()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         relay = world.relay(broker_url=proxy.through(world.broker_url), outbox=DEADLINE)
@@ -105,8 +102,8 @@ def test_the_confirms_never_arrive(world):
     assert world.most_attempts() == 1
 
 
-def test_the_consumer_loses_its_connection_again_and_again(world):
-    """Committed effects whose acknowledgements are lost come back, and have no second effect."""
+def test_effects_are_not_repeated_when_the_consumer_loses_its_connection_before_the_ack(world):
+    """Messages whose effect is committed and whose ack was lost are delivered again, and have no second effect."""
     world.relay()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         consumer = world.listening(broker_url=proxy.through(world.broker_url))
@@ -127,8 +124,8 @@ def test_the_consumer_loses_its_connection_again_and_again(world):
     world.assert_nothing_went_wrong(found)
 
 
-def test_acknowledgements_into_a_dead_cable_are_lost_and_nothing_else(world):
-    """Handlers go on while nothing the consumer says arrives; what it did is not done again."""
+def test_handlers_finish_and_are_not_repeated_when_their_acks_cannot_reach_the_broker(world):
+    """Handlers go on while nothing that the consumer sends arrives; what they did is not done again."""
     world.relay()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         consumer = world.listening(broker_url=proxy.through(world.broker_url))

@@ -1,4 +1,4 @@
-"""A process sleeps longer than anybody waits for it, and wakes believing that nothing has happened."""
+"""A process is frozen for longer than any deadline, and goes on afterwards as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ OPERATIONS = 20
 
 
 @pytest.mark.every_database
-def test_a_relay_that_overslept_settles_nothing(world, engine):
-    """It stops between the confirms and the settlement; another takes over; what the first wakes up with is stale."""
+def test_a_frozen_relay_settles_nothing_after_another_relay_took_over(world, engine):
+    """It stops between the confirms and the settlement; another relay takes over; what the first one then settles is stale."""
     point = {"postgres": SETTLE, "sqlite": LEASE_SETTLE}[engine]
     consumer = world.listening()
-    sleeper = world.relay(failpoint=f"stop before {point} 1 once {SEND}", outbox=DEADLINE)
+    frozen = world.relay(failpoint=f"stop before {point} 1 once {SEND}", outbox=DEADLINE)
     world.operate(OPERATIONS, prefix="asleep-")
-    world.wait_until(lambda: sleeper.is_stopped, "the relay fell asleep with a batch in hand")
+    world.wait_until(lambda: frozen.is_stopped, "the relay is frozen with a batch in hand")
     world.wait_until(world.deliveries, "what it has in hand has arrived")
 
     successor = world.relay(outbox=DEADLINE)
     world.wait_until(world.is_quiet, "another relay took over")
     settled = settlements()
-    sleeper.wake()
-    # Proof that it is awake and at work again, not that it died quietly.
+    frozen.wake()
+    # Proof that it is running again, and did not end unnoticed.
     world.end(successor)
     world.operate(OPERATIONS, prefix="awake-")
-    world.wait_until(world.is_quiet, "the relay that overslept did its part")
+    world.wait_until(world.is_quiet, "the relay that was frozen publishes again")
 
-    assert settled.items() <= settlements().items(), "it settled what was not its own any more"
+    assert settled.items() <= settlements().items(), "it settled what another relay had taken over"
     assert world.most_attempts() == 1
-    assert sleeper.is_alive, sleeper.tail()
+    assert frozen.is_alive, frozen.tail()
     assert consumer.is_alive
     found = world.drain()
 
-    assert world.redelivered() > 0, "what the sleeper had sent was not sent again: it was never in its hands"
+    assert world.redelivered() > 0, "nothing was sent again, so the frozen relay had no batch in hand"
     assert world.suppressed() == world.redelivered()
     world.assert_nothing_went_wrong(found)
 
 
-def test_a_consumer_that_overslept_commits_once_and_acknowledges_nothing(world):
-    """It stops with the effect in an open transaction; the broker gives the message to another, which must not wait for it."""
+def test_a_frozen_consumer_blocks_no_other_consumer_and_its_effect_happens_once(world):
+    """It stops with the effect in an open transaction; the broker delivers it to another, which must not wait for that."""
     relay = world.relay()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
-        sleeper = world.listening(failpoint=f"stop before {FINISH}", broker_url=proxy.through(world.broker_url))
+        frozen = world.listening(failpoint=f"stop before {FINISH}", broker_url=proxy.through(world.broker_url))
         world.operate(1, prefix="asleep-")
-        world.wait_until(lambda: sleeper.is_stopped, "the consumer fell asleep in its transaction")
+        world.wait_until(lambda: frozen.is_stopped, "the consumer is frozen in its transaction")
         world.listening()
         proxy.cut()
         world.operate(OPERATIONS, prefix="meanwhile-")
 
         world.wait_until(
-            lambda: world.inbox()["done"] >= OPERATIONS, "the other consumer went on without waiting for the sleeper"
+            lambda: world.inbox()["done"] >= OPERATIONS, "the other consumer went on without waiting for the frozen one"
         )
-        sleeper.wake()
-        world.wait_until(world.is_quiet, "the sleeper's message was settled, too")
+        frozen.wake()
+        world.wait_until(world.is_quiet, "the message of the frozen consumer was settled, too")
 
-        assert sleeper.is_alive, sleeper.tail()
+        assert frozen.is_alive, frozen.tail()
         assert world.redelivered() > 0, "the broker never gave the message to another"
         assert relay.is_alive
         world.assert_nothing_went_wrong(world.drain())

@@ -1,4 +1,4 @@
-"""SIGTERM under load: what is in hand is finished, the rest is left to others, the exit status is 0."""
+"""SIGTERM under load: running work is finished, other work is left to other processes, the exit status is 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ for _ in range(20_000):
 
 
 @pytest.mark.parametrize("victim", ["relay", "consumer"])
-def test_a_process_that_is_asked_to_end_under_load(world, victim):
+def test_sigterm_under_load_ends_a_process_with_status_0_and_loses_nothing(world, victim):
     workers = {"relay": world.relay(), "consumer": world.consumer()}
     with world.load(producers=3):
         for _ in range(3):
@@ -33,14 +33,14 @@ def test_a_process_that_is_asked_to_end_under_load(world, victim):
             world.wait_until(lambda: workers[victim].is_ready, "it listens to SIGTERM")
             workers[victim].ask_to_end()
 
-            # A process that needs longer than SHUTDOWN_GRACE is cut off, and then this is not 0.
+            # A process that needs longer than SHUTDOWN_GRACE ends with another status than 0.
             assert workers[victim].ends() == 0, workers[victim].tail()
             workers[victim] = world.again(workers[victim])
     world.assert_nothing_went_wrong(world.drain())
 
 
-def test_a_polite_end_leaves_nothing_to_be_done_twice(world):
-    """Unlike a kill: what was in hand is acknowledged, and what was only prefetched goes back unseen."""
+def test_sigterm_leaves_no_message_to_be_run_twice(world):
+    """Unlike after a kill, what ran is acknowledged, and what was only prefetched is requeued without having been run."""
     world.relay()
     world.operate(120, how="held")
     for _ in range(4):
@@ -59,7 +59,7 @@ def test_a_polite_end_leaves_nothing_to_be_done_twice(world):
 
 
 @pytest.mark.every_database
-def test_a_process_without_broker_that_is_asked_to_end_under_load(local_world):
+def test_sigterm_under_load_ends_a_process_without_a_broker_and_loses_nothing(local_world):
     worker = local_world.relay()
     with local_world.load(producers=2):
         for _ in range(3):
@@ -70,8 +70,8 @@ def test_a_process_without_broker_that_is_asked_to_end_under_load(local_world):
     local_world.assert_nothing_went_wrong(local_world.drain())
 
 
-def test_a_handler_that_does_not_end_is_cut_off(world):
-    """The grace ends; the process goes without a commit and without an acknowledgement, so another does it whole."""
+def test_a_handler_that_outlasts_the_shutdown_grace_is_rolled_back_and_run_again(world):
+    """When the grace ends, the process exits without a commit and without an ack, so another process runs the message."""
     world.relay()
     consumer = world.consumer(inbox={"SHUTDOWN_GRACE": 1, "CONCURRENCY": 1}, failpoint="sleep before inbox.store.finish")
     world.operate(3)
@@ -83,8 +83,8 @@ def test_a_handler_that_does_not_end_is_cut_off(world):
     world.assert_nothing_went_wrong(world.drain())
 
 
-def test_a_signal_may_come_at_any_instruction():
-    """The handler runs between any two bytecodes of the main thread, also while that holds a lock of the stop request."""
+def test_a_signal_at_any_instruction_sets_the_stop_request():
+    """The handler runs between any two bytecodes of the main thread, also while that holds the lock of the stop request."""
     done = subprocess.run(
         [sys.executable, "-c", SIGNALLED_WHILE_WAITING], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )

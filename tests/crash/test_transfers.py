@@ -1,4 +1,4 @@
-"""The example of the page on prepared messages: its processes die at every step, and the money is counted.
+"""The example of the page on prepared messages: its processes are killed at every step, and the money is counted.
 
 Money leaves one database and arrives in another: neither lost nor doubled, and no transfer stays undecided.
 """
@@ -32,15 +32,15 @@ TELLER_POINTS = {
     f"after {DECIDE}": ARRIVES,
     f"after {COMMIT} 3": ARRIVES,
 }
-"""Where the code that transfers dies, and what becomes of its message."""
+"""Where the process that transfers is killed, and the final state of its message."""
 
 RELAY_POINTS = [
     f"before {ASK}",
-    f"after {TOMBSTONE} in checks-0",  # the checker has its proof, and nobody has heard of it
+    f"after {TOMBSTONE} in checks-0",  # the checker has its proof, and has not returned
     f"after {DECIDE}",
     f"before {SETTLE} once {SEND}",
 ]
-"""Where relays die, in an order that leaves the next one something to die of."""
+"""Where relays are killed, in an order that leaves each point reachable for the next one."""
 
 OFTEN = {"CHECK_AFTER": 0.1, "CHECK_EVERY": 0.5, "CHECK_THREADS": 1}
 
@@ -65,11 +65,11 @@ def transferring(world, transfer_id, **how):
     return world.command("bank_transfer", transfer_id, ADA, str(AMOUNT), outbox=OFTEN, **how)
 
 
-def test_whatever_dies_the_money_is_somewhere_once(bank):
+def test_a_transfer_is_neither_lost_nor_doubled_whichever_process_is_killed(bank):
     tellers = {point: transferring(bank, point, failpoint=f"kill {point}") for point in TELLER_POINTS}
     for point, teller in tellers.items():
         bank.dead(teller, point)
-    assert Booking.objects.using(SAVINGS).count() == 3, "where they died is not what this test thinks"
+    assert Booking.objects.using(SAVINGS).count() == 3, "the processes were not killed where this test assumes"
 
     dying = bank.listening(failpoint=f"kill after {FINISH}")
     for point in RELAY_POINTS:
@@ -83,9 +83,9 @@ def test_whatever_dies_the_money_is_somewhere_once(bank):
     assert balances() == (AT_FIRST - arrived, arrived)
 
 
-def test_a_checker_that_asks_too_early_gets_the_truth_all_the_same(bank):
-    """One teller stands still before its debit, one before its debit's commit. The first finds a tombstone in its way; the
-    checker of the second waits for it to end."""
+def test_a_checker_that_asks_too_early_gets_the_right_answer(bank):
+    """One teller stops before its debit, one before the commit of its debit. The first one then finds a tombstone; the checker
+    of the second waits for that transaction to end."""
     too_late = transferring(bank, "too late", failpoint=f"stop before {DEBIT}")
     in_time = transferring(bank, "in time", failpoint=f"stop after {DEBIT}")
     for teller in (too_late, in_time):
@@ -93,8 +93,8 @@ def test_a_checker_that_asks_too_early_gets_the_truth_all_the_same(bank):
 
     bank.listening()
     bank.relay(outbox={**OFTEN, "CHECK_THREADS": 2})
-    bank.wait_until(lambda: became("too late") == State.ROLLED_BACK, "the checker has shut the door")
-    bank.wait_until(somebody_waits, "the checker waits for the debit")
+    bank.wait_until(lambda: became("too late") == State.ROLLED_BACK, "the checker has written its tombstone")
+    bank.wait_until(a_transaction_waits_for_another, "the checker waits for the debit")
     assert became("in time") == State.PREPARED
     for teller in (too_late, in_time):
         teller.wake()
@@ -107,7 +107,7 @@ def test_a_checker_that_asks_too_early_gets_the_truth_all_the_same(bank):
     assert balances() == (AT_FIRST - AMOUNT, AMOUNT)
 
 
-def somebody_waits():
+def a_transaction_waits_for_another():
     with connections[SAVINGS].cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
         return cursor.fetchone()[0]

@@ -1,4 +1,4 @@
-"""Twenty processes and one biz-id: a hundred copies, all of them in somebody's hands at once, and one effect."""
+"""Twenty processes and one biz-id: a hundred copies, all of them prefetched at the same time, and one effect."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def processes(process_environment, rabbitmq_url, tmp_path):
             **process_environment,
             **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given}, OUTBOX={"BROKER_URL": rabbitmq_url}),
             "DJANGO_SETTINGS_MODULE": settings,
-            "LEASE_SECONDS": "60",  # nobody dies here, and so many processes may keep its owner from renewing a short one
+            "LEASE_SECONDS": "60",  # no process is killed, and with so many of them the owner may renew a short lease too late
         }
         return [
             stack.enter_context(Process({**environment, "PGAPPNAME": name}, tmp_path / f"{name}.log", "inbox_consume"))
-            for name in (f"twin-{number}" for number in range(PROCESSES))
+            for name in (f"consumer-{number}" for number in range(PROCESSES))
         ]
 
     return start
@@ -81,10 +81,11 @@ def send_copies(url, topic, payload):
             )
 
 
-def who_waits_for_a_lock():
+def processes_that_wait_for_a_lock():
     with connections["other"].cursor() as cursor:
         cursor.execute(
-            "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'twin-%%' AND wait_event_type = 'Lock'"
+            "SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'consumer-%%' "
+            "AND wait_event_type = 'Lock'"
         )
         return {name for (name,) in cursor.fetchall()}
 
@@ -95,8 +96,8 @@ def all_end(processes):
     assert [process.ends() for process in processes] == [0] * PROCESSES, [process.said() for process in processes]
 
 
-def test_that_wait_for_the_same_row_have_one_effect(processes, rabbitmq_server, rabbitmq_url):
-    """The test holds the place of the row until each of them waits for it, and then lets go: one of twenty gets it."""
+def test_duplicates_in_twenty_processes_that_wait_for_the_same_row_have_one_effect(processes, rabbitmq_server, rabbitmq_url):
+    """The test holds the row until each process waits for it, and then rolls back: one of twenty gets it."""
     options = broker_options(rabbitmq_url)
     declare(OF_THE_WORKERS, options)
     send_copies(rabbitmq_url, JOB, {})
@@ -104,11 +105,13 @@ def test_that_wait_for_the_same_row_have_one_effect(processes, rabbitmq_server, 
     with ExitStack() as stack:
         with transaction.atomic():
             assert store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
-            twins = processes(stack, "tests.support.apps.worker.settings", TWIN_TIMEOUT=timedelta(seconds=2 * STARTING_SECONDS))
-            wait_until(lambda: len(who_waits_for_a_lock()) == PROCESSES, STARTING_SECONDS)
+            consumers = processes(
+                stack, "tests.support.apps.worker.settings", TWIN_TIMEOUT=timedelta(seconds=2 * STARTING_SECONDS)
+            )
+            wait_until(lambda: len(processes_that_wait_for_a_lock()) == PROCESSES, STARTING_SECONDS)
             transaction.set_rollback(True)
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 0)
-        all_end(twins)
+        all_end(consumers)
 
     assert list(Effect.objects.values_list("name", "detail")) == [("one", "1")]
     assert the_row().attempts == 1
@@ -116,21 +119,21 @@ def test_that_wait_for_the_same_row_have_one_effect(processes, rabbitmq_server, 
 
 
 @pytest.mark.parametrize("leases", ["database", "redis"])
-def test_under_a_lease_have_one_run(request, processes, rabbitmq_server, rabbitmq_url, leases):
-    """One runs until everybody else has been told that it does."""
+def test_duplicates_in_twenty_processes_under_a_lease_have_one_run(request, processes, rabbitmq_server, rabbitmq_url, leases):
+    """One process runs the message until all others have found its lease."""
     options = broker_options(rabbitmq_url)
     declare(OF_THE_LEASED, options)
     with ExitStack() as stack:
         kept_in = leases if leases == "database" else request.getfixturevalue("redis_url")
-        twins = processes(stack, "tests.support.apps.leased.settings", LEASE_STORE=kept_in)
-        wait_until(lambda: all("Consuming" in twin.said() for twin in twins), STARTING_SECONDS)
+        consumers = processes(stack, "tests.support.apps.leased.settings", LEASE_STORE=kept_in)
+        wait_until(lambda: all("Consuming" in consumer.said() for consumer in consumers), STARTING_SECONDS)
         send_copies(rabbitmq_url, LEASED_JOB, {"do": "wait for the word"})
         # What the owner has fetched waits for its only worker.
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) <= IN_HAND)
         Unique.objects.create(name="go one")
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) == 0)
         wait_until(lambda: the_row().state == State.DONE)
-        all_end(twins)
+        all_end(consumers)
 
     assert list(Effect.objects.order_by("id").values_list("name", "detail")) == [("begun one", "1"), ("one", "1")]
     counted = lease_store(broker_options(rabbitmq_url, LEASE_STORE=kept_in)).counts()
@@ -143,6 +146,7 @@ def assert_accounted_for(row, counted_elsewhere):
     assert (row.state, elsewhere["handled"]) == (State.DONE, 0)
     assert 1 + row.duplicates + elsewhere["duplicates"] == COPIES
     assert store.balance("default").delivered == COPIES - elsewhere["duplicates"]
-    # Whichever was first, all but its own copies are the business's. One that met another just being counted came again.
+    # The copies with the same message id as the row were sent again by a relay, the others by the business. A copy that met
+    # another one that was being counted was delivered again.
     again = row.resends + row.redeliveries + elsewhere["resend"] + elsewhere["redelivery"]
     assert again == (COPIES // 2 - 1 if row.message_id == "first" else 0)

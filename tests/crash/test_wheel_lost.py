@@ -45,7 +45,7 @@ def assert_each_became_ready_once_and_none_early():
     assert not OutboxMessage.objects.filter(settled_at__lt=F("deliver_at")).exists()
 
 
-def test_relays_are_killed_with_the_wheel_in_hand(world, witness):
+def test_scheduled_messages_become_ready_once_and_not_early_although_relays_are_killed(world, witness):
     for point in KILLS:
         schedule()
         world.dies_at(point, world.relay, outbox=EVERYTHING)
@@ -59,18 +59,18 @@ def test_relays_are_killed_with_the_wheel_in_hand(world, witness):
     witness.assert_nothing_went_wrong()
 
 
-def test_a_relay_sleeps_with_the_wheel_in_hand(world, witness):
+def test_scheduled_messages_become_ready_once_and_not_early_although_a_relay_freezes(world, witness):
     schedule()
-    sleeper = world.relay(failpoint="stop before outbox.store.fire 1", outbox=EVERYTHING)
-    world.wait_until(lambda: sleeper.is_stopped, "the sleeper is about to make messages ready")
+    frozen = world.relay(failpoint="stop before outbox.store.fire 1", outbox=EVERYTHING)
+    world.wait_until(lambda: frozen.is_stopped, "the relay is frozen before it makes messages ready")
     schedule()
     other = world.relay(outbox=EVERYTHING)
     world.wait_until(everything_is_published, "the other has taken over the wheel")
-    sleeper.wake()
+    frozen.wake()
     schedule()
     world.wait_until(everything_is_published, "they go on together")
     world.end(other)
-    world.end(sleeper)
+    world.end(frozen)
 
     assert_each_became_ready_once_and_none_early()
     witness.assert_nothing_went_wrong()

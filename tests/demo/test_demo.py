@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(400)
 ORDERS = 30
 KILLS = 3
 """A relay, a consumer and a customer of the banks."""
-PATIENCE_SECONDS = 90
+TIMEOUT_SECONDS = 90
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def run_demo(run_in_the_shop):
             )
             assert migrated.returncode == 0, migrated.stderr
         return run_in_the_shop(
-            "manage.py", "demo", "--json", "--timeout", str(PATIENCE_SECONDS), *options, timeout=195, **environment
+            "manage.py", "demo", "--json", "--timeout", str(TIMEOUT_SECONDS), *options, timeout=195, **environment
         )
 
     return run
@@ -93,7 +93,7 @@ def test_a_second_run_is_not_disturbed_by_what_the_first_one_left(run_demo):
     assert second["kills"] == 0
 
 
-def test_a_run_without_patience_fails_and_says_what_is_missing(run_demo):
+def test_a_run_that_exceeds_its_timeout_fails_and_says_what_is_missing(run_demo):
     finished = run_demo("--orders", str(ORDERS), "--no-kills", "--timeout", "0")
 
     assert finished.returncode == 1
@@ -102,7 +102,7 @@ def test_a_run_without_patience_fails_and_says_what_is_missing(run_demo):
     assert any("orders are not placed" in problem for problem in report["problems"])
 
 
-def test_without_tables_the_demo_says_how_to_make_them(run_in_the_shop):
+def test_without_tables_the_demo_fails_and_names_the_migrate_command(run_in_the_shop):
     finished = run_in_the_shop("manage.py", "demo", timeout=60)
 
     assert finished.returncode == 1

@@ -1,7 +1,7 @@
-"""What the webhook does is in `webhook_behaviour.py`; it needs the shop's settings, so it runs in its own process."""
+"""The tests of the webhook are in `webhook_behaviour.py`. They need the shop's settings, so they run in their own process."""
 
 
-def test_the_webhook_behaves(run_in_the_shop):
+def test_the_webhook_tests_pass_under_the_settings_of_the_shop(run_in_the_shop):
     finished = run_in_the_shop(
         "-m", "pytest", "--ds=demo_shop.settings", "--db=sqlite", "tests/demo/webhook_behaviour.py", timeout=100
     )

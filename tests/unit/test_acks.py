@@ -1,4 +1,4 @@
-"""Acknowledging many at once: whatever the order of the answers, what is not answered is never acknowledged."""
+"""Batched acknowledgements: in whatever order deliveries are settled, one that is not settled is never acknowledged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inbox.consumer.acks import Acks
 
 
 class Channel:
-    """Keeps the books that a broker keeps of one channel."""
+    """The broker's side of one channel: which deliveries are outstanding, acknowledged and requeued."""
 
     def __init__(self):
         self.outstanding = []
@@ -23,7 +23,7 @@ class Channel:
         return Delivered(self, tag)
 
     def basic_ack(self, tag, multiple=False):
-        assert tag in self.outstanding, f"an ack for {tag}, which is not outstanding, ends the channel"
+        assert tag in self.outstanding, f"delivery {tag} is not outstanding, and a broker closes the channel for such an ack"
         answered = [one for one in self.outstanding if one <= tag] if multiple else [tag]
         self.acked += answered
         self.outstanding = [one for one in self.outstanding if one not in answered]
@@ -61,7 +61,7 @@ class Client:
         self.acks.flush()
 
 
-def test_what_is_answered_at_the_front_goes_with_one_frame():
+def test_settled_deliveries_at_the_front_are_acknowledged_with_one_multiple_ack():
     client = Client(5)
 
     client.settle(1, 2, 3)
@@ -71,7 +71,7 @@ def test_what_is_answered_at_the_front_goes_with_one_frame():
     assert len(client.acks) == 2
 
 
-def test_what_is_answered_behind_an_unanswered_one_goes_singly():
+def test_deliveries_settled_behind_an_unsettled_one_are_acknowledged_one_by_one():
     client = Client(5)
 
     client.settle(2, 4)
@@ -80,7 +80,7 @@ def test_what_is_answered_behind_an_unanswered_one_goes_singly():
     assert client.channel.outstanding == [1, 3, 5]
 
 
-def test_the_front_goes_on_over_those_that_went_before():
+def test_a_multiple_ack_spans_deliveries_that_were_acknowledged_one_by_one_before():
     client = Client(5)
     client.settle(2, 4)
 
@@ -90,7 +90,7 @@ def test_the_front_goes_on_over_those_that_went_before():
     assert client.channel.outstanding == [5]
 
 
-def test_both_at_the_same_time():
+def test_one_flush_sends_a_multiple_ack_for_the_front_and_single_acks_behind_a_gap():
     client = Client(6)
 
     client.settle(5, 2, 1)
@@ -99,7 +99,7 @@ def test_both_at_the_same_time():
     assert client.channel.outstanding == [3, 4, 6]
 
 
-def test_what_was_given_back_is_no_longer_in_the_way():
+def test_a_requeued_delivery_does_not_hold_back_the_multiple_ack():
     client = Client(3)
     client.acks.requeue(client.messages[1])
 
@@ -109,7 +109,7 @@ def test_what_was_given_back_is_no_longer_in_the_way():
     assert (client.channel.acked, client.channel.requeued, len(client.acks)) == ([2, 3], [1], 0)
 
 
-def test_nothing_is_sent_when_nothing_is_answered():
+def test_flush_without_settled_deliveries_sends_no_frame():
     client = Client(3)
 
     client.acks.flush()
@@ -117,7 +117,7 @@ def test_nothing_is_sent_when_nothing_is_answered():
     assert client.channel.frames == []
 
 
-def test_a_broker_that_takes_no_many_gets_each_singly():
+def test_without_support_for_multiple_acks_each_delivery_is_acknowledged_by_its_own_frame():
     client = Client(3, multiple=False)
 
     client.settle(1, 2, 3)
@@ -128,19 +128,19 @@ def test_a_broker_that_takes_no_many_gets_each_singly():
 
 @pytest.mark.parametrize("multiple", [True, False])
 @given(data=st.data())
-def test_whatever_the_order_exactly_what_is_answered_is_acknowledged_and_once(data, multiple):
+def test_in_any_order_exactly_the_settled_deliveries_are_acknowledged_once(data, multiple):
     client = Client(0, multiple=multiple)
-    settled, given_back = set(), set()
+    settled, requeued = set(), set()
     for _ in range(data.draw(st.integers(1, 15))):
         for _ in range(data.draw(st.integers(0, 4))):
             client.delivered()
-        open_ones = sorted(set(client.messages) - settled - given_back)
-        answered = data.draw(st.permutations(open_ones)) if open_ones else []
+        unsettled = sorted(set(client.messages) - settled - requeued)
+        answered = data.draw(st.permutations(unsettled)) if unsettled else []
         answered = answered[: data.draw(st.integers(0, len(answered)))]
         for tag in answered:
             if data.draw(st.integers(0, 5)) == 0:
                 client.acks.requeue(client.messages[tag])
-                given_back.add(tag)
+                requeued.add(tag)
             else:
                 client.acks.settle(client.messages[tag])
                 settled.add(tag)
@@ -150,6 +150,6 @@ def test_whatever_the_order_exactly_what_is_answered_is_acknowledged_and_once(da
     client.acks.flush()
 
     assert sorted(client.channel.acked) == sorted(settled)
-    assert sorted(client.channel.requeued) == sorted(given_back)
-    assert client.channel.outstanding == sorted(set(client.messages) - settled - given_back)
+    assert sorted(client.channel.requeued) == sorted(requeued)
+    assert client.channel.outstanding == sorted(set(client.messages) - settled - requeued)
     assert len(client.acks) == len(client.channel.outstanding)

@@ -1,4 +1,4 @@
-"""The fake broker, proved against the real client library."""
+"""The fake broker, tested with the real client library."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from tests.support.deliveries import A_WHILE
+from tests.support.fakes import amqp_wire as wire
 from tests.support.fakes.amqp_peer import FakeAmqpPeer, ProtocolError
 
 kombu = pytest.importorskip("kombu")
 
 
 class Publisher:
-    """A channel in confirm mode, and everything it was told, in order."""
+    """A channel in confirm mode, and everything the peer answered, in order."""
 
     def __init__(self, url: str, heartbeat: int = 0) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.answers: list[tuple[Any, ...]] = []
         callbacks = {"on_blocked": self._on_blocked, "on_unblocked": self._on_unblocked}
         client = kombu.Connection(url, heartbeat=heartbeat, transport_options=callbacks)
         self.connection = client.transport.establish_connection()  # unlike client.connection, tries only once
@@ -37,21 +38,21 @@ class Publisher:
         while not until():
             self.connection.drain_events(timeout=deadline - time.monotonic())
 
-    def told_of(self, count: int) -> list[tuple[Any, ...]]:
-        self.drain(lambda: len(self.told) >= count)
-        return self.told
+    def wait_for_answers(self, count: int) -> list[tuple[Any, ...]]:
+        self.drain(lambda: len(self.answers) >= count)
+        return self.answers
 
     def _on_confirm(self, kind: str, tag: int, multiple: bool) -> None:
-        self.told.append((kind, tag, multiple))
+        self.answers.append((kind, tag, multiple))
 
     def _on_return(self, error: Any, exchange: str, routing_key: str, message: Any) -> None:
-        self.told.append(("returned", error.reply_code, exchange, routing_key, message))
+        self.answers.append(("returned", error.reply_code, exchange, routing_key, message))
 
     def _on_blocked(self, reason: str) -> None:
-        self.told.append(("blocked",))
+        self.answers.append(("blocked",))
 
     def _on_unblocked(self) -> None:
-        self.told.append(("unblocked",))
+        self.answers.append(("unblocked",))
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def publisher(peer: FakeAmqpPeer) -> Iterator[Publisher]:
         yield publisher
 
 
-def test_records_all_of_a_message(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_the_peer_records_every_part_of_a_published_message(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     headers = {"n": 1, "big": 2**40, "s": "é", "f": 0.5, "yes": True, "none": None, "list": [1, "a"], "table": {"x": 1}}
     properties = {"message_id": "m-1", "delivery_mode": 2, "type": "order.placed", "timestamp": 2**33}
 
@@ -89,14 +90,14 @@ def test_records_all_of_a_message(peer: FakeAmqpPeer, publisher: Publisher) -> N
     assert published.body == b"\x00body"
 
 
-def test_acks_each_message_unless_told_otherwise(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_the_peer_acks_each_message_by_default(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     publisher.publish()
     publisher.publish()
 
-    assert publisher.told_of(2) == [("ack", 1, False), ("ack", 2, False)]
+    assert publisher.wait_for_answers(2) == [("ack", 1, False), ("ack", 2, False)]
 
 
-def test_answers_by_hand_may_be_late_out_of_order_doubled_multiple_or_nonsense(
+def test_manual_confirms_may_be_late_out_of_order_repeated_multiple_or_for_unknown_tags(
     peer: FakeAmqpPeer, publisher: Publisher
 ) -> None:
     peer.hold()
@@ -113,7 +114,7 @@ def test_answers_by_hand_may_be_late_out_of_order_doubled_multiple_or_nonsense(
     peer.ack(4, multiple=True)
     peer.nack(0, multiple=True)
 
-    assert publisher.told_of(6) == [
+    assert publisher.wait_for_answers(6) == [
         ("ack", 2, False),
         ("ack", 2, False),
         ("nack", 3, False),
@@ -123,26 +124,26 @@ def test_answers_by_hand_may_be_late_out_of_order_doubled_multiple_or_nonsense(
     ]
 
 
-def test_a_script_answers_each_message(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_a_script_decides_the_confirms_of_each_message(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.script = lambda published: [partial(peer.nack, published)] if published.tag % 2 else [partial(peer.ack, published)] * 2
     publisher.publish()
     publisher.publish()
 
-    assert publisher.told_of(3) == [("nack", 1, False), ("ack", 2, False), ("ack", 2, False)]
+    assert publisher.wait_for_answers(3) == [("nack", 1, False), ("ack", 2, False), ("ack", 2, False)]
 
 
-def test_a_return_comes_before_its_ack_with_the_message_in_it(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_a_returned_message_arrives_whole_and_before_its_ack(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.script = lambda published: [partial(peer.return_message, published), partial(peer.ack, published)]
 
     publisher.publish(b"lost", headers={"a": 1}, properties={"message_id": "m-1"})
 
-    (*returned, message), ack = publisher.told_of(2)
+    (*returned, message), ack = publisher.wait_for_answers(2)
     assert returned == ["returned", 312, "orders", "order.placed"]
     assert (message.body, message.properties["message_id"], message.headers) == (b"lost", "m-1", {"a": 1})
     assert ack == ("ack", 1, False)
 
 
-def test_bodies_longer_than_a_frame_travel_both_ways() -> None:
+def test_bodies_longer_than_a_frame_are_split_and_joined_in_both_directions() -> None:
     with FakeAmqpPeer(frame_max=4096) as peer, connected(peer) as publisher:
         peer.script = lambda published: [partial(peer.return_message, published)]
         body = bytes(range(256)) * 100
@@ -150,12 +151,12 @@ def test_bodies_longer_than_a_frame_travel_both_ways() -> None:
         publisher.publish(body)
         publisher.publish(b"")
 
-        (*_, first), (*_, second) = publisher.told_of(2)
+        (*_, first), (*_, second) = publisher.wait_for_answers(2)
         assert [published.body for published in peer.published] == [body, b""]
         assert (first.body, second.body) == (body, "")  # an empty body stays the client's default, a str
 
 
-def test_closing_a_channel_discards_the_rest_of_the_batch(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_closing_a_channel_discards_messages_published_after_the_close(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.script = lambda published: [partial(peer.close_channel, 404, "NOT_FOUND - no exchange")] if published.tag == 2 else []
     publisher.publish()
     publisher.publish()
@@ -166,10 +167,10 @@ def test_closing_a_channel_discards_the_rest_of_the_batch(peer: FakeAmqpPeer, pu
     peer.wait_for(lambda: len(peer.discarded) == 1)
 
     with pytest.raises(publisher.connection.channel_errors, match="no exchange"):
-        publisher.told_of(1)
+        publisher.wait_for_answers(1)
 
     assert len(peer.published) == 2
-    assert publisher.told == []
+    assert publisher.answers == []
 
 
 def test_the_channel_that_the_client_reopens_by_itself_is_not_in_confirm_mode(peer: FakeAmqpPeer, publisher: Publisher) -> None:
@@ -183,7 +184,7 @@ def test_the_channel_that_the_client_reopens_by_itself_is_not_in_confirm_mode(pe
     assert [published.tag for published in peer.wait_for_published(2)] == [0, 1]
 
 
-def test_an_ack_for_a_message_of_a_dead_connection_has_nowhere_to_go(peer: FakeAmqpPeer) -> None:
+def test_an_ack_for_a_message_of_a_closed_connection_is_not_sent(peer: FakeAmqpPeer) -> None:
     peer.hold()
     with connected(peer) as publisher:
         publisher.publish()
@@ -196,15 +197,15 @@ def test_an_ack_for_a_message_of_a_dead_connection_has_nowhere_to_go(peer: FakeA
 
         assert not peer.ack(old)
         assert peer.ack(new)
-        assert publisher.told_of(1) == [("ack", 1, False)]
+        assert publisher.wait_for_answers(1) == [("ack", 1, False)]
         assert (old.connection, new.connection, peer.connections) == (1, 2, 2)
 
 
-def test_closing_the_connection_tells_why(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_closing_the_connection_gives_the_client_the_reason(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.close_connection(320, "CONNECTION_FORCED - shutdown")
 
     with pytest.raises(publisher.connection.connection_errors, match="shutdown"):
-        publisher.told_of(1)
+        publisher.wait_for_answers(1)
     peer.wait_for(lambda: peer.open_connections == 0)
 
 
@@ -212,7 +213,7 @@ def test_dropping_the_connection_resets_it(peer: FakeAmqpPeer, publisher: Publis
     peer.drop()
 
     with pytest.raises(ConnectionResetError):
-        publisher.told_of(1)
+        publisher.wait_for_answers(1)
 
 
 def test_a_script_may_drop_the_connection(peer: FakeAmqpPeer, publisher: Publisher) -> None:
@@ -220,10 +221,10 @@ def test_a_script_may_drop_the_connection(peer: FakeAmqpPeer, publisher: Publish
     publisher.publish()
 
     with pytest.raises(ConnectionResetError):
-        publisher.told_of(1)
+        publisher.wait_for_answers(1)
 
 
-def test_refusing_connections_until_further_notice(peer: FakeAmqpPeer) -> None:
+def test_connections_are_reset_while_the_peer_refuses_them(peer: FakeAmqpPeer) -> None:
     peer.refuse_connections = True
     with pytest.raises(ConnectionResetError):
         Publisher(peer.url)
@@ -233,14 +234,14 @@ def test_refusing_connections_until_further_notice(peer: FakeAmqpPeer) -> None:
         assert peer.connections == 1
 
 
-def test_blocked_and_unblocked(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_the_client_is_notified_when_the_connection_is_blocked_and_unblocked(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.blocked("disk")
     peer.unblocked()
 
-    assert publisher.told_of(2) == [("blocked",), ("unblocked",)]
+    assert publisher.wait_for_answers(2) == [("blocked",), ("unblocked",)]
 
 
-def test_paused_reading_takes_in_nothing_until_resumed(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_a_peer_that_pauses_reading_receives_nothing_until_it_resumes(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     peer.pause_reading()
     publisher.publish()
     publisher.publish()
@@ -249,10 +250,10 @@ def test_paused_reading_takes_in_nothing_until_resumed(peer: FakeAmqpPeer, publi
 
     peer.resume_reading()
 
-    assert publisher.told_of(2) == [("ack", 1, False), ("ack", 2, False)]
+    assert publisher.wait_for_answers(2) == [("ack", 1, False), ("ack", 2, False)]
 
 
-def test_silence_with_heartbeats_only() -> None:
+def test_a_held_peer_sends_heartbeats_and_no_confirms() -> None:
     with FakeAmqpPeer(heartbeat=5, heartbeat_every=0.01) as peer, connected(peer, heartbeat=7) as publisher:
         peer.hold()
         publisher.publish()
@@ -265,7 +266,7 @@ def test_silence_with_heartbeats_only() -> None:
         publisher.connection.send_heartbeat()
 
         peer.wait_for(lambda: peer.heartbeats == 1)
-        assert publisher.told == []
+        assert publisher.answers == []
 
 
 def test_a_mute_peer_reads_but_answers_no_method(peer: FakeAmqpPeer, publisher: Publisher) -> None:
@@ -275,8 +276,10 @@ def test_a_mute_peer_reads_but_answers_no_method(peer: FakeAmqpPeer, publisher: 
     with pytest.raises(TimeoutError):
         publisher.connection.channel()
 
+    peer.wait_for(lambda: peer.methods[-1] == wire.CHANNEL_OPEN)
 
-def test_topology_and_qos_are_agreed_to(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+
+def test_the_peer_accepts_topology_declarations_and_qos(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     exchange = kombu.Exchange("orders", type="topic", durable=True)
     queue = kombu.Queue("billing", exchange, routing_key="order.*", queue_arguments={"x-queue-type": "quorum"})
 
@@ -286,7 +289,7 @@ def test_topology_and_qos_are_agreed_to(peer: FakeAmqpPeer, publisher: Publisher
     assert peer.methods[-4:] == [(40, 10), (50, 10), (50, 20), (60, 10)]
 
 
-def test_an_orderly_close_is_answered(peer: FakeAmqpPeer, publisher: Publisher) -> None:
+def test_the_peer_answers_an_orderly_close(peer: FakeAmqpPeer, publisher: Publisher) -> None:
     publisher.channel.close()
     publisher.connection.close()
 
@@ -294,7 +297,7 @@ def test_an_orderly_close_is_answered(peer: FakeAmqpPeer, publisher: Publisher) 
     assert peer.methods[-2:] == [(20, 40), (10, 50)]
 
 
-def test_a_breach_of_the_protocol_fails_the_test() -> None:
+def test_an_unsupported_method_fails_the_test_that_uses_the_peer() -> None:
     peer = FakeAmqpPeer()
     with (
         pytest.raises(AssertionError, match="not part of this fake"),

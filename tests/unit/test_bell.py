@@ -1,4 +1,4 @@
-"""What a loop waits on when it wants to hear of work as well as of its end."""
+"""`Bell`: a loop waits on it for new work and for a stop request at the same time."""
 
 import signal
 import threading
@@ -21,25 +21,25 @@ def bell():
     return Bell()
 
 
-def waiting_beside(bell, stop, do):
-    """What a wait in another thread answers when `do` happens."""
-    answers = []
-    thread = threading.Thread(target=lambda: answers.append(bell.wait(FOR_EVER, stop)))
+def results_of_waiting_while(bell, stop, do):
+    """What a wait in another thread returns when this thread calls `do` meanwhile."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(bell.wait(FOR_EVER, stop)))
     thread.start()
     do()
     thread.join()
-    return answers
+    return results
 
 
-def test_a_ring_wakes_the_loop_that_waits(bell, stop):
-    assert waiting_beside(bell, stop, bell.ring) == [True]
+def test_a_ring_wakes_a_waiting_loop(bell, stop):
+    assert results_of_waiting_while(bell, stop, bell.ring) == [True]
 
 
-def test_a_stop_request_wakes_the_loop_that_waits_and_is_no_ring(bell, stop):
-    assert waiting_beside(bell, stop, stop.set) == [False]
+def test_a_stop_request_wakes_a_waiting_loop_and_does_not_count_as_a_ring(bell, stop):
+    assert results_of_waiting_while(bell, stop, stop.set) == [False]
 
 
-def test_without_either_waiting_ends_by_itself(bell, stop):
+def test_waiting_for_a_ring_ends_after_its_timeout(bell, stop):
     assert bell.wait(0.001, stop) is False
 
 
@@ -49,7 +49,7 @@ def test_a_ring_before_the_wait_is_not_lost(bell, stop):
     assert bell.wait(FOR_EVER, stop) is True
 
 
-def test_many_rings_are_one(bell, stop):
+def test_several_rings_before_a_wait_count_as_one(bell, stop):
     for _ in range(1000):
         bell.ring()
 
@@ -57,22 +57,22 @@ def test_many_rings_are_one(bell, stop):
     assert bell.wait(AT_ONCE, stop) is False
 
 
-def test_ringing_never_blocks_however_long_nobody_waits(bell, stop):
+def test_ringing_never_blocks_however_many_rings_are_pending(bell, stop):
     for _ in range(100_000):  # more than a pipe holds
         bell.ring()
 
     assert bell.wait(FOR_EVER, stop) is True
 
 
-def test_a_ring_is_heard_though_a_stop_is_wanted_too(bell, stop):
+def test_a_pending_ring_is_reported_although_a_stop_was_requested(bell, stop):
     stop.set()
     bell.ring()
 
     assert bell.wait(FOR_EVER, stop) is True
 
 
-def test_each_loop_has_its_own(stop):
-    """One that took the other's ring would leave it asleep."""
+def test_two_bells_do_not_consume_each_others_rings(stop):
+    """A loop that consumed the ring of another would leave that one waiting."""
     one, other = Bell(), Bell()
     for bell in (one, other):
         bell.ring()
@@ -81,7 +81,7 @@ def test_each_loop_has_its_own(stop):
     assert other.wait(FOR_EVER, stop) is True
 
 
-def test_it_may_be_rung_from_a_signal_handler_while_the_same_thread_waits(bell, stop):
+def test_a_ring_from_a_signal_handler_wakes_the_wait_of_the_same_thread(bell, stop):
     before = signal.signal(signal.SIGUSR1, lambda *_: bell.ring())
     try:
         threading.Timer(0.05, signal.pthread_kill, [threading.get_ident(), signal.SIGUSR1]).start()

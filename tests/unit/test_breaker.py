@@ -1,4 +1,4 @@
-"""A topic that the broker refuses rests, longer each time, and says so once; the others never notice."""
+"""A topic that the broker refuses is paused, longer each time, and logged once; other topics are not affected."""
 
 import logging
 
@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outbox.relay.breaker import Breakers
 
-REFUSALS, PROBES, FIRST_REST, LONGEST_REST = 20, 5, 1.0, 30.0
-"""As the module has them: the numbers are part of what an operator sees."""
+REFUSALS, PROBES, FIRST_PAUSE, LONGEST_PAUSE = 20, 5, 1.0, 30.0
+"""Copies of the module's constants: an operator sees their effect."""
 BAD, GOOD = "bad.topic", "good.topic"
 
 
@@ -46,8 +46,8 @@ def warnings(caplog, words):
     return [record for record in caplog.records if record.levelno == logging.WARNING and words in record.getMessage()]
 
 
-class TestATopicThatIsRefused:
-    def test_goes_on_until_there_were_enough_refusals_in_a_row(self, breakers):
+class TestRefusals:
+    def test_a_topic_is_paused_by_20_refusals_in_a_row_and_not_before(self, breakers):
         for _ in range(REFUSALS - 1):
             breakers.note([], [BAD])
             assert admitted(breakers, BAD) == 100
@@ -55,107 +55,107 @@ class TestATopicThatIsRefused:
         breakers.note([], [BAD])
         assert admitted(breakers, BAD) == 0
 
-    def test_rests_at_once_when_a_whole_batch_was_refused(self, breakers):
+    def test_a_fully_refused_batch_pauses_its_topic_at_once(self, breakers):
         breakers.note([], [BAD] * 500)
 
         assert admitted(breakers, BAD) == 0
 
-    def test_is_no_matter_of_another_topic(self, breakers):
+    def test_a_paused_topic_does_not_pause_another_topic(self, breakers):
         opened(breakers)
 
         assert admitted(breakers, GOOD) == 100
 
-    def test_begins_to_count_anew_with_every_success(self, breakers):
+    def test_each_success_resets_the_count_of_refusals(self, breakers):
         for _ in range(5):
             breakers.note([], [BAD] * (REFUSALS - 1))
             breakers.note([BAD], [])
 
         assert admitted(breakers, BAD) == 100
 
-    def test_is_not_resting_when_some_of_a_batch_were_taken(self, breakers):
-        """A queue that is full to the brim takes one whenever a consumer has acknowledged one."""
+    def test_a_topic_is_not_paused_when_part_of_its_batch_was_accepted(self, breakers):
+        """A full queue accepts one message whenever a consumer has acknowledged one."""
         breakers.note([BAD], [BAD] * 499)
 
         assert admitted(breakers, BAD) == 100
 
-    def test_is_not_made_to_rest_by_the_success_of_another(self, breakers):
+    def test_the_success_of_another_topic_does_not_reset_the_count_of_refusals(self, breakers):
         breakers.note([GOOD] * 300, [BAD] * 10)
         breakers.note([GOOD] * 300, [BAD] * 10)
 
         assert admitted(breakers, BAD) == 0
 
 
-class TestTheRest:
-    def test_ends_with_a_few_probes(self, breakers, clock):
+class TestPause:
+    def test_after_the_pause_each_pass_sends_a_few_probes(self, breakers, clock):
         opened(breakers)
-        clock.now += FIRST_REST
+        clock.now += FIRST_PAUSE
 
         assert admitted(breakers, BAD) == PROBES
-        assert admitted(breakers, BAD) == PROBES, "of each pass, until one has an answer"
+        assert admitted(breakers, BAD) == PROBES, "in each pass, until the broker has answered one"
 
-    def test_doubles_with_every_refused_probe_up_to_its_limit(self, breakers, clock):
+    def test_each_refused_probe_doubles_the_pause_up_to_its_limit(self, breakers, clock):
         opened(breakers)
-        rests = []
+        pauses = []
         for _ in range(10):
             began = clock.now
             while not admitted(breakers, BAD, 1):
                 clock.now += 0.5
-            rests.append(clock.now - began)
+            pauses.append(clock.now - began)
             breakers.note([], [BAD])
 
-        assert rests == [1, 2, 4, 8, 16, 30, 30, 30, 30, 30]
+        assert pauses == [1, 2, 4, 8, 16, 30, 30, 30, 30, 30]
 
-    def test_is_not_lengthened_by_a_pass_that_had_nothing_of_the_topic(self, breakers, clock):
+    def test_the_pause_is_not_lengthened_by_passes_without_messages_of_the_topic(self, breakers, clock):
         opened(breakers)
         for _ in range(100):
             breakers.note([GOOD], [])
             breakers.note([], ["other.topic"])
-        clock.now += FIRST_REST
+        clock.now += FIRST_PAUSE
 
         assert admitted(breakers, BAD) == PROBES
 
-    def test_is_over_with_the_first_message_that_is_taken(self, breakers, clock):
+    def test_the_first_accepted_probe_ends_the_pause(self, breakers, clock):
         opened(breakers)
-        clock.now += FIRST_REST
+        clock.now += FIRST_PAUSE
         assert admitted(breakers, BAD) == PROBES
 
         breakers.note([BAD], [BAD] * (PROBES - 1))
 
         assert admitted(breakers, BAD) == 100
 
-    def test_begins_short_again_after_that(self, breakers, clock):
+    def test_a_pause_after_a_recovery_is_short_again(self, breakers, clock):
         opened(breakers)
         for _ in range(5):
-            clock.now += LONGEST_REST
+            clock.now += LONGEST_PAUSE
             breakers.note([], [BAD])
         breakers.note([BAD], [])
         opened(breakers)
-        clock.now += FIRST_REST
+        clock.now += FIRST_PAUSE
 
         assert admitted(breakers, BAD) == PROBES
 
 
-class TestWhatWasPutOff:
-    def test_stays_away_for_minutes_unless_it_is_recalled(self, breakers):
+class TestRecall:
+    def test_messages_of_a_paused_topic_are_deferred_by_five_to_ten_minutes(self, breakers):
         assert 300 <= breakers.rest().total_seconds() <= 600
 
-    def test_is_recalled_by_a_few_once_after_every_rest(self, breakers, clock):
+    def test_a_few_deferred_messages_are_recalled_once_after_each_pause(self, breakers, clock):
         opened(breakers)
         assert breakers.to_recall() == []
 
-        clock.now += FIRST_REST
+        clock.now += FIRST_PAUSE
         assert breakers.to_recall() == [(BAD, PROBES)]
         breakers.recalled(BAD, PROBES)
         assert breakers.to_recall() == [], "until they have been answered"
 
         breakers.note([], [BAD] * PROBES)
         assert breakers.to_recall() == []
-        clock.now += 2 * FIRST_REST
+        clock.now += 2 * FIRST_PAUSE
         assert breakers.to_recall() == [(BAD, PROBES)]
 
-    def test_is_all_recalled_when_the_topic_is_taken_again(self, breakers, clock):
+    def test_all_deferred_messages_are_recalled_when_the_topic_is_accepted_again(self, breakers, clock):
         opened(breakers)
-        clock.now += FIRST_REST
+        clock.now += FIRST_PAUSE
         breakers.note([BAD], [])
 
         [(topic, many)] = breakers.to_recall()
@@ -165,40 +165,40 @@ class TestWhatWasPutOff:
         breakers.recalled(BAD, 0)
         assert breakers.to_recall() == []
 
-    def test_is_not_recalled_any_more_when_the_topic_is_refused_again(self, breakers, clock):
-        """As a queue does that has room only now and then."""
+    def test_recall_stops_when_the_topic_is_refused_again(self, breakers, clock):
+        """As with a queue that has room only now and then."""
         opened(breakers)
-        clock.now += FIRST_REST
+        clock.now += FIRST_PAUSE
         breakers.note([BAD], [])
         opened(breakers)
 
         assert breakers.to_recall() == []
 
-    def test_by_a_relay_before_this_one_is_recalled_when_it_begins(self, breakers):
+    def test_a_new_relay_recalls_the_messages_that_an_earlier_relay_deferred(self, breakers):
         breakers.resume([BAD])
         [(topic, _many)] = breakers.to_recall()
         assert topic == BAD
 
         opened(breakers)
-        assert breakers.to_recall() == [], "it is refused still"
+        assert breakers.to_recall() == [], "the topic is still refused"
 
 
-class TestWhatIsSaid:
-    def test_is_one_warning_when_it_opens_and_one_when_it_closes(self, breakers, clock, caplog):
+class TestLog:
+    def test_a_breaker_logs_one_warning_when_it_opens_and_one_when_it_closes(self, breakers, clock, caplog):
         for _ in range(3):
             breakers.note([], [BAD] * 10)
         for _ in range(10):
-            clock.now += LONGEST_REST
+            clock.now += LONGEST_PAUSE
             breakers.note([], [BAD] * PROBES)
         assert len(warnings(caplog, "refused 20 messages of topic 'bad.topic' in a row")) == 1
-        assert not warnings(caplog, "again.")
+        assert len(caplog.records) == 1
 
         breakers.note([BAD], [])
         breakers.note([BAD], [])
         assert len(warnings(caplog, "takes messages of topic 'bad.topic' again")) == 1
         assert len(caplog.records) == 2
 
-    def test_is_nothing_about_a_few_refusals(self, breakers, caplog):
+    def test_fewer_refusals_than_the_limit_are_not_logged(self, breakers, caplog):
         breakers.note([], [BAD] * (REFUSALS - 1))
         breakers.note([BAD], [])
 
@@ -206,7 +206,7 @@ class TestWhatIsSaid:
 
 
 class BreakersAgainstModel(RuleBasedStateMachine):
-    """One topic's story as the specification tells it, beside a second topic's."""
+    """The specification of one topic's breaker as a plain model, for two topics at the same time."""
 
     TOPICS = (BAD, GOOD)
 
@@ -215,7 +215,7 @@ class BreakersAgainstModel(RuleBasedStateMachine):
         self.clock = Clock()
         self.breakers = Breakers(self.clock)
         self.in_a_row = dict.fromkeys(self.TOPICS, 0)
-        self.rest = dict.fromkeys(self.TOPICS, 0.0)
+        self.pause = dict.fromkeys(self.TOPICS, 0.0)
         self.until = dict.fromkeys(self.TOPICS, 0.0)
 
     @rule(seconds=st.sampled_from([0.05, 0.5, 1.0, 3.0, 61.0]))
@@ -223,28 +223,28 @@ class BreakersAgainstModel(RuleBasedStateMachine):
         self.clock.now += seconds
 
     @rule(
-        taken=st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 3)),
+        accepted=st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 3)),
         refused=st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 25)),
     )
-    def a_pass_ends(self, taken, refused):
+    def a_pass_ends(self, accepted, refused):
         self.breakers.note(
-            [topic for topic, count in taken.items() for _ in range(count)],
+            [topic for topic, count in accepted.items() for _ in range(count)],
             [topic for topic, count in refused.items() for _ in range(count)],
         )
         for topic in self.TOPICS:
-            if topic in taken:
-                self.in_a_row[topic], self.rest[topic] = 0, 0.0
+            if topic in accepted:
+                self.in_a_row[topic], self.pause[topic] = 0, 0.0
             elif topic in refused:
                 self.in_a_row[topic] += refused[topic]
                 if self.in_a_row[topic] >= REFUSALS:
-                    self.rest[topic] = min(max(2 * self.rest[topic], FIRST_REST), LONGEST_REST)
-                    self.until[topic] = self.clock.now + self.rest[topic]
+                    self.pause[topic] = min(max(2 * self.pause[topic], FIRST_PAUSE), LONGEST_PAUSE)
+                    self.until[topic] = self.clock.now + self.pause[topic]
 
     @invariant()
-    def admits_what_it_should(self):
+    def admits_as_many_as_the_model_predicts(self):
         for topic in self.TOPICS:
-            resting = bool(self.rest[topic])
-            expected = 30 if not resting else PROBES if self.clock.now >= self.until[topic] else 0
+            paused = bool(self.pause[topic])
+            expected = 30 if not paused else PROBES if self.clock.now >= self.until[topic] else 0
             assert admitted(self.breakers, topic, 30) == expected
 
 

@@ -1,4 +1,4 @@
-"""Registering functions as callbacks."""
+"""Functions are registered as callbacks, or refused with the reason."""
 
 import pytest
 
@@ -8,48 +8,51 @@ TOPIC = "shop.order.placed"
 
 
 @pytest.fixture(autouse=True)
-def of_this_test():
+def remove_new_callbacks():
     before = set(registry.names)
     yield
     for name in set(registry.names) - before:
         registry.remove(name)
 
 
-def tell(message):
+def callback(message):
     pass
 
 
-def tell_otherwise(message):
+def other_callback(message):
     pass
 
 
-def test_a_name_belongs_to_one_function():
-    on_published(TOPIC, name="tests.taken")(tell)
-    on_published("another", name="tests.taken")(tell)
+def test_two_functions_cannot_share_a_callback_name():
+    on_published(TOPIC, name="tests.taken")(callback)
+    on_published("another", name="tests.taken")(callback)
 
     with pytest.raises(ValueError, match=r"Two callbacks are called 'tests\.taken'"):
-        on_dead("another", name="tests.taken")(tell_otherwise)
+        on_dead("another", name="tests.taken")(other_callback)
 
 
-def test_one_function_may_be_told_of_several_things():
-    on_dead("a")(on_published("b")(tell))
+def test_one_function_may_be_registered_for_several_topics_and_events():
+    on_dead("a")(on_published("b")(callback))
 
-    assert {(topic, event) for topic, event, name in registry if name.endswith(".tell")} == {("a", "dead"), ("b", "published")}
+    assert {(topic, event) for topic, event, name in registry if name.endswith(".callback")} == {
+        ("a", "dead"),
+        ("b", "published"),
+    }
 
 
 @pytest.mark.parametrize("topic", ["", "orders.*", "x" * 300])
-def test_a_topic_that_cannot_be_is_refused(topic):
+def test_an_invalid_topic_is_refused(topic):
     with pytest.raises(ValueError, match="cannot have callbacks"):
         on_published(topic)
 
 
 @pytest.mark.parametrize("name", ["a\nb", "x" * 300])
-def test_a_name_that_cannot_be_is_refused(name):
+def test_an_invalid_callback_name_is_refused(name):
     with pytest.raises(ValueError, match="cannot be a callback's"):
-        on_published(TOPIC, name=name)(tell)
+        on_published(TOPIC, name=name)(callback)
 
 
-def test_a_function_that_would_not_run_is_refused():
+def test_a_generator_function_is_refused_as_a_callback():
     def generating(message):
         yield message
 

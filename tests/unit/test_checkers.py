@@ -1,4 +1,4 @@
-"""Who is asked about prepared messages: one checker a topic, which gives an answer and nothing else."""
+"""Checkers of prepared messages: one per topic, which returns an `Answer` and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOPIC = "checkers.topic"
 
 
 @pytest.fixture(autouse=True)
-def forgotten():
+def remove_checker():
     yield
     checkers.remove(TOPIC)
 
@@ -31,19 +31,19 @@ def doubtful(message):
     return Answer.UNKNOWN
 
 
-def test_a_function_stays_what_it_was_and_may_be_registered_again():
+def test_the_decorator_returns_the_function_itself_and_may_be_applied_twice():
     assert checker(TOPIC)(certain) is checker(TOPIC)(certain) is certain
     assert checkers.ask(a_message()) is Answer.COMMIT
 
 
-def test_a_second_checker_names_both():
+def test_a_second_checker_for_a_topic_is_refused_and_the_error_names_both():
     checker(TOPIC)(certain)
 
     with pytest.raises(ValueError, match=rf"'{TOPIC}': .*test_checkers\.certain and .*test_checkers\.doubtful"):
         checker(TOPIC)(doubtful)
 
 
-def test_an_async_function_is_run_to_its_end():
+def test_an_async_checker_is_run_to_completion():
     @checker(TOPIC)
     async def ask(message):
         return Answer.ROLLBACK
@@ -52,14 +52,14 @@ def test_an_async_function_is_run_to_its_end():
 
 
 @pytest.mark.parametrize("answer", ["commit", True, None, Answer])
-def test_what_is_no_answer_is_refused(answer):
+def test_a_return_value_that_is_not_an_answer_is_refused(answer):
     checker(TOPIC)(lambda message: answer)
 
     with pytest.raises(TypeError, match=r"Answer\.UNKNOWN"):
         checkers.ask(a_message())
 
 
-def test_what_cannot_be_asked_is_refused():
+def test_a_generator_function_and_a_wildcard_topic_are_refused():
     def asking(message):
         yield Answer.UNKNOWN
 

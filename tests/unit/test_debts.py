@@ -1,4 +1,4 @@
-"""What is owed to a database that was away: done once, by whoever comes first when it is back, and never forgotten."""
+"""Refunds of attempts to a database that was unavailable: each is made once, when the database is available again."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from inbox.transactions import DatabaseAway
 from tests.support.deliveries import at_once
 
 
-def away(owed=None):
-    error = DatabaseAway("gone")
+def unavailable(owed=None):
+    error = DatabaseAway("unavailable")
     error.owed = owed
     return error
 
 
 @pytest.fixture
-def _many_switches():
-    """Threads take turns as often as they can."""
+def _frequent_thread_switches():
+    """Threads are switched as often as the interpreter can."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-def test_it_is_done_once_on_its_own_database():
+def test_a_refund_is_made_once_and_only_for_its_own_database():
     debts, done = Debts(), []
-    debts.add("here", away(lambda: done.append("here")))
-    debts.add("there", away(lambda: done.append("there")))
-    debts.add("here", away())
+    debts.add("here", unavailable(lambda: done.append("here")))
+    debts.add("there", unavailable(lambda: done.append("there")))
+    debts.add("here", unavailable())
 
     debts.settle("here")
     debts.settle("here")
@@ -39,28 +39,28 @@ def test_it_is_done_once_on_its_own_database():
     assert done == ["here"]
 
 
-def test_it_stays_owed_while_the_database_is_away():
-    debts, done, is_away = Debts(), [], True
+def test_refunds_stay_pending_while_the_database_is_unavailable():
+    debts, done, is_unavailable = Debts(), [], True
 
-    def give_back(name):
-        if is_away:
-            raise away()
+    def refund(name):
+        if is_unavailable:
+            raise unavailable()
         done.append(name)
 
     for name in "ab":
-        debts.add("here", away(lambda name=name: give_back(name)))
+        debts.add("here", unavailable(lambda name=name: refund(name)))
     with pytest.raises(DatabaseAway):
         debts.settle("here")
-    is_away = False
+    is_unavailable = False
     debts.settle("here")
 
     assert done == ["a", "b"]
 
 
-def test_what_cannot_be_done_is_told_of_and_holds_up_nothing(caplog):
+def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
     debts, done = Debts(), []
-    debts.add("here", away(lambda: 1 / 0))
-    debts.add("here", away(lambda: done.append("next")))
+    debts.add("here", unavailable(lambda: 1 / 0))
+    debts.add("here", unavailable(lambda: done.append("next")))
 
     debts.settle("here")
 
@@ -68,27 +68,27 @@ def test_what_cannot_be_done_is_told_of_and_holds_up_nothing(caplog):
     assert "cannot be given back" in caplog.text
 
 
-@pytest.mark.usefixtures("_many_switches")
-def test_many_threads_forget_none():
+@pytest.mark.usefixtures("_frequent_thread_switches")
+def test_concurrent_threads_make_each_refund_once_and_lose_none():
     debts, done, lock = Debts(), [], threading.Lock()
     first_try = set(range(400))
 
-    def give_back(number):
+    def refund(number):
         with lock:
             if number in first_try:
                 first_try.remove(number)
-                raise away()
+                raise unavailable()
             done.append(number)
 
-    def owe(first):
+    def add_refunds(first):
         for number in range(first, first + 100):
-            debts.add("here", away(lambda number=number: give_back(number)))
+            debts.add("here", unavailable(lambda number=number: refund(number)))
             try:
                 debts.settle("here")
             except DatabaseAway:
                 debts.settle("there")
 
-    at_once([lambda first=first: owe(first) for first in range(0, 400, 100)])
+    at_once([lambda first=first: add_refunds(first) for first in range(0, 400, 100)])
     while len(done) < 400:
         try:
             debts.settle("here")

@@ -1,4 +1,4 @@
-"""Taking whole frames out of py-amqp's buffer: the same ones, in the same order, wherever the network has cut the stream."""
+"""Whole frames are taken out of py-amqp's buffer: all of them, in order, wherever the network has cut the stream."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FRAMES = st.lists(st.tuples(st.sampled_from([1, 2, 3, 8]), st.integers(0, 2**16 
 
 
 class Connection:
-    """What py-amqp's has, as far as it is used."""
+    """The part of py-amqp's connection that is used."""
 
     def __init__(self, refused=()):
         self.transport = SimpleNamespace(_read_buffer=b"")
-        self.taken = []
+        self.dispatched = []
         self.refused = refused
 
     def on_inbound_frame(self, frame):
-        self.taken.append(frame)
+        self.dispatched.append(frame)
         if frame in self.refused:
             raise UnexpectedFrame
 
@@ -35,34 +35,34 @@ class Connection:
 
 
 @given(frames=FRAMES, cuts=st.lists(st.integers(1, 60)))
-def test_whole_frames_are_taken_however_they_come(frames, cuts):
+def test_whole_frames_are_dispatched_in_order_however_the_stream_is_cut(frames, cuts):
     connection, stream = Connection(), b"".join(starmap(wire.frame, frames))
     for cut in [*cuts, len(stream)]:
         connection.read(stream[:cut])
         stream = stream[cut:]
 
-    assert connection.taken == frames
+    assert connection.dispatched == frames
     assert connection.transport._read_buffer == b""
 
 
 @given(frames=FRAMES, cut=st.integers(1, 7))
-def test_what_is_not_whole_is_left(frames, cut):
+def test_an_incomplete_frame_stays_in_the_buffer(frames, cut):
     connection, last = Connection(), wire.frame(1, 1)
     connection.read(b"".join(starmap(wire.frame, frames)) + last[:cut])
 
-    assert connection.taken == frames
+    assert connection.dispatched == frames
     assert connection.transport._read_buffer == last[:cut]
 
 
-def test_what_does_not_end_as_a_frame_is_left_for_py_amqp_to_complain_about():
-    connection, unsound = Connection(), wire.frame(1, 1, b"abc")[:-1] + b"\x00"
-    connection.read(wire.frame(8, 0) + unsound)
+def test_a_frame_without_its_end_marker_is_left_for_py_amqp_to_refuse():
+    connection, malformed = Connection(), wire.frame(1, 1, b"abc")[:-1] + b"\x00"
+    connection.read(wire.frame(8, 0) + malformed)
 
-    assert connection.taken == [(8, 0, b"")]
-    assert connection.transport._read_buffer == unsound
+    assert connection.dispatched == [(8, 0, b"")]
+    assert connection.transport._read_buffer == malformed
 
 
-def test_a_frame_that_is_refused_is_not_taken_twice():
+def test_a_refused_frame_is_not_dispatched_twice():
     frames = [(1, 1, b"a"), (1, 1, b"b"), (1, 1, b"c")]
     connection = Connection(refused=frames[1:2])
 
@@ -70,4 +70,4 @@ def test_a_frame_that_is_refused_is_not_taken_twice():
         connection.read(b"".join(starmap(wire.frame, frames)))
     connection.read(b"")
 
-    assert connection.taken == frames
+    assert connection.dispatched == frames

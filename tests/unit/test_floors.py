@@ -1,4 +1,4 @@
-"""A floor is below everything that may still become ready; now and then a look begins at the very start all the same."""
+"""A floor is below every row that may still become ready; from time to time a look begins at the start all the same."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from outbox.relay.floors import Floors
 from outbox.store import Sight
 
 MOVE, FROM_THE_START, PART = 0.5, 2.0, 50
-"""Seconds, seconds, and the part of the time that looks from the start may take, as the module promises them."""
+"""Seconds, seconds, and one part in this many of the time, which looks from the start may take: the module's constants."""
 SHARDS = (3, 4)
 
 
@@ -22,7 +22,7 @@ class Clock:
     def __call__(self):
         return self.now
 
-    def goes(self, seconds):
+    def advance(self, seconds):
         self.now += seconds
 
 
@@ -30,24 +30,24 @@ def sight(first=None):
     return Sight(busy=(), first=first or {}, rested=False)
 
 
-class Looking:
-    """A relay's floors, and looks at a table on which nobody else is writing unless the test says so."""
+class LookingRelay:
+    """The floors of one relay, and looks at a table that no transaction is writing to unless the test says so."""
 
     def __init__(self):
         self.clock = Clock()
         self.writers = set()
-        self.asked = 0
-        self.floors = Floors(SHARDS, self._who_writes, self.clock)
+        self.queries = 0
+        self.floors = Floors(SHARDS, self._writing_transactions, self.clock)
 
-    def _who_writes(self):
-        self.asked += 1
+    def _writing_transactions(self):
+        self.queries += 1
         return frozenset(self.writers)
 
     def looks(self, first=None, *, taking=0.0, after=0.0):
         """One look, `after` so many seconds; was it one from the start?"""
-        self.clock.goes(after)
+        self.clock.advance(after)
         from_the_start = self.floors.begin()
-        self.clock.goes(taking)
+        self.clock.advance(taking)
         self.floors.end(sight(first))
         return from_the_start
 
@@ -58,147 +58,149 @@ class Looking:
         self.looks(found.get("first"))
 
 
-class TestAFloor:
-    def test_is_nowhere_before_anything_was_read(self):
-        looking = Looking()
+class TestFloor:
+    def test_no_floor_is_set_before_a_message_was_read(self):
+        relay = LookingRelay()
         for _ in range(10):
-            looking.looks(after=MOVE)
+            relay.looks(after=MOVE)
 
-        assert set(looking.floors.now.values()) <= {0}
-        assert not looking.asked, "and nobody is asked who writes"
+        assert relay.floors.now == {}
+        assert relay.queries == 0
 
-    def test_is_raised_to_what_was_read_for_all_shards_of_the_relay(self):
-        """A shard in which nothing happens has dead rows, too."""
-        looking = Looking()
-        looking.reads(500)
+    def test_a_floor_rises_to_the_last_position_read_in_all_shards_of_the_relay(self):
+        """A shard without new messages has dead rows, too."""
+        relay = LookingRelay()
+        relay.reads(500)
 
-        assert looking.floors.now == {3: 500, 4: 500}
+        assert relay.floors.now == {3: 500, 4: 500}
 
-    def test_is_raised_by_a_look_that_began_when_the_position_had_been_seen(self):
-        looking = Looking()
-        looking.floors.saw(500)
-        looking.looks(after=MOVE)
+    def test_a_floor_is_not_raised_by_the_first_look_after_a_read_but_by_the_next_one(self):
+        relay = LookingRelay()
+        relay.floors.saw(500)
+        relay.looks(after=MOVE)
+        assert relay.floors.now == {}
 
-        assert looking.floors.now == {}
+        relay.looks()
+        assert relay.floors.now == {3: 500, 4: 500}
 
     @pytest.mark.parametrize(("first", "floor"), [({3: 120}, 119), ({3: 500}, 499), ({3: 501}, 500)])
-    def test_stays_below_what_a_look_has_found(self, first, floor):
-        looking = Looking()
-        looking.reads(500, first=first)
+    def test_a_floor_stays_below_the_first_row_that_the_look_found(self, first, floor):
+        relay = LookingRelay()
+        relay.reads(500, first=first)
 
-        assert looking.floors.now == {3: floor, 4: 500}
+        assert relay.floors.now == {3: floor, 4: 500}
 
-    def test_is_not_raised_while_somebody_writes_who_was_writing_when_the_position_was_seen(self):
-        looking = Looking()
-        looking.writers = {"early", "also early"}
-        looking.floors.saw(500)
-        looking.looks(after=MOVE)
-        looking.writers = {"early", "late"}
+    def test_a_floor_waits_for_the_transactions_that_were_writing_when_the_position_was_read(self):
+        relay = LookingRelay()
+        relay.writers = {"early", "also early"}
+        relay.floors.saw(500)
+        relay.looks(after=MOVE)
+        relay.writers = {"early", "late"}
         for _ in range(100):
-            looking.looks(after=MOVE)
-            assert looking.floors.now == {}
+            relay.looks(after=MOVE)
+            assert relay.floors.now == {}
 
-        looking.writers = {"late"}
-        looking.looks(after=MOVE)
-        assert looking.floors.now == {3: 500, 4: 500}
+        relay.writers = {"late"}
+        relay.looks(after=MOVE)
+        assert relay.floors.now == {3: 500, 4: 500}
 
-    def test_is_held_back_by_what_the_look_after_their_end_has_found(self):
-        looking = Looking()
-        looking.writers = {"early"}
-        looking.floors.saw(500)
-        looking.looks(after=MOVE)
-        looking.writers = set()
-        looking.looks({4: 33}, after=MOVE)
+    def test_a_floor_stays_below_the_rows_that_those_transactions_committed(self):
+        relay = LookingRelay()
+        relay.writers = {"early"}
+        relay.floors.saw(500)
+        relay.looks(after=MOVE)
+        relay.writers = set()
+        relay.looks({4: 33}, after=MOVE)
 
-        assert looking.floors.now == {3: 500, 4: 32}
+        assert relay.floors.now == {3: 500, 4: 32}
 
-    def test_takes_one_that_has_ended_once_for_ended(self):
-        looking = Looking()
-        looking.writers = {"one", "other"}
-        looking.floors.saw(500)
+    def test_a_transaction_that_was_seen_ended_does_not_hold_back_the_floor_again(self):
+        relay = LookingRelay()
+        relay.writers = {"one", "other"}
+        relay.floors.saw(500)
         for writers in ({"one", "other"}, {"one"}, {"other"}):
-            looking.writers = writers
-            looking.looks(after=MOVE)
+            relay.writers = writers
+            relay.looks(after=MOVE)
 
-        assert looking.floors.now == {3: 500, 4: 500}
+        assert relay.floors.now == {3: 500, 4: 500}
 
-    def test_follows_what_is_read(self):
-        looking = Looking()
+    def test_a_floor_follows_the_positions_read(self):
+        relay = LookingRelay()
         for position in range(100, 1100, 100):
-            looking.reads(position)
+            relay.reads(position)
 
-        assert looking.floors.now == {3: 1000, 4: 1000}
+        assert relay.floors.now == {3: 1000, 4: 1000}
 
-    def test_is_not_pulled_down_by_a_message_that_is_tried_again(self):
-        """It lies aside, and may be as old as it likes."""
-        looking = Looking()
-        looking.reads(500)
+    def test_a_retried_message_does_not_lower_the_floor(self):
+        """A retried message is in the secondary ready index and may be arbitrarily old."""
+        relay = LookingRelay()
+        relay.reads(500)
         for _ in range(3):
-            looking.reads(5)
+            relay.reads(5)
 
-        assert looking.floors.now == {3: 500, 4: 500}
+        assert relay.floors.now == {3: 500, 4: 500}
 
-    def test_falls_when_something_appears_below_it_after_all(self):
-        """As with a row that somebody made ready by hand; it is found by a look from the start."""
-        looking = Looking()
-        looking.reads(500)
-        looking.reads(600, first={3: 20})
+    def test_a_floor_falls_when_a_look_finds_a_row_below_it(self):
+        """Such as a row that an operator made ready by hand; a look from the start finds it."""
+        relay = LookingRelay()
+        relay.reads(500)
+        relay.reads(600, first={3: 20})
 
-        assert looking.floors.now == {3: 19, 4: 600}
+        assert relay.floors.now == {3: 19, 4: 600}
 
-    def test_costs_a_question_now_and_then_and_not_with_every_look(self):
-        looking = Looking()
-        looking.writers = {"for ever"}
+    def test_open_transactions_are_queried_at_intervals_and_not_with_every_look(self):
+        relay = LookingRelay()
+        relay.writers = {"long transaction"}
         for position in range(1, 1001):
-            looking.floors.saw(position)
-            looking.looks(after=0.01)
+            relay.floors.saw(position)
+            relay.looks(after=0.01)
 
-        assert looking.asked <= 10 / MOVE + 1
+        assert 10 / MOVE - 2 <= relay.queries <= 10 / MOVE + 1
 
 
-class TestALookFromTheStart:
-    def test_is_the_first_and_then_one_every_other_second(self):
-        looking = Looking()
-        at = [looking.clock.now for _ in range(200) if looking.looks(after=0.1)]
+class TestLookFromTheStart:
+    def test_the_first_look_and_then_one_every_two_seconds_begin_at_the_start(self):
+        relay = LookingRelay()
+        at = [relay.clock.now for _ in range(200) if relay.looks(after=0.1)]
 
         gaps = [later - earlier for earlier, later in pairwise(at)]
         assert at[0] == 1000.1
         assert len(gaps) >= 5
         assert all(FROM_THE_START <= gap < FROM_THE_START + 0.15 for gap in gaps), gaps
 
-    def test_that_failed_is_made_again(self):
-        looking = Looking()
+    def test_a_look_from_the_start_that_failed_is_repeated(self):
+        relay = LookingRelay()
         for _ in range(5):
-            looking.clock.goes(0.01)
-            assert looking.floors.begin(), "no look has ended yet"
+            relay.clock.advance(0.01)
+            assert relay.floors.begin(), "no look has ended yet"
 
     @given(taking=st.floats(0.0, 30.0), between=st.floats(0.05, 1.0))
     @settings(max_examples=60, deadline=None)
-    def test_takes_at_most_its_part_of_the_time(self, taking, between):
-        looking = Looking()
-        begun_at, spent, count = looking.clock.now, 0.0, 0
-        while looking.clock.now - begun_at < 2.2 * PART * max(taking, FROM_THE_START / PART):
-            looking.clock.goes(between)
-            if looking.floors.begin():
-                looking.clock.goes(taking)
+    def test_looks_from_the_start_take_at_most_a_fiftieth_of_the_time(self, taking, between):
+        relay = LookingRelay()
+        begun_at, spent, count = relay.clock.now, 0.0, 0
+        while relay.clock.now - begun_at < 2.2 * PART * max(taking, FROM_THE_START / PART):
+            relay.clock.advance(between)
+            if relay.floors.begin():
+                relay.clock.advance(taking)
                 spent += taking
                 count += 1
-            looking.floors.end(sight())
+            relay.floors.end(sight())
 
         assert count >= 2
         # And one more, because the time that is looked at begins with one.
-        assert spent <= (looking.clock.now - begun_at) / PART + taking
+        assert spent <= (relay.clock.now - begun_at) / PART + taking
 
-    def test_is_due_again_by_its_end_and_not_by_its_beginning(self):
-        looking = Looking()
-        assert looking.looks(taking=10.0)
+    def test_the_next_look_from_the_start_is_timed_from_the_end_of_the_last_one(self):
+        relay = LookingRelay()
+        assert relay.looks(taking=10.0)
 
-        assert not looking.looks(after=PART * 10.0 - 1)
-        assert looking.looks(after=1.1)
+        assert not relay.looks(after=PART * 10.0 - 1)
+        assert relay.looks(after=1.1)
 
 
 class FloorsAgainstTransactions(RuleBasedStateMachine):
-    """Transactions draw positions in any order and commit whenever they like; one relay looks and publishes.
+    """Transactions draw positions in any order and commit at any time; one relay looks and publishes.
 
     Whatever they do, nothing ever becomes ready below a floor, so every look sees everything.
     """
@@ -231,7 +233,7 @@ class FloorsAgainstTransactions(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, MOVE, 1.0]))
     def time_passes(self, seconds):
-        self.clock.goes(seconds)
+        self.clock.advance(seconds)
 
     @rule(data=st.data(), while_it_looks=st.booleans())
     def look_and_publish(self, data, while_it_looks):
@@ -240,7 +242,7 @@ class FloorsAgainstTransactions(RuleBasedStateMachine):
         if while_it_looks and self.open:
             self.end(data, commits=True)
         self.floors.end(sight({shard: min(at for at, of in seen if of == shard) for shard in {of for _, of in seen}}))
-        # Any part of it may have been somebody else's, or have failed.
+        # Another relay may have taken any part of it, or it may have failed.
         taken = data.draw(st.sets(st.sampled_from(sorted(seen)))) if seen else set()
         for position, _ in taken:
             self.floors.saw(position)
@@ -260,22 +262,22 @@ TestFloorsAgainstTransactions = FloorsAgainstTransactions.TestCase
 TestFloorsAgainstTransactions.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
 
-class TestADatabaseThatLostItsEnd:
-    """After a fail-over or a restore the sequence draws positions once more that were below a floor."""
+class TestFloorsAfterAFailover:
+    """After a failover or a restore the sequence issues positions again that were below a floor."""
 
-    def test_is_read_from_its_beginning_after_an_outage(self):
-        looking = Looking()
-        looking.reads(100)
-        assert looking.floors.now == dict.fromkeys(SHARDS, 100)
+    def test_forget_clears_all_floors_after_an_outage(self):
+        relay = LookingRelay()
+        relay.reads(100)
+        assert relay.floors.now == dict.fromkeys(SHARDS, 100)
 
-        looking.floors.forget()
+        relay.floors.forget()
 
-        assert not looking.floors.now
+        assert not relay.floors.now
 
-    def test_shows_itself_by_a_message_below_a_floor(self):
-        looking = Looking()
-        looking.reads(100)
+    def test_a_row_found_below_a_floor_clears_all_floors(self):
+        relay = LookingRelay()
+        relay.reads(100)
 
-        assert looking.looks({SHARDS[0]: 7}, after=FROM_THE_START)
+        assert relay.looks({SHARDS[0]: 7}, after=FROM_THE_START)
 
-        assert not looking.floors.now
+        assert not relay.floors.now

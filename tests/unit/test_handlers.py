@@ -1,7 +1,8 @@
-"""What the decorator takes, what it refuses, and under which name a handler is known."""
+"""What the handler decorator accepts and refuses, and how a handler is named."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ MESSAGE = Message(
 
 
 @pytest.fixture(autouse=True)
-def no_trace():
+def remove_new_handlers():
     before = {handler.name for handler in registry.all()}
     yield
     for handler in registry.all():
@@ -45,17 +46,17 @@ def a_handler(function=handle, **changes):
 
 
 class TestDecorating:
-    def test_a_function_stays_callable_as_it_was(self):
+    def test_the_decorator_returns_the_function_itself(self):
         decorated = idempotent_handler("t")(handle)
 
         assert decorated is handle
 
-    def test_its_name_is_its_module_and_function_outside_of_apps(self):
+    def test_a_handler_outside_of_apps_is_named_by_module_and_function(self):
         idempotent_handler("t")(handle)
 
         assert registry.get(f"{__name__}.handle").topic == "t"
 
-    def test_its_name_is_the_apps_label_and_its_own_inside_of_apps(self):
+    def test_a_handler_inside_an_app_is_named_by_app_label_and_function(self):
         def reserve_stock(message):
             pass
 
@@ -65,7 +66,7 @@ class TestDecorating:
         assert registry.get("testapp.reserve_stock").topic == "t"
 
     @pytest.mark.parametrize("topic", ["", "shop.*", "#", "a.#.b", "x" * 256, "nul\x00"])
-    def test_a_topic_that_cannot_be_one_is_refused(self, topic):
+    def test_an_invalid_topic_is_refused(self, topic):
         with pytest.raises(ValueError, match="cannot be handled"):
             idempotent_handler(topic)
 
@@ -76,7 +77,7 @@ class TestDecorating:
         with pytest.raises(NotCallable, match="return"):
             idempotent_handler("t")(handle)
 
-    def test_two_functions_cannot_share_a_name(self):
+    def test_two_functions_cannot_share_a_handler_name(self):
         def other(message):
             pass
 
@@ -86,14 +87,14 @@ class TestDecorating:
             idempotent_handler("t", name="n")(other)
         assert registry.get("n").function is handle
 
-    def test_a_module_may_be_imported_again(self):
+    def test_registering_the_same_function_again_keeps_one_handler(self):
         idempotent_handler("t", name="n")(handle)
         idempotent_handler("t", name="n")(handle)
 
         assert [handler.name for handler in registry.for_topic("t")] == ["n"]
 
     def test_one_function_for_two_topics_needs_two_names(self):
-        """Else the second silently takes the place of the first, whose messages nobody handles."""
+        """Otherwise the second would silently replace the first, and no handler would get the messages of its topic."""
         with pytest.raises(ValueError, match="name="):
 
             @idempotent_handler("a")
@@ -101,17 +102,17 @@ class TestDecorating:
             def handle_both(message):
                 pass
 
-    def test_one_function_for_two_topics_with_two_names(self):
+    def test_one_function_may_handle_two_topics_under_two_names(self):
         idempotent_handler("a", name="of a")(idempotent_handler("b", name="of b")(handle))
 
         assert [registry.get(name).topic for name in ("of a", "of b")] == ["a", "b"]
 
 
 class TestCalling:
-    def test_a_plain_result_is_ignored(self):
-        a_handler(lambda message: 42).call(MESSAGE)
+    def test_a_plain_return_value_is_passed_through(self):
+        assert a_handler(lambda message: 42).call(MESSAGE) == 42
 
-    def test_an_async_function_is_run_to_its_end(self):
+    def test_an_async_handler_is_run_to_completion(self):
         seen = []
 
         async def handle(message):
@@ -122,57 +123,61 @@ class TestCalling:
 
         assert seen == [MESSAGE]
 
-    @pytest.mark.parametrize("lazy", [lambda: (n for n in ()), lambda: map(print, []), lambda: iter([])])
-    def test_what_is_still_to_be_run_is_refused(self, lazy):
+    @pytest.mark.parametrize(
+        "lazy",
+        [lambda: (n for n in ()), lambda: map(print, []), lambda: iter([]), lambda: asyncio.sleep(0)],
+        ids=["generator", "map", "iterator", "coroutine"],
+    )
+    def test_an_iterator_or_coroutine_as_return_value_is_refused(self, lazy):
         with pytest.raises(NotCallable, match="nobody would run"):
             a_handler(lambda message: lazy()).call(MESSAGE)
 
-    def test_an_async_method_called_by_a_partial_is_refused_or_run_but_never_forgotten(self):
+    def test_a_partial_of_an_async_function_is_run_to_completion(self):
         seen = []
 
         async def handle(extra, message):
-            seen.append(message)
+            seen.append((extra, message))
 
         idempotent_handler("t", name="n")(functools.partial(handle, 1))
-        try:
-            registry.get("n").call(MESSAGE)
-        except NotCallable:
-            seen.append(MESSAGE)
+        registry.get("n").call(MESSAGE)
 
-        assert seen == [MESSAGE]
+        assert seen == [(1, MESSAGE)]
 
 
 class TestIdentifying:
-    def test_the_messages_own_biz_id_is_the_default(self):
+    def test_the_biz_id_of_the_message_is_the_default(self):
         assert a_handler().identify(MESSAGE) == "b"
 
-    def test_what_the_handler_says_comes_first(self):
+    def test_the_biz_id_function_of_the_handler_takes_precedence(self):
         assert a_handler(biz_id=lambda message: message.payload["order_id"]).identify(MESSAGE) == "7"
 
-    def test_what_is_too_long_is_hashed_and_never_cut(self):
+    def test_a_biz_id_that_is_too_long_is_hashed_and_not_truncated(self):
         first, second = (a_handler(biz_id=lambda _, end=end: "x" * 300 + end).identify(MESSAGE) for end in "ab")
 
         assert first != second
         assert len(first) <= 255
 
-    def test_an_error_is_the_callers(self):
+    def test_an_error_of_the_biz_id_function_is_raised_to_the_caller(self):
         with pytest.raises(KeyError):
             a_handler(biz_id=lambda message: message.payload["nothing"]).identify(MESSAGE)
 
 
 class TestQueueNames:
-    def test_a_queue_belongs_to_one_group_handler_and_topic(self):
+    def test_a_queue_is_named_by_group_handler_and_topic(self):
         given = broker_options("amqp://")
 
         assert queue_name(a_handler(), given) == "tests.n@t"
 
-    def test_a_name_too_long_for_the_broker_is_hashed(self):
-        name = queue_name(a_handler(name="n" * 200, topic="t" * 200), broker_options("amqp://"))
+    def test_a_queue_name_too_long_for_the_broker_is_hashed_and_not_truncated(self):
+        first, second = (
+            queue_name(a_handler(name="n" * 200, topic="t" * 200 + end), broker_options("amqp://")) for end in "ab"
+        )
 
-        assert len(name) <= 255
+        assert first != second
+        assert len(first) <= 255
 
 
-def test_a_registry_answers_by_name_and_by_topic():
+def test_a_registry_finds_handlers_by_name_and_by_topic():
     of_both = Registry()
     for name, topic in (("1", "a"), ("2", "a"), ("3", "b")):
         of_both.add(a_handler(name=name, topic=topic))
@@ -184,7 +189,7 @@ def test_a_registry_answers_by_name_and_by_topic():
     assert of_both.get("2") is None
 
 
-class TestAFieldPath:
+class TestBizIdPath:
     """The business key as the path of a payload's field."""
 
     @staticmethod
@@ -193,20 +198,20 @@ class TestAFieldPath:
         return registry.get("by a field").identify(replace(MESSAGE, payload=payload))
 
     @pytest.mark.parametrize(("path", "payload"), [("order_id", {"order_id": 17}), ("order.id", {"order": {"id": 17}})])
-    def test_names_the_message(self, path, payload):
+    def test_a_field_path_selects_the_biz_id_from_the_payload(self, path, payload):
         assert self.identify(path, payload) == "17"
 
     @pytest.mark.parametrize("payload", [{}, {"order": None}, {"order": {"other": 1}}, [1], "text", None])
-    def test_that_leads_nowhere_is_told(self, payload):
+    def test_a_field_path_that_the_payload_does_not_have_is_an_error(self, payload):
         with pytest.raises(LookupError, match=r"no field 'order\.id'"):
             self.identify("order.id", payload)
 
-    def test_is_a_path_or_a_function_and_nothing_else(self):
+    def test_biz_id_must_be_a_path_or_a_function(self):
         with pytest.raises(TypeError, match="biz_id is 17"):
             idempotent_handler("t", biz_id=17, name="by a number")(handle)
 
 
 @pytest.mark.parametrize("option", ["timeout", "lease", "lease_limit"])
-def test_a_span_is_a_timedelta_and_no_number(option):
+def test_a_duration_that_is_not_a_timedelta_is_refused(option):
     with pytest.raises(TypeError, match=rf"{option} is 30: it must be a datetime\.timedelta"):
         idempotent_handler("t", name="by a number", **{option: 30})

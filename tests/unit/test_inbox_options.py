@@ -1,4 +1,4 @@
-"""The `INBOX` setting: its defaults, where it follows the outbox, and what it refuses."""
+"""The `INBOX` setting: its defaults, what it takes from the `OUTBOX` setting, and what it refuses."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from inbox.conf import InboxOptions, inbox_options
 
 
 class TestDefaults:
-    def test_there_are_sixteen_retries_between_ten_seconds_and_two_hours(self):
+    def test_the_default_is_16_retries_from_10_seconds_to_2_hours_apart(self):
         retry = InboxOptions().retry
 
         assert retry.max_attempts == 1 + 16
         assert timedelta(seconds=5) <= retry.delay(1) <= timedelta(seconds=10)
         assert timedelta(hours=1) <= retry.delay(16) <= timedelta(hours=2)
 
-    def test_the_age_fence_stands_a_day_before_the_purge(self):
+    def test_the_maximum_message_age_is_a_day_below_the_default_retention(self):
         assert InboxOptions().oldest_run == timedelta(days=29)
 
 
 class TestFollowingTheOutbox:
     @override_settings(OUTBOX={"BROKER_URL": "amqp://b", "EXCHANGE": "shop"}, INBOX={})
-    def test_a_service_says_its_broker_once(self):
+    def test_broker_and_exchange_default_to_those_of_the_outbox(self):
         assert (inbox_options().broker_url, inbox_options().exchange) == ("amqp://b", "shop")
 
     @override_settings(OUTBOX={"BROKER_URL": "amqp://b"}, INBOX={"BROKER_URL": "amqp://c"})
-    def test_it_may_receive_from_elsewhere(self):
+    def test_the_inbox_may_have_a_broker_of_its_own(self):
         assert inbox_options().broker_url == "amqp://c"
 
     @override_settings(OUTBOX=None, INBOX=None)
-    def test_without_any_setting_there_is_no_broker_at_all(self):
+    def test_without_settings_the_broker_is_local(self):
         assert inbox_options().broker_url == "local://"
 
     @override_settings(ROOT_URLCONF="shop.urls", INBOX={})
-    def test_the_group_is_the_projects_name(self):
+    def test_the_group_defaults_to_the_project_name(self):
         assert inbox_options().group == "shop"
 
 
-class TestRefusing:
+class TestInvalidSettings:
     @pytest.mark.parametrize(
         ("given", "words"),
         [
@@ -57,6 +57,6 @@ class TestRefusing:
             ([], "must be a dict"),
         ],
     )
-    def test_it_says_what_is_wrong(self, given, words):
+    def test_an_invalid_setting_is_refused_with_the_reason(self, given, words):
         with override_settings(INBOX=given), pytest.raises(ImproperlyConfigured, match=words):
             inbox_options()

@@ -1,8 +1,10 @@
-"""The small parts both halves share: names, causes, outages, stoppable loops, what a terminal shows."""
+"""The small parts that outbox and inbox share: names, causes, outages, stoppable loops, terminal output."""
 
 import io
 import logging
+import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,36 +28,34 @@ from outbox.kernel.retry import Pause
 from outbox.kernel.text import describe
 
 
-class TestAMessageId:
-    def test_is_a_uuid_of_version_7(self):
+class TestMessageId:
+    def test_a_message_id_is_a_uuid_of_version_7(self):
         message_id = new_message_id()
 
         assert (message_id.version, message_id.variant) == (7, uuid.RFC_4122)
 
-    def test_carries_the_time_it_was_made(self):
+    def test_a_message_id_carries_the_time_it_was_made(self):
         before = time.time_ns() // 1_000_000
         made = new_message_id().int >> 80
         after = time.time_ns() // 1_000_000
 
         assert before <= made <= after
 
-    def test_is_like_no_other(self):
+    def test_message_ids_are_unique(self):
         assert len({new_message_id() for _ in range(10_000)}) == 10_000
 
 
-def test_a_process_is_named_for_people():
+def test_a_process_is_named_by_host_pid_and_thread():
     host, pid, thread = process_name().rsplit(":", 2)
 
-    assert host
-    assert pid.isdecimal()
-    assert thread == threading.current_thread().name
+    assert (host, pid, thread) == (socket.gethostname(), str(os.getpid()), threading.current_thread().name)
 
 
-class TestTheCause:
-    def test_is_empty_outside_of_a_handler(self):
+class TestCause:
+    def test_the_cause_is_empty_outside_of_a_handler(self):
         assert current_cause() == Cause()
 
-    def test_ends_with_its_handler_also_when_that_fails(self):
+    def test_the_cause_is_reset_when_its_handler_fails(self):
         def fail():
             assert current_cause() == Cause("m", "c", "t")
             raise RuntimeError
@@ -65,7 +65,7 @@ class TestTheCause:
 
         assert current_cause() == Cause()
 
-    def test_of_one_thread_is_not_that_of_another(self):
+    def test_the_cause_of_one_thread_is_not_visible_in_another(self):
         seen = []
         with caused_by(Cause("m")):
             thread = threading.Thread(target=lambda: seen.append(current_cause()))
@@ -83,23 +83,23 @@ def driver_error(sqlstate, message=""):
     return error
 
 
-class TestADatabaseError:
+class TestDatabaseErrors:
     @pytest.mark.parametrize("sqlstate", ["40001", "40P01", "55P03"])
-    def test_of_two_transactions_in_each_others_way_is_a_collision(self, sqlstate):
+    def test_serialization_failures_deadlocks_and_lock_timeouts_are_collisions(self, sqlstate):
         error = driver_error(sqlstate)
 
         assert is_collision(error)
         assert not is_outage(error)
 
     @pytest.mark.parametrize("sqlstate", ["08006", "08003", "57P01", "57P02", "57P03", "53300"])
-    def test_of_a_server_that_went_away_is_an_outage(self, sqlstate):
+    def test_connection_failures_and_server_shutdowns_are_outages(self, sqlstate):
         error = driver_error(sqlstate)
 
         assert is_outage(error)
         assert not is_collision(error)
 
-    def test_of_a_transaction_the_server_ended_is_an_outage(self):
-        """PostgreSQL files it under invalid transaction states, and Django under internal errors."""
+    def test_a_transaction_ended_by_the_idle_timeout_of_the_server_is_an_outage(self):
+        """PostgreSQL classifies it as an invalid transaction state, and Django as an internal error."""
         error = InternalError("terminating connection due to idle-in-transaction timeout")
         error.__cause__ = psycopg.errors.IdleInTransactionSessionTimeout("terminating connection")
 
@@ -109,40 +109,41 @@ class TestADatabaseError:
     @pytest.mark.parametrize(
         "message", ["connection refused", "the connection is closed", "server closed the connection unexpectedly"]
     )
-    def test_without_a_code_is_an_outage_when_the_connection_is_its_subject(self, message):
+    def test_an_error_about_the_connection_without_a_sqlstate_is_an_outage(self, message):
         assert is_outage(driver_error(None, message))
         assert is_outage(InterfaceError(message))
 
     @pytest.mark.parametrize("sqlstate", ["57014", "42P01", "53100"])
-    def test_of_any_other_kind_is_neither(self, sqlstate):
+    def test_other_sqlstates_are_neither_collision_nor_outage(self, sqlstate):
         error = driver_error(sqlstate, "canceling statement")
 
         assert not is_outage(error)
         assert not is_collision(error)
 
     @pytest.mark.parametrize("message", ["database is locked", "database table is locked: outbox"])
-    def test_of_a_busy_sqlite_is_a_collision(self, message):
+    def test_a_locked_sqlite_database_is_a_collision(self, message):
         assert is_collision(OperationalError(message))
         assert not is_outage(OperationalError(message))
 
-    def test_wrapped_in_an_error_of_somebody_elses_is_theirs(self):
+    def test_an_application_error_caused_by_a_database_error_is_neither(self):
         error = ValueError("order refused")
         error.__cause__ = driver_error("40001")
 
         assert not is_collision(error)
         assert not is_outage(error)
 
-    def test_of_nobody_in_particular_is_neither(self):
-        assert not is_outage(DatabaseError("connection"))
-        assert not is_collision(ValueError())
+    def test_errors_that_are_not_from_the_driver_are_neither_collision_nor_outage(self):
+        for error in (DatabaseError("connection"), ValueError("connection refused"), ValueError("database is locked")):
+            assert not is_outage(error)
+            assert not is_collision(error)
 
 
-class TestAnOutage:
+class TestOutage:
     @pytest.fixture
     def outage(self):
         return Outage("the broker", Pause(first_seconds=0.001, cap_seconds=0.001))
 
-    def test_is_said_once_and_its_end_is_said_once(self, outage, caplog):
+    def test_an_outage_and_its_end_are_logged_once_each(self, outage, caplog):
         stop = StopRequest()
         for _ in range(3):
             outage.wait("connection refused", stop)
@@ -150,25 +151,28 @@ class TestAnOutage:
         outage.over()
         outage.over()
 
-        away, back = [record.message for record in caplog.records]
-        assert "The broker is away (connection refused)" in away
-        assert "The broker is back" in back
+        begin, end = [record.message for record in caplog.records]
+        assert "The broker is away (connection refused)" in begin
+        assert "The broker is back" in end
         assert not outage.ongoing
 
-    def test_without_words_is_shown_by_its_kind(self, outage, caplog):
+    def test_a_reason_without_a_message_is_logged_by_its_type(self, outage, caplog):
         outage.wait(TimeoutError(), StopRequest())
 
         assert "TimeoutError()" in caplog.text
 
-    def test_does_not_keep_a_process_from_ending(self):
-        stop = StopRequest()
+    def test_waiting_for_the_end_of_an_outage_ends_with_a_stop_request(self):
+        """A wait that ignored the request would outlast the time limit of this test."""
+        stop, outage = StopRequest(), Outage("the broker", Pause(first_seconds=3600, cap_seconds=3600))
         stop.set()
 
-        Outage("the broker", Pause(first_seconds=3600, cap_seconds=3600)).wait("gone", stop)
+        outage.wait("connection refused", stop)
+
+        assert outage.ongoing
 
 
-class TestTheLoop:
-    def test_a_stop_request_wakes_whoever_waits_on_it(self):
+class TestStopRequest:
+    def test_a_stop_request_wakes_a_waiting_thread(self):
         stop, woken = StopRequest(), []
         thread = threading.Thread(target=lambda: woken.append(stop.wait(3600)))
         thread.start()
@@ -178,11 +182,11 @@ class TestTheLoop:
         assert woken == [True]
         assert stop
 
-    def test_without_one_waiting_ends_by_itself(self):
+    def test_waiting_for_a_stop_request_ends_after_its_timeout(self):
         assert StopRequest().wait(0.001) is False
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-    def test_a_signal_becomes_a_stop_request_and_the_old_handlers_return(self, number):
+    def test_a_signal_sets_the_stop_request_and_the_previous_handler_is_restored(self, number):
         before = signal.getsignal(number)
         stop = StopRequest()
 
@@ -192,7 +196,7 @@ class TestTheLoop:
 
         assert signal.getsignal(number) is before
 
-    def test_outside_the_main_thread_nothing_is_tied_to_signals(self):
+    def test_outside_the_main_thread_no_signal_handler_is_installed(self):
         before, seen = signal.getsignal(signal.SIGTERM), []
 
         def run():
@@ -206,11 +210,11 @@ class TestTheLoop:
         assert seen == [before]
 
 
-ONLY_WHEN_TOLD = "loop.monotonic = lambda: now[0]"
-"""How the watchdog's clock goes, so that no stall of the machine is taken for the loop's silence."""
+MANUAL_CLOCK = "loop.monotonic = lambda: now[0]"
+"""The test advances the watchdog's clock, so that a stall of the machine is not taken for a silent loop."""
 
 
-class TestTheWatchdog:
+class TestWatchdog:
     """In a process of its own each time, because ending the process is what it does."""
 
     @staticmethod
@@ -226,31 +230,31 @@ class TestTheWatchdog:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
         return done.returncode, done.stderr
 
-    def test_ends_a_process_whose_loop_is_silent_and_shows_where_it_hangs(self):
+    def test_a_silent_loop_ends_the_process_and_its_stack_is_printed(self):
         status, shown = self.exit_status_of("StopRequest().wait(90)", limit=1, grace=60)
 
         assert status == EXIT_SILENT
         assert "silent" in shown
         assert "in wait" in shown
 
-    def test_ends_a_process_that_does_not_come_to_an_end(self):
+    def test_a_process_that_does_not_stop_within_its_grace_is_ended(self):
         status, shown = self.exit_status_of("stop.set()\nStopRequest().wait(90)", limit=60, grace=0.05)
 
         assert status == EXIT_SILENT
         assert "asked to stop" in shown
 
-    def test_leaves_a_loop_that_beats_alone(self):
-        body = f"{ONLY_WHEN_TOLD}\nfor _ in range(30):\n    now[0] += 1; dog.beat(); stop.wait(0.05)"
+    def test_a_loop_that_sends_heartbeats_is_left_alone(self):
+        body = f"{MANUAL_CLOCK}\nfor _ in range(30):\n    now[0] += 1; dog.beat(); stop.wait(0.05)"
 
         assert self.exit_status_of(body, limit=2, grace=0.1)[0] == 0
 
-    def test_leaves_work_alone_that_may_rightly_take_long(self):
-        body = f"{ONLY_WHEN_TOLD}\nwith dog.suspended():\n    now[0] += 90; stop.wait(1)"
+    def test_suspended_work_may_take_longer_than_the_limit(self):
+        body = f"{MANUAL_CLOCK}\nwith dog.suspended():\n    now[0] += 90; stop.wait(1)"
 
         assert self.exit_status_of(body, limit=0.1, grace=60)[0] == 0
 
 
-class TestABrokerUrl:
+class TestBrokerUrl:
     @pytest.mark.parametrize(
         ("url", "shown"),
         [
@@ -262,20 +266,19 @@ class TestABrokerUrl:
             ("local://", "local://"),
         ],
     )
-    def test_is_shown_without_its_password(self, url, shown):
+    def test_a_broker_url_is_shown_without_its_password(self, url, shown):
         assert broker.masked(url) == shown
 
-    def test_of_several_brokers_shows_no_password_of_any(self):
+    def test_several_broker_urls_are_shown_without_their_passwords(self):
         shown = broker.masked("amqp://one:first@a:5672//;amqp://two:second@b:5672//")
 
-        assert "first" not in shown
-        assert "second" not in shown
+        assert shown == "amqp://one:***@a:5672//;amqp://two:***@b:5672//"
 
     @pytest.mark.parametrize(("url", "scheme"), [("amqp://h", "amqp"), ("SQLA+postgresql://h", "sqla"), ("local://", "local")])
-    def test_names_its_scheme(self, url, scheme):
+    def test_the_scheme_of_a_broker_url_is_read(self, url, scheme):
         assert broker.scheme_of(url) == scheme
 
-    def test_says_whether_rabbitmq_is_meant(self):
+    def test_amqp_schemes_are_recognised(self):
         assert [broker.speaks_amqp(url) for url in ("amqp://h", "amqps://h", "pyamqp://h", "redis://h")] == [
             True,
             True,
@@ -298,8 +301,8 @@ def test_an_error_is_described_in_one_line_that_is_never_empty():
     assert describe(TimeoutError()) == "TimeoutError"
 
 
-class TestTheConsole:
-    def test_a_table_has_straight_columns(self):
+class TestConsole:
+    def test_a_table_aligns_its_columns(self):
         assert console.table([("outbox", "default"), ("ready", "1,200"), ("dead", 3)]) == (
             "outbox  default\nready     1,200\ndead          3"
         )
@@ -313,13 +316,13 @@ class TestTheConsole:
             (-timedelta(minutes=3), "0.0 s"),
         ],
     )
-    def test_an_age_is_readable(self, ago, shown, monkeypatch):
+    def test_an_age_is_shown_in_readable_units(self, ago, shown, monkeypatch):
         now = utcnow()
         monkeypatch.setattr(console, "utcnow", lambda: now)
 
         assert console.age(now - ago) == shown
 
-    def test_without_an_instant_there_is_no_age(self):
+    def test_the_age_of_no_instant_is_a_dash(self):
         assert console.age(None) == "-"
 
     def test_progress_is_shown_on_a_terminal(self):
@@ -332,7 +335,7 @@ class TestTheConsole:
 
         assert "deleted 1,000 of 2,000" in terminal.getvalue()
 
-    def test_progress_is_silent_in_a_pipe(self):
+    def test_progress_is_not_shown_in_a_pipe(self):
         pipe = io.StringIO()
 
         progress = console.Progress("deleted", 0, pipe)
@@ -355,7 +358,7 @@ class TestTheConsole:
         assert len(drawn) == 3
         assert all(text.endswith("picture") for text in drawn)
 
-    def test_logs_go_to_the_terminal_unless_the_project_says_where(self):
+    def test_console_logging_is_set_up_unless_the_logger_already_has_a_handler(self):
         logger = logging.getLogger("exactly.once.test")
         logger.propagate = False
         try:

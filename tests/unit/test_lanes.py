@@ -1,4 +1,4 @@
-"""What a worker gets from a lane: how much at a time, when, and what must not be taken."""
+"""What a worker gets from a lane: how many deliveries at a time, when, and which of them must not be taken."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def numbers(load):
     return [delivery.message.delivery_tag for delivery in load]
 
 
-class TestASingleMessageHandler:
-    def test_gets_one_at_a_time_in_order(self):
+class TestPlainHandler:
+    def test_a_plain_handler_gets_one_delivery_at_a_time_in_order(self):
         lane = a_lane(3)
 
         assert [numbers(lane.take(0.0)) for _ in range(4)] == [[0], [1], [2], []]
 
-    def test_has_nothing_to_wait_for_when_there_is_nothing(self):
+    def test_an_empty_lane_is_never_due_and_a_filled_lane_is_due_at_once(self):
         lane = a_lane()
 
         assert lane.seconds_left(0.0) == NEVER
         put(lane, 1)
         assert lane.seconds_left(0.0) == 0
 
-    def test_is_counted(self):
+    def test_the_length_of_a_lane_counts_what_was_not_taken(self):
         lane = a_lane(3)
         lane.take(0.0)
 
@@ -62,40 +62,40 @@ class TestASingleMessageHandler:
 
 
 class TestGroupCommit:
-    def test_takes_what_there_is_without_waiting(self):
+    def test_group_commit_takes_what_is_available_without_waiting(self):
         lane = a_lane(7, group_commit=5)
 
         assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0, 1, 2, 3, 4], [5, 6], []]
 
 
-class TestABatch:
-    def test_is_taken_at_once_when_it_is_full(self):
+class TestBatch:
+    def test_a_full_batch_is_taken_at_once(self):
         lane = a_lane(5, batch=3)
 
         assert numbers(lane.take(0.0)) == [0, 1, 2]
 
-    def test_waits_to_be_filled_and_no_longer(self):
+    def test_an_incomplete_batch_is_taken_after_its_wait(self):
         lane = a_lane(2, batch=3, batch_wait=timedelta(seconds=10), at=100.0)
 
         assert (lane.take(104.0), lane.seconds_left(104.0)) == ([], 6.0)
         assert lane.seconds_left(110.0) == 0
         assert numbers(lane.take(110.0)) == [0, 1]
 
-    def test_waits_since_its_oldest_came(self):
+    def test_the_batch_wait_begins_with_the_oldest_delivery(self):
         lane = a_lane(1, batch=3, batch_wait=timedelta(seconds=10), at=100.0)
         put(lane, 1, at=109.0)
 
         assert numbers(lane.take(110.0)) == [0, 1]
 
-    def test_does_not_wait_in_a_hurry(self):
+    def test_an_incomplete_batch_is_taken_at_once_in_a_hurry(self):
         lane = a_lane(2, batch=3, batch_wait=timedelta(seconds=10))
 
         assert lane.seconds_left(0.0, hurry=True) == 0
         assert numbers(lane.take(0.0, hurry=True)) == [0, 1]
 
 
-class TestAnOrderedHandler:
-    def test_has_one_load_in_hand_at_a_time(self):
+class TestOrderedHandler:
+    def test_an_ordered_lane_gives_its_next_load_only_after_done(self):
         lane = a_lane(3, ordered=True)
         assert numbers(lane.take(0.0)) == [0, 1, 2]
         put(lane, 3, 4)
@@ -104,17 +104,17 @@ class TestAnOrderedHandler:
         lane.done()
         assert numbers(lane.take(0.0)) == [3, 4]
 
-    def test_takes_many_but_not_all(self):
+    def test_an_ordered_load_is_limited_in_size(self):
         lane = a_lane(TAKEN_IN_AT_ONCE + 5, ordered=True)
 
         assert len(lane.take(0.0)) == TAKEN_IN_AT_ONCE
 
-    def test_is_not_limited_where_it_is_only_taken_in(self):
+    def test_a_rate_limit_does_not_limit_the_load_of_an_ordered_lane(self):
         lane = a_lane(50, ordered=True, rate_limit=1 / 3600)
 
         assert len(lane.take(0.0)) == 50
 
-    def test_is_not_in_hand_when_there_was_nothing_to_take(self):
+    def test_taking_nothing_does_not_block_an_ordered_lane(self):
         lane = a_lane(ordered=True)
         lane.take(0.0)
         put(lane, 1)
@@ -123,7 +123,7 @@ class TestAnOrderedHandler:
 
 
 class Tokens:
-    """A limiter with so many tokens."""
+    """A limiter that has `tokens` tokens."""
 
     def __init__(self, tokens):
         self.tokens = tokens
@@ -137,14 +137,14 @@ class Tokens:
         return 0.0 if self.tokens else 7.0
 
 
-class TestALimitedHandler:
+class TestRateLimit:
     @pytest.fixture
     def tokens(self, monkeypatch):
         tokens = Tokens(3)
         monkeypatch.setattr(lanes, "limiter_of", lambda handler: tokens)
         return tokens
 
-    def test_gets_as_many_as_there_are_tokens(self, tokens):
+    def test_a_load_takes_no_more_deliveries_than_there_are_tokens(self, tokens):
         lane = a_lane(10, group_commit=5, rate_limit=1.0)
 
         assert numbers(lane.take(0.0)) == [0, 1, 2]
@@ -153,13 +153,13 @@ class TestALimitedHandler:
         assert numbers(lane.take(0.0)) == [3, 4, 5, 6, 7]
         assert tokens.tokens == 4
 
-    def test_of_a_batch_that_is_not_due_takes_no_token(self, tokens):
+    def test_a_batch_that_is_not_due_takes_no_tokens(self, tokens):
         lane = a_lane(2, batch=5, batch_wait=timedelta(seconds=10), rate_limit=1.0)
 
         assert (lane.take(1.0), tokens.tokens) == ([], 3)
         assert lane.seconds_left(1.0) == 9.0
 
-    def test_waits_for_both_its_batch_and_its_tokens(self, tokens):
+    def test_a_rate_limited_batch_waits_for_both_its_batch_and_its_tokens(self, tokens):
         tokens.tokens = 0
         lane = a_lane(2, batch=5, batch_wait=timedelta(seconds=5), rate_limit=1.0)
 
@@ -167,7 +167,7 @@ class TestALimitedHandler:
 
 
 @pytest.fixture(autouse=True)
-def _no_reading_of_a_queue_is_too_old(monkeypatch):
+def _queue_readings_do_not_expire(monkeypatch):
     monkeypatch.setattr(shedding, "_FRESH_SECONDS", 3600.0)
 
 
@@ -180,7 +180,7 @@ class TestShedding:
         yield lane
         shedder.saw(0)
 
-    def test_nothing_is_taken_before_it_was_looked_through(self, shedding):
+    def test_while_shedding_only_sifted_deliveries_are_taken(self, shedding):
         assert (shedding.take(0.0), shedding.seconds_left(0.0)) == ([], NEVER)
 
         sifted = shedding.take_to_sift(0.0)
@@ -188,7 +188,7 @@ class TestShedding:
         shedding.keep(sifted[3:5])
         assert [numbers(shedding.take(0.0)) for _ in range(3)] == [[3], [4], []]
 
-    def test_what_was_kept_comes_first_when_it_is_over(self, shedding):
+    def test_kept_deliveries_are_taken_first_after_shedding_ends(self, shedding):
         shedding.keep(shedding.take_to_sift(0.0)[7:8])
         shedder_of(shedding.handler).saw(0)
 
@@ -196,8 +196,8 @@ class TestShedding:
         assert [numbers(shedding.take(0.0)) for _ in range(2)] == [[7], [SIFTED_AT_ONCE]]
 
 
-class TestWhatIsForgotten:
-    def test_comes_from_another_life_of_the_connection(self):
+class TestEpochs:
+    def test_deliveries_of_a_previous_connection_are_dropped(self):
         lane = a_lane(2)
         put(lane, 2, 3, epoch=2)
 
@@ -206,8 +206,8 @@ class TestWhatIsForgotten:
         assert [numbers(lane.take(0.0)) for _ in range(3)] == [[2], [3], []]
 
 
-class TestWhatCouldNotBeEnded:
-    def test_is_next_in_its_order_after_a_rest(self):
+class TestUndecidedDeliveries:
+    def test_an_undecided_ordered_load_is_taken_first_after_its_backoff(self):
         lane = a_lane(5, ordered=True)
         load = lane.take(0.0)
         put(lane, 5)
@@ -216,7 +216,7 @@ class TestWhatCouldNotBeEnded:
         assert (lane.take(11.0), lane.seconds_left(11.0)) == ([], 1.0)
         assert numbers(lane.take(12.0)) == [2, 3, 4, 5]
 
-    def test_is_tried_by_one_worker_until_something_is_ended(self):
+    def test_an_undecided_load_is_retried_by_one_worker_until_a_delivery_is_done(self):
         lane = a_lane(5)
         lane.put_back(lane.take(0.0), 10.0, rest=2.0)
 
@@ -225,7 +225,7 @@ class TestWhatCouldNotBeEnded:
         lane.done()
         assert [numbers(lane.take(14.0)) for _ in range(2)] == [[2], [3]]
 
-    def test_is_not_looked_through_meanwhile(self):
+    def test_an_undecided_load_is_not_sifted_during_its_backoff(self):
         lane = a_lane(5, shed=Shed(above=1))
         shedder_of(lane.handler).saw(100)
 
@@ -235,22 +235,22 @@ class TestWhatCouldNotBeEnded:
         assert numbers(lane.take_to_sift(12.0)) == [0, 1, 2, 3, 4]
 
 
-class TestWhatHasWaitedTooLong:
-    def test_is_taken_out_oldest_first(self):
+class TestStaleDeliveries:
+    def test_stale_deliveries_are_removed_oldest_first(self):
         lane = a_lane(2, at=1.0)
         put(lane, 2, at=5.0)
 
         assert numbers(lane.stale(5.0)) == [0, 1]
         assert numbers(lane.take(9.0)) == [2]
 
-    def test_is_left_in_an_order(self):
+    def test_stale_deliveries_stay_in_an_ordered_lane(self):
         lane = a_lane(2, ordered=True)
 
         assert lane.stale(100.0) == []
         assert len(lane) == 2
 
 
-class TestHowMuchIsFetched:
+class TestPrefetch:
     @pytest.mark.parametrize(
         ("given", "size", "prefetch"),
         [
@@ -265,7 +265,7 @@ class TestHowMuchIsFetched:
         ],
         ids=str,
     )
-    def test_is_two_loads_or_what_prefetch_allows(self, given, size, prefetch):
+    def test_prefetch_is_at_least_two_loads_and_is_reduced_by_a_rate_limit(self, given, size, prefetch):
         handler = a_handler(**given)
 
         assert (size_of(handler), prefetch_of(handler, InboxOptions())) == (size, prefetch)

@@ -1,4 +1,4 @@
-"""Message ids are unique, are of version 7, and grow with time; those made together are in order."""
+"""Message ids are unique, of version 7, and grow with time; those made in one call are in order."""
 
 import time
 import uuid
@@ -6,7 +6,7 @@ import uuid
 from outbox.kernel.identity import new_message_id, new_message_ids
 
 
-def test_those_made_together_are_of_version_7_and_ascend():
+def test_ids_made_in_one_call_are_unique_ascending_and_of_version_7():
     ids = new_message_ids(10_000)
 
     assert {(made.version, made.variant) for made in ids} == {(7, uuid.RFC_4122)}
@@ -14,18 +14,18 @@ def test_those_made_together_are_of_version_7_and_ascend():
     assert ids == sorted(ids)
 
 
-def test_those_made_together_carry_the_time_they_were_made():
+def test_ids_made_in_one_call_carry_the_time_of_the_call():
     before = time.time_ns() // 1_000_000
     [made] = {message_id.int >> 80 for message_id in new_message_ids(100)}
 
     assert before <= made <= time.time_ns() // 1_000_000
 
 
-def test_none_are_made_when_none_are_wanted():
+def test_a_call_for_zero_ids_returns_an_empty_list():
     assert new_message_ids(0) == []
 
 
-def test_every_bit_but_those_of_the_format_is_random():
+def test_every_bit_outside_the_format_is_random():
     every_id = [new_message_id() for _ in range(200)] + new_message_ids(200)
     bits = (1 << 80) - 1
     ever, always = 0, bits

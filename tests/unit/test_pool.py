@@ -1,4 +1,4 @@
-"""The pool: what its threads do next, how many at once, and how they end."""
+"""The worker pool: which work its threads take next, how much runs at once, and how the pool is closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.deliveries import A_WHILE, wait_until
 
 
 class Store:
-    """What a runner is to a pool: so many stored messages that are due, each taking its turn."""
+    """Stands in for the runner: `due` stored messages, each run by one call of `turn`."""
 
     def __init__(self, due=0, do=lambda: None):
         self.due = due
@@ -64,7 +64,7 @@ def running(lanes, store=None, *, size=1, **work):
 
 
 class Work:
-    """What the workers were given, in order; with a gate they wait at it."""
+    """Records the loads that the workers were given, in order; with a gate each worker waits for it."""
 
     def __init__(self, *, gate=None):
         self.done = []
@@ -84,24 +84,24 @@ class Work:
 
 
 class Databases:
-    """What a worker meets when some databases are away: `receive` ends no load of theirs, `ask` is asked for them."""
+    """Some databases are unavailable: `receive` leaves their loads undecided, `ask` is the probe of such a database."""
 
-    def __init__(self, *away, rest=0.01):
-        self.away = set(away)
+    def __init__(self, *unavailable, retry_seconds=0.01):
+        self.unavailable = set(unavailable)
         self.done = []
         self.refused = self.asked = 0
         self.asking = self.most_asking = 0
         self.answer = threading.Event()
         self.answer.set()
-        self._rest = rest
+        self._retry_seconds = retry_seconds
         self._lock = threading.Lock()
 
     def receive(self, load):
         alias = load[0].handler.using
         with self._lock:
-            if alias in self.away:
+            if alias in self.unavailable:
                 self.refused += 1
-                raise Undecided(load, self._rest, everywhere=True)
+                raise Undecided(load, self._retry_seconds, everywhere=True)
             self.done += [(load[0].handler.name, delivery.message.delivery_tag) for delivery in load]
 
     def ask(self, alias):
@@ -112,7 +112,7 @@ class Databases:
         assert self.answer.wait(A_WHILE)
         with self._lock:
             self.asking -= 1
-            return self._rest if alias in self.away else 0.0
+            return self._retry_seconds if alias in self.unavailable else 0.0
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def gate():
     gate.set()
 
 
-def test_what_comes_is_run_in_order():
+def test_deliveries_of_a_lane_are_run_in_order():
     lane, work = a_lane(), Work()
     with running([lane], receive=work) as pool:
         for number in range(20):
@@ -132,7 +132,7 @@ def test_what_comes_is_run_in_order():
     assert [numbers for _, numbers in work.done] == [[number] for number in range(20)]
 
 
-def test_so_many_run_at_once_and_no_more(gate):
+def test_as_many_loads_run_at_once_as_the_pool_has_threads(gate):
     lane, work = a_lane(), Work(gate=gate)
     with running([lane], receive=work, size=3) as pool:
         for number in range(10):
@@ -145,7 +145,7 @@ def test_so_many_run_at_once_and_no_more(gate):
     assert work.most == 3
 
 
-def test_stored_and_delivered_ones_share_the_threads(gate):
+def test_stored_and_delivered_messages_share_the_threads(gate):
     lane, work = a_lane(), Work(gate=gate)
     store = Store(5, do=lambda: work([a_delivery(lane, "stored")]))
     with running([lane], store, receive=work, size=2) as pool:
@@ -158,7 +158,7 @@ def test_stored_and_delivered_ones_share_the_threads(gate):
     assert work.most == 2
 
 
-def test_stored_and_delivered_ones_take_turns():
+def test_stored_and_delivered_messages_take_turns():
     lane, order = a_lane(), []
     store = Store(10, do=lambda: order.append("stored"))
     pool = Pool([lane], store, size=1, receive=lambda load: order.append("delivered"))
@@ -184,7 +184,7 @@ def test_lanes_take_turns():
     assert [name for name, _ in work.done] == ["a", "b", "c"] * 3
 
 
-def test_a_lane_that_waits_for_its_batch_keeps_no_other_waiting():
+def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
     batch, single, work = a_lane("batch", batch=10, batch_wait=timedelta(hours=1)), a_lane("single"), Work()
     with running([batch, single], receive=work) as pool:
         pool.put(batch, a_delivery(batch))
@@ -204,15 +204,17 @@ def test_a_batch_is_run_when_its_wait_is_over():
     assert work.done == [("tests.pool", [1, 2])]
 
 
-def test_in_a_hurry_no_batch_is_waited_for():
+def test_an_incomplete_batch_is_run_at_once_in_a_hurry():
     lane, work = a_lane(batch=10, batch_wait=timedelta(hours=1)), Work()
     with running([lane], receive=work) as pool:
         pool.put(lane, a_delivery(lane))
         pool.hurry()
         wait_until(lambda: work.done)
 
+    assert work.done == [("tests.pool", [0])]
 
-def test_an_ordered_lane_is_in_the_hands_of_one(gate):
+
+def test_an_ordered_lane_is_run_by_one_thread_at_a_time(gate):
     lane, work = a_lane(ordered=True), Work(gate=gate)
     with running([lane], receive=work, size=3) as pool:
         pool.put(lane, a_delivery(lane, 0))
@@ -230,9 +232,9 @@ def all_of(lane, count):
     return [(lane.handler.name, number) for number in range(count)]
 
 
-def test_a_database_that_is_away_keeps_no_thread_from_the_others():
-    databases = Databases("away")
-    far = [a_lane(f"far {n}", using="away", ordered=n % 2 == 0) for n in range(4)]
+def test_an_unavailable_database_does_not_hold_up_handlers_of_other_databases():
+    databases = Databases("unavailable")
+    far = [a_lane(f"far {n}", using="unavailable", ordered=n % 2 == 0) for n in range(4)]
     near = a_lane("near")
     with running([*far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
         for lane in far:
@@ -242,10 +244,10 @@ def test_a_database_that_is_away_keeps_no_thread_from_the_others():
         for number in range(20):
             pool.put(near, a_delivery(near, number))
         wait_until(lambda: len(databases.done) == 20)
-        # One is asked for, and nobody else tries.
+        # One thread probes the database, and the others leave its lanes alone.
         assert databases.refused <= 2
         assert not pool.idle
-        databases.away.clear()
+        databases.unavailable.clear()
         wait_until(lambda: pool.idle)
 
     for lane in far:
@@ -254,10 +256,10 @@ def test_a_database_that_is_away_keeps_no_thread_from_the_others():
     assert databases.most_asking == 1
 
 
-def test_one_thread_asks_for_a_database_however_long_that_takes():
-    databases = Databases("away")
+def test_only_one_thread_at_a_time_probes_an_unavailable_database():
+    databases = Databases("unavailable")
     databases.answer.clear()
-    far, near = a_lane("far", using="away"), a_lane("near")
+    far, near = a_lane("far", using="unavailable"), a_lane("near")
     with running([far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
         pool.put(far, a_delivery(far, 0))
         wait_until(lambda: databases.asking)
@@ -265,14 +267,14 @@ def test_one_thread_asks_for_a_database_however_long_that_takes():
             pool.put(near, a_delivery(near, number))
         wait_until(lambda: len(databases.done) == 20)
         assert pool.stale(monotonic() + 1) == []
-        databases.away.clear()
+        databases.unavailable.clear()
         databases.answer.set()
         wait_until(lambda: pool.idle)
 
     assert (databases.most_asking, databases.asked) == (1, 1)
 
 
-def test_what_could_not_be_ended_is_taken_again_before_what_came_later():
+def test_undecided_deliveries_are_retried_before_later_ones():
     lane, tried, done = a_lane(ordered=True), [], []
 
     def receive(load):
@@ -292,21 +294,24 @@ def test_what_could_not_be_ended_is_taken_again_before_what_came_later():
     assert tried == [[0, 1, 2], [1, 2, 3]]
 
 
-def test_what_could_not_be_ended_in_another_life_is_forgotten():
-    lane = a_lane()
+def test_undecided_deliveries_of_a_previous_connection_are_dropped():
+    lane, received = a_lane(), []
 
     def receive(load):
+        received.extend(delivery.message.delivery_tag for delivery in load)
         pool.drop_others(2)
         raise Undecided(load, 0.0, everywhere=False)
 
     with running([lane], receive=receive) as pool:
-        pool.put(lane, a_delivery(lane))
+        pool.put(lane, a_delivery(lane, 7))
         wait_until(lambda: pool.idle)
 
+    assert received == [7]
 
-def test_a_database_that_is_away_keeps_nobody_from_closing():
-    databases = Databases("away", rest=3600.0)
-    lane = a_lane(using="away")
+
+def test_the_pool_can_be_closed_while_a_database_is_unavailable():
+    databases = Databases("unavailable", retry_seconds=3600.0)
+    lane = a_lane(using="unavailable")
     with running([lane], receive=databases.receive, ask=databases.ask, size=2) as pool:
         pool.put(lane, a_delivery(lane))
         wait_until(lambda: databases.refused)
@@ -315,22 +320,22 @@ def test_a_database_that_is_away_keeps_nobody_from_closing():
     assert databases.refused == 1
 
 
-def test_what_is_rung_for_is_run_at_once():
+def test_a_ring_runs_stored_messages_at_once():
     store = Store()
     with running([], store, size=2):
         store.add(3)
         wait_until(lambda: store.ran == 3)
 
 
-def test_who_finds_nothing_to_do_says_so_each_time():
-    lane, work, rests = a_lane(), Work(), []
-    with running([lane], receive=work, at_rest=lambda: rests.append(len(work.done))) as pool:
+def test_at_rest_is_called_each_time_a_thread_runs_out_of_work():
+    lane, work, done_at_rest = a_lane(), Work(), []
+    with running([lane], receive=work, at_rest=lambda: done_at_rest.append(len(work.done))) as pool:
         for number in range(3):
             pool.put(lane, a_delivery(lane, number))
-            wait_until(lambda number=number: number + 1 in rests)
+            wait_until(lambda number=number: number + 1 in done_at_rest)
 
 
-def test_what_was_taken_out_is_not_run(gate):
+def test_stale_deliveries_are_removed_and_not_run(gate):
     lane, work = a_lane(), Work(gate=gate)
     with running([lane], receive=work) as pool:
         for number in range(3):
@@ -345,7 +350,7 @@ def test_what_was_taken_out_is_not_run(gate):
     assert work.done == [("tests.pool", [0])]
 
 
-def test_another_life_forgets_what_nobody_has_in_hand(gate):
+def test_a_new_connection_drops_the_deliveries_that_are_not_running(gate):
     lane, work = a_lane(), Work(gate=gate)
     with running([lane], receive=work) as pool:
         for number in range(3):
@@ -358,7 +363,7 @@ def test_another_life_forgets_what_nobody_has_in_hand(gate):
     assert work.done == [("tests.pool", [0])]
 
 
-def test_closing_ends_what_is_in_hand_and_begins_nothing(gate):
+def test_closing_the_pool_finishes_running_loads_and_starts_no_others(gate):
     lane, work, store = a_lane(), Work(gate=gate), Store()
     pool = Pool([lane], store, size=2, receive=work)
     pool.start()
@@ -375,7 +380,7 @@ def test_closing_ends_what_is_in_hand_and_begins_nothing(gate):
     assert (len(lane), store.ran) == (3, 0)
 
 
-def test_it_says_what_is_in_hand_and_since_when(gate):
+def test_busy_reports_the_running_load_and_when_it_started(gate):
     lane, work = a_lane(), Work(gate=gate)
     with running([lane], receive=work) as pool:
         before = monotonic()
@@ -390,7 +395,7 @@ def test_it_says_what_is_in_hand_and_since_when(gate):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_ended_by_itself_is_missed():
+def test_a_thread_that_ended_unexpectedly_is_reported():
     lane = a_lane()
     with running([lane], receive=lambda load: 1 / 0, size=2) as pool:
         pool.refuse_if_ended()

@@ -1,4 +1,4 @@
-"""A bucket's arithmetic, and how processes share it: never more than the rate, and hardly less."""
+"""Token buckets and token caches: processes that share a rate never use more than it, and hardly less."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inbox.purse import BURST_SECONDS, PORTION_SECONDS, Purse
-from inbox.store.buckets import pour
+from inbox.purse import Purse
+from inbox.store.buckets import Leased, pour
 
 RATES = st.one_of(st.sampled_from([5 / 3600, 0.5, 1.0, 9.0, 100.0, 2000.0]), st.floats(0.001, 100_000))
 ROUNDING = 1e-6
 
 
-class TestTheBucket:
+class TestBucket:
     @given(RATES, st.floats(1, 1000), st.lists(st.tuples(st.floats(-10, 100), st.integers(1, 1000))))
-    def test_never_gives_more_than_it_held_and_what_flowed_in(self, rate, burst, asked):
+    def test_the_bucket_never_gives_more_than_its_burst_and_the_inflow(self, rate, burst, asked):
         level, given_out, elapsed = burst, 0, 0.0
 
         for seconds, most in asked:
@@ -28,42 +28,43 @@ class TestTheBucket:
             assert given_out <= (burst + rate * elapsed) * (1 + ROUNDING)
 
     @given(RATES, st.floats(1, 1000), st.floats(0, 1000), st.floats(0, 100), st.integers(1, 1000))
-    def test_gives_all_the_whole_tokens_it_has(self, rate, burst, held, seconds, most):
+    def test_the_bucket_gives_all_its_whole_tokens(self, rate, burst, held, seconds, most):
         leased = pour(min(held, burst), seconds, rate=rate, burst=burst, most=most)
 
         assert leased.tokens == most or leased.left < 1
 
-    def test_holds_no_more_than_its_burst_however_long_nobody_comes(self):
+    def test_an_idle_bucket_holds_no_more_than_its_burst(self):
         assert pour(0.0, 1e9, rate=2000.0, burst=201.0, most=1000).tokens == 201
 
-    def test_is_not_filled_by_a_clock_that_was_set_back(self):
-        assert pour(3.5, -3600.0, rate=10.0, burst=20.0, most=2) == pour(3.5, 0.0, rate=10.0, burst=20.0, most=2)
+    def test_a_clock_that_was_set_back_does_not_fill_the_bucket(self):
+        assert pour(3.5, -3600.0, rate=10.0, burst=20.0, most=2) == Leased(tokens=2, left=1.5)
 
 
-class TestThePurse:
-    def test_is_empty_at_first(self):
+class TestTokenCache:
+    def test_a_new_token_cache_is_empty(self):
         assert Purse(10.0).take(5, now=1.0) == 0
 
-    def test_gives_what_was_leased_and_no_more(self):
+    def test_the_cache_gives_the_leased_tokens_and_no_more(self):
         purse = Purse(2000.0)
         purse.put_in(7, left=0.0, now=1.0)
 
         assert [purse.take(5, now=1.01), purse.take(5, now=1.02), purse.take(5, now=1.03)] == [5, 2, 0]
 
-    def test_what_is_given_back_may_be_taken_by_another(self):
+    def test_a_returned_token_can_be_taken_again(self):
         purse = Purse(2000.0)
         purse.put_in(1, left=0.0, now=1.0)
         purse.give_back(purse.take(1, now=1.01), now=1.01)
 
         assert purse.take(1, now=1.02) == 1
 
-    def test_what_is_not_used_in_time_is_lost(self):
+    def test_tokens_that_are_not_used_in_time_expire(self):
         purse = Purse(2000.0)
         purse.put_in(7, left=0.0, now=1.0)
 
+        assert purse.tokens(now=1.0 + purse.keep - 0.001) == 7
         assert purse.take(7, now=1.0 + purse.keep + 0.001) == 0
 
-    def test_portions_are_lost_each_in_its_time(self):
+    def test_each_portion_expires_at_its_own_time(self):
         purse = Purse(2000.0)
         purse.put_in(7, left=0.0, now=1.0)
         purse.put_in(5, left=0.0, now=1.06)
@@ -72,7 +73,7 @@ class TestThePurse:
         assert purse.tokens(now=1.0 + purse.keep + 0.001) == 5
         assert purse.tokens(now=1.06 + purse.keep + 0.001) == 0
 
-    def test_wants_more_before_a_large_portion_is_used_up(self):
+    def test_more_tokens_are_wanted_before_a_large_portion_is_used_up(self):
         purse = Purse(2000.0)
         purse.portion = 8
         purse.put_in(8, left=0.0, now=1.0)
@@ -82,14 +83,14 @@ class TestThePurse:
 
         assert purse.wants_more(now=1.01)
 
-    def test_wants_none_before_a_small_portion_is_used_up(self):
+    def test_a_small_portion_is_not_renewed_in_advance(self):
         purse = Purse(10.0)
         purse.put_in(1, left=0.0, now=1.0)
         purse.take(1, now=1.01)
 
         assert not purse.wants_more(now=1.01)
 
-    def test_is_doubled_while_more_is_asked_for_early(self):
+    def test_the_portion_doubles_while_it_is_used_up_early(self):
         purse, asked = Purse(2000.0), []
 
         for turn in range(9):
@@ -99,7 +100,7 @@ class TestThePurse:
 
         assert asked == [1, 2, 4, 8, 16, 32, 64, 100, 100]
 
-    def test_is_not_doubled_when_the_bucket_had_no_more(self):
+    def test_the_portion_does_not_double_when_the_bucket_had_no_more(self):
         purse = Purse(2000.0)
         purse.put_in(1, left=5.0, now=1.0)
         purse.take(2, now=1.01)
@@ -110,7 +111,7 @@ class TestThePurse:
 
         assert purse.portion == 2
 
-    def test_is_not_doubled_for_what_nobody_asks_for(self):
+    def test_the_portion_does_not_double_when_it_is_used_up_late(self):
         purse = Purse(2000.0)
         purse.put_in(1, left=5.0, now=1.0)
         purse.take(1, now=1.01)
@@ -118,7 +119,7 @@ class TestThePurse:
 
         assert purse.portion == 1
 
-    def test_falls_by_half_to_what_a_slow_process_uses(self):
+    def test_the_portion_halves_down_to_what_a_slow_process_uses(self):
         purse, asked = Purse(2000.0), []
         purse.portion = 64
 
@@ -130,14 +131,14 @@ class TestThePurse:
 
         assert asked == [64, 32, 16, 8, 5, 5]
 
-    def test_asks_again_at_once_while_the_bucket_has_more(self):
+    def test_the_next_lease_is_due_at_once_while_the_bucket_has_tokens(self):
         purse = Purse(2000.0)
         purse.put_in(1, left=1.0, now=5.0)
 
         assert purse.ask_at == 5.0
 
     @pytest.mark.parametrize(("rate", "earliest", "latest"), [(2000.0, 0.05, 0.06), (2.0, 0.5, 0.51), (5 / 3600, 5.0, 5.0)])
-    def test_rests_until_an_empty_bucket_has_a_portion(self, rate, earliest, latest):
+    def test_the_next_lease_is_due_when_an_empty_bucket_has_filled_a_portion(self, rate, earliest, latest):
         purse = Purse(rate)
         purse.put_in(0, left=0.0, now=0.0)
 
@@ -145,9 +146,9 @@ class TestThePurse:
 
 
 def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
-    """Processes that can do so many a second each share a rate: what each used, and when.
+    """What processes with these `speeds` (messages a second each) use of a shared `rate`: how many each, and when.
 
-    A simulation in steps of a millisecond. Work for them never ends; a speed of None does all it is allowed to at once.
+    A simulation in steps of a millisecond. They always have work; one with speed None uses every token at once.
     """
     purses = [Purse(rate) for _ in speeds]
     level, filled_at = purses[0].burst, 0.0
@@ -180,23 +181,23 @@ def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
     return used, uses
 
 
-def busiest(uses, span):
-    """Most that was used within `span` seconds."""
+def busiest(uses, window):
+    """Most that was used within `window` seconds."""
     most = within = first = 0
     for at, taken in uses:
         within += taken
-        while uses[first][0] < at - span:
+        while uses[first][0] < at - window:
             within -= uses[first][1]
             first += 1
         most = max(most, within)
     return most
 
 
-CROWDS = [
+PROCESS_GROUPS = [
     (2000.0, [None]),
     (2000.0, [None, None]),
     (2000.0, [None] * 20),
-    (2000.0, [150.0] * 20),  # each far too slow for a portion of the whole rate
+    (2000.0, [150.0] * 20),  # each too slow to use a portion sized for the whole rate
     (2000.0, [1100.0] * 2),
     (2000.0, [3000.0, 100.0, 100.0]),
     (2000.0, [1300.0] * 2),
@@ -209,8 +210,12 @@ CROWDS = [
 ]
 
 
-@pytest.mark.parametrize(("rate", "speeds"), CROWDS, ids=[f"{rate:g}-{len(s)}-of-{s[0]}" for rate, s in CROWDS])
-def test_processes_that_can_use_a_rate_together_get_it(rate, speeds):
+@pytest.mark.parametrize(
+    ("rate", "speeds"),
+    PROCESS_GROUPS,
+    ids=[f"{rate:g}/s, {len(s)} processes at {s[0] or 'full speed'}" for rate, s in PROCESS_GROUPS],
+)
+def test_processes_that_share_a_rate_use_nearly_all_of_it_and_never_more(rate, speeds):
     random.seed(1)
     seconds = max(5.0, 20 / rate)
 
@@ -218,10 +223,6 @@ def test_processes_that_can_use_a_rate_together_get_it(rate, speeds):
 
     purse = Purse(rate)
     assert 0.95 * rate * seconds <= sum(used)
-    # What was kept in purses when a span began, and the bucket's burst, come on top of the rate.
-    for span in (0.1, 1.0, seconds):
-        assert busiest(uses, span) <= rate * (span + purse.keep) + purse.burst
-
-
-def test_a_portion_is_used_up_long_before_the_bucket_overflows():
-    assert PORTION_SECONDS < BURST_SECONDS
+    # The tokens that were cached when a window began, and the burst of the bucket, come on top of the rate.
+    for window in (0.1, 1.0, seconds):
+        assert busiest(uses, window) <= rate * (window + purse.keep) + purse.burst

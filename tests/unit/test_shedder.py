@@ -1,4 +1,4 @@
-"""Which messages are dropped when too many wait: above the limit, down to nine tenths of it, and never by mistake."""
+"""Which messages are dropped when too many wait: above the limit, down to nine tenths of it, and droppable ones only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def a_message(**payload):
 
 
 def dropped(shedder, messages=1000):
-    """How many of so many messages are dropped before the next reading."""
+    """How many of `messages` messages are dropped before the next reading."""
     return sum(bool(shedder.why_shed(a_message())) for _ in range(messages))
 
 
@@ -44,32 +44,32 @@ def shedder():
 
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch):
-    """A reading that a stall made old would drop nothing."""
+    """Otherwise a reading could expire while the machine stalls, and nothing would be dropped."""
     now = shedding.monotonic()
     monkeypatch.setattr(shedding, "monotonic", lambda: now)
 
 
 class TestWhenToDrop:
-    def test_nothing_before_the_first_reading(self, shedder):
+    def test_nothing_is_dropped_before_the_first_reading(self, shedder):
         assert dropped(shedder) == 0
 
-    def test_nothing_at_the_limit(self, shedder):
+    def test_nothing_is_dropped_at_the_limit(self, shedder):
         shedder.saw(100)
 
         assert dropped(shedder) == 0
 
-    def test_above_the_limit_down_to_nine_tenths_of_it(self, shedder):
+    def test_above_the_limit_messages_are_dropped_down_to_nine_tenths_of_it(self, shedder):
         shedder.saw(130)
 
         assert dropped(shedder) == 40
 
-    def test_once_begun_it_goes_on_below_the_limit(self, shedder):
+    def test_shedding_continues_below_the_limit_once_it_has_begun(self, shedder):
         shedder.saw(101)
         shedder.saw(95)
 
         assert dropped(shedder) == 5
 
-    def test_it_ends_at_nine_tenths_and_does_not_begin_again_before_the_limit(self, shedder):
+    def test_shedding_ends_at_nine_tenths_and_begins_again_only_above_the_limit(self, shedder):
         for lag in (101, 90, 95, 100):
             shedder.saw(lag)
         assert dropped(shedder) == 0
@@ -78,29 +78,29 @@ class TestWhenToDrop:
 
         assert dropped(shedder) == 11
 
-    def test_consumers_of_one_queue_share_what_is_too_much(self, shedder):
+    def test_consumers_of_one_queue_share_the_excess(self, shedder):
         shedder.saw(130, consumers=4)
 
         assert dropped(shedder) == 10
 
-    def test_a_transport_that_cannot_count_its_consumers_has_one(self, shedder):
+    def test_an_unknown_number_of_consumers_counts_as_one(self, shedder):
         shedder.saw(130, consumers=0)
 
         assert dropped(shedder) == 40
 
-    def test_threads_share_what_is_too_much(self, shedder):
+    def test_threads_share_the_excess(self, shedder):
         shedder.saw(290)
 
         assert sum(at_once([lambda: dropped(shedder, 100)] * 8)) == 200
 
-    def test_nothing_when_the_reading_is_old(self, shedder, monkeypatch):
+    def test_nothing_is_dropped_after_the_reading_has_expired(self, shedder, monkeypatch):
         shedder.saw(1000)
         read_at = shedding.monotonic()
         monkeypatch.setattr(shedding, "monotonic", lambda: read_at + 6)
 
         assert dropped(shedder) == 0
 
-    def test_it_says_when_it_begins_and_ends(self, shedder, caplog):
+    def test_the_begin_and_the_end_of_shedding_are_logged_once_each(self, shedder, caplog):
         with caplog.at_level(logging.WARNING):
             for lag in (101, 150, 99, 80, 70):
                 shedder.saw(lag)
@@ -110,21 +110,21 @@ class TestWhenToDrop:
             "tests.shedding: 80 messages wait. Shedding ends: the limit is 100.",
         ]
 
-    def test_the_reason_tells_the_figures(self, shedder):
+    def test_the_reason_names_the_backlog_and_the_limit(self, shedder):
         shedder.saw(130)
 
         assert shedder.why_shed(a_message()) == "130 messages waited, and shedding keeps them below 100"
 
 
 class TestWhatToDrop:
-    def test_only_what_is_droppable(self):
+    def test_only_droppable_messages_are_dropped(self):
         shedder = Shedder(a_handler(above=100, droppable=lambda message: message.payload["kind"] == "view"))
         shedder.saw(1000)
 
         assert shedder.why_shed(a_message(kind="view"))
         assert not shedder.why_shed(a_message(kind="order"))
 
-    def test_what_is_not_droppable_takes_nothing_of_what_is_too_much(self):
+    def test_messages_that_are_not_droppable_do_not_count_against_the_excess(self):
         shedder = Shedder(a_handler(above=100, droppable=lambda message: message.payload.get("kind") != "order"))
         shedder.saw(130)
         for _ in range(100):
@@ -133,7 +133,7 @@ class TestWhatToDrop:
         assert dropped(shedder) == 40
 
     @pytest.mark.parametrize("error", [KeyError("kind"), SystemExit()])
-    def test_what_droppable_fails_on_is_not_dropped_and_that_is_said_once(self, error, caplog):
+    def test_messages_on_which_droppable_fails_are_kept_and_the_error_is_logged_once(self, error, caplog):
         def fail(message):
             raise error
 
@@ -144,7 +144,7 @@ class TestWhatToDrop:
             assert dropped(shedder) == 0
         assert caplog.text.count("droppable failed with") == 1
 
-    def test_an_answer_that_is_still_to_be_awaited_is_none(self, caplog):
+    def test_an_awaitable_answer_of_droppable_keeps_the_message(self, caplog):
         class Later:
             def __await__(self):
                 yield
@@ -156,7 +156,7 @@ class TestWhatToDrop:
         assert "must answer at once" in caplog.text
 
 
-class TestTheOption:
+class TestShedOption:
     def test_an_async_droppable_is_refused(self):
         async def droppable(message):
             return True
@@ -173,5 +173,5 @@ class TestTheOption:
 
         assert len(set(map(id, at_once([lambda: shedder_of(handler)] * 5)))) == 1
 
-    def test_a_handler_that_sheds_nothing_has_none(self, handles):
+    def test_a_handler_without_shed_has_no_shedder(self, handles):
         assert shedder_of(handles(print)) is None

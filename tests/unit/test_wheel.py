@@ -1,4 +1,4 @@
-"""The timing wheel: whatever is put in falls due at its tick, neither earlier nor later, however the ring goes round."""
+"""The timing wheel: an entry is due at its tick, neither earlier nor later, however often the ring turns."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ def ticks_until(wheel, entry):
 
 
 @pytest.mark.parametrize("ticks", [1, 7, 8, 9, 15, 16, 17, 24, 800])
-def test_an_entry_is_due_after_its_ticks_also_after_exact_multiples_of_the_ring(ticks):
+def test_an_entry_is_due_after_exactly_its_ticks_also_at_multiples_of_the_ring_size(ticks):
     wheel = TimingWheel(8)
     for _ in range(3):
         wheel.tick()
@@ -28,7 +28,7 @@ def test_an_entry_is_due_after_its_ticks_also_after_exact_multiples_of_the_ring(
     assert not wheel
 
 
-def test_an_entry_that_is_put_again_is_due_once_and_at_the_later_word():
+def test_an_entry_that_is_put_again_is_due_once_at_its_new_tick():
     wheel = TimingWheel(4)
     wheel.put("a", 2)
     wheel.put("a", 9)
@@ -36,7 +36,7 @@ def test_an_entry_that_is_put_again_is_due_once_and_at_the_later_word():
     assert [tick for tick in range(1, 20) if wheel.tick()] == [9]
 
 
-def test_an_entry_that_is_discarded_is_not_due():
+def test_a_discarded_entry_is_never_due():
     wheel = TimingWheel(4)
     wheel.put("a", 2)
     wheel.discard("a")
@@ -45,17 +45,17 @@ def test_an_entry_that_is_discarded_is_not_due():
     assert not any(wheel.tick() for _ in range(10))
 
 
-def test_the_next_slot_with_something_in_it_is_known():
+def test_ticks_to_next_counts_the_ticks_to_the_next_occupied_slot():
     wheel = TimingWheel(4)
     assert wheel.ticks_to_next() is None
     wheel.put("a", 3)
     assert wheel.ticks_to_next() == 3
     wheel.put("far", 5)
-    assert wheel.ticks_to_next() == 1, "where it lies it is counted down"
+    assert wheel.ticks_to_next() == 1, "its rounds are counted down at the next tick"
 
 
 @pytest.mark.parametrize("ticks", [0, -1])
-def test_what_is_no_time_to_come_is_refused(ticks):
+def test_an_entry_that_is_not_in_the_future_is_refused(ticks):
     with pytest.raises(ValueError, match=f"ticks is {ticks}"):
         TimingWheel(4).put("a", ticks)
 
@@ -64,7 +64,7 @@ def test_what_is_no_time_to_come_is_refused(ticks):
     slots=st.integers(1, 9),
     steps=st.lists(st.one_of(st.tuples(st.integers(0, 5), st.integers(1, 40)), st.just("tick"), st.integers(0, 5))),
 )
-def test_a_wheel_of_any_size_does_what_a_list_would(slots, steps):
+def test_a_wheel_of_any_size_behaves_like_a_list_of_due_times(slots, steps):
     wheel, now, due = TimingWheel(slots), 0, {}
     for step in [*steps, *["tick"] * 41]:
         match step:
@@ -84,7 +84,7 @@ def test_a_wheel_of_any_size_does_what_a_list_would(slots, steps):
     assert not wheel
 
 
-def test_topics_that_come_and_go_are_forgotten(monkeypatch):
+def test_the_timetable_forgets_topics_that_have_no_entries(monkeypatch):
     monkeypatch.setattr("outbox.relay.timetable._MANY_TOPICS", 10)
     table = Timetable(slots=8, tick=0.01, now=0.0)
     for number in range(100):
