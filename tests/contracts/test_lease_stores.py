@@ -92,15 +92,15 @@ def settlements(leases, lease):
 NOTHING = {"extend": False, "remember": False, "consume": False, "free": False}
 
 
-class TestOneOwnerAtATime:
-    def test_the_first_who_asks_gets_a_lease(self, leases, lasting):
+class TestAcquiring:
+    def test_first_acquire_returns_a_lease(self, leases, lasting):
         lease = get(leases, a_delivery(lasting()))
 
         assert (lease.attempt, lease.steps) == (1, {})
         assert lease.fence >= 1
         assert not lease.is_over
 
-    def test_others_meanwhile_are_told_how_long_it_lasts(self, leases, lasting):
+    def test_second_acquire_returns_held_with_the_remaining_time(self, leases, lasting):
         wanted = a_delivery(lasting())
         get(leases, wanted)
 
@@ -110,7 +110,7 @@ class TestOneOwnerAtATime:
         assert timedelta(minutes=9) < held.remaining < LONG + timedelta(seconds=1)
         assert not held.conflicting
 
-    def test_of_twenty_who_ask_at_once_one_gets_it(self, leases, lasting):
+    def test_one_of_twenty_concurrent_acquires_gets_the_lease(self, leases, lasting):
         wanted = a_delivery(lasting())
 
         answers = at_once([lambda: ask(leases, wanted)] * 20)
@@ -118,7 +118,7 @@ class TestOneOwnerAtATime:
         assert len([answer for answer in answers if isinstance(answer, Lease)]) == 1
         assert len([answer for answer in answers if isinstance(answer, Held | Kept)]) == 19
 
-    def test_being_held_off_burns_no_attempt(self, leases, lasting):
+    def test_acquires_answered_with_held_count_no_attempt(self, leases, lasting):
         wanted = a_delivery(lasting())
         lease = get(leases, wanted)
         for _ in range(5):
@@ -128,7 +128,7 @@ class TestOneOwnerAtATime:
 
         assert get(leases, claimed(wanted)).attempt == 2
 
-    def test_messages_of_other_handlers_topics_and_biz_ids_are_others(self, leases, lasting):
+    def test_leases_are_separate_by_handler_topic_and_biz_id(self, leases, lasting):
         one, another = lasting(), lasting()
         envelope = an_envelope(biz_id="the same")
         get(leases, a_delivery(one, envelope))
@@ -138,7 +138,7 @@ class TestOneOwnerAtATime:
         get(leases, a_delivery(one, an_envelope(biz_id="another")))
 
     @pytest.mark.parametrize("biz_id", ["ä 🍰 'quoted' {braced}", "x" * 255], ids=["odd", "long"])
-    def test_names_may_be_anything(self, leases, lasting, biz_id):
+    def test_any_text_is_accepted_as_biz_id_and_step_name(self, leases, lasting, biz_id):
         wanted = a_delivery(lasting(), an_envelope(biz_id=biz_id))
         lease = get(leases, wanted)
 
@@ -148,7 +148,7 @@ class TestOneOwnerAtATime:
 
 
 class TestConsumed:
-    def test_is_for_ever(self, leases, lasting):
+    def test_consumed_message_stays_consumed_after_its_lease_has_ended(self, leases, lasting):
         handler = lasting(timedelta(seconds=1))
 
         def consumed_in_time():
@@ -161,20 +161,20 @@ class TestConsumed:
 
         assert isinstance(ask(leases, lease.wanted), Consumed)
 
-    def test_twice_says_the_same_because_the_first_answer_may_have_been_lost(self, leases, lasting):
+    def test_consuming_twice_succeeds_both_times(self, leases, lasting):
         lease = get(leases, a_delivery(lasting()))
 
         assert [leases.consume(lease), leases.consume(lease)] == [True, True]
 
-    def test_leaves_nothing_else_to_settle(self, leases, lasting):
+    def test_consumed_lease_can_only_be_consumed_again(self, leases, lasting):
         lease = get(leases, a_delivery(lasting()))
         leases.consume(lease)
 
         assert settlements(leases, lease) == NOTHING | {"consume": True}
 
 
-class TestTheEndOfALease:
-    def test_met_by_one_who_was_held_off_before_leaves_it_to_the_row_that_one_has_stored(self, leases, lasting):
+class TestExpiredLease:
+    def test_delivery_that_was_held_once_is_left_to_its_stored_row_after_the_lease_expired(self, leases, lasting):
         """In Redis; where the record is the row itself, the delivery may as well take it."""
         lease = get(leases, a_delivery(lasting()))
         assert isinstance(ask(leases, lease.wanted), Held)
@@ -182,7 +182,7 @@ class TestTheEndOfALease:
 
         assert isinstance(ask(leases, lease.wanted), Kept | Lease)
 
-    def test_lets_another_have_it_with_a_greater_fence_and_the_attempt_counted(self, leases, lasting):
+    def test_next_owner_gets_a_greater_fence_and_the_next_attempt(self, leases, lasting):
         stalled = get(leases, a_delivery(lasting()))
 
         successor = after(leases, stalled)
@@ -190,13 +190,13 @@ class TestTheEndOfALease:
         assert successor.fence > stalled.fence
         assert successor.attempt == 2
 
-    def test_leaves_its_owner_nothing_to_settle_though_nobody_has_taken_it_yet(self, leases, lasting):
+    def test_owner_of_an_expired_lease_can_settle_nothing_before_it_is_taken_over(self, leases, lasting):
         lease = get(leases, a_delivery(lasting()))
         let_end(leases, lease)
 
         assert settlements(leases, lease) == NOTHING
 
-    def test_leaves_an_overtaken_owner_nothing_and_its_successor_everything(self, leases, lasting):
+    def test_previous_owner_can_settle_nothing_and_the_new_owner_everything(self, leases, lasting):
         wanted = a_delivery(lasting())
         stalled = get(leases, wanted)
         successor = after(leases, stalled)
@@ -208,7 +208,7 @@ class TestTheEndOfALease:
         assert settlements(leases, stalled) == NOTHING
         assert isinstance(ask(leases, wanted), Consumed)
 
-    def test_leaves_nothing_to_an_owner_whose_row_was_claimed_though_not_leased_yet(self, leases, lasting):
+    def test_previous_owner_can_settle_nothing_once_the_row_is_claimed_again(self, leases, lasting):
         wanted = a_delivery(lasting())
         leases.free(get(leases, wanted), failed())
         stalled = get(leases, claimed(wanted))
@@ -218,7 +218,7 @@ class TestTheEndOfALease:
         assert settlements(leases, stalled) == NOTHING
         assert leases.consume(get(leases, again))
 
-    def test_is_moved_by_extending(self, leases, lasting):
+    def test_extending_a_lease_moves_its_end(self, leases, lasting):
         wanted = a_delivery(lasting())
         lease = get(leases, wanted)
 
@@ -242,8 +242,8 @@ class TestTheEndOfALease:
         assert all(earlier.fence < later.fence for earlier, later in pairwise(given_out))
 
 
-class TestAFailure:
-    def test_frees_the_message_and_stores_it(self, leases, lasting):
+class TestFailure:
+    def test_failure_frees_the_lease_and_stores_the_message(self, leases, lasting):
         wanted = a_delivery(lasting())
         lease = get(leases, wanted)
 
@@ -254,7 +254,7 @@ class TestAFailure:
         assert bytes(row.body) == wanted.row.body
         assert get(leases, claimed(wanted)).attempt == 2
 
-    def test_of_a_stored_message_is_written_to_its_row(self, leases, lasting):
+    def test_failure_of_a_stored_message_updates_its_row(self, leases, lasting):
         wanted = a_delivery(lasting())
         leases.free(get(leases, wanted), failed())
 
@@ -263,7 +263,7 @@ class TestAFailure:
         row = the_row()
         assert (row.state, row.attempts) == (State.RETRYING, 2)
 
-    def test_for_good_is_a_dead_letter(self, leases, lasting):
+    def test_failure_without_a_retry_makes_a_dead_letter(self, leases, lasting):
         wanted = a_delivery(lasting())
 
         leases.free(get(leases, wanted), failed(retry_after=None))
@@ -273,24 +273,24 @@ class TestAFailure:
         assert row.settled_at is not None
 
     @pytest.mark.parametrize("retry_after", [timedelta(hours=1), None], ids=["retrying", "dead"])
-    def test_leaves_the_decision_to_the_row_whatever_is_delivered(self, leases, lasting, retry_after):
+    def test_delivery_of_a_message_with_a_stored_failure_is_left_to_its_row(self, leases, lasting, retry_after):
         wanted = a_delivery(lasting())
         leases.free(get(leases, wanted), failed(retry_after=retry_after))
 
         assert isinstance(ask(leases, wanted), Kept)
 
-    def test_twice_says_the_same(self, leases, lasting):
+    def test_freeing_twice_succeeds_both_times(self, leases, lasting):
         lease = get(leases, a_delivery(lasting()))
 
         assert [leases.free(lease, failed()), leases.free(lease, failed())] == [True, True]
 
-    def test_leaves_nothing_else_to_settle(self, leases, lasting):
+    def test_freed_lease_can_only_be_freed_again(self, leases, lasting):
         lease = get(leases, a_delivery(lasting()))
         leases.free(lease, failed())
 
         assert settlements(leases, lease) == NOTHING | {"free": True}
 
-    def test_a_claim_that_another_has_overtaken_gets_nothing(self, leases, lasting):
+    def test_claim_overtaken_by_a_later_claim_gets_no_lease(self, leases, lasting):
         wanted = a_delivery(lasting())
         leases.free(get(leases, wanted), failed())
         overtaken, latest = claimed(wanted), claimed(wanted)
@@ -298,7 +298,7 @@ class TestAFailure:
         assert isinstance(ask(leases, overtaken), Kept)
         assert get(leases, latest).attempt == 3
 
-    def test_a_stored_message_is_run_by_one_and_finished(self, leases, lasting):
+    def test_stored_message_is_running_while_leased_and_done_once_consumed(self, leases, lasting):
         wanted = a_delivery(lasting())
         leases.free(get(leases, wanted), failed())
         lease = get(leases, claimed(wanted))
@@ -313,7 +313,7 @@ class TestAFailure:
 
 
 class TestSteps:
-    def test_are_remembered_for_whoever_takes_over(self, leases, lasting):
+    def test_steps_are_passed_to_the_next_owner(self, leases, lasting):
         wanted = a_delivery(lasting())
         lease = get(leases, wanted)
         assert leases.remember(lease, "lock", '{"lock": 7}')
@@ -322,7 +322,7 @@ class TestSteps:
 
         assert after(leases, lease).steps == {"lock": '{"lock": 7}', "nothing": "null", "begun": None}
 
-    def test_are_remembered_after_a_failure(self, leases, lasting):
+    def test_steps_are_kept_after_a_failure(self, leases, lasting):
         wanted = a_delivery(lasting())
         lease = get(leases, wanted)
         leases.remember(lease, "lock", "7")
@@ -331,7 +331,7 @@ class TestSteps:
 
         assert get(leases, claimed(wanted)).steps == {"lock": "7"}
 
-    def test_one_that_was_begun_ends(self, leases, lasting):
+    def test_result_of_a_begun_step_is_stored(self, leases, lasting):
         wanted = a_delivery(lasting())
         lease = get(leases, wanted)
         leases.remember(lease, "charge", None)
@@ -339,7 +339,7 @@ class TestSteps:
 
         assert after(leases, lease).steps == {"charge": '"paid"'}
 
-    def test_one_that_was_begun_is_forgotten_on_request_and_one_that_ended_is_not(self, leases, lasting):
+    def test_forget_deletes_a_begun_step_and_keeps_a_finished_one(self, leases, lasting):
         wanted = a_delivery(lasting())
         lease = get(leases, wanted)
         leases.remember(lease, "charge", None)
@@ -352,7 +352,7 @@ class TestSteps:
 
         assert get(leases, claimed(wanted)).steps == {"lock": "7"}
 
-    def test_an_owner_that_was_overtaken_makes_nobody_forget(self, leases, lasting):
+    def test_forget_by_a_previous_owner_deletes_no_step(self, leases, lasting):
         wanted = a_delivery(lasting())
         stalled = get(leases, wanted)
         successor = after(leases, stalled)

@@ -82,7 +82,7 @@ def outcomes(sent):
 
 
 class TestEveryTransport:
-    def test_confirms_what_it_has_handed_over(self, place, transport):
+    def test_sent_messages_are_confirmed_and_arrive_in_order(self, place, transport):
         parcels = [a_parcel(position, body=f'{{"n":{position}}}'.encode()) for position in (7, 3, 9)]
 
         sent = transport.send(parcels, soon())
@@ -94,7 +94,7 @@ class TestEveryTransport:
         assert [envelope.id for envelope in arrived] == [parcel.envelope.id for parcel in parcels]
         assert {envelope.topic for envelope in arrived} == {TAKEN}
 
-    def test_carries_key_and_biz_id(self, place, transport):
+    def test_key_and_biz_id_arrive_unchanged(self, place, transport):
         transport.send([a_parcel(key="käufer-№4", biz_id="bestellung-🍰")], soon())
 
         [envelope] = place.arrived(1)
@@ -103,12 +103,12 @@ class TestEveryTransport:
     @pytest.mark.parametrize(
         "body", ['"ä 🍰"', "null", '{ "a" : 1 }', '"' + "x" * 200_000 + '"'], ids=["text", "null", "blanks", "big"]
     )
-    def test_carries_the_body_byte_for_byte(self, place, transport, body):
+    def test_body_arrives_byte_for_byte(self, place, transport, body):
         transport.send([a_parcel(body=body.encode())], soon())
 
         assert [envelope.body for envelope in place.arrived(1)] == [body.encode()]
 
-    def test_sends_back_what_nobody_takes_and_says_why(self, place, transport):
+    def test_unroutable_message_is_returned_with_the_reason(self, place, transport):
         sent = transport.send([a_parcel(1), a_parcel(2, NOT_TAKEN), a_parcel(3)], soon())
 
         assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.RETURNED, 3: Outcome.CONFIRMED}
@@ -117,38 +117,38 @@ class TestEveryTransport:
         assert sent.broken is None
         place.arrived(2)
 
-    def test_says_nothing_of_a_message_it_had_no_time_for(self, transport):
+    def test_messages_past_the_deadline_have_no_verdict(self, transport):
         sent = transport.send([a_parcel(1), a_parcel(2)], monotonic() - 1)
 
         if not transport.capabilities.transactional:  # handing over takes no time worth a deadline
             assert Outcome.CONFIRMED not in outcomes(sent).values()
 
-    def test_sends_nothing_when_there_is_nothing(self, transport):
+    def test_empty_batch_sends_nothing(self, transport):
         sent = transport.send([], soon())
 
         assert (dict(sent.verdicts), sent.broken) == ({}, None)
 
-    def test_stays_connected_when_it_is_told_to_connect_again(self, place, transport):
+    def test_connect_on_a_connected_transport_keeps_it_usable(self, place, transport):
         transport.connect()
         transport.idle()
         transport.connect()
 
         assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
 
-    def test_can_be_closed_twice_and_connected_again(self, place, transport):
+    def test_transport_can_be_closed_twice_and_connected_again(self, place, transport):
         transport.close()
         transport.close()
         transport.connect()
 
         assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
 
-    def test_can_be_idle_and_closed_before_it_was_connected(self, place):
+    def test_idle_and_close_before_the_first_connect_leave_the_transport_usable(self, place):
         transport = open_transport(place.url, alias="default", exchange=EXCHANGE)
 
         transport.idle()
         transport.close()
 
-    def test_confirms_the_same_message_again(self, place, transport):
+    def test_message_sent_a_second_time_is_confirmed_again(self, place, transport):
         """After a crash between the confirm and the commit it comes once more, with the same id."""
         parcel = a_parcel()
 
@@ -156,11 +156,11 @@ class TestEveryTransport:
 
         assert outcomes(first) == outcomes(second) == {1: Outcome.CONFIRMED}
 
-    def test_tells_people_in_what_it_is_weaker(self, place, transport):
+    def test_capabilities_name_a_weakness_of_redis_only(self, place, transport):
         assert bool(transport.capabilities.weakness) == (scheme_of(place.url) == "redis")
         assert transport.capabilities.durable
 
-    def test_is_driven_by_the_relay(self, place):
+    def test_relay_publishes_through_the_transport_and_retries_unroutable_messages(self, place):
         taken, lost = published(TAKEN, {"n": 1}), published(NOT_TAKEN)
 
         relay_ended_with = drained_once(place.url)
@@ -179,7 +179,7 @@ def drained_once(url):
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in VECTORS.glob("*.json")))
 @pytest.mark.parametrize("broker", ["rabbitmq_url", "redis_url"])
-def test_what_is_on_the_wire_is_the_frozen_vector(broker, name, request):
+def test_message_on_the_wire_equals_the_frozen_vector(broker, name, request):
     vector = json.loads(Path(VECTORS / f"{name}.json").read_text())
     url = request.getfixturevalue(broker)
     with Queue(url, vector["envelope"]["topic"]) as queue, connected(url) as transport:

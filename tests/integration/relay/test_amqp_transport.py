@@ -59,8 +59,8 @@ def when_all_are_there(peer, count, *actions):
     peer.script = script
 
 
-class TestABatch:
-    def test_is_under_way_as_a_whole_before_the_first_answer(self, peer, transport):
+class TestBatch:
+    def test_whole_batch_is_sent_before_the_first_confirm(self, peer, transport):
         when_all_are_there(peer, 50, partial(peer.ack, 50, multiple=True))
 
         sent = transport.send(parcels(50), soon())
@@ -68,7 +68,7 @@ class TestABatch:
         assert outcomes(sent) == dict.fromkeys(range(1, 51), CONFIRMED)
         assert sent.broken is None
 
-    def test_is_mandatory_persistent_and_in_confirm_mode(self, peer, transport):
+    def test_messages_are_mandatory_persistent_and_in_confirm_mode(self, peer, transport):
         transport.send(parcels(1), soon())
 
         [message] = peer.published
@@ -77,13 +77,13 @@ class TestABatch:
         assert message.exchange == EXCHANGE
         assert (message.properties["delivery_mode"], message.properties["content_type"]) == (2, "application/json")
 
-    def test_larger_than_the_window_waits_for_confirms_in_between(self, peer, transport):
+    def test_batch_larger_than_the_window_waits_for_confirms_in_between(self, peer, transport):
         """A broker whose acks nobody reads stops writing them, and then stops reading."""
         sent = transport.send(parcels(8, body=b"x" * 300_000), soon())
 
         assert outcomes(sent) == dict.fromkeys(range(1, 9), CONFIRMED)
 
-    def test_of_one_frame_after_the_other_is_put_together(self, peer, transport):
+    def test_body_larger_than_a_frame_arrives_complete(self, peer, transport):
         body = b'"' + b"x" * 400_000 + b'"'
 
         transport.send(parcels(1, body=body), soon())
@@ -91,8 +91,8 @@ class TestABatch:
         assert peer.published[0].body == body
 
 
-class TestTheAnswers:
-    def test_may_come_out_of_order_and_for_many_at_once(self, peer, transport):
+class TestConfirms:
+    def test_confirms_out_of_order_and_for_several_messages_are_matched(self, peer, transport):
         when_all_are_there(
             peer, 5, partial(peer.ack, 4), partial(peer.nack, 2, multiple=True), partial(peer.ack, 5, multiple=True)
         )
@@ -101,7 +101,7 @@ class TestTheAnswers:
 
         assert outcomes(sent) == {1: NACKED, 2: NACKED, 3: CONFIRMED, 4: CONFIRMED, 5: CONFIRMED}
 
-    def test_that_are_doubled_or_of_unknown_tags_are_no_answers(self, peer, transport):
+    def test_repeated_confirms_and_unknown_tags_are_ignored(self, peer, transport):
         said = threading.Event()
         when_all_are_there(peer, 2, *[partial(peer.ack, 1)] * 3, partial(peer.ack, 99), partial(peer.nack, 77), said.set)
 
@@ -110,7 +110,7 @@ class TestTheAnswers:
 
         assert outcomes(sent) == {1: CONFIRMED}
 
-    def test_of_a_returned_message_is_not_its_ack(self, peer, transport):
+    def test_ack_of_a_returned_message_does_not_confirm_it(self, peer, transport):
         peer.script = lambda message: [
             *([partial(peer.return_message, message)] if message.tag == 2 else []),
             partial(peer.ack, message),
@@ -122,7 +122,7 @@ class TestTheAnswers:
         assert "no queue is bound" in sent.verdicts[2].reason
         assert sent.broken is None, "one message's own problem"
 
-    def test_of_a_returned_message_that_never_comes_leaves_it_unknown(self, peer, transport):
+    def test_returned_message_without_an_ack_has_an_unknown_outcome(self, peer, transport):
         peer.script = lambda message: [partial(peer.return_message, message)]
 
         sent = transport.send(parcels(1), monotonic() + A_MOMENT)
@@ -130,7 +130,7 @@ class TestTheAnswers:
         assert outcomes(sent) == {}
         assert sent.broken
 
-    def test_that_come_late_are_credited_to_their_own_message(self, peer, transport):
+    def test_late_ack_is_not_credited_to_the_next_message(self, peer, transport):
         """py-amqp's own confirms credit the late ack of one message to the next one."""
         peer.hold()
         with deadline_when(transport, lambda: peer.published):
@@ -143,7 +143,7 @@ class TestTheAnswers:
 
         assert outcomes(second) == {2: NACKED}
 
-    def test_after_a_deadline_come_on_a_connection_that_is_gone(self, peer, transport):
+    def test_missed_deadline_closes_the_connection(self, peer, transport):
         peer.hold()
 
         sent = transport.send(parcels(1), monotonic() + A_MOMENT)
@@ -152,7 +152,7 @@ class TestTheAnswers:
         peer.wait_for(lambda: peer.open_connections == 0)
 
 
-class TestTheEndOfAConnection:
+class TestEndOfAConnection:
     @pytest.mark.parametrize(
         ("end", "words"),
         [
@@ -162,7 +162,7 @@ class TestTheEndOfAConnection:
         ],
         ids=["closed channel", "closed connection", "dropped"],
     )
-    def test_in_the_middle_of_a_batch_confirms_what_was_confirmed(self, peer, transport, end, words):
+    def test_connection_ended_within_a_batch_keeps_the_verdicts_already_given(self, peer, transport, end, words):
         answers = [partial(peer.ack, 1), partial(peer.nack, 2), partial(peer.return_message, 3), partial(peer.ack, 3)]
         when_all_are_there(peer, 6, *answers, partial(peer.ack, 5), partial(end, peer))
 
@@ -173,7 +173,7 @@ class TestTheEndOfAConnection:
         assert words in sent.broken
         peer.wait_for(lambda: peer.open_connections == 0)
 
-    def test_makes_the_next_one_begin_with_new_tags_in_confirm_mode(self, peer, transport):
+    def test_next_connection_begins_at_tag_1_in_confirm_mode(self, peer, transport):
         when_all_are_there(peer, 2, peer.close_channel)
         transport.send(parcels(2), soon())
         peer.script = None
@@ -185,7 +185,7 @@ class TestTheEndOfAConnection:
         assert (peer.published[-1].connection, peer.published[-1].tag) == (2, 1)
 
     @pytest.mark.parametrize("code", [311, 406, 501, 502, 505])
-    def test_over_a_single_message_is_that_messages_fault(self, peer, transport, code):
+    def test_channel_closed_over_a_single_message_refuses_that_message(self, peer, transport, code):
         peer.script = lambda message: [partial(peer.close_channel, code, "BECAUSE OF YOU")]
 
         sent = transport.send(parcels(1), soon())
@@ -195,7 +195,7 @@ class TestTheEndOfAConnection:
         assert sent.suspicious
 
     @pytest.mark.parametrize("code", [320, 404, 541])
-    def test_for_another_reason_is_nobodys_fault(self, peer, transport, code):
+    def test_channel_closed_for_another_reason_refuses_no_message(self, peer, transport, code):
         peer.script = lambda message: [partial(peer.close_channel, code, "OTHERWISE")]
 
         sent = transport.send(parcels(1), soon())
@@ -203,7 +203,7 @@ class TestTheEndOfAConnection:
         assert outcomes(sent) == {}
         assert not sent.suspicious
 
-    def test_over_one_of_several_accuses_none(self, peer, transport):
+    def test_channel_closed_over_one_of_several_messages_refuses_none(self, peer, transport):
         peer.script = lambda message: [partial(peer.close_channel, 406, "ONE OF YOU")] if message.tag == 2 else []
 
         sent = transport.send(parcels(3), soon())
@@ -211,7 +211,7 @@ class TestTheEndOfAConnection:
         assert outcomes(sent) == {}
         assert sent.suspicious
 
-    def test_while_idle_is_found_before_the_next_batch(self, peer, transport):
+    def test_connection_lost_while_idle_is_replaced_before_the_next_batch(self, peer, transport):
         peer.drop()
         peer.wait_for(lambda: peer.open_connections == 0)
 
@@ -221,7 +221,7 @@ class TestTheEndOfAConnection:
         assert outcomes(transport.send(parcels(1), soon())) == {1: CONFIRMED}
         assert peer.connections == 2
 
-    def test_while_nobody_looked_is_an_unknown_outcome(self, peer, transport):
+    def test_connection_lost_unnoticed_gives_the_next_batch_unknown_outcomes(self, peer, transport):
         peer.drop()
         peer.wait_for(lambda: peer.open_connections == 0)
 
@@ -232,7 +232,7 @@ class TestTheEndOfAConnection:
 
 
 class TestSilence:
-    def test_with_heartbeats_only_ends_at_the_deadline(self):
+    def test_broker_that_sends_only_heartbeats_is_given_up_at_the_deadline(self):
         """Each heartbeat restarts the timeout of py-amqp's own confirms, so that they may wait for ever."""
         with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
             peer.script = lambda message: [partial(peer.ack, message)] if message.tag == 1 else []
@@ -242,7 +242,7 @@ class TestSilence:
         assert outcomes(sent) == {1: CONFIRMED}
         assert "deadline" in sent.broken
 
-    def test_of_a_broker_that_reads_nothing_ends_at_the_deadline(self, peer, transport):
+    def test_broker_that_reads_nothing_is_given_up_at_the_deadline(self, peer, transport):
         peer.pause_reading()
 
         sent = transport.send(parcels(200, body=b"x" * 100_000), monotonic() + A_MOMENT)
@@ -251,7 +251,7 @@ class TestSilence:
         assert outcomes(sent) == {}
         assert sent.broken
 
-    def test_is_broken_by_our_own_heartbeats_while_idle(self):
+    def test_idle_transport_sends_heartbeats_that_keep_the_connection(self):
         # Half of an interval without a word brings ours, and two without the peer's end the connection.
         with FakeAmqpPeer(heartbeat=4) as peer, connected(peer.url) as transport:
             while not peer.heartbeats:
@@ -261,8 +261,8 @@ class TestSilence:
             assert peer.connections == 1
 
 
-class TestABlockedBroker:
-    def test_in_the_middle_of_a_batch_confirms_what_was_confirmed_and_keeps_the_connection(self, peer, transport):
+class TestBlockedBroker:
+    def test_broker_that_blocks_within_a_batch_keeps_its_confirms_and_the_connection(self, peer, transport):
         when_all_are_there(peer, 3, partial(peer.ack, 2), peer.blocked)
 
         sent = transport.send(parcels(3), soon())
@@ -271,7 +271,7 @@ class TestABlockedBroker:
         assert "blocks publishers" in sent.broken
         assert peer.open_connections == 1
 
-    def test_is_not_available_until_the_alarm_ends(self, peer, transport):
+    def test_blocked_broker_is_unavailable_until_the_alarm_ends(self, peer, transport):
         when_all_are_there(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
 
@@ -286,7 +286,7 @@ class TestABlockedBroker:
         assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
         assert peer.connections == 1
 
-    def test_answers_late_for_what_it_had_and_that_is_not_credited_to_another_batch(self, peer, transport):
+    def test_late_ack_after_the_alarm_is_not_credited_to_the_next_batch(self, peer, transport):
         when_all_are_there(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
         peer.unblocked()
@@ -297,7 +297,7 @@ class TestABlockedBroker:
 
         assert outcomes(sent) == {2: NACKED}
 
-    def test_that_goes_away_is_replaced(self, peer, transport):
+    def test_blocked_connection_that_is_dropped_is_replaced(self, peer, transport):
         when_all_are_there(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
         peer.script = None
@@ -308,7 +308,7 @@ class TestABlockedBroker:
 
         assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
 
-    def test_gets_no_polite_goodbye_which_it_would_answer_when_its_alarm_is_over(self, peer, transport):
+    def test_blocked_connection_is_closed_without_the_close_handshake(self, peer, transport):
         when_all_are_there(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
 
@@ -328,13 +328,13 @@ def connect_when_possible(transport):
 
 
 class TestConnecting:
-    def test_to_nobody_is_unavailable(self):
+    def test_unreachable_broker_is_unavailable(self):
         transport = AmqpTransport(f"amqp://127.0.0.1:{free_port()}//", alias="default", exchange=EXCHANGE)
 
         with pytest.raises(BrokerUnavailable):
             transport.connect()
 
-    def test_with_a_wrong_password_is_unavailable_and_keeps_the_secret(self, rabbitmq_url):
+    def test_wrong_password_is_unavailable_and_not_shown(self, rabbitmq_url):
         url = rabbitmq_url.replace("guest:guest", "guest:secret-word")
 
         with pytest.raises(BrokerUnavailable) as error:
@@ -342,42 +342,42 @@ class TestConnecting:
 
         assert "secret-word" not in str(error.value)
 
-    def test_to_a_virtual_host_that_is_not_there_is_unavailable(self, rabbitmq_url):
+    def test_missing_virtual_host_is_unavailable(self, rabbitmq_url):
         with pytest.raises(BrokerUnavailable):
             AmqpTransport(f"{rabbitmq_url}-not", alias="default", exchange=EXCHANGE).connect()
 
-    def test_to_a_broker_whose_exchange_is_of_another_kind_says_so(self, rabbitmq_url):
+    def test_exchange_of_another_type_is_unavailable_with_the_reason(self, rabbitmq_url):
         with kombu.Connection(rabbitmq_url) as connection:
             kombu.Exchange(EXCHANGE, "fanout", durable=True)(connection.channel()).declare()
 
         with pytest.raises(BrokerUnavailable, match=r"PRECONDITION_FAILED|inequivalent"):
             AmqpTransport(rabbitmq_url, alias="default", exchange=EXCHANGE).connect()
 
-    def test_declares_an_exchange_that_survives_the_broker(self, rabbitmq_url, rabbitmq_server):
+    def test_connecting_declares_a_durable_topic_exchange(self, rabbitmq_url, rabbitmq_server):
         with connected(rabbitmq_url):
             pass
 
         listed = rabbitmq_server.ctl("list_exchanges", "-p", rabbitmq_url.rpartition("/")[2], "name", "type", "durable")
         assert f"{EXCHANGE}\ttopic\ttrue" in listed
 
-    def test_a_mute_broker_is_unavailable(self, peer):
+    def test_broker_that_answers_nothing_is_unavailable(self, peer):
         peer.mute = True
 
         with pytest.raises(BrokerUnavailable):
             AmqpTransport(peer.url, alias="default", exchange=EXCHANGE).connect()
 
 
-class TestAMessageThatCannotBeEncoded:
+class TestMessageThatCannotBeEncoded:
     """publish() lets none of these in; whoever writes rows by other means must not stop the relay."""
 
     BAD = ({"headers": {"x": object()}}, {"headers": {"n" * 300: 1}}, {"topic": "t" * 256})
 
     @pytest.mark.parametrize("bad", BAD)
-    def test_is_refused_when_it_is_alone(self, peer, transport, bad):
+    def test_message_that_cannot_be_encoded_is_refused(self, peer, transport, bad):
         assert outcomes(transport.send(parcels(1, **bad), soon())) == {1: REFUSED}
 
     @pytest.mark.parametrize("bad", BAD)
-    def test_among_others_is_the_only_one_that_is_refused(self, peer, transport, bad):
+    def test_only_the_message_that_cannot_be_encoded_is_refused_in_a_batch(self, peer, transport, bad):
         sent = transport.send([*parcels(1), *parcels(1, first=2, **bad), *parcels(1, first=3)], soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 2: REFUSED, 3: CONFIRMED}
@@ -385,8 +385,8 @@ class TestAMessageThatCannotBeEncoded:
         assert ids(peer.published) == ["m1", "m3"], "nothing of it reached the broker"
 
 
-class TestAQueueThatIsFull:
-    def test_refuses_and_the_others_go_through(self, rabbitmq_url):
+class TestFullQueue:
+    def test_full_queue_nacks_its_messages_and_the_others_are_confirmed(self, rabbitmq_url):
         full = {"x-max-length": 2, "x-overflow": "reject-publish", "x-queue-type": "classic"}
         with (
             Queue(rabbitmq_url, "topic.full", name="full", **full),
@@ -409,7 +409,7 @@ answers = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(answers=answers, end=st.sampled_from(["silence", "close_channel", "close_connection", "drop"]))
-def test_whatever_a_broker_answers_nothing_is_confirmed_that_it_did_not_confirm(answers, end):
+def test_any_schedule_of_answers_confirms_exactly_the_acked_messages(answers, end):
     """The same batch of five against any schedule of answers; the model is the specification in one loop."""
     expected, returned = {}, set()
     with FakeAmqpPeer() as peer, connected(peer.url) as transport:

@@ -64,8 +64,8 @@ def mixed(*, key=lambda n: ""):
 
 
 @pytest.mark.usefixtures("soon_tried_again")
-class TestAFullQueue:
-    def test_rests_its_own_topic_while_another_goes_out(self, rabbitmq_url, full, caplog):
+class TestFullQueue:
+    def test_full_queue_pauses_its_own_topic_while_another_is_published(self, rabbitmq_url, full, caplog):
         mixed()
         with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             arrived = others.take(OTHERS)
@@ -78,7 +78,7 @@ class TestAFullQueue:
             not_tried = of(BAD).filter(attempts=0, state=State.RETRYING).first()
             assert not_tried.last_error == store.PUT_OFF
 
-    def test_costs_an_attempt_only_for_what_was_really_tried(self, rabbitmq_url, full, caplog):
+    def test_paused_topic_counts_attempts_only_for_messages_that_were_sent(self, rabbitmq_url, full, caplog):
         mixed()
         with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             eventually(lambda: said(caplog, RESTS))
@@ -89,7 +89,7 @@ class TestAFullQueue:
         tried = Counter(nacks(caplog))
         assert {str(name): count for name, count in attempts.items() if count} == dict(tried)
 
-    def test_takes_everything_when_there_is_room_again(self, rabbitmq_url, full, caplog):
+    def test_all_messages_are_published_once_the_queue_has_room(self, rabbitmq_url, full, caplog):
         mixed()
         with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             others.take(OTHERS)
@@ -104,7 +104,7 @@ class TestAFullQueue:
         assert len(set(ids(arrived))) == REFUSED
         assert of(BAD).filter(attempts=1).count() > REFUSED / 3, "those went out at their first attempt"
 
-    def test_is_told_of_once_when_it_begins_and_once_when_it_ends(self, rabbitmq_url, full, caplog):
+    def test_pause_is_logged_once_when_it_begins_and_once_when_it_ends(self, rabbitmq_url, full, caplog):
         with transaction.atomic():
             publish_many([Draft(BAD, {}) for _ in range(200)])
         with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
@@ -120,7 +120,7 @@ class TestAFullQueue:
 
         assert [len(said(caplog, words)) for words in (RESTS, GOES_ON)] == [1, 1]
 
-    def test_keeps_the_order_of_its_keys(self, rabbitmq_url, full):
+    def test_full_queue_keeps_the_order_of_every_key(self, rabbitmq_url, full):
         keys, each = 10, 15
         with transaction.atomic():
             publish_many([Draft(BAD, {}, biz_id=str(n), key=f"key-{n % keys}") for n in range(keys * each)])
@@ -135,7 +135,7 @@ class TestAFullQueue:
             assert [name for name in names if name % keys == key] == list(range(key, keys * each, keys))
 
 
-def test_twenty_thousand_refused_messages_are_touched_once_while_others_go_out():
+def test_backlog_of_20000_refused_messages_is_deferred_once_while_others_are_published():
     """With the rests of production: what is put off must not come back again and again."""
     with transaction.atomic():
         publish_many([Draft(BAD, {}) for _ in range(20_000)])
@@ -165,7 +165,7 @@ def nacks(caplog):
 
 
 @pytest.mark.usefixtures("soon_tried_again")
-def test_a_topic_without_a_queue_rests_too_and_goes_out_when_it_is_bound(rabbitmq_url, monkeypatch, caplog):
+def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rabbitmq_url, monkeypatch, caplog):
     monkeypatch.setattr(breaker, "_LONGEST_REST_SECONDS", 5.0)  # however long it takes to bind the queue, the tries are few
     with transaction.atomic():
         publish_many([Draft(BAD, {}) for _ in range(300)])
@@ -183,7 +183,7 @@ def test_a_topic_without_a_queue_rests_too_and_goes_out_when_it_is_bound(rabbitm
 
 @pytest.mark.every_database
 @pytest.mark.usefixtures("soon_tried_again")
-def test_a_refused_topic_holds_a_key_that_it_shares_with_another_topic():
+def test_paused_topic_holds_a_key_that_it_shares_with_another_topic():
     """Order is a matter of the key, whatever its messages are about."""
     with FakeAmqpPeer() as peer:
         peer.script = lambda m: [lambda: (peer.nack if m.routing_key == BAD and not room else peer.ack)(m)]
@@ -205,7 +205,7 @@ def test_a_refused_topic_holds_a_key_that_it_shares_with_another_topic():
 
 
 @pytest.mark.every_database
-def test_a_topic_that_was_never_refused_is_not_asked_twice():
+def test_messages_of_topics_without_a_refusal_are_sent_once():
     with FakeAmqpPeer() as peer:
         with transaction.atomic():
             publish_many([Draft(f"topic.{n % 7}", {}) for n in range(100)])

@@ -78,7 +78,7 @@ class TestHandingOver:
         assert sorted(rows) == [(name, State.DONE, 1, str(published.id), "order-1") for name in ("tests.a", "tests.b")]
         assert effects("order-1") == 2
 
-    def test_it_arrives_as_it_was_published(self, handles):
+    def test_message_reaches_its_handler_as_it_was_published(self, handles):
         got = []
         handles(got.append)
         published = say(payload={"name": "Zoë"}, biz_id="b", key="k", headers={"tenant": "acme", "n": 1})
@@ -91,7 +91,7 @@ class TestHandingOver:
         assert message.created_at == OutboxMessage.objects.get().created_at
         assert (message.attempt, message.redelivered) == (1, False)
 
-    def test_a_topic_nobody_handles_waits_in_the_outbox_with_its_reason(self, handles):
+    def test_message_without_a_handler_stays_in_the_outbox_with_the_reason(self, handles):
         say("nobody.cares")
 
         carry()
@@ -125,7 +125,7 @@ class TestHandingOver:
 
         assert sorted(Effect.objects.values_list("name", flat=True)) == ["good 0", "good 1", "good 2"]
 
-    def test_a_resend_by_the_business_is_counted_and_has_no_second_effect(self, handles):
+    def test_biz_id_published_again_is_counted_as_a_duplicate_without_a_second_effect(self, handles):
         handles(the_effect)
         conflicts = []
 
@@ -146,7 +146,7 @@ class TestHandingOver:
         assert conflicts == ["order-1"]
         assert set(OutboxMessage.objects.values_list("state", flat=True)) == {OutboxState.PUBLISHED}
 
-    def test_one_that_cannot_be_identified_is_a_dead_letter_and_published(self, handles):
+    def test_message_whose_biz_id_cannot_be_computed_becomes_a_dead_letter(self, handles):
         handles(the_effect, biz_id=lambda message: message.payload["order_id"])
         say()
 
@@ -173,7 +173,7 @@ class TestFailing:
         assert states == {"tests.good": State.DONE, "tests.bad": State.DEAD}
         assert effects() == 1
 
-    def test_a_chain_commits_with_its_effect_or_not_at_all(self, handles):
+    def test_message_published_by_a_handler_commits_with_its_effect_or_not_at_all(self, handles):
         tries, got = [], []
 
         def first(message):
@@ -195,7 +195,7 @@ class TestFailing:
         assert len(tries) == 2
         assert (message.correlation_id, message.causation_id) == (str(published.id), str(published.id))
 
-    def test_a_drain_carries_what_handlers_publish_meanwhile(self, handles):
+    def test_drain_relays_what_handlers_publish_during_the_drain(self, handles):
         def countdown(message):
             the_effect(message)
             if message.payload:
@@ -211,8 +211,8 @@ class TestFailing:
         assert OutboxMessage.objects.values("correlation_id").distinct().count() == 1
 
 
-class TestAProcess:
-    def test_one_process_relays_and_runs(self, relay_process):
+class TestProcesses:
+    def test_one_process_relays_messages_and_runs_handlers(self, relay_process):
         job("chain")
         with relay_process() as process:
             process.until(lambda: effects("chained job") == 1)
@@ -247,7 +247,7 @@ class TestAProcess:
         assert (deaths, set(process.exits)) == (2, {13})
         assert (row.attempts, effects("job")) == (2, 0)
 
-    def test_a_crash_after_the_commit_is_no_second_effect(self, relay_process):
+    def test_crash_after_the_commit_causes_no_second_effect(self, relay_process):
         job("kill the process after the commit")
         with relay_process() as process:
             assert process.ends() == 13
@@ -272,7 +272,7 @@ class TestAProcess:
 
         assert (effects("job"), state()) == (1, State.DONE)
 
-    def test_two_processes_beside_each_other_run_everything_once(self, relay_process, tmp_path):
+    def test_relay_and_consumer_processes_run_every_message_once(self, relay_process, tmp_path):
         with relay_process() as first, relay_process(command="inbox_consume") as second:
             first.until(lambda: "Relaying" in first.said())
             second.until(lambda: "Running what is stored" in second.said())

@@ -61,8 +61,8 @@ def untouched(*messages):
     return all((row_of(m).state, row_of(m).attempts, row_of(m).last_error) == (State.READY, 0, "") for m in messages)
 
 
-class TestABroker:
-    def test_that_is_away_at_the_start_is_waited_for(self, rabbitmq_url, proxy, caplog):
+class TestBrokerOutage:
+    def test_broker_unavailable_at_the_start_is_waited_for(self, rabbitmq_url, proxy, caplog):
         proxy.refuse()
         message = published()
 
@@ -77,7 +77,7 @@ class TestABroker:
         assert row_of(message).attempts == 1
         assert (said(caplog, AWAY), said(caplog, BACK)) == (1, 1)
 
-    def test_that_goes_away_in_the_middle_is_waited_for(self, rabbitmq_url, proxy, caplog):
+    def test_broker_that_becomes_unavailable_is_waited_for(self, rabbitmq_url, proxy, caplog):
         with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
             before = published()
             eventually(lambda: state_of(before) == State.PUBLISHED)
@@ -92,7 +92,7 @@ class TestABroker:
             assert set(ids(queue.take(2))) >= set(ids([before, during]))
         assert (said(caplog, AWAY), said(caplog, BACK)) == (1, 1)
 
-    def test_that_is_cut_off_again_and_again_loses_nothing(self, rabbitmq_url, proxy):
+    def test_repeatedly_cut_connections_lose_no_message(self, rabbitmq_url, proxy):
         messages = [published(payload={"padding": "x" * 2_000}) for _ in range(60)]
 
         with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url), BATCH_SIZE=20):
@@ -106,7 +106,7 @@ class TestABroker:
         assert set(ids(arrived)) == set(ids(messages))
         assert {row_of(message).attempts for message in messages} == {1}
 
-    def test_whose_cable_is_out_is_found_out_by_the_deadline(self, rabbitmq_url, proxy, caplog):
+    def test_frozen_connection_is_an_outage_at_the_batch_deadline(self, rabbitmq_url, proxy, caplog):
         with (
             Queue(rabbitmq_url) as queue,
             relaying(proxy.through(rabbitmq_url), BATCH_DEADLINE=timedelta(milliseconds=300)),
@@ -122,7 +122,7 @@ class TestABroker:
 
             assert set(ids(queue.take(2))) == set(ids([first, second]))
 
-    def test_whose_answers_are_lost_gets_the_message_again(self, rabbitmq_url, proxy, caplog):
+    def test_message_whose_confirm_was_lost_is_sent_again_with_the_same_id(self, rabbitmq_url, proxy, caplog):
         message = published()
         with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
             assert ids(queue.take(1)) == ids([message])
@@ -138,7 +138,7 @@ class TestABroker:
             assert ids(queue.take(1)) == ids([second]), "again, with the same id"
         assert said(caplog, AWAY) == 1
 
-    def test_that_is_restarted_still_has_what_it_confirmed(self, rabbitmq_server, rabbitmq_url, caplog):
+    def test_broker_restarted_after_a_kill_has_every_confirmed_message(self, rabbitmq_server, rabbitmq_url, caplog):
         with Queue(rabbitmq_url):
             pass
         with relaying(rabbitmq_url):
@@ -154,7 +154,7 @@ class TestABroker:
         with Queue(rabbitmq_url) as queue:
             assert set(ids(queue.take(2))) == set(ids([before, during]))
 
-    def test_that_refuses_the_password_is_waited_for(self, rabbitmq_url, caplog):
+    def test_broker_that_refuses_the_password_is_waited_for_without_logging_it(self, rabbitmq_url, caplog):
         message = published()
         wrong = rabbitmq_url.replace("guest:guest", "guest:secret-word")
 
@@ -164,7 +164,7 @@ class TestABroker:
 
         assert "secret-word" not in caplog.text
 
-    def test_nobody_listens_for_does_not_keep_the_relay_from_ending(self, caplog):
+    def test_relay_without_a_broker_ends_when_asked_to_stop(self, caplog):
         message = published()
 
         with relaying(f"amqp://guest:guest@127.0.0.1:{free_port()}//"):
@@ -172,7 +172,7 @@ class TestABroker:
 
         assert untouched(message)
 
-    def test_that_blocks_publishers_is_waited_for_on_the_same_connection(self, peer, caplog):
+    def test_broker_that_blocks_publishers_is_waited_for_on_the_same_connection(self, peer, caplog):
         """What is in the socket's buffers is enqueued when the alarm ends; each new connection would add a copy."""
         message = published()
 
@@ -194,7 +194,7 @@ class TestABroker:
         assert set(ids(peer.published)) == {str(message.id)}
         assert said(caplog, AWAY) == 1
 
-    def test_that_resets_every_new_connection_is_waited_for(self, peer, caplog):
+    def test_broker_that_resets_every_new_connection_is_waited_for(self, peer, caplog):
         peer.refuse_connections = True
         message = published()
 
@@ -206,7 +206,7 @@ class TestABroker:
 
         assert said(caplog, AWAY) == 1
 
-    def test_that_drops_an_idle_connection_is_no_outage(self, peer, caplog):
+    def test_dropped_idle_connection_is_replaced_without_an_outage(self, peer, caplog):
         with relaying(peer.url):
             first = published()
             eventually(lambda: state_of(first) == State.PUBLISHED)
@@ -223,7 +223,7 @@ def said_published():
     return OutboxMessage.objects.filter(state=State.PUBLISHED).count()
 
 
-class TestOneMessageTheBrokerChokesOn:
+class TestMessageThatClosesTheChannel:
     """The broker closes the channel over it, each time and for all that is on its way with it."""
 
     @pytest.fixture
@@ -236,7 +236,7 @@ class TestOneMessageTheBrokerChokesOn:
         peer.script = script
         return peer
 
-    def test_ends_alone_and_the_rest_goes_through(self, choking):
+    def test_message_that_closes_the_channel_dies_alone_and_the_others_are_published(self, choking):
         poison, *others = [published(payload="poison" if n == 0 else n) for n in range(12)]
         set_columns(poison, attempts=2)
 
@@ -248,7 +248,7 @@ class TestOneMessageTheBrokerChokesOn:
         assert row_of(poison).attempts == 3
         assert {row_of(message).attempts for message in others} == {1}, "it was not their fault"
 
-    def test_holds_back_its_own_key_only(self, choking):
+    def test_message_that_closes_the_channel_holds_back_its_own_key_only(self, choking):
         poison = published(payload="poison", key="k")
         held = published(payload="held", key="k")
         others = [published(payload=n, key=f"o{n % 2}") for n in range(6)]
@@ -260,7 +260,7 @@ class TestOneMessageTheBrokerChokesOn:
 
             eventually(lambda: state_of(held) == State.WAITING)
 
-    def test_does_not_hold_up_what_comes_later(self, choking):
+    def test_message_that_closes_the_channel_does_not_hold_up_later_ones(self, choking):
         published(payload="poison")
 
         with relaying(choking.url):
@@ -269,8 +269,8 @@ class TestOneMessageTheBrokerChokesOn:
                 eventually(lambda message=message: state_of(message) == State.PUBLISHED)
 
 
-class TestAnUnroutableMessage:
-    def test_goes_out_when_its_queue_comes(self, rabbitmq_url):
+class TestUnroutableMessage:
+    def test_unroutable_message_is_published_once_its_queue_is_bound(self, rabbitmq_url):
         message = published()
 
         with relaying(rabbitmq_url, MAX_ATTEMPTS=1):
@@ -281,7 +281,7 @@ class TestAnUnroutableMessage:
                 eventually(lambda: state_of(message) == State.PUBLISHED)
                 assert ids(queue.take(1)) == [str(message.id)]
 
-    def test_holds_up_nobody_else_however_often_it_was_tried(self, rabbitmq_url):
+    def test_unroutable_message_holds_up_no_other_after_any_number_of_attempts(self, rabbitmq_url):
         lost = published("nobody.listens")
         set_columns(lost, attempts=5_000)
 
@@ -291,8 +291,8 @@ class TestAnUnroutableMessage:
             eventually(lambda: row_of(lost).attempts > 5_000)
 
 
-class TestADatabase:
-    def test_that_ends_the_relays_session_is_no_end_of_the_relay(self, peer, caplog):
+class TestDatabaseOutage:
+    def test_relay_reconnects_when_the_database_ends_its_session(self, peer, caplog):
         if connection.vendor != "postgresql":
             return
         with relaying(peer.url):
@@ -304,7 +304,7 @@ class TestADatabase:
 
         assert "nobody foresaw" not in caplog.text
 
-    def test_whose_table_is_missing_is_waited_for(self, peer, caplog):
+    def test_missing_table_is_logged_as_an_error_and_waited_for(self, peer, caplog):
         """An error nobody foresaw ends no relay; it is shown, and met with a pause."""
         rename("outbox_outboxmessage", "hidden")
         try:
@@ -333,7 +333,7 @@ def rename(table, other):
 
 
 class TestDraining:
-    def test_ends_when_nothing_is_ready_or_due(self, peer):
+    def test_drain_ends_when_nothing_is_ready_or_due(self, peer):
         published()
         published(delay=timedelta(hours=1))
 
@@ -342,13 +342,13 @@ class TestDraining:
         assert relay.published == 1
         assert sorted(states()) == [State.PUBLISHED, State.SCHEDULED]
 
-    def test_carries_a_backlog_of_several_batches(self, peer):
+    def test_drain_publishes_a_backlog_of_several_batches(self, peer):
         for _ in range(30):
             published()
 
         assert drained(peer.url, BATCH_SIZE=4).published == 30
 
-    def test_ends_although_a_dead_head_holds_its_key(self, peer):
+    def test_drain_ends_although_a_dead_head_holds_its_key(self, peer):
         head = published(key="k")
         published(key="k")
         set_columns(head, state=State.DEAD)
@@ -356,7 +356,7 @@ class TestDraining:
         assert drained(peer.url).published == 0
 
     @pytest.mark.django_db(transaction=True, databases=["default", "other"])
-    def test_carries_the_messages_of_the_database_it_was_given(self, peer):
+    def test_drain_publishes_the_messages_of_its_database_only(self, peer):
         here, there = published(), published(using="other")
 
         drained(peer.url, alias="other")
@@ -365,7 +365,7 @@ class TestDraining:
         assert (state_of(here), state_of(there, "other")) == (State.READY, State.PUBLISHED)
 
 
-def test_the_shards_of_a_lane_that_reaches_no_broker_are_looked_after_by_the_other(rabbitmq_url):
+def test_lane_without_a_broker_leaves_its_shards_to_the_other_lane(rabbitmq_url):
     messages = [published(key=f"k{n}") for n in range(40)]
     assert {row.shard % 2 for row in OutboxMessage.objects.all()} == {0, 1}
     stop = StopRequest()

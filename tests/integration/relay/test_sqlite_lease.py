@@ -66,42 +66,42 @@ def take(lease):
     return lease.claim(store.look("default").busy, 10)
 
 
-class TestTheLease:
-    def test_is_had_by_one_relay_at_a_time(self, ours, theirs):
+class TestLease:
+    def test_lease_is_held_by_one_relay_at_a_time(self, ours, theirs):
         message = published()
 
         assert positions(take(ours)) == [message.position]
         assert take(theirs) is None
         assert theirs.holder() == ours.holder() != "nobody"
 
-    def test_is_renewed_by_every_claim(self, ours, theirs):
+    def test_every_claim_renews_the_lease(self, ours, theirs):
         take(ours)
         expire_the_lease()
 
         assert list(take(ours)) == []
         assert take(theirs) is None
 
-    def test_goes_to_the_next_when_it_is_released(self, ours, theirs):
+    def test_released_lease_goes_to_the_next_relay(self, ours, theirs):
         take(ours)
         ours.release()
 
         assert theirs.holder() == "nobody"
         assert list(take(theirs)) == []
 
-    def test_goes_to_the_next_when_it_has_expired(self, ours, theirs):
+    def test_expired_lease_goes_to_the_next_relay(self, ours, theirs):
         message = published()
         take(ours)
         expire_the_lease()
 
         assert positions(take(theirs)) == [message.position]
 
-    def test_of_somebody_else_cannot_be_released(self, ours, theirs):
+    def test_lease_of_another_relay_cannot_be_released(self, ours, theirs):
         take(ours)
         theirs.release()
 
         assert take(theirs) is None
 
-    def test_that_was_taken_over_settles_nothing(self, ours, theirs):
+    def test_lease_that_was_taken_over_settles_nothing(self, ours, theirs):
         message = published()
         take(ours)
         expire_the_lease()
@@ -114,7 +114,7 @@ class TestTheLease:
         assert RelayLease.objects.get().in_hand == [message.position], "what the other has in hand is still his"
         assert theirs.settle(Settlement(published=[message.position])) == 1
 
-    def test_that_expired_settles_nothing_even_if_nobody_wanted_it(self, ours):
+    def test_expired_lease_settles_nothing_even_if_no_relay_took_it_over(self, ours):
         message = published()
         take(ours)
         expire_the_lease()
@@ -124,13 +124,13 @@ class TestTheLease:
 
         assert state_of(message) == State.READY
 
-    def test_that_was_never_had_settles_nothing(self, theirs):
+    def test_relay_that_never_had_the_lease_settles_nothing(self, theirs):
         message = published()
 
         with pytest.raises(LeaseLost):
             theirs.settle(Settlement(published=[message.position]))
 
-    def test_is_had_by_one_of_many_who_ask_at_once(self):
+    def test_one_of_four_concurrent_claims_gets_the_lease(self):
         published()
         answers = []
 
@@ -143,21 +143,21 @@ class TestTheLease:
         assert sum(answer is not None for answer in answers) == 1
 
 
-class TestCancellingARowInHand:
-    def test_is_too_late(self, sqlite_only, ours):
+class TestCancel:
+    def test_cancel_of_a_claimed_row_is_too_late(self, sqlite_only, ours):
         message = published()
         take(ours)
 
         assert not store.cancel("default", message.position)
         assert state_of(message) == State.READY
 
-    def test_succeeds_for_a_row_that_is_not_in_hand(self, sqlite_only, ours):
+    def test_cancel_of_an_unclaimed_row_succeeds(self, sqlite_only, ours):
         take(ours)
         message = published()
 
         assert store.cancel("default", message.position)
 
-    def test_succeeds_when_the_lease_has_expired_and_the_sleeper_settles_nothing(self, sqlite_only, ours):
+    def test_cancel_after_the_lease_expired_succeeds_and_its_holder_settles_nothing(self, sqlite_only, ours):
         message = published()
         take(ours)
         expire_the_lease()
@@ -167,7 +167,7 @@ class TestCancellingARowInHand:
             ours.settle(Settlement(published=[message.position]))
         assert state_of(message) == State.CANCELLED
 
-    def test_succeeds_when_it_was_settled_for_a_retry(self, sqlite_only, ours):
+    def test_cancel_after_the_claim_was_settled_succeeds(self, sqlite_only, ours):
         message = published()
         take(ours)
         ours.settle(Settlement())
@@ -175,8 +175,8 @@ class TestCancellingARowInHand:
         assert store.cancel("default", message.position)
 
 
-class TestARelay:
-    def test_waits_for_the_one_that_works_and_says_whom_it_waits_for(self, sqlite_only, peer, theirs, caplog):
+class TestRelay:
+    def test_second_relay_waits_and_logs_the_lease_holder_once(self, sqlite_only, peer, theirs, caplog):
         published()
         take(theirs)
 
@@ -189,13 +189,13 @@ class TestARelay:
 
         assert caplog.text.count("SQLite takes one relay at a time") == 1
 
-    def test_gives_the_lease_back_at_its_end(self, sqlite_only, peer):
+    def test_relay_releases_the_lease_when_it_ends(self, sqlite_only, peer):
         published()
         drained(peer.url)
 
         assert not RelayLease.objects.exists()
 
-    def test_that_overslept_says_so_and_settles_nothing(self, sqlite_only, peer, caplog):
+    def test_relay_whose_lease_expired_during_a_send_settles_nothing_and_logs_it(self, sqlite_only, peer, caplog):
         caplog.set_level(logging.WARNING)
         message = published()
 
@@ -212,7 +212,7 @@ class TestARelay:
         assert state_of(message) == State.READY
         assert "overslept its lease" in caplog.text
 
-    def test_never_holds_the_writers_lock_while_it_sends(self, sqlite_only, peer):
+    def test_relay_does_not_hold_the_write_lock_while_it_sends(self, sqlite_only, peer):
         published(biz_id="first")
         written = []
 
@@ -228,7 +228,7 @@ class TestARelay:
         assert len(written) == 1
         assert states() == [State.PUBLISHED] * 2
 
-    def test_two_of_them_publish_every_message_once(self, sqlite_only, peer):
+    def test_two_relays_publish_every_message_once(self, sqlite_only, peer):
         for _ in range(20):
             published()
 
@@ -237,7 +237,7 @@ class TestARelay:
 
         assert len(peer.published) == 20
 
-    def test_its_token_is_its_own(self):
+    def test_every_lease_has_a_token_of_its_own(self):
         with transaction.atomic():
             tokens = {Lease("default", SPAN)._token for _ in range(100)}
 

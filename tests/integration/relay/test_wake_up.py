@@ -77,14 +77,14 @@ def rung_in_vain():
 
 
 class TestRinging:
-    def test_comes_after_the_commit_and_not_before(self, heard):
+    def test_ring_comes_after_the_commit_and_not_before(self, heard):
         with transaction.atomic():
             ring_after_commit("default")
             assert heard() == []
 
         assert heard() == [""]
 
-    def test_comes_when_the_rows_can_be_seen(self, outside, heard):
+    def test_rows_are_visible_when_the_ring_comes(self, outside, heard):
         with transaction.atomic():
             Effect.objects.create(name="seen")
             ring_after_commit("default")
@@ -92,25 +92,25 @@ class TestRinging:
         [_] = heard()
         assert outside.execute(f"SELECT count(*) FROM {Effect._meta.db_table}").fetchone() == (1,)
 
-    def test_does_not_come_after_a_rollback(self, heard):
+    def test_rolled_back_transaction_does_not_ring(self, heard):
         rung_in_vain()
 
         assert heard() == []
 
-    def test_does_not_come_for_a_savepoint_that_was_rolled_back(self, heard):
+    def test_rolled_back_savepoint_does_not_ring(self, heard):
         with transaction.atomic():
             rung_in_vain()
 
         assert heard() == []
 
-    def test_comes_for_what_was_published_after_such_a_savepoint(self, heard):
+    def test_publish_after_a_rolled_back_savepoint_rings(self, heard):
         with transaction.atomic():
             rung_in_vain()
             ring_after_commit("default")
 
         assert heard() == [""]
 
-    def test_comes_once_for_a_thousand_messages(self, heard):
+    def test_transaction_with_a_thousand_messages_rings_once(self, heard):
         with transaction.atomic():
             for n in range(1000):
                 ring_after_commit("default")
@@ -121,7 +121,7 @@ class TestRinging:
         assert hooks == 11
         assert heard() == [""]
 
-    def test_comes_seldom_in_a_burst_of_transactions_of_many_threads(self, heard, monkeypatch):
+    def test_burst_of_transactions_in_five_threads_rings_at_most_once_per_thread(self, heard, monkeypatch):
         clock = SimpleNamespace(now=1000.0)
         monkeypatch.setattr(doorbell, "monotonic", lambda: clock.now)
         # On a busy machine one that notifies may hold the lock for longer, and a ring that failed is followed by silence.
@@ -140,17 +140,17 @@ class TestRinging:
         burst()
         assert heard() == [""]
 
-    def test_withheld_leaves_a_relay_awake_for_longer_than_that(self):
+    def test_alert_time_of_a_relay_is_at_least_twice_the_quiet_time_of_a_publisher(self):
         assert doorbell.ALERT_SECONDS >= 2 * doorbell._QUIET_SECONDS
 
     @pytest.mark.django_db(transaction=True, databases=["default", "other"])
-    def test_of_one_database_is_not_heard_on_another(self, heard):
+    def test_ring_of_one_database_is_not_heard_on_another(self, heard):
         with transaction.atomic(using="other"):
             ring_after_commit("other")
 
         assert heard() == []
 
-    def test_can_be_switched_off(self, heard, settings):
+    def test_publisher_with_doorbell_false_does_not_ring(self, heard, settings):
         settings.OUTBOX = {"DOORBELL": False}
         with transaction.atomic():
             ring_after_commit("default")
@@ -158,7 +158,7 @@ class TestRinging:
 
         assert heard() == []
 
-    def test_is_no_query_of_the_callers(self, heard, django_assert_num_queries):
+    def test_ring_does_not_count_as_a_query_of_the_caller(self, heard, django_assert_num_queries):
         def refuse(*args):
             raise AssertionError("a query of the caller's")
 
@@ -168,7 +168,7 @@ class TestRinging:
 
         assert heard() == [""]
 
-    def test_flushes_nothing(self, outside):
+    def test_ring_flushes_no_wal(self, outside):
         """A ring that had to be flushed, or replicated, would hold the cluster's lock for as long."""
 
         def flushed():
@@ -183,7 +183,7 @@ class TestRinging:
         # The server's own processes flush now and then, and not at every ring.
         assert any(ring_unflushed() for _ in range(20))
 
-    def test_of_a_connection_that_dies_under_it_leaves_the_commit_standing(self, outside, caplog):
+    def test_commit_stands_when_the_connection_dies_before_the_ring(self, outside, caplog):
         caplog.set_level(logging.INFO, "outbox.doorbell")
 
         def die():
@@ -201,7 +201,7 @@ class TestRinging:
         connection.close()
         assert Effect.objects.filter(name="stands").exists()
 
-    def test_opens_no_connection(self, heard, caplog):
+    def test_ring_opens_no_connection(self, heard, caplog):
         with transaction.atomic():
             transaction.on_commit(connection.close)
             ring_after_commit("default")
@@ -210,7 +210,7 @@ class TestRinging:
         assert heard() == []
         assert caplog.records == []
 
-    def test_stays_out_of_a_transaction_somebody_else_began(self, heard):
+    def test_ring_is_not_sent_inside_a_transaction_that_an_earlier_hook_began(self, heard):
         with transaction.atomic():
             transaction.on_commit(lambda: connection.set_autocommit(False))
             ring_after_commit("default")
@@ -219,7 +219,7 @@ class TestRinging:
 
         assert heard() == []
 
-    def test_after_a_hook_that_failed_is_lost_with_the_hook(self, heard):
+    def test_ring_is_lost_when_an_earlier_commit_hook_raises(self, heard):
         """Django runs no more hooks then. The message waits for a poll."""
         with suppress(ZeroDivisionError), transaction.atomic():
             transaction.on_commit(lambda: 1 / 0)
@@ -228,8 +228,8 @@ class TestRinging:
         assert heard() == []
 
 
-class TestInATestCase(TestCase):
-    def test_a_hook_is_not_among_those_that_a_test_counts(self):
+class TestInsideTestCase(TestCase):
+    def test_commit_hook_of_the_ring_is_not_captured_by_a_testcase(self):
         with self.captureOnCommitCallbacks() as callbacks, transaction.atomic():
             ring_after_commit("default")
 
@@ -263,7 +263,7 @@ def a_stranger_who_notifies_in_a_long_commit(server):
                 superuser.execute("SELECT pg_reload_conf()")
 
 
-def test_a_stranger_who_notifies_in_a_long_commit_holds_up_no_publisher(mortal_postgres, monkeypatch, caplog):
+def test_foreign_notify_in_a_long_commit_does_not_delay_publishers(mortal_postgres, monkeypatch, caplog):
     monkeypatch.setattr(doorbell, "_AFTER_FAILURE_SECONDS", SECONDS)
     caplog.set_level(logging.INFO, "outbox.doorbell")
     with the_default_at(NAME="test", PORT=mortal_postgres.port):
@@ -281,7 +281,7 @@ def test_a_stranger_who_notifies_in_a_long_commit_holds_up_no_publisher(mortal_p
 
 class TestInThisProcess:
     @pytest.mark.every_database
-    def test_a_ring_is_heard_on_every_database(self):
+    def test_ring_is_heard_in_its_own_process_after_the_commit(self):
         bell, stop = Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [bell]):
             with transaction.atomic():
@@ -291,7 +291,7 @@ class TestInThisProcess:
             assert bell.wait(SECONDS, stop)
 
     @pytest.mark.every_database
-    def test_no_ring_is_withheld(self):
+    def test_no_ring_within_the_process_is_withheld(self):
         bell, stop = Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [bell]):
             for _ in range(3):
@@ -300,7 +300,7 @@ class TestInThisProcess:
                 assert bell.wait(SECONDS, stop)
 
     @pytest.mark.every_database
-    def test_every_bell_is_rung_until_it_is_taken_down(self):
+    def test_every_registered_bell_is_rung_until_it_is_removed(self):
         one, other, stop = Bell(), Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [one]):
             with doorbell.heard_in_this_process("default", [other]), transaction.atomic():
@@ -351,7 +351,7 @@ class TestListening:
         caplog.set_level(logging.WARNING)
         monkeypatch.setattr(Pause, "first_seconds", 0.01)
 
-    def test_hears_another_process_and_rings_every_loop(self, outside, never):
+    def test_listener_hears_another_session_and_rings_every_bell(self, outside, never):
         one, other = Bell(), Bell()
         with a_listener(one, other):
             notify(outside)
@@ -359,30 +359,30 @@ class TestListening:
             assert one.wait(SECONDS, never)
             assert other.wait(SECONDS, never)
 
-    def test_hears_again_and_again(self, outside, bell, never):
+    def test_listener_hears_fifty_notifications_in_turn(self, outside, bell, never):
         with a_listener(bell):
             for _ in range(50):
                 notify(outside)
                 assert bell.wait(SECONDS, never)
 
-    def test_rings_once_to_begin_with_for_what_was_committed_before(self, bell, never):
+    def test_listener_rings_only_once_when_it_starts(self, bell, never):
         with a_listener(bell):
             assert not bell.wait(0, never)
 
-    def test_has_one_connection_with_a_name_and_leaves_none_behind(self, outside, bell):
+    def test_listener_has_one_named_connection_and_leaves_none_behind(self, outside, bell):
         with a_listener(bell):
             assert len(listening_backends(outside)) == 1
 
         eventually(lambda: not listening_backends(outside))
         eventually(lambda: not somebody_listens())
 
-    def test_ends_though_it_was_never_rung(self, bell):
+    def test_listener_ends_without_a_notification(self, bell):
         with a_listener(bell) as listener:
             pass
 
         assert listener._end
 
-    def test_whose_backend_is_terminated_listens_again_and_rings_for_what_it_missed(self, outside, bell, never, caplog):
+    def test_listener_whose_backend_is_terminated_reconnects_and_rings_once(self, outside, bell, never, caplog):
         with a_listener(bell):
             [backend] = listening_backends(outside)
             outside.execute("SELECT pg_terminate_backend(%s)", [backend])
@@ -394,20 +394,20 @@ class TestListening:
 
         assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
 
-    def test_may_go_by_another_alias(self, outside, bell):
+    def test_listener_connects_through_listen_alias(self, outside, bell):
         with a_listener(bell, LISTEN_ALIAS="other"):
             where = outside.execute("SELECT datname FROM pg_stat_activity WHERE application_name = %s", [APPLICATION_NAME])
 
             assert where.fetchall() == [(connections["other"].settings_dict["NAME"],)]
 
-    def test_switched_off_connects_nowhere(self, outside, bell, never):
+    def test_listener_with_doorbell_false_does_not_connect(self, outside, bell, never):
         with Listener("default", [bell], OutboxOptions(DOORBELL=False)).listening():
             assert not somebody_listens()
             assert listening_backends(outside) == []
             assert not doorbell._in_this_process
 
 
-class TestAListenerWithoutItsServer:
+class TestListenerOutage:
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch, caplog):
         caplog.set_level(logging.WARNING)
@@ -418,7 +418,7 @@ class TestAListenerWithoutItsServer:
         with FaultProxy("127.0.0.1", int(connection.settings_dict["PORT"])) as proxy, an_alias("through", PORT=proxy.port):
             yield proxy
 
-    def test_waits_for_it_and_says_so_once(self, proxy, outside, bell, never, caplog):
+    def test_listener_waits_for_an_unavailable_server_and_logs_it_once(self, proxy, outside, bell, never, caplog):
         proxy.refuse()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
             eventually(lambda: AWAY in caplog.text)
@@ -429,7 +429,7 @@ class TestAListenerWithoutItsServer:
 
         assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
 
-    def test_is_there_again_after_its_line_was_cut(self, proxy, outside, bell, never):
+    def test_listener_reconnects_after_every_cut_of_its_connection(self, proxy, outside, bell, never):
         with a_listener(bell, LISTEN_ALIAS="through"):
             for _ in range(5):
                 proxy.cut()
@@ -437,7 +437,7 @@ class TestAListenerWithoutItsServer:
                 notify(outside)
                 assert bell.wait(SECONDS, never)
 
-    def test_finds_out_that_nobody_is_at_the_other_end(self, proxy, outside, bell, never, monkeypatch, caplog):
+    def test_listener_detects_a_connection_without_answers(self, proxy, outside, bell, never, monkeypatch, caplog):
         """The cable is out: no error, no answer."""
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
         monkeypatch.setattr(listening, "_ANSWER_SECONDS", 0.05)
@@ -449,7 +449,7 @@ class TestAListenerWithoutItsServer:
             notify(outside)
             assert bell.wait(SECONDS, never)
 
-    def test_a_quiet_line_is_asked_for_a_sign_of_life_and_kept(self, proxy, outside, bell, never, monkeypatch, caplog):
+    def test_listener_probes_a_quiet_connection_and_keeps_it(self, proxy, outside, bell, never, monkeypatch, caplog):
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
         with a_listener(bell, LISTEN_ALIAS="through"):
             backends, before = listening_backends(outside), proxy.bytes_to_client
@@ -460,7 +460,7 @@ class TestAListenerWithoutItsServer:
         assert caplog.records == []
 
     @pytest.mark.parametrize("broken", ["refuse", "freeze"])
-    def test_does_not_keep_the_process_from_ending(self, proxy, bell, broken, monkeypatch):
+    def test_listener_of_an_unavailable_server_does_not_hold_up_the_end(self, proxy, bell, broken, monkeypatch):
         monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
         getattr(proxy, broken)()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
@@ -471,7 +471,7 @@ class TestAListenerWithoutItsServer:
 
         eventually(lambda: not somebody_listens())
 
-    def test_survives_what_nobody_foresaw(self, bell, never, monkeypatch, caplog):
+    def test_listener_survives_an_unexpected_error(self, bell, never, monkeypatch, caplog):
         wrapper, asked = type(connections["default"]), []
         original = wrapper.get_connection_params
 
@@ -488,9 +488,9 @@ class TestAListenerWithoutItsServer:
         assert "the password store is closed" in caplog.text
 
 
-class TestWhereNobodyCanListen:
+class TestWithoutListen:
     @pytest.mark.every_database
-    def test_this_process_is_heard_all_the_same(self, bell, never):
+    def test_listener_hears_its_own_process_on_every_database(self, bell, never):
         with Listener("default", [bell], OutboxOptions()).listening():
             if connection.vendor == "postgresql":
                 assert bell.wait(SECONDS, never)
@@ -499,7 +499,7 @@ class TestWhereNobodyCanListen:
 
             assert bell.wait(SECONDS, never)
 
-    def test_an_older_driver_is_told_of(self, bell, monkeypatch, caplog):
+    def test_psycopg2_is_logged_and_not_listened_with(self, bell, monkeypatch, caplog):
         caplog.set_level(logging.INFO, "outbox")
         monkeypatch.setattr(connection, "Database", SimpleNamespace(__name__="psycopg2"))
         with Listener("default", [bell], OutboxOptions()).listening():
@@ -507,7 +507,7 @@ class TestWhereNobodyCanListen:
 
         assert "LISTEN needs psycopg 3" in caplog.text
 
-    def test_a_pool_is_not_asked_for_a_connection(self, bell, outside):
+    def test_listener_takes_no_connection_from_the_pool(self, bell, outside):
         """Its end of life would end the listening, too."""
         options = {"pool": {"min_size": 0, "max_size": 1}}
         with an_alias("pooled", OPTIONS=options, CONN_MAX_AGE=0), a_listener(bell, LISTEN_ALIAS="pooled"):
@@ -515,6 +515,6 @@ class TestWhereNobodyCanListen:
             assert "pooled" not in connections["pooled"]._connection_pools
 
 
-def test_options_name_an_alias_that_does_not_exist():
+def test_unknown_listen_alias_raises_and_lists_the_known_ones():
     with pytest.raises(ValueError, match="LISTEN_ALIAS is 'direkt', and DATABASES has: default, other"):
         OutboxOptions(LISTEN_ALIAS="direkt")
