@@ -1,4 +1,4 @@
-"""RabbitMQ's answers, also those no sane broker gives: what was confirmed is confirmed, and nothing else is."""
+"""The AMQP transport against valid and invalid answers of a broker: only what was confirmed counts as confirmed."""
 
 import threading
 from functools import partial
@@ -50,8 +50,8 @@ def transport(peer):
         yield transport
 
 
-def when_all_are_there(peer, count, *actions):
-    """The whole batch is under way when the broker begins to answer."""
+def when_all_have_arrived(peer, count, *actions):
+    """The broker answers once the whole batch has arrived."""
 
     def script(message):
         return actions if len(peer.published) == count else []
@@ -61,7 +61,7 @@ def when_all_are_there(peer, count, *actions):
 
 class TestBatch:
     def test_whole_batch_is_sent_before_the_first_confirm(self, peer, transport):
-        when_all_are_there(peer, 50, partial(peer.ack, 50, multiple=True))
+        when_all_have_arrived(peer, 50, partial(peer.ack, 50, multiple=True))
 
         sent = transport.send(parcels(50), soon())
 
@@ -77,11 +77,21 @@ class TestBatch:
         assert message.exchange == EXCHANGE
         assert (message.properties["delivery_mode"], message.properties["content_type"]) == (2, "application/json")
 
-    def test_batch_larger_than_the_window_waits_for_confirms_in_between(self, peer, transport):
-        """A broker whose acks nobody reads stops writing them, and then stops reading."""
+    def test_batch_larger_than_the_window_waits_for_confirms_in_between(self, peer, transport, monkeypatch):
+        """A broker whose acks are not read stops writing them, and then stops reading."""
+        await_confirms, waits = transport._await_confirms, []
+
+        def recorded(deadline):
+            overdue = await_confirms(deadline)
+            waits.append((transport._tracker._last_tag, transport._tracker.waiting))
+            return overdue
+
+        monkeypatch.setattr(transport, "_await_confirms", recorded)
+
         sent = transport.send(parcels(8, body=b"x" * 300_000), soon())
 
         assert outcomes(sent) == dict.fromkeys(range(1, 9), CONFIRMED)
+        assert waits == [(4, False), (8, False), (8, False)], "after every 1.2 MB, and at the end"
 
     def test_body_larger_than_a_frame_arrives_complete(self, peer, transport):
         body = b'"' + b"x" * 400_000 + b'"'
@@ -93,7 +103,7 @@ class TestBatch:
 
 class TestConfirms:
     def test_confirms_out_of_order_and_for_several_messages_are_matched(self, peer, transport):
-        when_all_are_there(
+        when_all_have_arrived(
             peer, 5, partial(peer.ack, 4), partial(peer.nack, 2, multiple=True), partial(peer.ack, 5, multiple=True)
         )
 
@@ -103,7 +113,7 @@ class TestConfirms:
 
     def test_repeated_confirms_and_unknown_tags_are_ignored(self, peer, transport):
         said = threading.Event()
-        when_all_are_there(peer, 2, *[partial(peer.ack, 1)] * 3, partial(peer.ack, 99), partial(peer.nack, 77), said.set)
+        when_all_have_arrived(peer, 2, *[partial(peer.ack, 1)] * 3, partial(peer.ack, 99), partial(peer.nack, 77), said.set)
 
         with deadline_when(transport, said.is_set):
             sent = transport.send(parcels(2), soon())
@@ -131,7 +141,7 @@ class TestConfirms:
         assert sent.broken
 
     def test_late_ack_is_not_credited_to_the_next_message(self, peer, transport):
-        """py-amqp's own confirms credit the late ack of one message to the next one."""
+        """py-amqp's own confirms credit the late ack of one message to the next message."""
         peer.hold()
         with deadline_when(transport, lambda: peer.published):
             first = transport.send(parcels(1), soon())
@@ -164,7 +174,7 @@ class TestEndOfAConnection:
     )
     def test_connection_ended_within_a_batch_keeps_the_verdicts_already_given(self, peer, transport, end, words):
         answers = [partial(peer.ack, 1), partial(peer.nack, 2), partial(peer.return_message, 3), partial(peer.ack, 3)]
-        when_all_are_there(peer, 6, *answers, partial(peer.ack, 5), partial(end, peer))
+        when_all_have_arrived(peer, 6, *answers, partial(peer.ack, 5), partial(end, peer))
 
         sent = transport.send(parcels(6), soon())
 
@@ -174,7 +184,7 @@ class TestEndOfAConnection:
         peer.wait_for(lambda: peer.open_connections == 0)
 
     def test_next_connection_begins_at_tag_1_in_confirm_mode(self, peer, transport):
-        when_all_are_there(peer, 2, peer.close_channel)
+        when_all_have_arrived(peer, 2, peer.close_channel)
         transport.send(parcels(2), soon())
         peer.script = None
         transport.connect()
@@ -233,7 +243,7 @@ class TestEndOfAConnection:
 
 class TestSilence:
     def test_broker_that_sends_only_heartbeats_is_given_up_at_the_deadline(self):
-        """Each heartbeat restarts the timeout of py-amqp's own confirms, so that they may wait for ever."""
+        """Each heartbeat restarts the timeout of py-amqp's own confirms, so they may wait for ever."""
         with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
             peer.script = lambda message: [partial(peer.ack, message)] if message.tag == 1 else []
 
@@ -252,7 +262,7 @@ class TestSilence:
         assert sent.broken
 
     def test_idle_transport_sends_heartbeats_that_keep_the_connection(self):
-        # Half of an interval without a word brings ours, and two without the peer's end the connection.
+        # We send one after half an interval of silence; two intervals without one of the peer's end the connection.
         with FakeAmqpPeer(heartbeat=4) as peer, connected(peer.url) as transport:
             while not peer.heartbeats:
                 transport.idle()
@@ -263,7 +273,7 @@ class TestSilence:
 
 class TestBlockedBroker:
     def test_broker_that_blocks_within_a_batch_keeps_its_confirms_and_the_connection(self, peer, transport):
-        when_all_are_there(peer, 3, partial(peer.ack, 2), peer.blocked)
+        when_all_have_arrived(peer, 3, partial(peer.ack, 2), peer.blocked)
 
         sent = transport.send(parcels(3), soon())
 
@@ -272,7 +282,7 @@ class TestBlockedBroker:
         assert peer.open_connections == 1
 
     def test_blocked_broker_is_unavailable_until_the_alarm_ends(self, peer, transport):
-        when_all_are_there(peer, 1, peer.blocked)
+        when_all_have_arrived(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
 
         with pytest.raises(BrokerUnavailable, match="blocks publishers"):
@@ -287,7 +297,7 @@ class TestBlockedBroker:
         assert peer.connections == 1
 
     def test_late_ack_after_the_alarm_is_not_credited_to_the_next_batch(self, peer, transport):
-        when_all_are_there(peer, 1, peer.blocked)
+        when_all_have_arrived(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
         peer.unblocked()
         connect_when_possible(transport)
@@ -298,7 +308,7 @@ class TestBlockedBroker:
         assert outcomes(sent) == {2: NACKED}
 
     def test_blocked_connection_that_is_dropped_is_replaced(self, peer, transport):
-        when_all_are_there(peer, 1, peer.blocked)
+        when_all_have_arrived(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
         peer.script = None
         peer.drop()
@@ -309,7 +319,7 @@ class TestBlockedBroker:
         assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
 
     def test_blocked_connection_is_closed_without_the_close_handshake(self, peer, transport):
-        when_all_are_there(peer, 1, peer.blocked)
+        when_all_have_arrived(peer, 1, peer.blocked)
         transport.send(parcels(1), soon())
 
         transport.close()
@@ -368,9 +378,13 @@ class TestConnecting:
 
 
 class TestMessageThatCannotBeEncoded:
-    """publish() lets none of these in; whoever writes rows by other means must not stop the relay."""
+    """publish() rejects all of these; a row written by other means must not stop the relay."""
 
-    BAD = ({"headers": {"x": object()}}, {"headers": {"n" * 300: 1}}, {"topic": "t" * 256})
+    BAD = (
+        pytest.param({"headers": {"x": object()}}, id="header value"),
+        pytest.param({"headers": {"n" * 300: 1}}, id="header name"),
+        pytest.param({"topic": "t" * 256}, id="topic"),
+    )
 
     @pytest.mark.parametrize("bad", BAD)
     def test_message_that_cannot_be_encoded_is_refused(self, peer, transport, bad):
@@ -428,7 +442,7 @@ def test_any_schedule_of_answers_confirms_exactly_the_acked_messages(answers, en
                     expected[number] = outcome
         said = threading.Event()
         actions.append(said.set if end == "silence" else getattr(peer, end))
-        when_all_are_there(peer, 5, *actions)
+        when_all_have_arrived(peer, 5, *actions)
 
         with deadline_when(transport, said.is_set):
             sent = transport.send(parcels(5), soon())

@@ -1,4 +1,4 @@
-"""One pass of the relay: claim, send, settle. What the broker said is what the rows say."""
+"""One pass of the relay: claim, send, settle. The rows record what the broker answered."""
 
 from datetime import timedelta
 from functools import partial
@@ -40,8 +40,8 @@ def transport(peer):
 
 
 @pytest.fixture
-def told():
-    """What the signals said: name, position, error."""
+def signals_sent():
+    """The signals that were sent: name, position, error."""
     heard, receivers = [], []
     for name in ("published", "retrying", "dead", "expired"):
         signal = getattr(signals, f"message_{name}")
@@ -81,7 +81,7 @@ def some(*biz_ids, **options):
 
 
 class TestConfirmedMessage:
-    def test_confirmed_message_is_published(self, transport, told):
+    def test_confirmed_message_is_published(self, transport, signals_sent):
         [message] = some("a")
 
         report = one_pass(transport)
@@ -90,7 +90,7 @@ class TestConfirmedMessage:
         assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 1, "")
         assert row.settled_at is not None
         assert (report.claimed, report.settled, report.published, report.broken) == (1, 1, 1, None)
-        assert told == [("published", message.position, "")]
+        assert signals_sent == [("published", message.position, "")]
 
     def test_confirmed_message_is_not_sent_again(self, peer, transport):
         some("a")
@@ -115,7 +115,7 @@ class TestConfirmedMessage:
 
 
 class TestFailedAttempt:
-    def test_nacked_message_is_retried_after_a_backoff(self, peer, transport, told, caplog):
+    def test_nacked_message_is_retried_after_a_backoff(self, peer, transport, signals_sent, caplog):
         bad, good = some("bad", "good")
         answering(peer, bad="nack")
 
@@ -127,7 +127,7 @@ class TestFailedAttempt:
         assert timedelta(minutes=29) < row.available_at - row.created_at < timedelta(minutes=62)
         assert state_of(good) == State.PUBLISHED
         assert (report.settled, report.published) == (2, 1)
-        assert ("retrying", bad.position, row.last_error) in told
+        assert ("retrying", bad.position, row.last_error) in signals_sent
         assert "was not published at attempt 1" in caplog.text
 
     def test_nacked_message_is_sent_again_with_the_same_id_when_due(self, peer, transport):
@@ -144,7 +144,7 @@ class TestFailedAttempt:
         assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 2, "")
         assert len(set(ids(peer.published))) == 1, "every resend has the same id"
 
-    def test_last_failed_attempt_makes_the_message_dead(self, peer, transport, told, caplog):
+    def test_last_failed_attempt_makes_the_message_dead(self, peer, transport, signals_sent, caplog):
         [message] = some("bad")
         set_columns(message, attempts=15)
         answering(peer, bad="nack")
@@ -154,10 +154,10 @@ class TestFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.DEAD, 16)
         assert row.settled_at is not None
-        assert told == [("dead", message.position, row.last_error)]
+        assert signals_sent == [("dead", message.position, row.last_error)]
         assert "is dead at attempt 16" in caplog.text
 
-    def test_unroutable_message_is_retried_past_max_attempts_with_the_reason(self, peer, transport, told):
+    def test_unroutable_message_is_retried_past_max_attempts_with_the_reason(self, peer, transport, signals_sent):
         [message] = some("lost")
         set_columns(message, attempts=500)
         answering(peer, lost="return")
@@ -167,11 +167,14 @@ class TestFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.RETRYING, 501)
         assert "no queue is bound to exchange 'outbox' for topic 'shop.order.placed'" in row.last_error
-        assert told == [("retrying", message.position, row.last_error)]
+        assert signals_sent == [("retrying", message.position, row.last_error)]
         assert row.available_at - row.created_at < timedelta(minutes=2)
 
     def test_failed_attempt_is_stored_even_if_a_signal_receiver_raises(self, peer, transport):
-        def receiver(**extra):
+        called = []
+
+        def receiver(message, **extra):
+            called.append(message.position)
             raise RuntimeError("the receiver's own problem")
 
         [message] = some("bad")
@@ -182,6 +185,7 @@ class TestFailedAttempt:
         finally:
             signals.message_retrying.disconnect(receiver)
 
+        assert called == [message.position]
         assert state_of(message) == State.RETRYING
 
     def test_signal_of_a_failed_attempt_is_sent_after_the_commit(self, peer, transport):
@@ -291,7 +295,7 @@ class TestRefusedMessage:
 
 
 class TestExpiredMessages:
-    def test_expired_message_is_not_sent(self, peer, transport, told):
+    def test_expired_message_is_not_sent(self, peer, transport, signals_sent):
         gone, alive = some("gone", "alive", expires_in=timedelta(hours=1))
         set_columns(gone, expires_at=DatabaseTime())
 
@@ -301,7 +305,7 @@ class TestExpiredMessages:
         assert row_of(gone).attempts == 0
         assert row_of(gone).settled_at is not None
         assert ids(peer.published) == [str(alive.id)]
-        assert ("expired", gone.position, "") in told
+        assert ("expired", gone.position, "") in signals_sent
 
     def test_expired_message_does_not_hold_its_key(self, peer, transport):
         gone, alive = some("gone", "alive", key="k", expires_in=timedelta(hours=1))
@@ -329,7 +333,7 @@ class TestOrder:
         def script(message):
             name = message.headers["cloudEvents:bizid"]
             if name.startswith("k"):
-                assert len(confirmed) == int(name[1]) - 1, "one of a key is under way at a time"
+                assert len(confirmed) == int(name[1]) - 1, "one message of a key is under way at a time"
                 confirmed.append(name)
             return [partial(peer.ack, message)]
 
@@ -424,11 +428,13 @@ def test_pass_without_ready_messages_claims_and_sends_nothing(peer, transport):
     assert not peer.published
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_pass_publishes_the_messages_of_its_own_database_only(peer):
-    mine = published()
+    mine, theirs = published(), published(using="other")
     with connected(peer.url) as transport:
         single = Pass("default", transport, quick())
         single.run(store.look("default").busy, 10)
         single.close()
 
     assert ids(peer.published) == [str(mine.id)]
+    assert (state_of(mine), state_of(theirs, "other")) == (State.PUBLISHED, State.READY)

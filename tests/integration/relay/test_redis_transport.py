@@ -1,4 +1,4 @@
-"""Redis through kombu: no confirms, but no silent loss that could be seen coming."""
+"""Redis through kombu: no confirms, and no silent loss of a message that no queue is bound for."""
 
 import pytest
 

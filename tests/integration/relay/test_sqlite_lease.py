@@ -1,4 +1,4 @@
-"""Where the database has one writer, one relay works at a time, by a lease that fences."""
+"""On SQLite, which has one writer, one relay works at a time, under a lease with a fencing token."""
 
 import logging
 import uuid
@@ -17,6 +17,7 @@ from tests.support.relaying import (
     connected,
     drained,
     eventually,
+    ids,
     in_threads,
     published,
     quick,
@@ -26,16 +27,11 @@ from tests.support.relaying import (
     waiting,
 )
 
-# The lease itself is plain SQL; what rests on it being used runs on SQLite only.
+# The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+sqlite_only = pytest.mark.skipif(connection.vendor != "sqlite", reason="relays on PostgreSQL need no lease")
 
-SPAN = timedelta(minutes=5)
-
-
-@pytest.fixture
-def sqlite_only():
-    if connection.vendor != "sqlite":
-        pytest.skip("relays on PostgreSQL are equals and need no lease")
+DURATION = timedelta(minutes=5)
 
 
 @pytest.fixture
@@ -46,12 +42,12 @@ def peer():
 
 @pytest.fixture
 def ours():
-    return Lease("default", SPAN)
+    return Lease("default", DURATION)
 
 
 @pytest.fixture
 def theirs():
-    return Lease("default", SPAN)
+    return Lease("default", DURATION)
 
 
 def expire_the_lease():
@@ -111,7 +107,7 @@ class TestLease:
             ours.settle(Settlement(published=[message.position]))
 
         assert state_of(message) == State.READY
-        assert RelayLease.objects.get().in_hand == [message.position], "what the other has in hand is still his"
+        assert RelayLease.objects.get().in_hand == [message.position], "the rows claimed by the new holder stay claimed"
         assert theirs.settle(Settlement(published=[message.position])) == 1
 
     def test_expired_lease_settles_nothing_even_if_no_relay_took_it_over(self, ours):
@@ -130,34 +126,46 @@ class TestLease:
         with pytest.raises(LeaseLost):
             theirs.settle(Settlement(published=[message.position]))
 
+        assert state_of(message) == State.READY
+
     def test_one_of_four_concurrent_claims_gets_the_lease(self):
         published()
         answers = []
 
         def ask():
-            answers.append(take(Lease("default", SPAN)))
+            answers.append(take(Lease("default", DURATION)))
 
         with in_threads(*[ask] * 4):
             pass
 
+        assert len(answers) == 4
         assert sum(answer is not None for answer in answers) == 1
 
+    def test_every_lease_has_a_token_of_its_own(self):
+        with transaction.atomic():
+            tokens = {Lease("default", DURATION)._token for _ in range(100)}
 
+        assert len(tokens) == 100
+        assert all(isinstance(token, uuid.UUID) for token in tokens)
+
+
+@sqlite_only
 class TestCancel:
-    def test_cancel_of_a_claimed_row_is_too_late(self, sqlite_only, ours):
+    def test_cancel_of_a_claimed_row_is_too_late(self, ours):
         message = published()
         take(ours)
 
         assert not store.cancel("default", message.position)
         assert state_of(message) == State.READY
 
-    def test_cancel_of_an_unclaimed_row_succeeds(self, sqlite_only, ours):
+    def test_cancel_of_an_unclaimed_row_succeeds(self, ours):
         take(ours)
         message = published()
 
         assert store.cancel("default", message.position)
+        assert state_of(message) == State.CANCELLED
 
-    def test_cancel_after_the_lease_expired_succeeds_and_its_holder_settles_nothing(self, sqlite_only, ours):
+    def test_cancel_after_the_lease_expired_succeeds_and_its_holder_settles_nothing(self, ours):
         message = published()
         take(ours)
         expire_the_lease()
@@ -167,16 +175,18 @@ class TestCancel:
             ours.settle(Settlement(published=[message.position]))
         assert state_of(message) == State.CANCELLED
 
-    def test_cancel_after_the_claim_was_settled_succeeds(self, sqlite_only, ours):
+    def test_cancel_after_the_claim_was_settled_succeeds(self, ours):
         message = published()
         take(ours)
         ours.settle(Settlement())
 
         assert store.cancel("default", message.position)
+        assert state_of(message) == State.CANCELLED
 
 
+@sqlite_only
 class TestRelay:
-    def test_second_relay_waits_and_logs_the_lease_holder_once(self, sqlite_only, peer, theirs, caplog):
+    def test_second_relay_waits_and_logs_the_lease_holder_once(self, peer, theirs, caplog):
         published()
         take(theirs)
 
@@ -189,22 +199,23 @@ class TestRelay:
 
         assert caplog.text.count("SQLite takes one relay at a time") == 1
 
-    def test_relay_releases_the_lease_when_it_ends(self, sqlite_only, peer):
+    def test_relay_releases_the_lease_when_it_ends(self, peer):
         published()
         drained(peer.url)
 
+        assert states() == [State.PUBLISHED]
         assert not RelayLease.objects.exists()
 
-    def test_relay_whose_lease_expired_during_a_send_settles_nothing_and_logs_it(self, sqlite_only, peer, caplog):
+    def test_relay_whose_lease_expired_during_a_send_settles_nothing_and_logs_it(self, peer, caplog):
         caplog.set_level(logging.WARNING)
         message = published()
 
-        def sleep_over_it(arrived):
+        def outlast_the_lease(arrived):
             with in_threads(expire_the_lease):
                 pass
             return [lambda: peer.ack(arrived)]
 
-        peer.script = sleep_over_it
+        peer.script = outlast_the_lease
         with connected(peer.url) as transport:
             report = Pass("default", transport, quick()).run(store.look("default").busy, 10)
 
@@ -212,7 +223,7 @@ class TestRelay:
         assert state_of(message) == State.READY
         assert "overslept its lease" in caplog.text
 
-    def test_relay_does_not_hold_the_write_lock_while_it_sends(self, sqlite_only, peer):
+    def test_relay_does_not_hold_the_write_lock_while_it_sends(self, peer):
         published(biz_id="first")
         written = []
 
@@ -228,18 +239,11 @@ class TestRelay:
         assert len(written) == 1
         assert states() == [State.PUBLISHED] * 2
 
-    def test_two_relays_publish_every_message_once(self, sqlite_only, peer):
+    def test_two_relays_publish_every_message_once(self, peer):
         for _ in range(20):
             published()
 
         with relaying(peer.url, relays=2, BATCH_SIZE=5):
             eventually(lambda: not waiting())
 
-        assert len(peer.published) == 20
-
-    def test_every_lease_has_a_token_of_its_own(self):
-        with transaction.atomic():
-            tokens = {Lease("default", SPAN)._token for _ in range(100)}
-
-        assert len(tokens) == 100
-        assert all(isinstance(token, uuid.UUID) for token in tokens)
+        assert len(peer.published) == len(set(ids(peer.published))) == 20

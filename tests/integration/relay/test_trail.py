@@ -1,4 +1,4 @@
-"""The trail: every transition that matters to a person, from which state, to which, in whose hands and why."""
+"""The trail: an entry for every recorded transition, with the old state, the new state, the process and the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOUR = timedelta(hours=1)
 
 
 def trail_of(message):
-    """From, to and reason of each of its entries, in their order."""
+    """The old state, the new state and the reason of each of its entries, in order."""
     entries = TrailEntry.objects.filter(message_id=message.id).order_by("pk")
     assert {entry.process for entry in entries} <= {process_name()}
     assert all(entry.at <= timezone.now() for entry in entries)
@@ -126,7 +126,7 @@ class TestRelay:
         assert trail_of(message) == []
 
     def test_publishing_waiting_and_promotion_leave_no_entry_by_default(self):
-        """By default a message that is published costs no statement more than without a trail."""
+        """By default publishing costs no more statements than without a trail."""
         with CaptureQueriesContext(connection) as captured:
             message, waiting, due = published(), published(), in_state(State.SCHEDULED)
             settled(published=[row_of(message).pk], waiting=[row_of(waiting).pk])

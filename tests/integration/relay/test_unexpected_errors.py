@@ -1,4 +1,4 @@
-"""An error that nobody foresaw, in our own code: no delivery is lost, none goes round and round unseen."""
+"""An unexpected error in our own code: no delivery is lost, and none is redelivered for ever without being seen."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.loads import a_delivery, receive_load
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
 
-class Unforeseen(BaseException):
+class Unexpected(BaseException):
     pass
 
 
-@pytest.fixture(params=[Unforeseen, ZeroDivisionError], ids=lambda kind: kind.__name__)
+@pytest.fixture(params=[Unexpected, ZeroDivisionError], ids=lambda kind: kind.__name__)
 def kind(request):
     return request.param
 
 
 @pytest.fixture
 def breaks(monkeypatch, kind):
-    """`breaks(name)`: what a worker calls by that name fails, before it does anything or `after`."""
+    """`breaks(name)`: the function of that name raises when a worker calls it, before or `after` its work."""
 
     def breaks(name, *, after=False):
         work = getattr(reception, name)
@@ -36,14 +36,14 @@ def breaks(monkeypatch, kind):
         def broken(*arguments, **given):
             if after:
                 work(*arguments, **given)
-            raise kind("nobody foresaw it")
+            raise kind("unexpected")
 
         monkeypatch.setattr(reception, name, broken)
 
     return breaks
 
 
-@pytest.mark.parametrize("redelivered", [False, True])
+@pytest.mark.parametrize("redelivered", [False, True], ids=["first delivery", "redelivery"])
 def test_unexpected_error_is_stored_as_a_failed_attempt_with_its_traceback(handles, breaks, kind, redelivered):
     handler = handles(the_effect)
     breaks("receive")
@@ -51,7 +51,7 @@ def test_unexpected_error_is_stored_as_a_failed_attempt_with_its_traceback(handl
     assert receive_load([a_delivery(handler, redelivered=redelivered)]) == [Received.STORED]
 
     row = the_row()
-    assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, f"{kind.__name__}: nobody foresaw it")
+    assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, f"{kind.__name__}: unexpected")
     assert "in broken" in row.traceback
     run_to_the_end()
     assert (the_row().state, effects()) == (State.DONE, 1)

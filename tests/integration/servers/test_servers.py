@@ -1,4 +1,4 @@
-"""The servers the other tests rely on: they serve, they die when told, and they come back with what they confirmed."""
+"""The private servers of the test suite: they serve, they can be killed, and they keep what they confirmed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A_WHILE = 60.0
 def wait_until(condition, within=A_WHILE):
     deadline = time.monotonic() + within
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, f"not true within {within} s"
         time.sleep(0.02)
 
 
@@ -132,8 +132,11 @@ class TestRedis:
         with redis.Redis.from_url(redis_url) as client:
             assert client.get("kept") == b"7"
 
-    def test_redis_url_fixture_empties_the_database(self, redis_url):
-        with redis.Redis.from_url(redis_url) as client:
+    def test_redis_url_fixture_empties_the_database(self, redis_server, request):
+        with redis.Redis.from_url(redis_server.start().url) as client:
+            client.set("left", "behind")
+
+            assert request.getfixturevalue("redis_url") == redis_server.url
             assert client.dbsize() == 0
 
 
@@ -152,14 +155,14 @@ class TestOwnership:
             wait_until(lambda: not watcher.is_alive(server))
 
     def test_watcher_that_starts_after_its_owner_died_still_ends_the_server(self):
-        nobody = 2**22 + 1  # more than the kernel gives out
+        no_process = 2**22 + 1  # more than the kernel gives out
         heard, said = os.pipe()
         with subprocess.Popen(["sleep", "600"]) as orphan:
             try:
                 os.write(said, json.dumps({"do": "watch", "pid": orphan.pid, "ask_with": int(signal.SIGTERM)}).encode() + b"\n")
                 # The pipe stays open, as a forked child of the owner may have it.
                 subprocess.run(
-                    [sys.executable, "-I", "-S", watcher.__file__, str(nobody)], stdin=heard, timeout=A_WHILE, check=True
+                    [sys.executable, "-I", "-S", watcher.__file__, str(no_process)], stdin=heard, timeout=A_WHILE, check=True
                 )
                 assert orphan.wait(A_WHILE) == -signal.SIGTERM
             finally:
@@ -193,35 +196,35 @@ class TestOwnership:
 class TestProxy:
     def test_proxy_forwards_both_ways(self, echo):
         with a_client(echo.proxy) as client:
-            assert said_back(client, b"hello") == b"hello"
+            assert echoed(client, b"hello") == b"hello"
 
         wait_until(lambda: (echo.proxy.bytes_to_server, echo.proxy.bytes_to_client) == (5, 5))
 
     def test_cut_resets_open_connections_and_accepts_new_ones(self, echo):
         with a_client(echo.proxy) as client:
-            said_back(client, b"hello")
+            echoed(client, b"hello")
             echo.proxy.cut()
             with pytest.raises(ConnectionResetError):
                 client.recv(1)
 
         with a_client(echo.proxy) as client:
-            assert said_back(client, b"again") == b"again"
+            assert echoed(client, b"again") == b"again"
 
     def test_refuse_rejects_new_connections_until_accept(self, echo):
         with a_client(echo.proxy) as old:
-            said_back(old, b"hello")
+            echoed(old, b"hello")
             echo.proxy.refuse()
             with pytest.raises(ConnectionRefusedError):
                 a_client(echo.proxy)
-            assert said_back(old, b"still") == b"still"
+            assert echoed(old, b"still") == b"still"
 
         echo.proxy.accept()
         with a_client(echo.proxy) as new:
-            assert said_back(new, b"again") == b"again"
+            assert echoed(new, b"again") == b"again"
 
     def test_freeze_accepts_everything_and_forwards_nothing_until_thaw(self, echo):
         with a_client(echo.proxy) as old:
-            said_back(old, b"hello")
+            echoed(old, b"hello")
             echo.proxy.freeze()
             with a_client(echo.proxy) as new:
                 for client in (old, new):
@@ -239,7 +242,7 @@ class TestProxy:
         with a_client(echo.proxy) as client:
             echo.proxy.delay(A_MOMENT)
             began_at = time.monotonic()
-            said_back(client, b"hello")
+            echoed(client, b"hello")
 
             assert time.monotonic() - began_at >= 2 * A_MOMENT
 
@@ -260,7 +263,7 @@ class TestProxy:
 
         wait_until(lambda: echo.received == b"abc")
         with a_client(echo.proxy) as client:
-            assert said_back(client, b"again") == b"again"
+            assert echoed(client, b"again") == b"again"
 
     def test_large_stream_arrives_complete(self, echo):
         sent = os.urandom(1 << 20)
@@ -291,7 +294,7 @@ class TestProxy:
 
 
 class Echo:
-    """A server that says everything back, behind a proxy."""
+    """A server that sends back all it receives, behind a proxy."""
 
     def __init__(self):
         self.received = b""
@@ -333,7 +336,7 @@ def a_client(proxy):
     return socket.create_connection(("127.0.0.1", proxy.port), timeout=A_WHILE)
 
 
-def said_back(client, words):
+def echoed(client, words):
     client.sendall(words)
     return client.recv(65536)
 
