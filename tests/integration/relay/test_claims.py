@@ -1,4 +1,4 @@
-"""Many relays on one PostgreSQL: nothing skipped, nothing held twice, nothing settled by a relay that overslept."""
+"""Several relays on one PostgreSQL: no message skipped, none claimed twice, none settled after the transaction has ended."""
 
 import re
 import threading
@@ -63,7 +63,7 @@ def a_backlog(count=A_LOT, keys=20):
 
 
 def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
-    """A high-water mark would skip the second one for ever."""
+    """A high-water mark would skip for ever the message that commits second."""
     first_has_its_id, second_has_committed = threading.Event(), threading.Event()
     written = {}
 
@@ -98,7 +98,7 @@ def test_concurrent_claims_never_share_a_row():
                     overlaps.extend(position for position in taken if held[position] > 1)
                     rounds.append(len(taken))
                     others = sum(held.values()) > len(taken)
-                if others:  # hold on to it while the others look for something to take
+                if others:  # keep the claim while the others look for rows
                     with connection.cursor() as cursor:
                         cursor.execute("SELECT pg_sleep(0.005)")
                 store.settle("default", Settlement(published=taken))
@@ -124,7 +124,7 @@ def test_claim_skips_shards_locked_by_another_transaction_and_takes_the_others()
         seen = claimed_elsewhere()
 
     assert seen == {late.position}
-    assert claimed_elsewhere() == {one.position, other.position, late.position}, "the locks went with the transaction"
+    assert claimed_elsewhere() == {one.position, other.position, late.position}, "the locks ended with the transaction"
 
 
 def published_elsewhere(**options):
@@ -192,7 +192,7 @@ def test_publishing_while_relays_run_loses_nothing(peer):
 
 
 def test_pass_settles_every_row_but_one_locked_by_another_transaction(peer):
-    """Or the whole batch would be sent again with every pass, for as long as somebody's psql is open."""
+    """Otherwise every pass would send the whole batch again for as long as that transaction is open."""
     locked, *others = [published(biz_id=str(n)) for n in range(5)]
     with psycopg.connect(**connection_parameters()) as other:
         other.execute("UPDATE outbox_outboxmessage SET last_error = 'mine' WHERE id = %s", [locked.position])
@@ -229,7 +229,7 @@ class TestTransactionBounds:
         with psycopg.connect(**connection_parameters(), autocommit=True) as other, in_threads(oversleep):
             pass
 
-        assert [is_outage(error) for error in woken] == [True], "nobody's fault: it begins again"
+        assert [is_outage(error) for error in woken] == [True], "an outage, after which the relay begins again"
         assert state_of(message) == State.READY
 
     def test_transaction_bounds_do_not_outlast_the_transaction(self):
@@ -259,14 +259,14 @@ def shown(name):
 
 
 class TestCancelling:
-    """What an operator does to a row while a relay may have it in hand."""
+    """What an operator does to a row that a relay may have claimed."""
 
     @pytest.fixture(autouse=True)
-    def patient(self, monkeypatch):
+    def long_operators_wait(self, monkeypatch):
         monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
 
-    def cancelled_beside_a_pass(self, message, settlement):
-        """Cancel while a pass has the message; the pass ends only once the cancel waits for it."""
+    def cancelled_during_a_pass(self, message, settlement):
+        """Cancel while a pass has claimed the message; the pass ends only once the cancel waits for it."""
         answers = []
 
         def cancel():
@@ -276,7 +276,7 @@ class TestCancelling:
             assert message.position in {row.position for row in in_hand(10)}
             thread = threading.Thread(target=lambda: (cancel(), connections.close_all()))
             thread.start()
-            eventually(somebody_waits_for_an_advisory_lock)
+            eventually(a_session_waits_for_an_advisory_lock)
             assert not answers, "it waits for the pass"
             store.settle("default", settlement)
         thread.join()
@@ -285,20 +285,20 @@ class TestCancelling:
     def test_cancel_waits_for_the_pass_and_fails_if_it_published_the_message(self):
         message = published()
 
-        assert not self.cancelled_beside_a_pass(message, Settlement(published=[message.position]))
+        assert not self.cancelled_during_a_pass(message, Settlement(published=[message.position]))
         assert state_of(message) == State.PUBLISHED
 
     def test_cancel_waits_for_the_pass_and_succeeds_if_it_published_nothing(self):
         message = published()
 
-        assert self.cancelled_beside_a_pass(message, Settlement())
+        assert self.cancelled_during_a_pass(message, Settlement())
         assert state_of(message) == State.CANCELLED
 
     def test_cancel_waits_for_the_pass_and_cancels_a_message_to_be_retried(self):
         message = published()
         failure = Failure(positions=[message.position], error="nack", retry_after=HOUR)
 
-        assert self.cancelled_beside_a_pass(message, Settlement(failed=[failure]))
+        assert self.cancelled_during_a_pass(message, Settlement(failed=[failure]))
         assert state_of(message) == State.CANCELLED
 
     def test_cancel_in_an_open_transaction_keeps_relays_from_claiming_until_it_ends(self):
@@ -313,10 +313,11 @@ class TestCancelling:
     def test_cancel_restores_the_lock_timeout_of_the_caller(self):
         message = published()
         with transaction.atomic():
-            before = shown("lock_timeout")
-            store.cancel("default", message.position)
+            with connection.cursor() as cursor:
+                cursor.execute("SET LOCAL lock_timeout = '1234ms'")
+            assert store.cancel("default", message.position)
 
-            assert shown("lock_timeout") == before
+            assert shown("lock_timeout") == "1234ms"
 
     def test_cancel_of_a_missing_row_returns_false(self):
         assert not store.cancel("default", 10**9)
@@ -338,9 +339,9 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     with CaptureQueriesContext(connection) as captured:
         by_cursor = read()
 
-    (sight, claim), (same_sight, same_claim) = by_prepared, by_cursor
+    (work_found, claim), (same_work_found, same_claim) = by_prepared, by_cursor
     assert len(claim.rows) == 2
-    assert (sight, claim.refused) == (same_sight, same_claim.refused)
+    assert (work_found, claim.refused) == (same_work_found, same_claim.refused)
     assert [row._replace(lasting=None) for row in claim.rows] == [row._replace(lasting=None) for row in same_claim.rows]
     [(first, second), (none, none_either)] = sorted(
         ((row.lasting, same.lasting) for row, same in zip(claim.rows, same_claim.rows, strict=True)), key=str
@@ -351,7 +352,7 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
 
 
 def test_prepared_statements_never_use_a_generic_plan():
-    """A plan that was made while it was empty and PostgreSQL knew that would read all of it, once for every shard."""
+    """A plan made while PostgreSQL knew the table to be empty would read the whole table, once for every shard."""
     connection.close()
     analyse()
     for _ in range(12):
@@ -364,7 +365,7 @@ def test_prepared_statements_never_use_a_generic_plan():
         assert cursor.fetchall() == [("outbox_look", 0), ("outbox_read", 0)]
 
 
-def somebody_waits_for_an_advisory_lock():
+def a_session_waits_for_an_advisory_lock():
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
         return cursor.fetchone()[0]
@@ -428,7 +429,7 @@ class TestIndexes:
             assert "Join" not in plan, plan
 
     def test_promoting_due_messages_does_not_read_those_due_later(self, published_before):
-        """A relay asks many times a second; a million messages scheduled for tomorrow must not be read each time."""
+        """A relay asks many times a second, and must not read a million messages scheduled for tomorrow each time."""
         OutboxMessage.objects.filter(state=State.PUBLISHED).update(
             state=State.SCHEDULED, available_at=DatabaseTime(HOUR), settled_at=None
         )
@@ -449,6 +450,7 @@ class TestIndexes:
         [plan] = explained(lambda: store.settle("default", Settlement(published=positions)))
 
         assert "Seq Scan on outbox_outboxmessage" not in plan
+        assert "outbox_outboxmessage_pkey" in plan
 
     def test_indexes_are_used_when_the_statistics_are_of_an_empty_table(self):
         analyse()
@@ -460,7 +462,7 @@ class TestIndexes:
         pages_by_statement(by_index=True, may_sort=OF_WHAT_IS_DUE)
 
     def test_pages_read_per_statement_do_not_grow_with_a_table_of_over_a_million_rows(self):
-        """A pass costs what it carries, whatever lies around."""
+        """The cost of a pass depends on the messages it publishes and not on the other rows."""
         filled("ready", 2_000, key="'key-' || n % 500")
         filled("ready", 200, due="now() + interval '1 ms'")
         filled("scheduled", 200, due="now() - interval '1 s'")
@@ -582,7 +584,7 @@ def pages_of(plan):
 
 
 class TestPinnedVacuumHorizon:
-    """While anybody's old transaction is open, no vacuum removes the versions that were ready once."""
+    """While an old transaction is open, vacuum cannot remove the row versions that were ready before."""
 
     @pytest.fixture
     def pinned(self):
@@ -604,9 +606,9 @@ class TestPinnedVacuumHorizon:
                 rows = []
 
                 def look_and_claim(rows=rows):
-                    sight = store.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
-                    floors.end(sight)
-                    rows += store.claim_ready("default", sight.busy, 500).rows
+                    work_found = store.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
+                    floors.end(work_found)
+                    rows += store.claim_ready("default", work_found.busy, 500).rows
 
                 costs.append(sum(map(pages_of, measured(look_and_claim))))
                 store.settle("default", Settlement(published=[row.position for row in rows]))
@@ -658,7 +660,7 @@ def explained(action):
 
 
 def psycopg_cursor(wrapper):
-    """A cursor the wrapper above does not see, on the same connection and in the same transaction."""
+    """A cursor that the wrapper above does not see, on the same connection and in the same transaction."""
     return wrapper.connection.cursor()
 
 
@@ -679,8 +681,8 @@ class TestBehindDeadHeads:
 
 
 @st.composite
-def what_a_shard_has(draw):
-    """Ready messages of one shard: which lie aside, in what order they are read, and how many of either index at most."""
+def ready_rows_of_a_shard(draw):
+    """Ready messages of one shard, some of them in the secondary ready index, and how many to read of each index at most."""
     rows = [
         a_ready_row(
             position,
@@ -697,7 +699,7 @@ def a_ready_row(position, **values):
     return RelayedMessage(**{**dict.fromkeys(RelayedMessage._fields, ""), "position": position, "shard": 0, **values})
 
 
-@given(what_a_shard_has())
+@given(ready_rows_of_a_shard())
 @settings(max_examples=500, deadline=None)
 def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_rows):
     rows, each = given_rows
@@ -710,11 +712,11 @@ def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_r
     for row in kept:
         earlier = {other.position for other in rows if row.key and other.key == row.key and other.position < row.position}
         assert earlier <= in_hand
-    assert kept or not rows, "and something is carried"
+    assert kept or not rows, "and at least one message is claimed"
 
 
 def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):
-    """It wakes with its transaction ended, and others may have decided about its messages meanwhile."""
+    """When it wakes, its transaction has ended and its messages may have been published or cancelled meanwhile."""
     published()
     claim = store.claim_ready
 
@@ -733,18 +735,18 @@ def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeyp
 
 
 class TestFloors:
-    """Looks from the start, which would find everything in time, are put off here: nothing may need them."""
+    """With `never_from_the_start` no test is saved by a read from the start, which finds every ready row in the end."""
 
     @pytest.fixture
     def never_from_the_start(self, monkeypatch):
         monkeypatch.setattr(floors, "_LOOK_FROM_THE_START_SECONDS", 10_000.0)
 
     def passed(self, relays, message):
-        """The floors of all relays are above this message."""
+        """Are the floors of all relays above this message?"""
         return all(relay._floors.now.get(row_of(message).shard, 0) >= message.position for relay in relays)
 
     def passed_by_publishing(self, relays, message):
-        """Publish until they are."""
+        """Publish until the floors of all relays are above this message."""
 
         def condition():
             published()
@@ -754,7 +756,7 @@ class TestFloors:
 
     @contextmanager
     def slow_transaction(self, messages, **options):
-        """Its message has got its position; it commits at the end of the block."""
+        """A transaction whose message has its position at the start of the block, and which commits at the end of it."""
         written, commit = threading.Event(), threading.Event()
 
         def write():
@@ -820,7 +822,7 @@ class TestFloors:
         assert ids(peer.published).count(str(unknown.id)) > 1
 
     def test_row_made_ready_by_sql_below_the_floor_is_published(self, peer):
-        """Not by our functions, and so below a floor: found by a look from the start."""
+        """An UPDATE past our functions leaves it below the floor; a read from the start finds it."""
         message = published()
         with relaying(peer.url) as relays:
             self.passed_by_publishing(relays, message)
@@ -830,7 +832,7 @@ class TestFloors:
         assert ids(peer.published).count(str(message.id)) == 2
 
     def test_floors_of_three_relays_skip_no_message_and_keep_the_order_of_keys(self, peer, never_from_the_start):
-        """Writers whose transactions take different times, on keys of their own."""
+        """Each writer has a key of its own and transactions of different durations."""
 
         def write(writer):
             dice = Random(writer)
@@ -854,10 +856,10 @@ class TestFloors:
 
 
 class TestWriters:
-    """Floors wait for them, so none may be missed from the moment it has a position to the moment others see its rows."""
+    """Floors wait for them, so a writer must be seen from when it has a position until its rows are visible."""
 
     def seen_while(self, write):
-        """How many others write, while `write` has done its work in an open transaction of its own."""
+        """How many writers are seen while another transaction that has called `write` is open."""
         done, end, answers = threading.Event(), threading.Event(), []
 
         def open_transaction():
@@ -926,4 +928,4 @@ class TestShare:
                 enough.set()
         drained(peer.url)
 
-        assert len(ids(peer.published)) == len(set(ids(peer.published))), "and neither had what the other had in hand"
+        assert len(ids(peer.published)) == len(set(ids(peer.published))), "no message was claimed by both"

@@ -1,6 +1,8 @@
-"""What a relay says of itself while it runs: truthful, cheap, and never in the way of its work."""
+"""The heartbeat of a running relay: correct, cheap, and never in the way of its work."""
 
 import logging
+import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -9,6 +11,7 @@ from django.db import OperationalError, connection, connections
 
 from outbox import store
 from outbox.kernel.clock import utcnow
+from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
@@ -30,7 +33,7 @@ class Clock:
     def __call__(self):
         return self.now
 
-    def passes(self, seconds):
+    def advance(self, seconds):
         self.now += seconds
 
 
@@ -48,10 +51,10 @@ def heartbeat(clock):
 
 @pytest.fixture
 def next_beat(clock, heartbeat):
-    """The row as the next beat writes it, after `seconds`."""
+    """The row as the next heartbeat writes it, after `seconds`."""
 
     def beat(seconds=module.HEARTBEAT_SECONDS):
-        clock.passes(seconds)
+        clock.advance(seconds)
         heartbeat.beat()
         return the_row()
 
@@ -62,18 +65,18 @@ def the_row():
     return store.relays("default").get()
 
 
-def is_near(instant, span=timedelta()):
-    return abs(utcnow() - span - instant) < timedelta(seconds=30)
+def is_near(instant, ago=timedelta()):
+    return abs(utcnow() - ago - instant) < timedelta(seconds=30)
 
 
 class TestRow:
     def test_second_heartbeat_of_a_relay_updates_its_row(self):
-        told = a_beat(running_for=timedelta(minutes=5), since_pass=timedelta(minutes=1), published=7, rate=1.5)
-        store.beat("default", told)
+        beat = a_beat(running_for=timedelta(minutes=5), since_pass=timedelta(minutes=1), published=7, rate=1.5)
+        store.beat("default", beat)
         fall_silent(A_MOMENT)
         first = the_row()
         again = a_beat(
-            id=told.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
+            id=beat.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
         )
         store.beat("default", again)
         second = the_row()
@@ -100,7 +103,9 @@ class TestRow:
         fall_silent(SILENT_AFTER + A_MOMENT)
         assert the_row().silent is True
 
-    @pytest.mark.parametrize("silent_for", [SILENT_AFTER, SILENT_AFTER - timedelta(milliseconds=1)])
+    @pytest.mark.parametrize(
+        "silent_for", [SILENT_AFTER, SILENT_AFTER - timedelta(milliseconds=1)], ids=["at the limit", "1 ms before"]
+    )
     def test_silent_agrees_with_the_database_clock_at_the_limit(self, silent_for):
         a_relay(silent_for=silent_for)
 
@@ -119,8 +124,8 @@ class TestRow:
 
     def test_retire_deletes_only_the_row_of_that_relay(self):
         ended, running = a_beat(), a_beat()
-        for told in (ended, running):
-            store.beat("default", told)
+        for beat in (ended, running):
+            store.beat("default", beat)
 
         store.retire("default", ended.id)
 
@@ -139,9 +144,8 @@ class TestHeartbeat:
         heartbeat.beat()
 
         row = the_row()
-        assert row.host
-        assert row.pid > 0
-        assert row.version
+        assert (row.host, row.pid) == (socket.gethostname(), os.getpid())
+        assert row.version == module.version("django-exactly-once")
         assert is_near(row.started_at)
         assert (row.last_pass_at, row.published, row.rate, row.waits_for) == (None, 0, 0.0, "")
 
@@ -155,10 +159,10 @@ class TestHeartbeat:
     def test_heartbeat_is_written_every_two_seconds_and_not_more_often(self, heartbeat, clock, django_assert_num_queries):
         heartbeat.beat()
         heartbeat.published(1)
-        clock.passes(1.9)
+        clock.advance(1.9)
         with django_assert_num_queries(0):
             heartbeat.beat()
-        clock.passes(0.1)
+        clock.advance(0.1)
         with django_assert_num_queries(1):
             heartbeat.beat()
 
@@ -189,7 +193,7 @@ class TestHeartbeat:
 
     def test_heartbeat_has_the_time_of_the_last_successful_pass(self, heartbeat, clock, next_beat):
         heartbeat.passed()
-        clock.passes(60)
+        clock.advance(60)
 
         assert is_near(next_beat().last_pass_at, timedelta(seconds=62))
 
@@ -205,11 +209,20 @@ class TestHeartbeat:
 
         assert next_beat().waits_for == "the broker: [2Jgone"
 
-    @pytest.mark.parametrize("said", ["x" * 10_000, "two\nlines\x00 and a \ud800 surrogate", "é" * 300])
-    def test_waits_for_fits_its_column_for_any_text(self, heartbeat, next_beat, said):
-        heartbeat.waits_for(said)
+    @pytest.mark.parametrize(
+        ("reason", "stored"),
+        [
+            ("x" * 10_000, "x" * (NAME_LENGTH - 1) + "…"),
+            ("two\nlines\x00 and a \ud800 surrogate", "two lines and a surrogate"),
+            ("é" * 300, "é" * (NAME_LENGTH - 1) + "…"),
+        ],
+        ids=["long", "control characters", "multibyte"],
+    )
+    def test_waits_for_fits_its_column_for_any_text(self, heartbeat, next_beat, reason, stored):
+        heartbeat.waits_for(reason)
 
-        assert next_beat().waits_for.startswith(said[:3])
+        assert next_beat().waits_for == stored
+        assert RelayHeartbeat._meta.get_field("waits_for").max_length >= len(stored)
 
     def test_deleted_row_of_a_frozen_relay_is_inserted_again(self, heartbeat, clock, next_beat):
         next_beat()
@@ -222,7 +235,7 @@ class TestHeartbeat:
         heartbeat.close()
         assert not RelayHeartbeat.objects.exists()
 
-        clock.passes(60)
+        clock.advance(60)
         heartbeat.beat()
         assert not RelayHeartbeat.objects.exists()
 
@@ -237,21 +250,17 @@ class TestHeartbeat:
         assert the_row().silent is False
 
 
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="a heartbeat takes a lock that publishers need on SQLite only")
 class TestHeartbeatOnSQLite:
-    """On SQLite every beat takes the lock that publishers need."""
-
-    @pytest.fixture(autouse=True)
-    def _sqlite_only(self):
-        if connection.vendor != "sqlite":
-            pytest.skip("on PostgreSQL a beat is in nobody's way")
+    """Every heartbeat takes the lock of the only writer, which publishers need."""
 
     def test_unchanged_heartbeat_is_written_less_often(self, heartbeat, clock, django_assert_num_queries):
         heartbeat.beat()
         for _ in range(2):
-            clock.passes(module.HEARTBEAT_SECONDS)
+            clock.advance(module.HEARTBEAT_SECONDS)
             with django_assert_num_queries(0):
                 heartbeat.beat()
-        clock.passes(module.HEARTBEAT_SECONDS)
+        clock.advance(module.HEARTBEAT_SECONDS)
         with django_assert_num_queries(1):
             heartbeat.beat()
 
@@ -303,9 +312,10 @@ class TestTwoLoops:
     @pytest.mark.django_db(transaction=True)
     def test_loop_does_not_wait_for_the_heartbeat_of_the_other(self, monkeypatch):
         heartbeat = Heartbeat("default")
-        writing, go_on = threading.Event(), threading.Event()
+        writing, go_on, written = threading.Event(), threading.Event(), []
 
-        def slow(alias, told):
+        def slow(alias, beat):
+            written.append(beat)
             writing.set()
             assert go_on.wait(30)
 
@@ -313,59 +323,60 @@ class TestTwoLoops:
         with in_threads(heartbeat.beat):
             assert writing.wait(30)
             monkeypatch.setattr(heartbeat, "_due_at", 0.0)
-            heartbeat.beat()  # comes back although the other one is not done
+            heartbeat.beat()
+            assert len(written) == 1, "it returned while the other loop was writing, and wrote nothing"
             go_on.set()
 
 
 class TestFailedHeartbeat:
     @pytest.fixture
-    def away(self, monkeypatch):
-        """The database fails every beat until it is put right; how often it was asked."""
+    def failing_database(self, monkeypatch):
+        """Every write of a heartbeat fails while `error` is set; `count` is the number of attempts."""
         real, asked = store.beat, []
 
-        class Away:
+        class FailingDatabase:
             error = OperationalError("server closed the connection unexpectedly")
             count = property(lambda self: len(asked))
 
-        def beat(alias, told):
-            asked.append(told)
-            if Away.error is not None:
-                raise Away.error
-            real(alias, told)
+        def write(alias, beat):
+            asked.append(beat)
+            if FailingDatabase.error is not None:
+                raise FailingDatabase.error
+            real(alias, beat)
 
-        monkeypatch.setattr(store, "beat", beat)
-        return Away
+        monkeypatch.setattr(store, "beat", write)
+        return FailingDatabase
 
     def test_failed_heartbeat_is_logged_once_and_written_when_the_database_is_available(
-        self, away, heartbeat, clock, caplog, next_beat
+        self, failing_database, heartbeat, clock, caplog, next_beat
     ):
         caplog.set_level(logging.INFO, logger="outbox")
         for _ in range(3):
             heartbeat.beat()
-            clock.passes(60)
+            clock.advance(60)
         assert [record.levelname for record in caplog.records] == ["INFO"]
 
-        away.error = None
+        failing_database.error = None
         heartbeat.published(1)
 
         assert next_beat(0).published == 1
 
-    def test_failed_heartbeat_is_not_retried_at_the_next_interval(self, away, heartbeat, clock):
+    def test_failed_heartbeat_is_not_retried_at_the_next_interval(self, failing_database, heartbeat, clock):
         heartbeat.beat()
-        clock.passes(module.HEARTBEAT_SECONDS)
+        clock.advance(module.HEARTBEAT_SECONDS)
         heartbeat.beat()
 
-        assert away().count == 1
+        assert failing_database().count == 1
 
     @pytest.mark.django_db(transaction=True)
-    def test_failed_heartbeat_closes_the_lost_connection(self, away, heartbeat):
+    def test_failed_heartbeat_closes_the_lost_connection(self, failing_database, heartbeat):
         connections["default"].ensure_connection()
 
         heartbeat.beat()
 
         assert connections["default"].connection is None
 
-    def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, away, heartbeat, monkeypatch):
+    def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, failing_database, heartbeat, monkeypatch):
         heartbeat.beat()
         monkeypatch.setattr(store, "retire", pytest.fail)
 
@@ -373,10 +384,15 @@ class TestFailedHeartbeat:
 
     @pytest.mark.django_db(transaction=True)
     def test_close_survives_a_failure_to_delete_the_row(self, heartbeat, monkeypatch):
+        refused = []
+
         def retire(alias, relay):
+            refused.append(relay)
             raise OperationalError("database is locked")
 
         heartbeat.beat()
         monkeypatch.setattr(store, "retire", retire)
 
         heartbeat.close()
+
+        assert refused == [the_row().id]

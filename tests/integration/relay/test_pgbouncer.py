@@ -1,4 +1,4 @@
-"""Behind a transaction-pooling proxy: everything works that works without, and no connection keeps anything of ours."""
+"""Behind PgBouncer in transaction mode: everything works as without it, and no session state stays on a server connection."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def a_backlog(count=A_LOT, keys=20):
         return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
 
 
-def straight():
-    """Past the pooler."""
+def connected_directly():
+    """A connection that bypasses the pooler."""
     given = connections["direct"].get_connection_params()
     return psycopg.connect(**{name: given[name] for name in ("dbname", "user", "host", "port")}, autocommit=True)
 
@@ -97,7 +97,7 @@ def every_server_connection(pgbouncer):
 
 
 def left_behind(pgbouncer):
-    """What the pooler's connections still have of those that used them."""
+    """The session state that clients have left on the server connections of the pooler."""
     found = set()
     with every_server_connection(pgbouncer) as clients:
         for client in clients:
@@ -139,7 +139,7 @@ def test_concurrent_duplicates_have_one_effect(handles):
 
     at_once([lambda: deliver(handler, envelope)] * 3)
 
-    while make_due():  # a copy that was put off
+    while make_due():  # a duplicate that was deferred
         run_to_the_end()
     assert effects() == 1
 
@@ -223,7 +223,7 @@ def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, han
 
 
 def test_session_state_left_on_a_server_connection_is_detected(pgbouncer):
-    """The test above would see it."""
+    """So the test above can fail."""
     with psycopg.connect(pgbouncer.url_of(connection.settings_dict["NAME"]), autocommit=True) as client:
         client.execute("SET statement_timeout = 4321")
         client.execute("LISTEN something")
@@ -256,7 +256,7 @@ class TestDoorbell:
         return StopRequest()
 
     @pytest.fixture(autouse=True)
-    def said(self, caplog):
+    def log(self, caplog):
         caplog.set_level(logging.WARNING)
         return caplog
 
@@ -269,17 +269,17 @@ class TestDoorbell:
             assert bell.wait(SECONDS, never)
 
     def test_commit_through_the_pooler_notifies_a_session_that_bypasses_it(self):
-        with straight() as outside:
+        with connected_directly() as outside:
             outside.execute(f"LISTEN {CHANNEL}")
             with transaction.atomic():
                 ring_after_commit("default")
 
             assert [notify.payload for notify in outside.notifies(timeout=SECONDS, stop_after=1)] == [""]
 
-    def test_listener_behind_the_pooler_warns_and_does_not_listen(self, pgbouncer, bell, never, said):
-        """The LISTEN would stay on a connection that is somebody else's a moment later."""
+    def test_listener_behind_the_pooler_warns_and_does_not_listen(self, pgbouncer, bell, never, log):
+        """The LISTEN would stay on a server connection that another client gets next."""
         with Listener("default", [bell], OutboxOptions()).listening():
-            eventually(lambda: "There is a pooler before the database 'default'" in said.text)
+            eventually(lambda: "There is a pooler before the database 'default'" in log.text)
             eventually(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
 
         assert not bell.wait(0, never)
@@ -293,7 +293,7 @@ class TestDoorbell:
             Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="sessions")).listening(),
         ):
             assert bell.wait(SECONDS, never)
-            with straight() as outside:
+            with connected_directly() as outside:
                 outside.execute(f"NOTIFY {CHANNEL}")
 
             assert bell.wait(SECONDS, never)

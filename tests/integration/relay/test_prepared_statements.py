@@ -1,4 +1,4 @@
-"""Prepared statements: there where they help, gone without harm, and nowhere that they could be somebody else's."""
+"""The prepared statements of the inbox: reused, prepared again when dropped, and not used behind a pooler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = {"inbox_begin", "inbox_finish"}
 
 
 @pytest.fixture(autouse=True)
-def _a_connection_nobody_has_used():
+def _new_connection():
     connection.close()
 
 
@@ -41,8 +41,8 @@ def prepared():
 
 
 @contextmanager
-def watched():
-    """Somebody looks at the statements, and then they go the ordinary way."""
+def plain_cursors():
+    """While queries are captured, statements go through Django's cursors and are not prepared."""
     with CaptureQueriesContext(connection):
         yield
 
@@ -57,7 +57,7 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
-    """It may be of a time when the table was empty, and then it reads all of it."""
+    """A plan made while the table was empty reads all of it."""
     for statement in (fresh._BEGIN, sentinel._FINISH):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
@@ -86,7 +86,7 @@ def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
     fast, ordinary = handles(the_effect, name="tests.fast"), handles(the_effect, name="tests.ordinary")
     for envelope in envelopes:
         assert deliver(fast, envelope) is Received.HANDLED
-        with watched():
+        with plain_cursors():
             assert deliver(ordinary, envelope) is Received.HANDLED
 
     columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
@@ -102,7 +102,7 @@ def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
 def test_duplicate_is_found_with_and_without_prepared_statements(handles):
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler, envelope)
-    with watched():
+    with plain_cursors():
         assert deliver(handler, envelope) is Received.DUPLICATE
 
     assert deliver(handler, envelope) is Received.DUPLICATE
@@ -119,7 +119,7 @@ def test_statements_dropped_between_two_messages_are_prepared_again(handles, cle
     assert [deliver(handler) for _ in range(2)] == [Received.HANDLED] * 2
 
     assert (effects(), prepared()) == (3, OURS)
-    # What is missing at the end has the handler run again; what is missing at the beginning is seen before.
+    # A statement missing at the end makes the handler run again; one missing at the beginning is noticed before it runs.
     assert len(calls) == (3 if clean.endswith("begin") else 4)
 
 
@@ -149,7 +149,7 @@ def test_handler_that_discards_all_fails_and_the_next_one_succeeds(handles):
 
 
 def test_foreign_statements_of_the_same_name_are_not_used(handles):
-    """A proxy that changes server processes and does not let us see it."""
+    """As behind a pooler that changes the server process unnoticed."""
     handler = handles(the_effect)
     for name in OURS:
         execute(f"PREPARE {name} AS SELECT 1")
@@ -166,7 +166,7 @@ def test_handler_runs_with_the_lock_timeout_of_the_session(handles):
     deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
     execute("SET lock_timeout = '1234ms'")
     deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
-    with watched():
+    with plain_cursors():
         deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
 
     assert shown == ["0", "1234ms", "1234ms"]
@@ -174,7 +174,7 @@ def test_handler_runs_with_the_lock_timeout_of_the_session(handles):
     execute("RESET lock_timeout")
 
 
-@pytest.mark.parametrize("way", [watched, lambda: transaction.atomic(using="other")], ids=["ordinary", "prepared"])
+@pytest.mark.parametrize("way", [plain_cursors, lambda: transaction.atomic(using="other")], ids=["plain cursor", "prepared"])
 def test_duplicate_of_a_message_in_progress_is_deferred_after_the_timeout(handles, way):
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler)
@@ -218,7 +218,7 @@ def test_backend_terminated_between_two_messages_causes_no_failure(handles):
 
 @pytest.mark.parametrize("text", ["a\x00b", "\ud800"], ids=["nul", "surrogate"])
 def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
-    """Neither gets this far: names are made fit when a message is read."""
+    """Neither gets this far: names are cleaned when a message is read."""
     statement = Prepared("test", ["text"], "SELECT $1")
     with transaction.atomic():
         with pytest.raises((DataError, UnicodeEncodeError)):

@@ -1,4 +1,4 @@
-"""The doorbell: rung once after a commit that has something for the relays, heard through whatever happens to the line."""
+"""The doorbell: one NOTIFY after a commit with work for the relays, heard also after outages of the listening connection."""
 
 import logging
 import threading
@@ -28,21 +28,21 @@ AWAY, BACK = "The doorbell is away", "The doorbell is back"
 
 
 @pytest.fixture(autouse=True)
-def not_rung_lately():
-    """What another test rang withholds nothing of this one's, and its listener has ended."""
-    eventually(lambda: not somebody_listens())
+def no_earlier_ring():
+    """No ring of this test is withheld because of an earlier test, and no listener of an earlier test runs."""
+    eventually(lambda: not a_listener_runs())
     doorbell._rings.clear()
     yield
     doorbell._rings.clear()
 
 
-def somebody_listens():
+def a_listener_runs():
     return "doorbell" in {thread.name for thread in threading.enumerate()}
 
 
 @contextmanager
-def straight_to(alias="default", **parameters):
-    """The driver's own connection to this database, which Django knows nothing of."""
+def direct_connection(alias="default", **parameters):
+    """A psycopg connection to this database that Django does not know."""
     given = connections[alias].get_connection_params()
     address = {name: given[name] for name in ("dbname", "user", "host", "port")}
     with psycopg.connect(**address, **parameters, autocommit=True) as straight:
@@ -51,7 +51,7 @@ def straight_to(alias="default", **parameters):
 
 @pytest.fixture
 def outside():
-    with straight_to() as outside:
+    with direct_connection() as outside:
         # An earlier test's backend ends a moment after its connection.
         eventually(lambda: not listening_backends(outside))
         yield outside
@@ -59,18 +59,18 @@ def outside():
 
 @pytest.fixture
 def heard(outside):
-    """How often the doorbell was heard since the last question."""
+    """The payloads of the notifications since the last call."""
     outside.execute(f"LISTEN {CHANNEL}")
 
     def heard():
-        # What was sent before this round trip is delivered with it; NOTIFY is delivered when its transaction commits.
+        # Notifications committed before this round trip are delivered with it.
         outside.execute("SELECT 1")
         return [notify.payload for notify in outside.notifies(timeout=0)]
 
     return heard
 
 
-def rung_in_vain():
+def ring_and_roll_back():
     with suppress(ZeroDivisionError), transaction.atomic():
         ring_after_commit("default")
         raise ZeroDivisionError
@@ -93,19 +93,19 @@ class TestRinging:
         assert outside.execute(f"SELECT count(*) FROM {Effect._meta.db_table}").fetchone() == (1,)
 
     def test_rolled_back_transaction_does_not_ring(self, heard):
-        rung_in_vain()
+        ring_and_roll_back()
 
         assert heard() == []
 
     def test_rolled_back_savepoint_does_not_ring(self, heard):
         with transaction.atomic():
-            rung_in_vain()
+            ring_and_roll_back()
 
         assert heard() == []
 
     def test_publish_after_a_rolled_back_savepoint_rings(self, heard):
         with transaction.atomic():
-            rung_in_vain()
+            ring_and_roll_back()
             ring_after_commit("default")
 
         assert heard() == [""]
@@ -124,7 +124,7 @@ class TestRinging:
     def test_burst_of_transactions_in_five_threads_rings_at_most_once_per_thread(self, heard, monkeypatch):
         clock = SimpleNamespace(now=1000.0)
         monkeypatch.setattr(doorbell, "monotonic", lambda: clock.now)
-        # On a busy machine one that notifies may hold the lock for longer, and a ring that failed is followed by silence.
+        # On a busy machine a NOTIFY may hold the lock for longer, and a failed ring is followed by a pause.
         monkeypatch.setattr(doorbell, "_NOTIFY", doorbell._NOTIFY.replace(doorbell._LONGEST_WAIT, f"{SECONDS:.0f}s"))
 
         def burst():
@@ -145,9 +145,12 @@ class TestRinging:
 
     @pytest.mark.django_db(transaction=True, databases=["default", "other"])
     def test_ring_of_one_database_is_not_heard_on_another(self, heard):
-        with transaction.atomic(using="other"):
-            ring_after_commit("other")
+        with direct_connection("other") as other:
+            other.execute(f"LISTEN {CHANNEL}")
+            with transaction.atomic(using="other"):
+                ring_after_commit("other")
 
+            assert [notify.payload for notify in other.notifies(timeout=SECONDS, stop_after=1)] == [""]
         assert heard() == []
 
     def test_publisher_with_doorbell_false_does_not_ring(self, heard, settings):
@@ -169,7 +172,7 @@ class TestRinging:
         assert heard() == [""]
 
     def test_ring_flushes_no_wal(self, outside):
-        """A ring that had to be flushed, or replicated, would hold the cluster's lock for as long."""
+        """A ring that had to be flushed or replicated would hold the cluster's lock for that long."""
 
         def flushed():
             return outside.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
@@ -180,7 +183,7 @@ class TestRinging:
                 ring_after_commit("default")
             return flushed() == before
 
-        # The server's own processes flush now and then, and not at every ring.
+        # The server's own processes flush now and then, but not at every ring.
         assert any(ring_unflushed() for _ in range(20))
 
     def test_commit_stands_when_the_connection_dies_before_the_ring(self, outside, caplog):
@@ -214,13 +217,13 @@ class TestRinging:
         with transaction.atomic():
             transaction.on_commit(lambda: connection.set_autocommit(False))
             ring_after_commit("default")
-        connection.rollback()
+        connection.commit()  # a rollback would discard a NOTIFY
         connection.set_autocommit(True)
 
         assert heard() == []
 
     def test_ring_is_lost_when_an_earlier_commit_hook_raises(self, heard):
-        """Django runs no more hooks then. The message waits for a poll."""
+        """Django runs no more hooks then, and relays find the message by polling."""
         with suppress(ZeroDivisionError), transaction.atomic():
             transaction.on_commit(lambda: 1 / 0)
             ring_after_commit("default")
@@ -237,8 +240,8 @@ class TestInsideTestCase(TestCase):
 
 
 @contextmanager
-def a_stranger_who_notifies_in_a_long_commit(server):
-    """PostgreSQL has one lock for all that notify; one whose commit waits for a standby keeps it as long."""
+def foreign_notify_in_a_long_commit(server):
+    """PostgreSQL has one lock for all notifying transactions; one whose commit waits for a standby keeps it meanwhile."""
     with psycopg.connect(server.url, autocommit=True) as superuser, psycopg.connect(server.url, autocommit=True) as stranger:
         superuser.execute("CREATE TABLE IF NOT EXISTS strangers (n int)")
         superuser.execute("ALTER SYSTEM SET synchronous_standby_names = 'a_standby_that_is_not_there'")
@@ -267,12 +270,12 @@ def test_foreign_notify_in_a_long_commit_does_not_delay_publishers(mortal_postgr
     monkeypatch.setattr(doorbell, "_AFTER_FAILURE_SECONDS", SECONDS)
     caplog.set_level(logging.INFO, "outbox.doorbell")
     with the_default_at(NAME="test", PORT=mortal_postgres.port):
-        with a_stranger_who_notifies_in_a_long_commit(mortal_postgres):
+        with foreign_notify_in_a_long_commit(mortal_postgres):
             for _ in range(10):
                 with transaction.atomic():
                     ring_after_commit("default")
 
-        assert caplog.text.count("was not rung") == 1, "one tries, and the others do not wait as well"
+        assert caplog.text.count("was not rung") == 1, "one tries, and the others do not wait too"
         assert "lock timeout" in caplog.text
         with connection.cursor() as cursor:
             cursor.execute("SHOW lock_timeout")
@@ -327,7 +330,7 @@ def never():
 
 @contextmanager
 def a_listener(*bells, alias="default", **options):
-    """Listening, and past the ring with which it begins."""
+    """A listener that listens, after the ring with which it begins."""
     options = OutboxOptions(**options)
     listener = Listener(alias, bells, options)
     with listener.listening():
@@ -347,9 +350,9 @@ def listening_backends(outside):
 
 class TestListening:
     @pytest.fixture(autouse=True)
-    def impatient(self, monkeypatch, caplog):
+    def short_pauses(self, monkeypatch, caplog):
         caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "first_seconds", 0.01)
+        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
 
     def test_listener_hears_another_session_and_rings_every_bell(self, outside, never):
         one, other = Bell(), Bell()
@@ -374,13 +377,14 @@ class TestListening:
             assert len(listening_backends(outside)) == 1
 
         eventually(lambda: not listening_backends(outside))
-        eventually(lambda: not somebody_listens())
+        eventually(lambda: not a_listener_runs())
 
-    def test_listener_ends_without_a_notification(self, bell):
-        with a_listener(bell) as listener:
-            pass
+    def test_listener_ends_without_a_notification(self, bell, monkeypatch):
+        monkeypatch.setattr(listening, "_PULSE_SECONDS", 10 * SECONDS)
+        with a_listener(bell):
+            assert a_listener_runs()
 
-        assert listener._end
+        eventually(lambda: not a_listener_runs())
 
     def test_listener_whose_backend_is_terminated_reconnects_and_rings_once(self, outside, bell, never, caplog):
         with a_listener(bell):
@@ -394,6 +398,7 @@ class TestListening:
 
         assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
 
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
     def test_listener_connects_through_listen_alias(self, outside, bell):
         with a_listener(bell, LISTEN_ALIAS="other"):
             where = outside.execute("SELECT datname FROM pg_stat_activity WHERE application_name = %s", [APPLICATION_NAME])
@@ -402,16 +407,16 @@ class TestListening:
 
     def test_listener_with_doorbell_false_does_not_connect(self, outside, bell, never):
         with Listener("default", [bell], OutboxOptions(DOORBELL=False)).listening():
-            assert not somebody_listens()
+            assert not a_listener_runs()
             assert listening_backends(outside) == []
             assert not doorbell._in_this_process
 
 
 class TestListenerOutage:
     @pytest.fixture(autouse=True)
-    def impatient(self, monkeypatch, caplog):
+    def short_pauses(self, monkeypatch, caplog):
         caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "first_seconds", 0.01)
+        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
 
     @pytest.fixture
     def proxy(self):
@@ -438,7 +443,7 @@ class TestListenerOutage:
                 assert bell.wait(SECONDS, never)
 
     def test_listener_detects_a_connection_without_answers(self, proxy, outside, bell, never, monkeypatch, caplog):
-        """The cable is out: no error, no answer."""
+        """A frozen network: neither an error nor an answer."""
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
         monkeypatch.setattr(listening, "_ANSWER_SECONDS", 0.05)
         with a_listener(bell, LISTEN_ALIAS="through"):
@@ -456,20 +461,28 @@ class TestListenerOutage:
             eventually(lambda: proxy.bytes_to_client > before + 200)
 
             assert listening_backends(outside) == backends
-            assert not bell.wait(0, never), "a sign of life is no ring"
+            assert not bell.wait(0, never), "an answer to the probe is no ring"
         assert caplog.records == []
 
-    @pytest.mark.parametrize("broken", ["refuse", "freeze"])
-    def test_listener_of_an_unavailable_server_does_not_hold_up_the_end(self, proxy, bell, broken, monkeypatch):
-        monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
-        getattr(proxy, broken)()
+    def test_listener_refused_by_its_server_ends_when_asked(self, proxy, bell, monkeypatch, caplog):
+        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 10 * SECONDS)
+        proxy.refuse()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
-            pass
-        proxy.cut()
-        proxy.accept()
-        proxy.thaw()
+            eventually(lambda: AWAY in caplog.text)
 
-        eventually(lambda: not somebody_listens())
+        eventually(lambda: not a_listener_runs())
+
+    def test_listener_that_waits_for_a_frozen_server_does_not_hold_up_the_end(self, proxy, bell, monkeypatch):
+        monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
+        monkeypatch.setitem(listening._PATIENCE, "connect_timeout", 10 * int(SECONDS))
+        proxy.freeze()
+        with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
+            eventually(lambda: proxy.connections)
+
+        assert a_listener_runs(), "the block has ended before its connection attempt"
+        proxy.cut()
+        proxy.thaw()
+        eventually(lambda: not a_listener_runs())
 
     def test_listener_survives_an_unexpected_error(self, bell, never, monkeypatch, caplog):
         wrapper, asked = type(connections["default"]), []
@@ -503,12 +516,12 @@ class TestWithoutListen:
         caplog.set_level(logging.INFO, "outbox")
         monkeypatch.setattr(connection, "Database", SimpleNamespace(__name__="psycopg2"))
         with Listener("default", [bell], OutboxOptions()).listening():
-            assert not somebody_listens()
+            assert not a_listener_runs()
 
         assert "LISTEN needs psycopg 3" in caplog.text
 
     def test_listener_takes_no_connection_from_the_pool(self, bell, outside):
-        """Its end of life would end the listening, too."""
+        """The pool would end the connection, and with it the LISTEN, at the end of its lifetime."""
         options = {"pool": {"min_size": 0, "max_size": 1}}
         with an_alias("pooled", OPTIONS=options, CONN_MAX_AGE=0), a_listener(bell, LISTEN_ALIAS="pooled"):
             assert len(listening_backends(outside)) == 1
