@@ -1,5 +1,6 @@
 """The AMQP transport against valid and invalid answers of a broker: only what was confirmed counts as confirmed."""
 
+import re
 import threading
 from functools import partial
 
@@ -164,23 +165,22 @@ class TestConfirms:
 
 class TestEndOfAConnection:
     @pytest.mark.parametrize(
-        ("end", "words"),
+        ("end", "reason"),
         [
             (lambda peer: peer.close_channel(404, "NOT_FOUND - no exchange"), "NOT_FOUND"),
             (lambda peer: peer.close_connection(320, "CONNECTION_FORCED - shutdown"), "CONNECTION_FORCED"),
-            (lambda peer: peer.drop(), ""),
+            (lambda peer: peer.drop(), "reset|closed"),
         ],
         ids=["closed channel", "closed connection", "dropped"],
     )
-    def test_connection_ended_within_a_batch_keeps_the_verdicts_already_given(self, peer, transport, end, words):
+    def test_connection_ended_within_a_batch_keeps_the_verdicts_already_given(self, peer, transport, end, reason):
         answers = [partial(peer.ack, 1), partial(peer.nack, 2), partial(peer.return_message, 3), partial(peer.ack, 3)]
         when_all_have_arrived(peer, 6, *answers, partial(peer.ack, 5), partial(end, peer))
 
         sent = transport.send(parcels(6), soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 2: NACKED, 3: RETURNED, 5: CONFIRMED}
-        assert sent.broken
-        assert words in sent.broken
+        assert re.search(reason, sent.broken)
         peer.wait_for(lambda: peer.open_connections == 0)
 
     def test_next_connection_begins_at_tag_1_in_confirm_mode(self, peer, transport):

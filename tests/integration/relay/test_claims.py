@@ -503,7 +503,7 @@ def filled(state, count, *, key="''", due="now()"):
         )
 
 
-OF_WHAT_IS_DUE = {"promote what is due", "promote what has rested", "upcoming", "upcoming after a place", "newly scheduled"}
+OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after a place", "newly scheduled"}
 """What is due is sorted when the statistics know of nothing that is."""
 
 
@@ -523,7 +523,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "read": lambda: store.claim_ready("default", busy, 500),
         "settle": lambda: store.settle("default", settlement),
         "promote what is due": lambda: store.promote_due("default", 1000),
-        "promote what has rested": lambda: store.promote_rested("default", 1000),
+        "promote what is due again": lambda: store.promote_rested("default", 1000),
         "upcoming": lambda: store.upcoming("default", {}, HOUR, 500),
         "upcoming after a place": lambda: store.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: store.newly_scheduled("default", max(positions), HOUR, HOUR, 500),

@@ -49,7 +49,7 @@ def second():
 
 
 @pytest.fixture
-def mute():
+def silent_broker():
     """It accepts connections, as a half-dead host does, and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//"
@@ -181,8 +181,8 @@ class TestConnecting:
         with connected(several(peer.url, second.url)):
             assert second.open_connections == 1
 
-    def test_broker_that_accepts_connections_and_never_answers_is_skipped(self, mute, peer):
-        with connected(several(mute, peer.url)):
+    def test_broker_that_accepts_connections_and_never_answers_is_skipped(self, silent_broker, peer):
+        with connected(several(silent_broker, peer.url)):
             assert peer.open_connections == 1
 
     def test_list_of_dead_brokers_is_unavailable(self):

@@ -296,24 +296,24 @@ class TestRefusedMessage:
 
 class TestExpiredMessages:
     def test_expired_message_is_not_sent(self, peer, transport, signals_sent):
-        gone, alive = some("gone", "alive", expires_in=timedelta(hours=1))
-        set_columns(gone, expires_at=DatabaseTime())
+        expired, unexpired = some("expired", "unexpired", expires_in=timedelta(hours=1))
+        set_columns(expired, expires_at=DatabaseTime())
 
         one_pass(transport)
 
-        assert (state_of(gone), state_of(alive)) == (State.EXPIRED, State.PUBLISHED)
-        assert row_of(gone).attempts == 0
-        assert row_of(gone).settled_at is not None
-        assert ids(peer.published) == [str(alive.id)]
-        assert ("expired", gone.position, "") in signals_sent
+        assert (state_of(expired), state_of(unexpired)) == (State.EXPIRED, State.PUBLISHED)
+        assert row_of(expired).attempts == 0
+        assert row_of(expired).settled_at is not None
+        assert ids(peer.published) == [str(unexpired.id)]
+        assert ("expired", expired.position, "") in signals_sent
 
     def test_expired_message_does_not_hold_its_key(self, peer, transport):
-        gone, alive = some("gone", "alive", key="k", expires_in=timedelta(hours=1))
-        set_columns(gone, expires_at=DatabaseTime())
+        expired, unexpired = some("expired", "unexpired", key="k", expires_in=timedelta(hours=1))
+        set_columns(expired, expires_at=DatabaseTime())
 
         one_pass(transport)
 
-        assert state_of(alive) == State.PUBLISHED
+        assert state_of(unexpired) == State.PUBLISHED
 
 
 class TestOrder:
@@ -383,12 +383,12 @@ class TestOrder:
         assert state_of(second) == State.PUBLISHED
 
     def test_dead_message_without_a_key_holds_back_no_other(self, transport):
-        dead, alive = some("dead", "alive")
+        dead, other = some("dead", "other")
         set_columns(dead, state=State.DEAD)
 
         one_pass(transport)
 
-        assert state_of(alive) == State.PUBLISHED
+        assert state_of(other) == State.PUBLISHED
 
     def test_head_with_an_unknown_outcome_stops_its_key_within_the_pass(self, peer, transport):
         held = some("k1", "k2", key="k")

@@ -93,16 +93,16 @@ def settled(**outcome):
     return store.settle("default", store.Settlement(**outcome))
 
 
-def failure(*messages, rest=None, **options):
+def failure(*messages, retry_after=None, **options):
     positions = [row_of(message).pk for message in messages]
-    return store.Failure(positions=positions, error="no such queue", retry_after=rest, **options)
+    return store.Failure(positions=positions, error="no such queue", retry_after=retry_after, **options)
 
 
 class TestRelay:
     def test_retry_death_and_expiry_are_recorded(self):
         retried, dead, expired = published(), published(), published()
 
-        settled(failed=[failure(retried, rest=HOUR), failure(dead)], expired=[row_of(expired).pk])
+        settled(failed=[failure(retried, retry_after=HOUR), failure(dead)], expired=[row_of(expired).pk])
 
         assert trail_of(retried) == [(State.READY, State.RETRYING, "no such queue")]
         assert trail_of(dead) == [(State.READY, State.DEAD, "no such queue")]
@@ -111,7 +111,7 @@ class TestRelay:
     def test_only_rows_that_were_changed_leave_an_entry(self):
         changed, meanwhile = published(), in_state(State.RETRYING)
 
-        assert settled(failed=[failure(changed, meanwhile, rest=HOUR)]) == 1
+        assert settled(failed=[failure(changed, meanwhile, retry_after=HOUR)]) == 1
 
         assert trail_of(changed) == [(State.READY, State.RETRYING, "no such queue")]
         assert trail_of(meanwhile) == []
@@ -159,7 +159,7 @@ class TestTrailAll:
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime())
         store.promote_due("default", 10)
-        settled(failed=[failure(message, rest=timedelta(), tried=False, matters=False)])
+        settled(failed=[failure(message, retry_after=timedelta(), tried=False, matters=False)])
         store.promote_rested("default", 10)
         settled(waiting=[row_of(message).pk])
         set_columns(message, key="k")

@@ -151,14 +151,14 @@ class TestWaitingMessages:
         assert state_of(second) == State.WAITING
 
     def test_message_that_expired_while_waiting_is_not_sent(self, peer, transport):
-        head, (gone, _) = behind_a_failed_head(peer, transport, "gone", "alive")
-        set_columns(gone, expires_at=DatabaseTime())
+        head, (expired, _) = behind_a_failed_head(peer, transport, "expired", "unexpired")
+        set_columns(expired, expires_at=DatabaseTime())
         move(head, State.READY)
 
         drained(peer.url)
 
-        assert arrived(peer) == ["head", "alive"]
-        assert state_of(gone) == State.EXPIRED
+        assert arrived(peer) == ["head", "unexpired"]
+        assert state_of(expired) == State.EXPIRED
 
 
 @pytest.mark.every_database

@@ -276,8 +276,8 @@ class TestProxy:
         assert received == sent
 
     def test_unreachable_server_resets_the_client(self):
-        with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
-            port = nobody.getsockname()[1]
+        with closing(socket.create_server(("127.0.0.1", 0))) as closed:
+            port = closed.getsockname()[1]
         with FaultProxy("127.0.0.1", port) as proxy, pytest.raises(ConnectionResetError), a_client(proxy) as client:
             client.recv(1)
 
