@@ -1,4 +1,4 @@
-"""What every store of leases promises, asked of each of them with the real thing behind it."""
+"""The contract of a lease store, run on every store, each with its real server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from inbox import store as inbox_store
+from inbox.leasing.database import DatabaseLeases
 from inbox.leasing.opening import lease_store
 from inbox.leasing.stores import Consumed, Held, Kept, Lease, Wanted
 from inbox.models import State
@@ -21,19 +22,19 @@ LONG = timedelta(minutes=10)
 
 
 @pytest.fixture(params=["database", "redis"])
-def given(request):
-    """The options that name the store."""
+def store_options(request):
+    """The options that select the store."""
     return options(LEASE_STORE="database" if request.param == "database" else request.getfixturevalue("redis_url"))
 
 
 @pytest.fixture
-def leases(given):
-    return lease_store(given)
+def leases(store_options):
+    return lease_store(store_options)
 
 
 @pytest.fixture
-def lasting(handles):
-    """A handler whose leases last that long."""
+def lease_handler(handles):
+    """Register a handler whose leases have the given duration."""
 
     def register(lease=LONG, **arguments):
         return handles(lambda message: None, mode="lease", lease=lease, **arguments)
@@ -46,33 +47,33 @@ def a_delivery(handler, envelope=None, **attributes):
     return Wanted(handler=handler, row=arrival.row, sent_at=arrival.envelope.created_at, **attributes)
 
 
-def ask(leases, wanted):
+def acquire(leases, wanted):
     return leases.acquire(wanted, twin_timeout=OPTIONS.TWIN_TIMEOUT)
 
 
-def get(leases, wanted):
-    lease = ask(leases, wanted)
+def acquired(leases, wanted):
+    lease = acquire(leases, wanted)
     assert isinstance(lease, Lease), lease
     return lease
 
 
 def claimed(wanted):
-    """The stored row of that message, taken as a runner does."""
+    """The stored row of that message, claimed the way a runner claims it."""
     make_due()
     stored = inbox_store.claim_due(wanted.handler.using, [wanted.handler.name], timedelta(hours=1))
     assert stored is not None
     return Wanted(handler=wanted.handler, row=wanted.row, stored=stored)
 
 
-def let_end(leases, lease):
-    """Wait until it has ended, by the store's clock: each time it gets a moment more, and then it is too late."""
+def let_expire(leases, lease):
+    """Wait until it has expired by the store's clock: extend it by a millisecond until that is refused."""
     wait_until(lambda: not leases.extend(lease, timedelta(milliseconds=1)))
 
 
-def after(leases, lease):
-    """The lease of the one who asks when that one has ended."""
-    let_end(leases, lease)
-    return get(leases, lease.wanted)
+def taken_over(leases, lease):
+    """The lease of the next owner, acquired once this one has expired."""
+    let_expire(leases, lease)
+    return acquired(leases, lease.wanted)
 
 
 def failed(attempts=1, retry_after=timedelta(hours=1)):
@@ -80,7 +81,7 @@ def failed(attempts=1, retry_after=timedelta(hours=1)):
 
 
 def settlements(leases, lease):
-    """Whether each of the things an owner may do was granted."""
+    """Which operations of an owner the store grants."""
     return {
         "extend": leases.extend(lease, LONG),
         "remember": leases.remember(lease, "a step", "1"),
@@ -89,219 +90,222 @@ def settlements(leases, lease):
     }
 
 
-NOTHING = {"extend": False, "remember": False, "consume": False, "free": False}
+NONE_GRANTED = {"extend": False, "remember": False, "consume": False, "free": False}
 
 
-class TestOneOwnerAtATime:
-    def test_the_first_who_asks_gets_a_lease(self, leases, lasting):
-        lease = get(leases, a_delivery(lasting()))
+class TestAcquiring:
+    def test_first_acquire_returns_a_lease(self, leases, lease_handler):
+        lease = acquired(leases, a_delivery(lease_handler()))
 
         assert (lease.attempt, lease.steps) == (1, {})
         assert lease.fence >= 1
         assert not lease.is_over
 
-    def test_others_meanwhile_are_told_how_long_it_lasts(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        get(leases, wanted)
+    def test_second_acquire_returns_held_with_the_remaining_time(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        acquired(leases, wanted)
 
-        held = ask(leases, wanted)
+        held = acquire(leases, wanted)
 
         assert isinstance(held, Held)
         assert timedelta(minutes=9) < held.remaining < LONG + timedelta(seconds=1)
         assert not held.conflicting
 
-    def test_of_twenty_who_ask_at_once_one_gets_it(self, leases, lasting):
-        wanted = a_delivery(lasting())
+    def test_one_of_twenty_concurrent_acquires_gets_the_lease(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
 
-        answers = at_once([lambda: ask(leases, wanted)] * 20)
+        answers = at_once([lambda: acquire(leases, wanted)] * 20)
 
         assert len([answer for answer in answers if isinstance(answer, Lease)]) == 1
         assert len([answer for answer in answers if isinstance(answer, Held | Kept)]) == 19
 
-    def test_being_held_off_burns_no_attempt(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        lease = get(leases, wanted)
-        for _ in range(5):
-            ask(leases, wanted)
+    def test_acquires_answered_with_held_count_no_attempt(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        lease = acquired(leases, wanted)
+        assert {type(acquire(leases, wanted)) for _ in range(5)} == {Held}
 
         leases.free(lease, failed())
 
-        assert get(leases, claimed(wanted)).attempt == 2
+        assert acquired(leases, claimed(wanted)).attempt == 2
 
-    def test_messages_of_other_handlers_topics_and_biz_ids_are_others(self, leases, lasting):
-        one, another = lasting(), lasting()
-        envelope = an_envelope(biz_id="the same")
-        get(leases, a_delivery(one, envelope))
+    def test_leases_are_separate_by_handler_topic_and_biz_id(self, leases, lease_handler):
+        one, another = lease_handler(), lease_handler()
+        envelope = an_envelope(biz_id="same")
+        assert isinstance(acquire(leases, a_delivery(one, envelope)), Lease)
 
-        get(leases, a_delivery(another, envelope))
-        get(leases, a_delivery(lasting(topic="shop.order.paid"), an_envelope(topic="shop.order.paid", biz_id="the same")))
-        get(leases, a_delivery(one, an_envelope(biz_id="another")))
+        others = {
+            "handler": a_delivery(another, envelope),
+            "topic": a_delivery(lease_handler(topic="shop.order.paid"), an_envelope(topic="shop.order.paid", biz_id="same")),
+            "biz_id": a_delivery(one, an_envelope(biz_id="another")),
+        }
+        assert {differs: type(acquire(leases, wanted)) for differs, wanted in others.items()} == dict.fromkeys(others, Lease)
+        assert isinstance(acquire(leases, a_delivery(one, envelope)), Held)
 
-    @pytest.mark.parametrize("biz_id", ["ä 🍰 'quoted' {braced}", "x" * 255], ids=["odd", "long"])
-    def test_names_may_be_anything(self, leases, lasting, biz_id):
-        wanted = a_delivery(lasting(), an_envelope(biz_id=biz_id))
-        lease = get(leases, wanted)
+    @pytest.mark.parametrize("biz_id", ["ä 🍰 'quoted' {braced}", "x" * 255], ids=["special characters", "255 characters"])
+    def test_any_text_is_accepted_as_biz_id_and_step_name(self, leases, lease_handler, biz_id):
+        wanted = a_delivery(lease_handler(), an_envelope(biz_id=biz_id))
+        lease = acquired(leases, wanted)
 
         assert leases.remember(lease, "Schritt №1 🍰", '"ä"')
         assert leases.consume(lease)
-        assert isinstance(ask(leases, wanted), Consumed)
+        assert isinstance(acquire(leases, wanted), Consumed)
 
 
 class TestConsumed:
-    def test_is_for_ever(self, leases, lasting):
-        handler = lasting(timedelta(seconds=1))
+    def test_consumed_message_stays_consumed_after_its_lease_has_ended(self, leases, lease_handler):
+        handler = lease_handler(timedelta(seconds=1))
 
         def consumed_in_time():
-            lease = get(leases, a_delivery(handler))
+            lease = acquired(leases, a_delivery(handler))
             return leases.consume(lease) and lease
 
         lease = wait_until(consumed_in_time)
 
         wait_until(lambda: lease.is_over)
 
-        assert isinstance(ask(leases, lease.wanted), Consumed)
+        assert isinstance(acquire(leases, lease.wanted), Consumed)
 
-    def test_twice_says_the_same_because_the_first_answer_may_have_been_lost(self, leases, lasting):
-        lease = get(leases, a_delivery(lasting()))
+    def test_consuming_twice_succeeds_both_times(self, leases, lease_handler):
+        lease = acquired(leases, a_delivery(lease_handler()))
 
         assert [leases.consume(lease), leases.consume(lease)] == [True, True]
 
-    def test_leaves_nothing_else_to_settle(self, leases, lasting):
-        lease = get(leases, a_delivery(lasting()))
+    def test_consumed_lease_can_only_be_consumed_again(self, leases, lease_handler):
+        lease = acquired(leases, a_delivery(lease_handler()))
         leases.consume(lease)
 
-        assert settlements(leases, lease) == NOTHING | {"consume": True}
+        assert settlements(leases, lease) == NONE_GRANTED | {"consume": True}
 
 
-class TestTheEndOfALease:
-    def test_met_by_one_who_was_held_off_before_leaves_it_to_the_row_that_one_has_stored(self, leases, lasting):
-        """In Redis; where the record is the row itself, the delivery may as well take it."""
-        lease = get(leases, a_delivery(lasting()))
-        assert isinstance(ask(leases, lease.wanted), Held)
-        let_end(leases, lease)
+class TestExpiredLease:
+    def test_delivery_that_was_held_is_left_to_its_row_in_redis_and_takes_over_in_the_database(self, leases, lease_handler):
+        """Redis marks the message as stored when a delivery is held; in the database the record is the row itself."""
+        lease = acquired(leases, a_delivery(lease_handler()))
+        assert isinstance(acquire(leases, lease.wanted), Held)
+        let_expire(leases, lease)
 
-        assert isinstance(ask(leases, lease.wanted), Kept | Lease)
+        assert type(acquire(leases, lease.wanted)) is (Lease if isinstance(leases, DatabaseLeases) else Kept)
 
-    def test_lets_another_have_it_with_a_greater_fence_and_the_attempt_counted(self, leases, lasting):
-        stalled = get(leases, a_delivery(lasting()))
+    def test_next_owner_gets_a_greater_fence_and_the_next_attempt(self, leases, lease_handler):
+        stalled = acquired(leases, a_delivery(lease_handler()))
 
-        successor = after(leases, stalled)
+        successor = taken_over(leases, stalled)
 
         assert successor.fence > stalled.fence
         assert successor.attempt == 2
 
-    def test_leaves_its_owner_nothing_to_settle_though_nobody_has_taken_it_yet(self, leases, lasting):
-        lease = get(leases, a_delivery(lasting()))
-        let_end(leases, lease)
+    def test_owner_of_an_expired_lease_can_settle_nothing_before_it_is_taken_over(self, leases, lease_handler):
+        lease = acquired(leases, a_delivery(lease_handler()))
+        let_expire(leases, lease)
 
-        assert settlements(leases, lease) == NOTHING
+        assert settlements(leases, lease) == NONE_GRANTED
 
-    def test_leaves_an_overtaken_owner_nothing_and_its_successor_everything(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        stalled = get(leases, wanted)
-        successor = after(leases, stalled)
+    def test_previous_owner_can_settle_nothing_and_the_new_owner_everything(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        stalled = acquired(leases, wanted)
+        successor = taken_over(leases, stalled)
         assert leases.extend(successor, LONG)
 
-        assert settlements(leases, stalled) == NOTHING
+        assert settlements(leases, stalled) == NONE_GRANTED
         assert leases.remember(successor, "a step", '"mine"')
         assert leases.consume(successor)
-        assert settlements(leases, stalled) == NOTHING
-        assert isinstance(ask(leases, wanted), Consumed)
+        assert settlements(leases, stalled) == NONE_GRANTED
+        assert isinstance(acquire(leases, wanted), Consumed)
 
-    def test_leaves_nothing_to_an_owner_whose_row_was_claimed_though_not_leased_yet(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        leases.free(get(leases, wanted), failed())
-        stalled = get(leases, claimed(wanted))
-        let_end(leases, stalled)
+    def test_previous_owner_can_settle_nothing_once_the_row_is_claimed_again(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        leases.free(acquired(leases, wanted), failed())
+        stalled = acquired(leases, claimed(wanted))
+        let_expire(leases, stalled)
         again = claimed(wanted)
 
-        assert settlements(leases, stalled) == NOTHING
-        assert leases.consume(get(leases, again))
+        assert settlements(leases, stalled) == NONE_GRANTED
+        assert leases.consume(acquired(leases, again))
 
-    def test_is_moved_by_extending(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        lease = get(leases, wanted)
+    def test_extending_a_lease_moves_its_end(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        lease = acquired(leases, wanted)
 
         assert leases.extend(lease, 2 * LONG)
 
-        held = ask(leases, wanted)
+        held = acquire(leases, wanted)
         assert isinstance(held, Held)
         assert held.remaining > timedelta(minutes=19)
         assert leases.consume(lease)
 
-    def test_fences_grow_through_failures_and_takeovers(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        given_out = [get(leases, wanted)]
-        given_out.append(after(leases, given_out[-1]))
+    def test_fences_grow_through_failures_and_takeovers(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        given_out = [acquired(leases, wanted)]
+        given_out.append(taken_over(leases, given_out[-1]))
         leases.free(given_out[-1], failed(attempts=2))
-        given_out.append(get(leases, claimed(wanted)))
-        let_end(leases, given_out[-1])
-        given_out.append(get(leases, claimed(wanted)))
+        given_out.append(acquired(leases, claimed(wanted)))
+        let_expire(leases, given_out[-1])
+        given_out.append(acquired(leases, claimed(wanted)))
 
         assert [lease.attempt for lease in given_out] == [1, 2, 3, 4]
         assert all(earlier.fence < later.fence for earlier, later in pairwise(given_out))
 
 
-class TestAFailure:
-    def test_frees_the_message_and_stores_it(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        lease = get(leases, wanted)
+class TestFailure:
+    def test_failure_frees_the_lease_and_stores_the_message(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        lease = acquired(leases, wanted)
 
         assert leases.free(lease, failed())
 
         row = the_row()
         assert (row.state, row.attempts, row.last_error, row.traceback) == (State.RETRYING, 1, "ValueError: no", "here")
         assert bytes(row.body) == wanted.row.body
-        assert get(leases, claimed(wanted)).attempt == 2
+        assert acquired(leases, claimed(wanted)).attempt == 2
 
-    def test_of_a_stored_message_is_written_to_its_row(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        leases.free(get(leases, wanted), failed())
+    def test_failure_of_a_stored_message_updates_its_row(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        leases.free(acquired(leases, wanted), failed())
 
-        assert leases.free(get(leases, claimed(wanted)), failed(attempts=2))
+        assert leases.free(acquired(leases, claimed(wanted)), failed(attempts=2))
 
         row = the_row()
         assert (row.state, row.attempts) == (State.RETRYING, 2)
 
-    def test_for_good_is_a_dead_letter(self, leases, lasting):
-        wanted = a_delivery(lasting())
+    def test_failure_without_a_retry_makes_a_dead_letter(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
 
-        leases.free(get(leases, wanted), failed(retry_after=None))
+        leases.free(acquired(leases, wanted), failed(retry_after=None))
 
         row = the_row()
         assert (row.state, row.next_attempt_at) == (State.DEAD, None)
         assert row.settled_at is not None
 
     @pytest.mark.parametrize("retry_after", [timedelta(hours=1), None], ids=["retrying", "dead"])
-    def test_leaves_the_decision_to_the_row_whatever_is_delivered(self, leases, lasting, retry_after):
-        wanted = a_delivery(lasting())
-        leases.free(get(leases, wanted), failed(retry_after=retry_after))
+    def test_delivery_of_a_message_with_a_stored_failure_is_left_to_its_row(self, leases, lease_handler, retry_after):
+        wanted = a_delivery(lease_handler())
+        leases.free(acquired(leases, wanted), failed(retry_after=retry_after))
 
-        assert isinstance(ask(leases, wanted), Kept)
+        assert isinstance(acquire(leases, wanted), Kept)
 
-    def test_twice_says_the_same(self, leases, lasting):
-        lease = get(leases, a_delivery(lasting()))
+    def test_freeing_twice_succeeds_both_times(self, leases, lease_handler):
+        lease = acquired(leases, a_delivery(lease_handler()))
 
         assert [leases.free(lease, failed()), leases.free(lease, failed())] == [True, True]
 
-    def test_leaves_nothing_else_to_settle(self, leases, lasting):
-        lease = get(leases, a_delivery(lasting()))
+    def test_freed_lease_can_only_be_freed_again(self, leases, lease_handler):
+        lease = acquired(leases, a_delivery(lease_handler()))
         leases.free(lease, failed())
 
-        assert settlements(leases, lease) == NOTHING | {"free": True}
+        assert settlements(leases, lease) == NONE_GRANTED | {"free": True}
 
-    def test_a_claim_that_another_has_overtaken_gets_nothing(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        leases.free(get(leases, wanted), failed())
+    def test_claim_overtaken_by_a_later_claim_gets_no_lease(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        leases.free(acquired(leases, wanted), failed())
         overtaken, latest = claimed(wanted), claimed(wanted)
 
-        assert isinstance(ask(leases, overtaken), Kept)
-        assert get(leases, latest).attempt == 3
+        assert isinstance(acquire(leases, overtaken), Kept)
+        assert acquired(leases, latest).attempt == 3
 
-    def test_a_stored_message_is_run_by_one_and_finished(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        leases.free(get(leases, wanted), failed())
-        lease = get(leases, claimed(wanted))
+    def test_stored_message_is_running_while_leased_and_done_once_consumed(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        leases.free(acquired(leases, wanted), failed())
+        lease = acquired(leases, claimed(wanted))
         running = the_row()
 
         assert (running.state, running.fence) == (State.RUNNING, lease.fence)
@@ -309,39 +313,39 @@ class TestAFailure:
 
         row = the_row()
         assert (row.state, row.next_attempt_at, row.last_error) == (State.DONE, None, "")
-        assert isinstance(ask(leases, wanted), Consumed)
+        assert isinstance(acquire(leases, wanted), Consumed)
 
 
 class TestSteps:
-    def test_are_remembered_for_whoever_takes_over(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        lease = get(leases, wanted)
+    def test_steps_are_passed_to_the_next_owner(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        lease = acquired(leases, wanted)
         assert leases.remember(lease, "lock", '{"lock": 7}')
         assert leases.remember(lease, "nothing", "null")
         assert leases.remember(lease, "begun", None)
 
-        assert after(leases, lease).steps == {"lock": '{"lock": 7}', "nothing": "null", "begun": None}
+        assert taken_over(leases, lease).steps == {"lock": '{"lock": 7}', "nothing": "null", "begun": None}
 
-    def test_are_remembered_after_a_failure(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        lease = get(leases, wanted)
+    def test_steps_are_kept_after_a_failure(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        lease = acquired(leases, wanted)
         leases.remember(lease, "lock", "7")
         lease.steps["lock"] = "7"
         leases.free(lease, failed())
 
-        assert get(leases, claimed(wanted)).steps == {"lock": "7"}
+        assert acquired(leases, claimed(wanted)).steps == {"lock": "7"}
 
-    def test_one_that_was_begun_ends(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        lease = get(leases, wanted)
+    def test_result_of_a_begun_step_is_stored(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        lease = acquired(leases, wanted)
         leases.remember(lease, "charge", None)
         leases.remember(lease, "charge", '"paid"')
 
-        assert after(leases, lease).steps == {"charge": '"paid"'}
+        assert taken_over(leases, lease).steps == {"charge": '"paid"'}
 
-    def test_one_that_was_begun_is_forgotten_on_request_and_one_that_ended_is_not(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        lease = get(leases, wanted)
+    def test_forget_deletes_a_begun_step_and_keeps_a_finished_one(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        lease = acquired(leases, wanted)
         leases.remember(lease, "charge", None)
         leases.remember(lease, "lock", "7")
         lease.steps = {"charge": None, "lock": "7"}
@@ -350,14 +354,14 @@ class TestSteps:
         leases.forget(lease, "charge")
         leases.forget(lease, "lock")
 
-        assert get(leases, claimed(wanted)).steps == {"lock": "7"}
+        assert acquired(leases, claimed(wanted)).steps == {"lock": "7"}
 
-    def test_an_owner_that_was_overtaken_makes_nobody_forget(self, leases, lasting):
-        wanted = a_delivery(lasting())
-        stalled = get(leases, wanted)
-        successor = after(leases, stalled)
+    def test_forget_by_a_previous_owner_deletes_no_step(self, leases, lease_handler):
+        wanted = a_delivery(lease_handler())
+        stalled = acquired(leases, wanted)
+        successor = taken_over(leases, stalled)
         leases.remember(successor, "charge", None)
 
         leases.forget(stalled, "charge")
 
-        assert after(leases, successor).steps == {"charge": None}
+        assert taken_over(leases, successor).steps == {"charge": None}

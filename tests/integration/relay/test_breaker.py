@@ -1,4 +1,4 @@
-"""A queue that takes nothing rests its own topic; the others go out, and so does everything when there is room again."""
+"""A full queue pauses its own topic; the others are published, and so is everything once there is room."""
 
 import logging
 from collections import Counter
@@ -18,20 +18,20 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 REFUSED, OTHERS, ROOM = 3000, 300, 5
-RESTS, GOES_ON = "in a row; it is tried again now and then", "takes messages of topic"
+PAUSED, RESUMED = "in a row; it is tried again now and then", "takes messages of topic"
 AFTER_A_REFUSAL = {"RETRY_BASE": timedelta(seconds=0.3), "RETRY_CAP": timedelta(seconds=0.6), "MAX_ATTEMPTS": 1000}
 
 
 @pytest.fixture
-def soon_tried_again(monkeypatch):
-    """The rests of an hour's outage in some seconds."""
+def short_pauses(monkeypatch):
+    """The pauses of an hour's outage within some seconds."""
     monkeypatch.setattr(breaker, "_REST_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "_LONGEST_REST_SECONDS", 0.4)
 
 
 @pytest.fixture
 def full(rabbitmq_url):
-    """A queue of BAD that takes a few messages and then refuses every one."""
+    """A queue of BAD that accepts a few messages and then refuses every one."""
     with Queue(rabbitmq_url, BAD, name="full", **FULL) as queue:
         yield queue
 
@@ -52,7 +52,7 @@ def in_state(topic, state):
 
 
 def mixed(*, key=lambda n: ""):
-    """The refused ones are first in line, and the others are spread among the rest."""
+    """A thousand of the refused messages first, then the others spread among the remaining ones."""
     refused = [Draft(BAD, {}, biz_id=str(n), key=key(n)) for n in range(REFUSED)]
     others = [Draft(GOOD, {}, biz_id=str(n)) for n in range(OTHERS)]
     drafts = refused[:1000]
@@ -63,25 +63,25 @@ def mixed(*, key=lambda n: ""):
         publish_many(drafts)
 
 
-@pytest.mark.usefixtures("soon_tried_again")
-class TestAFullQueue:
-    def test_rests_its_own_topic_while_another_goes_out(self, rabbitmq_url, full, caplog):
+@pytest.mark.usefixtures("short_pauses")
+class TestFullQueue:
+    def test_full_queue_pauses_its_own_topic_while_another_is_published(self, rabbitmq_url, full, caplog):
         mixed()
         with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             arrived = others.take(OTHERS)
             eventually(lambda: in_state(BAD, State.PUBLISHED) == ROOM)
 
             assert len(arrived) == OTHERS
-            eventually(lambda: said(caplog, RESTS))
+            eventually(lambda: said(caplog, PAUSED))
             tried = of(BAD).filter(attempts__gt=0).count()
-            assert tried < REFUSED / 2, "most of them were put off without having been tried"
+            assert tried < REFUSED / 2, "most of them were deferred without having been sent"
             not_tried = of(BAD).filter(attempts=0, state=State.RETRYING).first()
             assert not_tried.last_error == store.PUT_OFF
 
-    def test_costs_an_attempt_only_for_what_was_really_tried(self, rabbitmq_url, full, caplog):
+    def test_paused_topic_counts_attempts_only_for_messages_that_were_sent(self, rabbitmq_url, full, caplog):
         mixed()
         with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            eventually(lambda: said(caplog, RESTS))
+            eventually(lambda: said(caplog, PAUSED))
             tries = len(nacks(caplog))
             eventually(lambda: len(nacks(caplog)) > tries + 20)
         attempts = dict(of(BAD).exclude(state=State.PUBLISHED).values_list("message_id", "attempts"))
@@ -89,12 +89,12 @@ class TestAFullQueue:
         tried = Counter(nacks(caplog))
         assert {str(name): count for name, count in attempts.items() if count} == dict(tried)
 
-    def test_takes_everything_when_there_is_room_again(self, rabbitmq_url, full, caplog):
+    def test_all_messages_are_published_once_the_queue_has_room(self, rabbitmq_url, full, caplog):
         mixed()
         with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             others.take(OTHERS)
-            eventually(lambda: said(caplog, RESTS))
-            # From here on every message comes to this one as well, those that the other refuses more than once.
+            eventually(lambda: said(caplog, PAUSED))
+            # From here on every message reaches this queue as well; those that the full one refuses, more than once.
             with Queue(rabbitmq_url, BAD, name="roomy") as roomy:
                 arrived = full.take_all()
                 full._bound.delete()
@@ -102,25 +102,25 @@ class TestAFullQueue:
                 arrived += roomy.take_all()
 
         assert len(set(ids(arrived))) == REFUSED
-        assert of(BAD).filter(attempts=1).count() > REFUSED / 3, "those went out at their first attempt"
+        assert of(BAD).filter(attempts=1).count() > REFUSED / 3, "those were published at their first attempt"
 
-    def test_is_told_of_once_when_it_begins_and_once_when_it_ends(self, rabbitmq_url, full, caplog):
+    def test_pause_is_logged_once_when_it_begins_and_once_when_it_ends(self, rabbitmq_url, full, caplog):
         with transaction.atomic():
             publish_many([Draft(BAD, {}) for _ in range(200)])
         with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            eventually(lambda: said(caplog, RESTS))
+            eventually(lambda: said(caplog, PAUSED))
             tries = len(nacks(caplog))
             eventually(lambda: len(nacks(caplog)) > tries + 10)
-            assert len(said(caplog, RESTS)) == 1
-            assert not said(caplog, GOES_ON)
+            assert len(said(caplog, PAUSED)) == 1
+            assert not said(caplog, RESUMED)
 
             with Queue(rabbitmq_url, BAD, name="second way out"):
                 full._bound.delete()
                 eventually(lambda: set(states()) == {State.PUBLISHED})
 
-        assert [len(said(caplog, words)) for words in (RESTS, GOES_ON)] == [1, 1]
+        assert [len(said(caplog, words)) for words in (PAUSED, RESUMED)] == [1, 1]
 
-    def test_keeps_the_order_of_its_keys(self, rabbitmq_url, full):
+    def test_full_queue_keeps_the_order_of_every_key(self, rabbitmq_url, full):
         keys, each = 10, 15
         with transaction.atomic():
             publish_many([Draft(BAD, {}, biz_id=str(n), key=f"key-{n % keys}") for n in range(keys * each)])
@@ -135,28 +135,28 @@ class TestAFullQueue:
             assert [name for name in names if name % keys == key] == list(range(key, keys * each, keys))
 
 
-def test_twenty_thousand_refused_messages_are_touched_once_while_others_go_out():
-    """With the rests of production: what is put off must not come back again and again."""
+def test_backlog_of_20000_refused_messages_is_deferred_once_while_others_are_published():
+    """With the pauses of production: a deferred message must not become ready again and again."""
     with transaction.atomic():
         publish_many([Draft(BAD, {}) for _ in range(20_000)])
     with FakeAmqpPeer() as peer:
         peer.script = lambda message: [partial(peer.nack if message.routing_key == BAD else peer.ack, message)]
         with relaying(peer.url):
             eventually(lambda: not in_state(BAD, State.READY))
-            put_off = of(BAD).filter(last_error=store.PUT_OFF)
-            before = dict(put_off.values_list("pk", "available_at"))
+            deferred = of(BAD).filter(last_error=store.PUT_OFF)
+            before = dict(deferred.values_list("pk", "available_at"))
             assert len(before) > 19_000
             for _ in range(30):
                 message = published(GOOD)
                 eventually(lambda message=message: state_of(message) == State.PUBLISHED)
-            after = dict(put_off.values_list("pk", "available_at"))
+            after = dict(deferred.values_list("pk", "available_at"))
 
     moved = sum(1 for position, available_at in before.items() if after.get(position) != available_at)
-    assert moved < 200, "a few were recalled to be tried"
+    assert moved < 200, "a few were recalled to be sent"
 
 
 def nacks(caplog):
-    """The message ids of the refused attempts that the relay told of."""
+    """The message ids of the refused attempts that the relay logged."""
     return [
         str(record.args[0])
         for record in caplog.records
@@ -164,16 +164,16 @@ def nacks(caplog):
     ]
 
 
-@pytest.mark.usefixtures("soon_tried_again")
-def test_a_topic_without_a_queue_rests_too_and_goes_out_when_it_is_bound(rabbitmq_url, monkeypatch, caplog):
-    monkeypatch.setattr(breaker, "_LONGEST_REST_SECONDS", 5.0)  # however long it takes to bind the queue, the tries are few
+@pytest.mark.usefixtures("short_pauses")
+def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rabbitmq_url, monkeypatch, caplog):
+    monkeypatch.setattr(breaker, "_LONGEST_REST_SECONDS", 5.0)  # few attempts, however long it takes to bind the queue
     with transaction.atomic():
         publish_many([Draft(BAD, {}) for _ in range(300)])
         publish_many([Draft(GOOD, {}) for _ in range(30)])
 
     with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
         others.take(30)
-        eventually(lambda: said(caplog, RESTS))
+        eventually(lambda: said(caplog, PAUSED))
         with Queue(rabbitmq_url, BAD, name="late") as late:
             assert len(late.take(300)) == 300
             eventually(lambda: set(states()) == {State.PUBLISHED})
@@ -182,9 +182,9 @@ def test_a_topic_without_a_queue_rests_too_and_goes_out_when_it_is_bound(rabbitm
 
 
 @pytest.mark.every_database
-@pytest.mark.usefixtures("soon_tried_again")
-def test_a_refused_topic_holds_a_key_that_it_shares_with_another_topic():
-    """Order is a matter of the key, whatever its messages are about."""
+@pytest.mark.usefixtures("short_pauses")
+def test_paused_topic_holds_a_key_that_it_shares_with_another_topic():
+    """The order of a key spans its topics."""
     with FakeAmqpPeer() as peer:
         peer.script = lambda m: [lambda: (peer.nack if m.routing_key == BAD and not room else peer.ack)(m)]
         room = []
@@ -205,11 +205,11 @@ def test_a_refused_topic_holds_a_key_that_it_shares_with_another_topic():
 
 
 @pytest.mark.every_database
-def test_a_topic_that_was_never_refused_is_not_asked_twice():
+def test_messages_of_topics_without_a_refusal_are_sent_once():
     with FakeAmqpPeer() as peer:
         with transaction.atomic():
             publish_many([Draft(f"topic.{n % 7}", {}) for n in range(100)])
 
-        drained(peer.url)
+        assert drained(peer.url).published == 100
 
-        assert len(peer.published) == 100
+        assert len(peer.published) == len(set(ids(peer.published))) == 100

@@ -1,4 +1,4 @@
-"""Many relays on one PostgreSQL: nothing skipped, nothing held twice, nothing settled by a relay that overslept."""
+"""Several relays on one PostgreSQL: no message skipped, none claimed twice, none settled after the transaction has ended."""
 
 import re
 import threading
@@ -63,7 +63,7 @@ def a_backlog(count=A_LOT, keys=20):
 
 
 def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
-    """A high-water mark would skip the second one for ever."""
+    """A high-water mark would skip for ever the message that commits second."""
     first_has_its_id, second_has_committed = threading.Event(), threading.Event()
     written = {}
 
@@ -84,7 +84,7 @@ def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_publ
     assert ids(peer.published) == ids([written["fast"], written["slow"]])
 
 
-def test_several_relays_never_have_the_same_row_in_hand():
+def test_concurrent_claims_never_share_a_row():
     a_backlog()
     guard, held, overlaps, rounds = threading.Lock(), Counter(), [], []
 
@@ -98,7 +98,7 @@ def test_several_relays_never_have_the_same_row_in_hand():
                     overlaps.extend(position for position in taken if held[position] > 1)
                     rounds.append(len(taken))
                     others = sum(held.values()) > len(taken)
-                if others:  # hold on to it while the others look for something to take
+                if others:  # keep the claim while the others look for rows
                     with connection.cursor() as cursor:
                         cursor.execute("SELECT pg_sleep(0.005)")
                 store.settle("default", Settlement(published=taken))
@@ -115,7 +115,7 @@ def test_several_relays_never_have_the_same_row_in_hand():
     assert sum(1 for taken in rounds if taken) > 4
 
 
-def test_a_shard_in_somebodys_hands_is_passed_over_and_the_others_are_not():
+def test_claim_skips_shards_locked_by_another_transaction_and_takes_the_others():
     one, other = published(key="a"), published(key="b")
     assert row_of(one).shard != row_of(other).shard
     with transaction.atomic():
@@ -124,7 +124,7 @@ def test_a_shard_in_somebodys_hands_is_passed_over_and_the_others_are_not():
         seen = claimed_elsewhere()
 
     assert seen == {late.position}
-    assert claimed_elsewhere() == {one.position, other.position, late.position}, "the locks went with the transaction"
+    assert claimed_elsewhere() == {one.position, other.position, late.position}, "the locks ended with the transaction"
 
 
 def published_elsewhere(**options):
@@ -191,8 +191,8 @@ def test_publishing_while_relays_run_loses_nothing(peer):
     assert set(states()) == {State.PUBLISHED}
 
 
-def test_a_row_that_somebody_has_locked_is_all_that_a_pass_does_not_settle(peer):
-    """Or the whole batch would be sent again with every pass, for as long as somebody's psql is open."""
+def test_pass_settles_every_row_but_one_locked_by_another_transaction(peer):
+    """Otherwise every pass would send the whole batch again for as long as that transaction is open."""
     locked, *others = [published(biz_id=str(n)) for n in range(5)]
     with psycopg.connect(**connection_parameters()) as other:
         other.execute("UPDATE outbox_outboxmessage SET last_error = 'mine' WHERE id = %s", [locked.position])
@@ -206,8 +206,8 @@ def test_a_row_that_somebody_has_locked_is_all_that_a_pass_does_not_settle(peer)
     assert state_of(locked) == State.PUBLISHED
 
 
-class TestARelayThatOverslept:
-    def test_settles_nothing_because_the_server_has_ended_its_transaction(self):
+class TestTransactionBounds:
+    def test_relay_frozen_past_its_transaction_bound_settles_nothing(self):
         message = published()
         shard, woken = row_of(message).shard, []
 
@@ -229,10 +229,10 @@ class TestARelayThatOverslept:
         with psycopg.connect(**connection_parameters(), autocommit=True) as other, in_threads(oversleep):
             pass
 
-        assert [is_outage(error) for error in woken] == [True], "nobody's fault: it begins again"
+        assert [is_outage(error) for error in woken] == [True], "an outage, after which the relay begins again"
         assert state_of(message) == State.READY
 
-    def test_leaves_no_bounds_on_the_session(self):
+    def test_transaction_bounds_do_not_outlast_the_transaction(self):
         with transaction.atomic():
             store.bound_transaction("default", timedelta(seconds=3))
             assert (shown("statement_timeout"), shown("lock_timeout")) == ("3s", "1s")
@@ -259,14 +259,14 @@ def shown(name):
 
 
 class TestCancelling:
-    """What an operator does to a row while a relay may have it in hand."""
+    """What an operator does to a row that a relay may have claimed."""
 
     @pytest.fixture(autouse=True)
-    def patient(self, monkeypatch):
+    def long_operators_wait(self, monkeypatch):
         monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(seconds=SECONDS))
 
-    def cancelled_beside_a_pass(self, message, settlement):
-        """Cancel while a pass has the message; the pass ends only once the cancel waits for it."""
+    def cancelled_during_a_pass(self, message, settlement):
+        """Cancel while a pass has claimed the message; the pass ends only once the cancel waits for it."""
         answers = []
 
         def cancel():
@@ -276,32 +276,32 @@ class TestCancelling:
             assert message.position in {row.position for row in in_hand(10)}
             thread = threading.Thread(target=lambda: (cancel(), connections.close_all()))
             thread.start()
-            eventually(somebody_waits_for_an_advisory_lock)
+            eventually(a_session_waits_for_an_advisory_lock)
             assert not answers, "it waits for the pass"
             store.settle("default", settlement)
         thread.join()
         return answers[0]
 
-    def test_waits_for_the_pass_and_is_too_late_when_it_published(self):
+    def test_cancel_waits_for_the_pass_and_fails_if_it_published_the_message(self):
         message = published()
 
-        assert not self.cancelled_beside_a_pass(message, Settlement(published=[message.position]))
+        assert not self.cancelled_during_a_pass(message, Settlement(published=[message.position]))
         assert state_of(message) == State.PUBLISHED
 
-    def test_waits_for_the_pass_and_succeeds_when_it_did_not_publish(self):
+    def test_cancel_waits_for_the_pass_and_succeeds_if_it_published_nothing(self):
         message = published()
 
-        assert self.cancelled_beside_a_pass(message, Settlement())
+        assert self.cancelled_during_a_pass(message, Settlement())
         assert state_of(message) == State.CANCELLED
 
-    def test_waits_for_the_pass_and_cancels_what_will_be_retried(self):
+    def test_cancel_waits_for_the_pass_and_cancels_a_message_to_be_retried(self):
         message = published()
         failure = Failure(positions=[message.position], error="nack", retry_after=HOUR)
 
-        assert self.cancelled_beside_a_pass(message, Settlement(failed=[failure]))
+        assert self.cancelled_during_a_pass(message, Settlement(failed=[failure]))
         assert state_of(message) == State.CANCELLED
 
-    def test_in_an_open_transaction_keeps_relays_away_until_it_is_decided(self):
+    def test_cancel_in_an_open_transaction_keeps_relays_from_claiming_until_it_ends(self):
         message = published()
         for decided in (False, True):
             with transaction.atomic():
@@ -310,19 +310,20 @@ class TestCancelling:
                 transaction.set_rollback(not decided)
             assert claimed_elsewhere() == (set() if decided else {message.position})
 
-    def test_leaves_the_callers_own_timeouts_as_they_were(self):
+    def test_cancel_restores_the_lock_timeout_of_the_caller(self):
         message = published()
         with transaction.atomic():
-            before = shown("lock_timeout")
-            store.cancel("default", message.position)
+            with connection.cursor() as cursor:
+                cursor.execute("SET LOCAL lock_timeout = '1234ms'")
+            assert store.cancel("default", message.position)
 
-            assert shown("lock_timeout") == before
+            assert shown("lock_timeout") == "1234ms"
 
-    def test_of_a_row_that_is_gone_is_too_late(self):
+    def test_cancel_of_a_missing_row_returns_false(self):
         assert not store.cancel("default", 10**9)
 
 
-def test_what_is_read_by_a_prepared_statement_is_what_any_cursor_reads():
+def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     with transaction.atomic():
         publish(TOPIC, {"text": "Zo\x00ë ☃ %s"}, key="k", biz_id="b", headers={"tenant": "acme", "n": 2})
         publish(TOPIC, None, priority=3, expires_in=HOUR)
@@ -338,9 +339,9 @@ def test_what_is_read_by_a_prepared_statement_is_what_any_cursor_reads():
     with CaptureQueriesContext(connection) as captured:
         by_cursor = read()
 
-    (sight, claim), (same_sight, same_claim) = by_prepared, by_cursor
+    (work_found, claim), (same_work_found, same_claim) = by_prepared, by_cursor
     assert len(claim.rows) == 2
-    assert (sight, claim.refused) == (same_sight, same_claim.refused)
+    assert (work_found, claim.refused) == (same_work_found, same_claim.refused)
     assert [row._replace(lasting=None) for row in claim.rows] == [row._replace(lasting=None) for row in same_claim.rows]
     [(first, second), (none, none_either)] = sorted(
         ((row.lasting, same.lasting) for row, same in zip(claim.rows, same_claim.rows, strict=True)), key=str
@@ -350,8 +351,8 @@ def test_what_is_read_by_a_prepared_statement_is_what_any_cursor_reads():
     assert any("unnest" in query["sql"] for query in captured)
 
 
-def test_what_is_prepared_is_planned_for_the_table_as_it_is():
-    """A plan that was made while it was empty and PostgreSQL knew that would read all of it, once for every shard."""
+def test_prepared_statements_never_use_a_generic_plan():
+    """A plan made while PostgreSQL knew the table to be empty would read the whole table, once for every shard."""
     connection.close()
     analyse()
     for _ in range(12):
@@ -364,13 +365,13 @@ def test_what_is_prepared_is_planned_for_the_table_as_it_is():
         assert cursor.fetchall() == [("outbox_look", 0), ("outbox_read", 0)]
 
 
-def somebody_waits_for_an_advisory_lock():
+def a_session_waits_for_an_advisory_lock():
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
         return cursor.fetchone()[0]
 
 
-class TestTheIndexes:
+class TestIndexes:
     """The work of a pass must not grow with what has been published before."""
 
     @pytest.fixture
@@ -380,7 +381,7 @@ class TestTheIndexes:
             publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(50)])
         analyse()
 
-    def test_find_what_is_ready(self, published_before):
+    def test_ready_messages_are_read_by_index_from_the_floor_upwards(self, published_before):
         with transaction.atomic():
             looking, reading = explained(lambda: in_hand(500))
 
@@ -393,7 +394,7 @@ class TestTheIndexes:
         assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
         assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
 
-    def test_find_what_holds_a_key(self, published_before):
+    def test_heads_that_hold_a_key_are_found_by_index(self, published_before):
         held = OutboxMessage.objects.filter(state=State.PUBLISHED).exclude(key="").order_by("pk")
         OutboxMessage.objects.filter(pk__in=held.values_list("pk", flat=True)[:200]).update(state=State.DEAD)
         analyse()
@@ -403,13 +404,13 @@ class TestTheIndexes:
         assert "outbox_holding" in reading
         assert "Seq Scan on outbox_outboxmessage" not in reading
 
-    def test_find_what_is_due(self, published_before):
+    def test_due_messages_are_found_by_index(self, published_before):
         [plan] = explained(lambda: store.promote_due("default", 1_000))
 
         assert "outbox_due" in plan
         assert "Seq Scan on outbox_outboxmessage" not in plan
 
-    def test_are_asked_once_when_the_statistics_know_of_nothing_due(self, published_before):
+    def test_promote_recall_and_release_use_no_join_with_stale_statistics(self, published_before):
         """PostgreSQL would execute a subquery with a LIMIT again for every row of a join it believes to have one row."""
         with transaction.atomic():
             publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(5_000)])
@@ -427,8 +428,8 @@ class TestTheIndexes:
             assert "InitPlan" in plan, plan
             assert "Join" not in plan, plan
 
-    def test_find_what_is_due_without_reading_what_is_not(self, published_before):
-        """A relay asks many times a second; a million messages scheduled for tomorrow must not be read each time."""
+    def test_promoting_due_messages_does_not_read_those_due_later(self, published_before):
+        """A relay asks many times a second, and must not read a million messages scheduled for tomorrow each time."""
         OutboxMessage.objects.filter(state=State.PUBLISHED).update(
             state=State.SCHEDULED, available_at=DatabaseTime(HOUR), settled_at=None
         )
@@ -438,19 +439,20 @@ class TestTheIndexes:
 
         assert re.search(r"Index Scan using outbox_due [^\n]*\n\s+Index Cond: \(?.*available_at <= ", plan), plan
 
-    def test_find_what_may_be_purged_without_reading_what_may_not(self, published_before):
+    def test_purge_does_not_read_settled_messages_it_must_keep(self, published_before):
         plans = explained(lambda: list(store.purge_settled("default", HOUR)))
 
         assert re.search(r"outbox_settled[^\n]*\n\s+Index Cond: \(?.*settled_at < ", plans[0]), plans[0]
 
-    def test_settle_by_primary_key(self, published_before):
+    def test_settling_finds_rows_by_primary_key(self, published_before):
         positions = list(OutboxMessage.objects.filter(state=State.READY).values_list("pk", flat=True))
 
         [plan] = explained(lambda: store.settle("default", Settlement(published=positions)))
 
         assert "Seq Scan on outbox_outboxmessage" not in plan
+        assert "outbox_outboxmessage_pkey" in plan
 
-    def test_of_a_table_that_was_empty_when_it_was_analysed_are_used_when_it_is_full(self):
+    def test_indexes_are_used_when_the_statistics_are_of_an_empty_table(self):
         analyse()
         filled("published", 20_000)
         filled("ready", 20_000)
@@ -460,8 +462,8 @@ class TestTheIndexes:
         pages_by_statement(by_index=True, may_sort=OF_WHAT_IS_DUE)
 
     @pytest.mark.proof
-    def test_serve_a_table_of_more_than_a_million(self):
-        """A pass costs what it carries, whatever lies around."""
+    def test_pages_read_per_statement_do_not_grow_with_a_table_of_over_a_million_rows(self):
+        """The cost of a pass depends on the messages it publishes and not on the other rows."""
         filled("ready", 2_000, key="'key-' || n % 500")
         filled("ready", 200, due="now() + interval '1 ms'")
         filled("scheduled", 200, due="now() - interval '1 s'")
@@ -502,7 +504,7 @@ def filled(state, count, *, key="''", due="now()"):
         )
 
 
-OF_WHAT_IS_DUE = {"promote what is due", "promote what has rested", "upcoming", "upcoming after a place", "newly scheduled"}
+OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after a place", "newly scheduled"}
 """What is due is sorted when the statistics know of nothing that is."""
 
 
@@ -522,7 +524,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "read": lambda: store.claim_ready("default", busy, 500),
         "settle": lambda: store.settle("default", settlement),
         "promote what is due": lambda: store.promote_due("default", 1000),
-        "promote what has rested": lambda: store.promote_rested("default", 1000),
+        "promote what is due again": lambda: store.promote_rested("default", 1000),
         "upcoming": lambda: store.upcoming("default", {}, HOUR, 500),
         "upcoming after a place": lambda: store.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: store.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
@@ -582,8 +584,8 @@ def pages_of(plan):
     return plan["Shared Hit Blocks"] + plan["Shared Read Blocks"]
 
 
-class TestUnderAPinnedHorizon:
-    """While anybody's old transaction is open, no vacuum removes the versions that were ready once."""
+class TestPinnedVacuumHorizon:
+    """While an old transaction is open, vacuum cannot remove the row versions that were ready before."""
 
     @pytest.fixture
     def pinned(self):
@@ -605,29 +607,29 @@ class TestUnderAPinnedHorizon:
                 rows = []
 
                 def look_and_claim(rows=rows):
-                    sight = store.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
-                    floors.end(sight)
-                    rows += store.claim_ready("default", sight.busy, 500).rows
+                    work_found = store.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
+                    floors.end(work_found)
+                    rows += store.claim_ready("default", work_found.busy, 500).rows
 
                 costs.append(sum(map(pages_of, measured(look_and_claim))))
                 store.settle("default", Settlement(published=[row.position for row in rows]))
             floors.saw(max(row.position for row in rows))
         return costs
 
-    def test_a_pass_costs_no_more_after_many_than_after_few(self, pinned):
+    def test_pages_read_per_pass_do_not_grow_with_the_number_of_passes(self, pinned):
         filled("ready", 20_500)
         costs = self.pages_by_pass(40, with_floors=True)
 
         assert median(costs[-10:]) < 1.5 * median(costs[5:15]), costs
 
-    def test_without_floors_it_would(self, pinned):
+    def test_pages_read_per_pass_grow_without_floors(self, pinned):
         filled("ready", 20_500)
         costs = self.pages_by_pass(40, with_floors=False)
 
         assert median(costs[-10:]) > 2 * median(costs[5:15]), costs
 
 
-def test_the_table_is_vacuumed_by_the_number_of_its_dead_rows():
+def test_autovacuum_is_triggered_by_a_number_of_dead_rows_not_a_share():
     with connection.cursor() as cursor:
         cursor.execute("SELECT reloptions FROM pg_class WHERE relname = 'outbox_outboxmessage'")
         options = dict(option.split("=") for option in cursor.fetchone()[0])
@@ -659,14 +661,14 @@ def explained(action):
 
 
 def psycopg_cursor(wrapper):
-    """A cursor the wrapper above does not see, on the same connection and in the same transaction."""
+    """A cursor that the wrapper above does not see, on the same connection and in the same transaction."""
     return wrapper.connection.cursor()
 
 
 class TestBehindDeadHeads:
     """Messages that may not be sent must not hide those that may."""
 
-    def test_what_is_free_goes_out_however_many_shards_are_held(self, peer):
+    def test_message_without_a_key_is_published_while_dead_heads_hold_400_keys(self, peer):
         with transaction.atomic():
             publish_many([Draft(TOPIC, {}, key=f"key-{n}") for n in range(400)])
             OutboxMessage.objects.update(state=State.DEAD)
@@ -680,8 +682,8 @@ class TestBehindDeadHeads:
 
 
 @st.composite
-def what_a_shard_has(draw):
-    """Ready messages of one shard: which lie aside, in what order they are read, and how many of either index at most."""
+def ready_rows_of_a_shard(draw):
+    """Ready messages of one shard, some of them in the secondary ready index, and how many to read of each index at most."""
     rows = [
         a_ready_row(
             position,
@@ -698,9 +700,9 @@ def a_ready_row(position, **values):
     return RelayedMessage(**{**dict.fromkeys(RelayedMessage._fields, ""), "position": position, "shard": 0, **values})
 
 
-@given(what_a_shard_has())
+@given(ready_rows_of_a_shard())
 @settings(max_examples=500, deadline=None)
-def test_however_much_is_read_of_either_index_nothing_overtakes_within_its_key(given_rows):
+def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_rows):
     rows, each = given_rows
     aside = sorted((row for row in rows if row.aside), key=lambda row: (-row.priority, row.position))
     stream = [row for row in rows if not row.aside]
@@ -711,11 +713,11 @@ def test_however_much_is_read_of_either_index_nothing_overtakes_within_its_key(g
     for row in kept:
         earlier = {other.position for other in rows if row.key and other.key == row.key and other.position < row.position}
         assert earlier <= in_hand
-    assert kept or not rows, "and something is carried"
+    assert kept or not rows, "and at least one message is claimed"
 
 
 def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):
-    """It wakes with its transaction ended, and others may have decided about its messages meanwhile."""
+    """When it wakes, its transaction has ended and its messages may have been published or cancelled meanwhile."""
     published()
     claim = store.claim_ready
 
@@ -734,18 +736,18 @@ def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeyp
 
 
 class TestFloors:
-    """Looks from the start, which would find everything in time, are put off here: nothing may need them."""
+    """With `never_from_the_start` no test is saved by a read from the start, which finds every ready row in the end."""
 
     @pytest.fixture
     def never_from_the_start(self, monkeypatch):
         monkeypatch.setattr(floors, "_LOOK_FROM_THE_START_SECONDS", 10_000.0)
 
     def passed(self, relays, message):
-        """The floors of all relays are above this message."""
+        """Are the floors of all relays above this message?"""
         return all(relay._floors.now.get(row_of(message).shard, 0) >= message.position for relay in relays)
 
     def passed_by_publishing(self, relays, message):
-        """Publish until they are."""
+        """Publish until the floors of all relays are above this message."""
 
         def condition():
             published()
@@ -755,7 +757,7 @@ class TestFloors:
 
     @contextmanager
     def slow_transaction(self, messages, **options):
-        """Its message has got its position; it commits at the end of the block."""
+        """A transaction whose message has its position at the start of the block, and which commits at the end of it."""
         written, commit = threading.Event(), threading.Event()
 
         def write():
@@ -771,7 +773,7 @@ class TestFloors:
             finally:
                 commit.set()
 
-    def test_leave_room_for_a_transaction_that_commits_after_thousands_of_later_ones(self, peer, never_from_the_start):
+    def test_floors_stay_below_a_transaction_that_commits_after_thousands_of_later_ones(self, peer, never_from_the_start):
         messages = []
         with relaying(peer.url) as relays:
             with self.slow_transaction(messages):
@@ -783,7 +785,7 @@ class TestFloors:
             eventually(lambda: state_of(late) == State.PUBLISHED)
             self.passed_by_publishing(relays, late)
 
-    def test_keep_the_order_of_a_key_whose_first_message_was_long_in_coming(self, peer, never_from_the_start):
+    def test_floors_keep_the_order_of_a_key_whose_first_message_commits_late(self, peer, never_from_the_start):
         messages = []
         with relaying(peer.url):
             with self.slow_transaction(messages, key="k", strict_order=True):
@@ -796,7 +798,7 @@ class TestFloors:
         assert sent.index(str(messages[0].id)) < sent.index(str(messages[1].id))
 
     @pytest.mark.parametrize("of", ["retry", "requeue", "release", "promotion"])
-    def test_hide_nothing_that_becomes_ready_again(self, peer, never_from_the_start, of):
+    def test_message_that_becomes_ready_below_the_floor_is_published(self, peer, never_from_the_start, of):
         message = published(key="k" if of == "release" else "", delay=HOUR if of == "promotion" else None)
         state = {"retry": State.RETRYING, "requeue": State.DEAD, "release": State.WAITING, "promotion": State.SCHEDULED}[of]
         set_columns(message, state=State.CANCELLED if of == "release" else state, available_at=DatabaseTime(HOUR))
@@ -808,7 +810,7 @@ class TestFloors:
                 set_columns(message, state=state, available_at=DatabaseTime())
             eventually(lambda: state_of(message) == State.PUBLISHED)
 
-    def test_see_at_once_again_what_has_an_unknown_outcome(self, peer, never_from_the_start):
+    def test_message_with_an_unknown_outcome_is_sent_again_in_spite_of_the_floor(self, peer, never_from_the_start):
         with relaying(peer.url, BATCH_DEADLINE=timedelta(milliseconds=200)) as relays:
             first = published()
             self.passed_by_publishing(relays, first)
@@ -820,8 +822,8 @@ class TestFloors:
 
         assert ids(peer.published).count(str(unknown.id)) > 1
 
-    def test_do_not_hide_for_ever_what_somebody_made_ready_by_hand(self, peer):
-        """Not by our functions, and so below a floor: found by a look from the start."""
+    def test_row_made_ready_by_sql_below_the_floor_is_published(self, peer):
+        """An UPDATE past our functions leaves it below the floor; a read from the start finds it."""
         message = published()
         with relaying(peer.url) as relays:
             self.passed_by_publishing(relays, message)
@@ -830,8 +832,8 @@ class TestFloors:
 
         assert ids(peer.published).count(str(message.id)) == 2
 
-    def test_of_several_relays_skip_nothing_and_keep_the_order_of_keys(self, peer, never_from_the_start):
-        """Writers whose transactions take different times, on keys of their own."""
+    def test_floors_of_three_relays_skip_no_message_and_keep_the_order_of_keys(self, peer, never_from_the_start):
+        """Each writer has a key of its own and transactions of different durations."""
 
         def write(writer):
             dice = Random(writer)
@@ -854,11 +856,11 @@ class TestFloors:
             assert [name for name in sent if name.startswith(f"{writer}-")] == [f"{writer}-{n}" for n in range(60)]
 
 
-class TestWhoWrites:
-    """Floors wait for them, so none may be missed from the moment it has a position to the moment others see its rows."""
+class TestWriters:
+    """Floors wait for them, so a writer must be seen from when it has a position until its rows are visible."""
 
     def seen_while(self, write):
-        """How many others write, while `write` has done its work in an open transaction of its own."""
+        """How many writers are seen while another transaction that has called `write` is open."""
         done, end, answers = threading.Event(), threading.Event(), []
 
         def open_transaction():
@@ -875,13 +877,13 @@ class TestWhoWrites:
                 end.set()
         return answers[0]
 
-    def test_is_whoever_has_published_and_not_committed(self):
+    def test_writers_include_a_transaction_that_published_and_has_not_committed(self):
         assert self.seen_while(lambda: publish(TOPIC, {})) == 1
         assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 3)) == 1
         assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 30)) == 1
         assert store.writers("default") == frozenset()
 
-    def test_is_whoever_has_drawn_positions_for_a_copy_that_has_not_begun(self, monkeypatch):
+    def test_writers_include_a_transaction_with_positions_drawn_before_its_copy(self, monkeypatch):
         drawn, go_on = threading.Event(), threading.Event()
 
         def interrupted(positions):
@@ -897,18 +899,18 @@ class TestWhoWrites:
             finally:
                 go_on.set()
 
-    def test_is_not_who_reads_or_writes_elsewhere(self):
+    def test_writers_exclude_transactions_that_read_or_write_another_table(self):
         assert self.seen_while(OutboxMessage.objects.count) == 0
         assert self.seen_while(lambda: Effect.objects.create(name="elsewhere")) == 0
 
-    def test_is_not_the_one_who_asks(self):
+    def test_writers_exclude_the_asking_transaction(self):
         with transaction.atomic():
             publish(TOPIC, {})
             assert store.writers("default") == frozenset()
 
 
-class TestTheShare:
-    def test_of_a_newcomer_is_more_than_nothing_while_another_has_everything(self, peer):
+class TestShare:
+    def test_second_relay_gets_a_share_of_a_backlog_the_first_has_in_hand(self, peer):
         enough = threading.Event()
 
         def produce():
@@ -927,4 +929,4 @@ class TestTheShare:
                 enough.set()
         drained(peer.url)
 
-        assert len(ids(peer.published)) == len(set(ids(peer.published))), "and neither had what the other had in hand"
+        assert len(ids(peer.published)) == len(set(ids(peer.published))), "no message was claimed by both"

@@ -1,6 +1,8 @@
-"""What a relay says of itself while it runs: truthful, cheap, and never in the way of its work."""
+"""The heartbeat of a running relay: correct, cheap, and never in the way of its work."""
 
 import logging
+import os
+import socket
 import threading
 from datetime import timedelta
 
@@ -9,6 +11,7 @@ from django.db import OperationalError, connection, connections
 
 from outbox import store
 from outbox.kernel.clock import utcnow
+from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
@@ -30,7 +33,7 @@ class Clock:
     def __call__(self):
         return self.now
 
-    def passes(self, seconds):
+    def advance(self, seconds):
         self.now += seconds
 
 
@@ -48,10 +51,10 @@ def heartbeat(clock):
 
 @pytest.fixture
 def next_beat(clock, heartbeat):
-    """The row as the next beat writes it, after `seconds`."""
+    """The row as the next heartbeat writes it, after `seconds`."""
 
     def beat(seconds=module.HEARTBEAT_SECONDS):
-        clock.passes(seconds)
+        clock.advance(seconds)
         heartbeat.beat()
         return the_row()
 
@@ -62,18 +65,18 @@ def the_row():
     return store.relays("default").get()
 
 
-def is_near(instant, span=timedelta()):
-    return abs(utcnow() - span - instant) < timedelta(seconds=30)
+def is_near(instant, ago=timedelta()):
+    return abs(utcnow() - ago - instant) < timedelta(seconds=30)
 
 
-class TestTheRow:
-    def test_is_one_for_each_process_written_over_and_over(self):
-        told = a_beat(running_for=timedelta(minutes=5), since_pass=timedelta(minutes=1), published=7, rate=1.5)
-        store.beat("default", told)
+class TestRow:
+    def test_second_heartbeat_of_a_relay_updates_its_row(self):
+        beat = a_beat(running_for=timedelta(minutes=5), since_pass=timedelta(minutes=1), published=7, rate=1.5)
+        store.beat("default", beat)
         fall_silent(A_MOMENT)
         first = the_row()
         again = a_beat(
-            id=told.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
+            id=beat.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
         )
         store.beat("default", again)
         second = the_row()
@@ -86,11 +89,11 @@ class TestTheRow:
         assert (second.published, second.rate, second.waits_for, second.last_pass_at) == (9, 0.0, "the broker", None)
         assert second.beat_at > first.beat_at
 
-    def test_costs_one_statement(self, django_assert_num_queries):
+    def test_heartbeat_costs_one_statement(self, django_assert_num_queries):
         with django_assert_num_queries(1):
             store.beat("default", a_beat())
 
-    def test_is_silent_when_its_relay_has_not_written_for_a_while(self):
+    def test_relay_is_silent_once_its_heartbeat_is_older_than_the_limit(self):
         store.beat("default", a_beat())
         assert the_row().silent is False
 
@@ -100,15 +103,17 @@ class TestTheRow:
         fall_silent(SILENT_AFTER + A_MOMENT)
         assert the_row().silent is True
 
-    @pytest.mark.parametrize("silent_for", [SILENT_AFTER, SILENT_AFTER - timedelta(milliseconds=1)])
-    def test_is_silent_from_that_very_moment_on(self, silent_for):
+    @pytest.mark.parametrize(
+        "silent_for", [SILENT_AFTER, SILENT_AFTER - timedelta(milliseconds=1)], ids=["at the limit", "1 ms before"]
+    )
+    def test_silent_agrees_with_the_database_clock_at_the_limit(self, silent_for):
         a_relay(silent_for=silent_for)
 
         row = the_row()
 
         assert row.silent is (row.database_now - row.beat_at > SILENT_AFTER)
 
-    def test_is_forgotten_long_after_its_relay_fell_silent_and_not_before(self):
+    def test_forget_silent_deletes_only_rows_older_than_its_limit(self):
         store.beat("default", a_beat())
         fall_silent(timedelta(hours=23))
         assert store.forget_silent("default", timedelta(days=1)) == 0
@@ -117,60 +122,59 @@ class TestTheRow:
         assert store.forget_silent("default", timedelta(days=1)) == 1
         assert not RelayHeartbeat.objects.exists()
 
-    def test_of_one_relay_goes_when_that_one_ends(self):
+    def test_retire_deletes_only_the_row_of_that_relay(self):
         ended, running = a_beat(), a_beat()
-        for told in (ended, running):
-            store.beat("default", told)
+        for beat in (ended, running):
+            store.beat("default", beat)
 
         store.retire("default", ended.id)
 
         assert the_row().id == running.id
 
     @pytest.mark.django_db(databases=["default", "other"])
-    def test_stands_in_the_database_that_is_relayed(self):
+    def test_heartbeat_is_stored_in_the_relayed_database(self):
         store.beat("other", a_beat())
 
         assert store.relays("other").count() == 1
         assert store.relays("default").count() == 0
 
 
-class TestWhatARelaySays:
-    def test_is_who_and_where_it_is_from_the_first_round_on(self, heartbeat):
+class TestHeartbeat:
+    def test_first_heartbeat_has_host_pid_version_and_start(self, heartbeat):
         heartbeat.beat()
 
         row = the_row()
-        assert row.host
-        assert row.pid > 0
-        assert row.version
+        assert (row.host, row.pid) == (socket.gethostname(), os.getpid())
+        assert row.version == module.version("django-exactly-once")
         assert is_near(row.started_at)
         assert (row.last_pass_at, row.published, row.rate, row.waits_for) == (None, 0, 0.0, "")
 
-    def test_says_so_when_its_version_is_not_known(self, monkeypatch):
+    def test_heartbeat_without_an_installed_version_says_unknown(self, monkeypatch):
         monkeypatch.setattr(module, "version", lambda name: (_ for _ in ()).throw(module.PackageNotFoundError(name)))
 
         Heartbeat("default").beat()
 
         assert the_row().version == "unknown"
 
-    def test_is_told_every_two_seconds_and_not_more_often(self, heartbeat, clock, django_assert_num_queries):
+    def test_heartbeat_is_written_every_two_seconds_and_not_more_often(self, heartbeat, clock, django_assert_num_queries):
         heartbeat.beat()
         heartbeat.published(1)
-        clock.passes(1.9)
+        clock.advance(1.9)
         with django_assert_num_queries(0):
             heartbeat.beat()
-        clock.passes(0.1)
+        clock.advance(0.1)
         with django_assert_num_queries(1):
             heartbeat.beat()
 
         assert the_row().published == 1
 
-    def test_counts_what_it_published(self, heartbeat, next_beat):
+    def test_heartbeat_counts_published_messages(self, heartbeat, next_beat):
         heartbeat.published(3)
         heartbeat.published(4)
 
         assert next_beat().published == 7
 
-    def test_has_a_rate_that_follows_the_last_seconds_and_falls_to_nothing(self, heartbeat, next_beat):
+    def test_rate_is_of_the_last_seconds_and_falls_to_zero(self, heartbeat, next_beat):
         rates = []
         for _ in range(10):
             heartbeat.published(200)
@@ -182,51 +186,60 @@ class TestWhatARelaySays:
         assert 0 < falling[0] < 100
         assert falling[-1] == 0.0
 
-    def test_has_no_dizzy_rate_in_its_first_moment(self, heartbeat, next_beat):
+    def test_rate_of_the_first_second_is_not_extrapolated(self, heartbeat, next_beat):
         heartbeat.published(500)
 
         assert next_beat(0.001).rate == 500.0
 
-    def test_has_the_time_of_its_last_successful_pass(self, heartbeat, clock, next_beat):
+    def test_heartbeat_has_the_time_of_the_last_successful_pass(self, heartbeat, clock, next_beat):
         heartbeat.passed()
-        clock.passes(60)
+        clock.advance(60)
 
         assert is_near(next_beat().last_pass_at, timedelta(seconds=62))
 
-    def test_names_what_it_waits_for_until_it_works_again(self, heartbeat, next_beat):
+    def test_heartbeat_names_what_the_relay_waits_for_until_it_works_again(self, heartbeat, next_beat):
         heartbeat.waits_for("the broker: connection refused")
         assert next_beat().waits_for == "the broker: connection refused"
 
         heartbeat.waits_for("")
         assert next_beat().waits_for == ""
 
-    def test_says_it_in_one_line_that_moves_nothing_on_a_terminal(self, heartbeat, next_beat):
+    def test_waits_for_is_one_line_without_control_characters(self, heartbeat, next_beat):
         heartbeat.waits_for("the broker:\n\x1b[2Jgone \u202e")
 
         assert next_beat().waits_for == "the broker: [2Jgone"
 
-    @pytest.mark.parametrize("said", ["x" * 10_000, "two\nlines\x00 and a \ud800 surrogate", "é" * 300])
-    def test_fits_whatever_the_broker_said(self, heartbeat, next_beat, said):
-        heartbeat.waits_for(said)
+    @pytest.mark.parametrize(
+        ("reason", "stored"),
+        [
+            ("x" * 10_000, "x" * (NAME_LENGTH - 1) + "…"),
+            ("two\nlines\x00 and a \ud800 surrogate", "two lines and a surrogate"),
+            ("é" * 300, "é" * (NAME_LENGTH - 1) + "…"),
+        ],
+        ids=["long", "control characters", "multibyte"],
+    )
+    def test_waits_for_fits_its_column_for_any_text(self, heartbeat, next_beat, reason, stored):
+        heartbeat.waits_for(reason)
 
-        assert next_beat().waits_for.startswith(said[:3])
+        assert next_beat().waits_for == stored
+        assert RelayHeartbeat._meta.get_field("waits_for").max_length >= len(stored)
 
-    def test_comes_back_when_somebody_deleted_the_row_of_a_relay_that_was_frozen(self, heartbeat, clock, next_beat):
+    def test_deleted_row_of_a_frozen_relay_is_inserted_again(self, heartbeat, clock, next_beat):
         next_beat()
         RelayHeartbeat.objects.all().delete()
 
         assert is_near(next_beat(86_400).started_at, timedelta(seconds=86_400))
 
-    def test_is_removed_when_it_ends_and_not_written_any_more(self, heartbeat, clock):
+    def test_closed_heartbeat_deletes_its_row_and_writes_no_more(self, heartbeat, clock):
         heartbeat.beat()
         heartbeat.close()
         assert not RelayHeartbeat.objects.exists()
 
-        clock.passes(60)
+        clock.advance(60)
         heartbeat.beat()
         assert not RelayHeartbeat.objects.exists()
 
-    def test_of_a_relay_that_was_killed_turns_silent_and_is_forgotten_by_the_next_one(self, heartbeat):
+    def test_row_of_a_killed_relay_turns_silent_and_is_deleted_by_another_relay(self, heartbeat):
         heartbeat.beat()  # and never again
         fall_silent(SILENT_AFTER + A_MOMENT)
         Heartbeat("default").beat()
@@ -237,25 +250,21 @@ class TestWhatARelaySays:
         assert the_row().silent is False
 
 
-class TestWithOneWriter:
-    """On SQLite every beat takes the lock that publishers need."""
+@pytest.mark.skipif(connection.vendor != "sqlite", reason="a heartbeat takes a lock that publishers need on SQLite only")
+class TestHeartbeatOnSQLite:
+    """Every heartbeat takes the lock of the only writer, which publishers need."""
 
-    @pytest.fixture(autouse=True)
-    def _sqlite_only(self):
-        if connection.vendor != "sqlite":
-            pytest.skip("on PostgreSQL a beat is in nobody's way")
-
-    def test_what_has_not_changed_is_said_less_often(self, heartbeat, clock, django_assert_num_queries):
+    def test_unchanged_heartbeat_is_written_less_often(self, heartbeat, clock, django_assert_num_queries):
         heartbeat.beat()
         for _ in range(2):
-            clock.passes(module.HEARTBEAT_SECONDS)
+            clock.advance(module.HEARTBEAT_SECONDS)
             with django_assert_num_queries(0):
                 heartbeat.beat()
-        clock.passes(module.HEARTBEAT_SECONDS)
+        clock.advance(module.HEARTBEAT_SECONDS)
         with django_assert_num_queries(1):
             heartbeat.beat()
 
-    def test_what_has_changed_is_said_at_once(self, heartbeat, next_beat):
+    def test_changed_heartbeat_is_written_at_once(self, heartbeat, next_beat):
         next_beat()
         heartbeat.waits_for("the broker")
 
@@ -263,7 +272,7 @@ class TestWithOneWriter:
 
 
 class TestTwoLoops:
-    def test_wait_only_when_both_do(self, heartbeat, next_beat):
+    def test_relay_waits_only_when_both_of_its_loops_wait(self, heartbeat, next_beat):
         heartbeat.waits_for("the broker: connection refused")
         waiting, go_on = threading.Event(), threading.Event()
 
@@ -280,7 +289,7 @@ class TestTwoLoops:
         assert next_beat().waits_for == "the broker: connection refused"  # the loop that worked has ended
 
     @pytest.mark.django_db(transaction=True)
-    def test_count_and_write_at_once_and_lose_nothing(self, monkeypatch):
+    def test_two_loops_that_count_and_write_concurrently_lose_no_count(self, monkeypatch):
         monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.001)
         heartbeat = Heartbeat("default")
         together = threading.Barrier(2)
@@ -301,11 +310,12 @@ class TestTwoLoops:
         assert the_row().published == 400
 
     @pytest.mark.django_db(transaction=True)
-    def test_never_wait_for_each_others_beat(self, monkeypatch):
+    def test_loop_does_not_wait_for_the_heartbeat_of_the_other(self, monkeypatch):
         heartbeat = Heartbeat("default")
-        writing, go_on = threading.Event(), threading.Event()
+        writing, go_on, written = threading.Event(), threading.Event(), []
 
-        def slow(alias, told):
+        def slow(alias, beat):
+            written.append(beat)
             writing.set()
             assert go_on.wait(30)
 
@@ -313,70 +323,76 @@ class TestTwoLoops:
         with in_threads(heartbeat.beat):
             assert writing.wait(30)
             monkeypatch.setattr(heartbeat, "_due_at", 0.0)
-            heartbeat.beat()  # comes back although the other one is not done
+            heartbeat.beat()
+            assert len(written) == 1, "it returned while the other loop was writing, and wrote nothing"
             go_on.set()
 
 
-class TestAFailure:
+class TestFailedHeartbeat:
     @pytest.fixture
-    def away(self, monkeypatch):
-        """The database fails every beat until it is put right; how often it was asked."""
+    def failing_database(self, monkeypatch):
+        """Every write of a heartbeat fails while `error` is set; `count` is the number of attempts."""
         real, asked = store.beat, []
 
-        class Away:
+        class FailingDatabase:
             error = OperationalError("server closed the connection unexpectedly")
             count = property(lambda self: len(asked))
 
-        def beat(alias, told):
-            asked.append(told)
-            if Away.error is not None:
-                raise Away.error
-            real(alias, told)
+        def write(alias, beat):
+            asked.append(beat)
+            if FailingDatabase.error is not None:
+                raise FailingDatabase.error
+            real(alias, beat)
 
-        monkeypatch.setattr(store, "beat", beat)
-        return Away
+        monkeypatch.setattr(store, "beat", write)
+        return FailingDatabase
 
-    def test_disturbs_nobody_is_told_once_and_is_over_when_the_database_is_back(
-        self, away, heartbeat, clock, caplog, next_beat
+    def test_failed_heartbeat_is_logged_once_and_written_when_the_database_is_available(
+        self, failing_database, heartbeat, clock, caplog, next_beat
     ):
         caplog.set_level(logging.INFO, logger="outbox")
         for _ in range(3):
             heartbeat.beat()
-            clock.passes(60)
+            clock.advance(60)
         assert [record.levelname for record in caplog.records] == ["INFO"]
 
-        away.error = None
+        failing_database.error = None
         heartbeat.published(1)
 
         assert next_beat(0).published == 1
 
-    def test_is_not_tried_again_at_once(self, away, heartbeat, clock):
+    def test_failed_heartbeat_is_not_retried_at_the_next_interval(self, failing_database, heartbeat, clock):
         heartbeat.beat()
-        clock.passes(module.HEARTBEAT_SECONDS)
+        clock.advance(module.HEARTBEAT_SECONDS)
         heartbeat.beat()
 
-        assert away().count == 1
+        assert failing_database().count == 1
 
     @pytest.mark.django_db(transaction=True)
-    def test_that_took_the_connection_leaves_none_behind(self, away, heartbeat):
+    def test_failed_heartbeat_closes_the_lost_connection(self, failing_database, heartbeat):
         connections["default"].ensure_connection()
 
         heartbeat.beat()
 
         assert connections["default"].connection is None
 
-    def test_makes_the_end_quiet(self, away, heartbeat, monkeypatch):
+    def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, failing_database, heartbeat, monkeypatch):
         heartbeat.beat()
         monkeypatch.setattr(store, "retire", pytest.fail)
 
         heartbeat.close()
 
     @pytest.mark.django_db(transaction=True)
-    def test_to_remove_the_row_is_nobodys_failure(self, heartbeat, monkeypatch):
+    def test_close_survives_a_failure_to_delete_the_row(self, heartbeat, monkeypatch):
+        refused = []
+
         def retire(alias, relay):
+            refused.append(relay)
             raise OperationalError("database is locked")
 
         heartbeat.beat()
         monkeypatch.setattr(store, "retire", retire)
 
         heartbeat.close()
+
+        assert refused == [the_row().id]

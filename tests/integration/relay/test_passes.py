@@ -1,4 +1,4 @@
-"""One pass of the relay: claim, send, settle. What the broker said is what the rows say."""
+"""One pass of the relay: claim, send, settle. The rows record what the broker answered."""
 
 from datetime import timedelta
 from functools import partial
@@ -40,8 +40,8 @@ def transport(peer):
 
 
 @pytest.fixture
-def told():
-    """What the signals said: name, position, error."""
+def signals_sent():
+    """The signals that were sent: name, position, error."""
     heard, receivers = [], []
     for name in ("published", "retrying", "dead", "expired"):
         signal = getattr(signals, f"message_{name}")
@@ -80,8 +80,8 @@ def some(*biz_ids, **options):
     return [published(biz_id=biz_id, **options) for biz_id in biz_ids]
 
 
-class TestAConfirmedMessage:
-    def test_is_published(self, transport, told):
+class TestConfirmedMessage:
+    def test_confirmed_message_is_published(self, transport, signals_sent):
         [message] = some("a")
 
         report = one_pass(transport)
@@ -90,16 +90,16 @@ class TestAConfirmedMessage:
         assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 1, "")
         assert row.settled_at is not None
         assert (report.claimed, report.settled, report.published, report.broken) == (1, 1, 1, None)
-        assert told == [("published", message.position, "")]
+        assert signals_sent == [("published", message.position, "")]
 
-    def test_is_not_sent_again(self, peer, transport):
+    def test_confirmed_message_is_not_sent_again(self, peer, transport):
         some("a")
         one_pass(transport)
 
         assert one_pass(transport).claimed == 0
         assert len(peer.published) == 1
 
-    def test_travels_as_it_was_written(self, peer, transport):
+    def test_message_arrives_at_the_broker_as_it_was_published(self, peer, transport):
         message = published("shop.order.placed", {"n": "ä"}, biz_id="b", key="k", headers={"tenant": "acme"})
 
         one_pass(transport)
@@ -114,8 +114,8 @@ class TestAConfirmedMessage:
         assert arrived.headers["cloudEvents:source"] == "/tests"
 
 
-class TestAFailedAttempt:
-    def test_is_a_nack_and_rests_before_the_next(self, peer, transport, told, caplog):
+class TestFailedAttempt:
+    def test_nacked_message_is_retried_after_a_backoff(self, peer, transport, signals_sent, caplog):
         bad, good = some("bad", "good")
         answering(peer, bad="nack")
 
@@ -127,10 +127,10 @@ class TestAFailedAttempt:
         assert timedelta(minutes=29) < row.available_at - row.created_at < timedelta(minutes=62)
         assert state_of(good) == State.PUBLISHED
         assert (report.settled, report.published) == (2, 1)
-        assert ("retrying", bad.position, row.last_error) in told
+        assert ("retrying", bad.position, row.last_error) in signals_sent
         assert "was not published at attempt 1" in caplog.text
 
-    def test_is_tried_again_when_it_is_due(self, peer, transport):
+    def test_nacked_message_is_sent_again_with_the_same_id_when_due(self, peer, transport):
         [message] = some("bad")
         answering(peer, bad="nack")
         one_pass(transport)
@@ -144,7 +144,7 @@ class TestAFailedAttempt:
         assert (row.state, row.attempts, row.last_error) == (State.PUBLISHED, 2, "")
         assert len(set(ids(peer.published))) == 1, "every resend has the same id"
 
-    def test_that_was_the_last_is_death(self, peer, transport, told, caplog):
+    def test_last_failed_attempt_makes_the_message_dead(self, peer, transport, signals_sent, caplog):
         [message] = some("bad")
         set_columns(message, attempts=15)
         answering(peer, bad="nack")
@@ -154,10 +154,10 @@ class TestAFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.DEAD, 16)
         assert row.settled_at is not None
-        assert told == [("dead", message.position, row.last_error)]
+        assert signals_sent == [("dead", message.position, row.last_error)]
         assert "is dead at attempt 16" in caplog.text
 
-    def test_of_an_unroutable_message_names_the_reason_and_never_kills_it(self, peer, transport, told):
+    def test_unroutable_message_is_retried_past_max_attempts_with_the_reason(self, peer, transport, signals_sent):
         [message] = some("lost")
         set_columns(message, attempts=500)
         answering(peer, lost="return")
@@ -167,11 +167,14 @@ class TestAFailedAttempt:
         row = row_of(message)
         assert (row.state, row.attempts) == (State.RETRYING, 501)
         assert "no queue is bound to exchange 'outbox' for topic 'shop.order.placed'" in row.last_error
-        assert told == [("retrying", message.position, row.last_error)]
+        assert signals_sent == [("retrying", message.position, row.last_error)]
         assert row.available_at - row.created_at < timedelta(minutes=2)
 
-    def test_is_written_down_even_if_a_receiver_fails(self, peer, transport):
-        def receiver(**extra):
+    def test_failed_attempt_is_stored_even_if_a_signal_receiver_raises(self, peer, transport):
+        called = []
+
+        def receiver(message, **extra):
+            called.append(message.position)
             raise RuntimeError("the receiver's own problem")
 
         [message] = some("bad")
@@ -182,9 +185,10 @@ class TestAFailedAttempt:
         finally:
             signals.message_retrying.disconnect(receiver)
 
+        assert called == [message.position]
         assert state_of(message) == State.RETRYING
 
-    def test_is_announced_after_it_was_committed(self, peer, transport):
+    def test_signal_of_a_failed_attempt_is_sent_after_the_commit(self, peer, transport):
         seen = []
 
         def receiver(message, **extra):
@@ -201,9 +205,9 @@ class TestAFailedAttempt:
         assert seen == [(False, State.RETRYING)]
 
 
-class TestAnUnknownOutcome:
+class TestUnknownOutcome:
     @pytest.mark.parametrize("end", ["close_channel", "drop"])
-    def test_leaves_the_row_ready_and_settles_the_others(self, peer, transport, end):
+    def test_unknown_outcome_leaves_the_row_ready_and_settles_the_others(self, peer, transport, end):
         messages = some("a", "b", "silent", "bad", "last")
 
         def when_all_are_there(message):
@@ -226,7 +230,7 @@ class TestAnUnknownOutcome:
         assert report.broken
         assert report.settled == 3
 
-    def test_at_the_deadline_is_nobodys_attempt(self, peer, transport):
+    def test_unknown_outcome_at_the_deadline_counts_no_attempt(self, peer, transport):
         answered, silent = some("a", "silent")
         answering(peer, silent="nothing")
 
@@ -237,7 +241,7 @@ class TestAnUnknownOutcome:
         assert row_of(silent).attempts == 0
         assert "did not confirm everything within the deadline" in report.broken
 
-    def test_is_sent_again_on_a_new_connection_with_the_same_id(self, peer, transport):
+    def test_message_with_an_unknown_outcome_is_sent_again_with_the_same_id(self, peer, transport):
         some("silent")
         answering(peer, silent="nothing")
         with deadline_when(transport, lambda: peer.published):
@@ -252,7 +256,7 @@ class TestAnUnknownOutcome:
         assert (first.connection, second.connection) == (1, 2)
         assert states() == [State.PUBLISHED]
 
-    def test_a_late_ack_on_the_old_connection_is_credited_to_nobody(self, peer, transport):
+    def test_late_ack_of_the_previous_connection_confirms_nothing(self, peer, transport):
         some("silent")
         answering(peer, silent="nothing")
         with deadline_when(transport, lambda: peer.published):
@@ -268,8 +272,8 @@ class TestAnUnknownOutcome:
         assert states() == [State.RETRYING]
 
 
-class TestARefusedMessage:
-    def test_among_others_only_makes_the_relay_suspicious(self, peer, transport):
+class TestRefusedMessage:
+    def test_message_refused_within_a_batch_counts_no_attempt(self, peer, transport):
         messages = some("a", "poison", "b")
         answering(peer, poison="refuse")
 
@@ -279,7 +283,7 @@ class TestARefusedMessage:
         assert row_of(messages[1]).attempts == 0
         assert state_of(messages[1]) == State.READY
 
-    def test_alone_is_a_failed_attempt_with_the_brokers_words(self, peer, transport):
+    def test_message_refused_alone_is_a_failed_attempt_with_the_brokers_reason(self, peer, transport):
         [message] = some("poison")
         answering(peer, poison="refuse")
 
@@ -291,29 +295,29 @@ class TestARefusedMessage:
 
 
 class TestExpiredMessages:
-    def test_are_never_sent(self, peer, transport, told):
-        gone, alive = some("gone", "alive", expires_in=timedelta(hours=1))
-        set_columns(gone, expires_at=DatabaseTime())
+    def test_expired_message_is_not_sent(self, peer, transport, signals_sent):
+        expired, unexpired = some("expired", "unexpired", expires_in=timedelta(hours=1))
+        set_columns(expired, expires_at=DatabaseTime())
 
         one_pass(transport)
 
-        assert (state_of(gone), state_of(alive)) == (State.EXPIRED, State.PUBLISHED)
-        assert row_of(gone).attempts == 0
-        assert row_of(gone).settled_at is not None
-        assert ids(peer.published) == [str(alive.id)]
-        assert ("expired", gone.position, "") in told
+        assert (state_of(expired), state_of(unexpired)) == (State.EXPIRED, State.PUBLISHED)
+        assert row_of(expired).attempts == 0
+        assert row_of(expired).settled_at is not None
+        assert ids(peer.published) == [str(unexpired.id)]
+        assert ("expired", expired.position, "") in signals_sent
 
-    def test_do_not_hold_their_key(self, peer, transport):
-        gone, alive = some("gone", "alive", key="k", expires_in=timedelta(hours=1))
-        set_columns(gone, expires_at=DatabaseTime())
+    def test_expired_message_does_not_hold_its_key(self, peer, transport):
+        expired, unexpired = some("expired", "unexpired", key="k", expires_in=timedelta(hours=1))
+        set_columns(expired, expires_at=DatabaseTime())
 
         one_pass(transport)
 
-        assert state_of(alive) == State.PUBLISHED
+        assert state_of(unexpired) == State.PUBLISHED
 
 
 class TestOrder:
-    def test_is_by_priority_first_and_then_by_position(self, peer, transport):
+    def test_messages_are_sent_by_priority_then_by_position(self, peer, transport):
         for biz_id, priority in [("n1", 0), ("h1", 9), ("n2", 0), ("m1", 5), ("h2", 9)]:
             published(biz_id=biz_id, priority=priority)
 
@@ -321,7 +325,7 @@ class TestOrder:
 
         assert [m.headers["cloudEvents:bizid"] for m in peer.published] == ["h1", "h2", "m1", "n1", "n2"]
 
-    def test_sends_the_next_of_a_key_when_the_first_was_answered(self, peer, transport):
+    def test_next_message_of_a_key_is_sent_once_the_previous_was_confirmed(self, peer, transport):
         some("k1", "k2", "k3", key="k")
         some("free")
         confirmed = []
@@ -329,7 +333,7 @@ class TestOrder:
         def script(message):
             name = message.headers["cloudEvents:bizid"]
             if name.startswith("k"):
-                assert len(confirmed) == int(name[1]) - 1, "one of a key is under way at a time"
+                assert len(confirmed) == int(name[1]) - 1, "one message of a key is under way at a time"
                 confirmed.append(name)
             return [partial(peer.ack, message)]
 
@@ -340,7 +344,7 @@ class TestOrder:
         assert set(states()) == {State.PUBLISHED}
 
     @pytest.mark.parametrize("answer", ["nack", "return"])
-    def test_a_failing_head_holds_back_its_own_key_only(self, peer, transport, answer):
+    def test_failed_head_holds_back_its_own_key_only(self, peer, transport, answer):
         held = some("k1", "k2", "k3", key="k")
         others = some("o1", "o2", key="o") + some("free")
         answering(peer, k1=answer)
@@ -353,7 +357,7 @@ class TestOrder:
         assert [state_of(message) for message in held] == [State.RETRYING, State.WAITING, State.WAITING]
         assert one_pass(transport).claimed == 0, "nor does any later one even read them"
 
-    def test_goes_on_in_order_when_the_head_succeeds(self, peer, transport):
+    def test_key_goes_on_in_order_when_the_retry_of_its_head_succeeds(self, peer, transport):
         some("k1", "k2", key="k")
         answering(peer, k1="nack")
         one_pass(transport)
@@ -365,7 +369,7 @@ class TestOrder:
 
         assert [m.headers["cloudEvents:bizid"] for m in peer.published] == ["k1", "k1", "k2"]
 
-    def test_a_dead_head_holds_its_key_until_somebody_decides(self, peer, transport):
+    def test_dead_head_holds_its_key_until_it_is_cancelled(self, peer, transport):
         head, second = some("k1", "k2", key="k")
         set_columns(head, state=State.DEAD)
         one_pass(transport)
@@ -378,15 +382,15 @@ class TestOrder:
 
         assert state_of(second) == State.PUBLISHED
 
-    def test_a_dead_message_without_a_key_holds_nobody(self, transport):
-        dead, alive = some("dead", "alive")
+    def test_dead_message_without_a_key_holds_back_no_other(self, transport):
+        dead, other = some("dead", "other")
         set_columns(dead, state=State.DEAD)
 
         one_pass(transport)
 
-        assert state_of(alive) == State.PUBLISHED
+        assert state_of(other) == State.PUBLISHED
 
-    def test_an_unknown_head_stops_its_key_within_the_pass(self, peer, transport):
+    def test_head_with_an_unknown_outcome_stops_its_key_within_the_pass(self, peer, transport):
         held = some("k1", "k2", key="k")
         answering(peer, k1="nothing")
 
@@ -396,7 +400,7 @@ class TestOrder:
         assert [state_of(message) for message in held] == [State.READY, State.READY]
         assert [m.headers["cloudEvents:bizid"] for m in peer.published] == ["k1"]
 
-    def test_of_a_key_survives_a_limit_smaller_than_the_key(self, peer, transport):
+    def test_order_of_a_key_survives_a_limit_smaller_than_the_key(self, peer, transport):
         some(*(f"k{n}" for n in range(7)), key="k")
 
         while one_pass(transport, limit=2).claimed:
@@ -405,7 +409,7 @@ class TestOrder:
         assert [m.headers["cloudEvents:bizid"] for m in peer.published] == [f"k{n}" for n in range(7)]
 
 
-def test_a_pass_takes_no_more_than_its_limit(transport):
+def test_pass_claims_no_more_than_its_limit(transport):
     with transaction.atomic():
         publish_many([Draft("t", {}) for _ in range(30)])
 
@@ -416,7 +420,7 @@ def test_a_pass_takes_no_more_than_its_limit(transport):
     assert sum(claimed) == 30
 
 
-def test_a_pass_with_nothing_to_do_does_nothing(peer, transport):
+def test_pass_without_ready_messages_claims_and_sends_nothing(peer, transport):
     published(delay=timedelta(hours=1))
 
     assert one_pass(transport) == one_pass(transport)
@@ -424,11 +428,13 @@ def test_a_pass_with_nothing_to_do_does_nothing(peer, transport):
     assert not peer.published
 
 
-def test_a_pass_carries_the_messages_of_its_own_database_only(peer):
-    mine = published()
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_pass_publishes_the_messages_of_its_own_database_only(peer):
+    mine, theirs = published(), published(using="other")
     with connected(peer.url) as transport:
         single = Pass("default", transport, quick())
         single.run(store.look("default").busy, 10)
         single.close()
 
     assert ids(peer.published) == [str(mine.id)]
+    assert (state_of(mine), state_of(theirs, "other")) == (State.PUBLISHED, State.READY)

@@ -1,4 +1,4 @@
-"""Behind a transaction-pooling proxy: everything works that works without, and no connection keeps anything of ours."""
+"""Behind PgBouncer in transaction mode: everything works as without it, and no session state stays on a server connection."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def a_backlog(count=A_LOT, keys=20):
         return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
 
 
-def straight():
-    """Past the pooler."""
+def connected_directly():
+    """A connection that bypasses the pooler."""
     given = connections["direct"].get_connection_params()
     return psycopg.connect(**{name: given[name] for name in ("dbname", "user", "host", "port")}, autocommit=True)
 
@@ -97,7 +97,7 @@ def every_server_connection(pgbouncer):
 
 
 def left_behind(pgbouncer):
-    """What the pooler's connections still have of those that used them."""
+    """The session state that clients have left on the server connections of the pooler."""
     found = set()
     with every_server_connection(pgbouncer) as clients:
         for client in clients:
@@ -113,7 +113,7 @@ def left_behind(pgbouncer):
     return found
 
 
-def test_is_where_these_tests_are(pgbouncer):
+def test_connections_of_these_tests_go_through_pgbouncer(pgbouncer):
     published()
 
     assert any(server["database"] == connection.settings_dict["NAME"] for server in pgbouncer.show("servers"))
@@ -133,18 +133,18 @@ def test_messages_are_published_relayed_and_handled(peer, handles):
     assert effects() == len(messages)
 
 
-def test_copies_of_one_delivery_at_the_same_time_have_one_effect(handles):
+def test_concurrent_duplicates_have_one_effect(handles):
     handler = handles(the_effect)
     envelope = an_envelope()
 
     at_once([lambda: deliver(handler, envelope)] * 3)
 
-    while make_due():  # a copy that was put off
+    while make_due():  # a duplicate that was deferred
         run_to_the_end()
     assert effects() == 1
 
 
-def test_a_handler_that_fails_is_tried_again(handles):
+def test_failed_handler_is_retried(handles):
     def fails_once(message):
         the_effect(message)
         if message.attempt == 1:
@@ -205,7 +205,7 @@ def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environ
     assert Counter(ids(peer.published)) == Counter(ids(messages))
 
 
-def test_nothing_of_a_session_is_left_behind(pgbouncer, peer, handles):
+def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, handles):
     handler = handles(the_effect)
     a_backlog()
     published(delay=timedelta(seconds=0.2))
@@ -222,8 +222,8 @@ def test_nothing_of_a_session_is_left_behind(pgbouncer, peer, handles):
     assert left_behind(pgbouncer) == set()
 
 
-def test_what_would_be_left_behind_is_seen(pgbouncer):
-    """The test above would see it."""
+def test_session_state_left_on_a_server_connection_is_detected(pgbouncer):
+    """So the test above can fail."""
     with psycopg.connect(pgbouncer.url_of(connection.settings_dict["NAME"]), autocommit=True) as client:
         client.execute("SET statement_timeout = 4321")
         client.execute("LISTEN something")
@@ -246,7 +246,7 @@ def test_what_would_be_left_behind_is_seen(pgbouncer):
                     each.execute("BEGIN")
 
 
-class TestTheDoorbell:
+class TestDoorbell:
     @pytest.fixture
     def bell(self):
         return Bell()
@@ -256,11 +256,11 @@ class TestTheDoorbell:
         return StopRequest()
 
     @pytest.fixture(autouse=True)
-    def said(self, caplog):
+    def log(self, caplog):
         caplog.set_level(logging.WARNING)
         return caplog
 
-    def test_is_rung_through_the_pooler_and_heard_past_it(self, pgbouncer, bell, never):
+    def test_notify_through_the_pooler_reaches_a_listener_that_bypasses_it(self, pgbouncer, bell, never):
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="direct")).listening():
             assert bell.wait(SECONDS, never)
             with psycopg.connect(pgbouncer.url_of(connection.settings_dict["NAME"]), autocommit=True) as publisher:
@@ -268,24 +268,24 @@ class TestTheDoorbell:
 
             assert bell.wait(SECONDS, never)
 
-    def test_of_a_publisher_behind_the_pooler_is_heard_past_it(self):
-        with straight() as outside:
+    def test_commit_through_the_pooler_notifies_a_session_that_bypasses_it(self):
+        with connected_directly() as outside:
             outside.execute(f"LISTEN {CHANNEL}")
             with transaction.atomic():
                 ring_after_commit("default")
 
             assert [notify.payload for notify in outside.notifies(timeout=SECONDS, stop_after=1)] == [""]
 
-    def test_that_cannot_be_heard_is_told_of_and_not_listened_for(self, pgbouncer, bell, never, said):
-        """The LISTEN would stay on a connection that is somebody else's a moment later."""
+    def test_listener_behind_the_pooler_warns_and_does_not_listen(self, pgbouncer, bell, never, log):
+        """The LISTEN would stay on a server connection that another client gets next."""
         with Listener("default", [bell], OutboxOptions()).listening():
-            eventually(lambda: "There is a pooler before the database 'default'" in said.text)
+            eventually(lambda: "There is a pooler before the database 'default'" in log.text)
             eventually(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
 
         assert not bell.wait(0, never)
         assert left_behind(pgbouncer) == set()
 
-    def test_passes_a_pooler_of_sessions_when_the_project_says_so(self, bell, never):
+    def test_listener_works_through_a_session_pooler_named_by_listen_alias(self, bell, never):
         behind = connections["direct"].settings_dict
         with (
             PgBouncer(int(behind["PORT"]), user=behind["USER"], pool_mode="session") as sessions,
@@ -293,13 +293,13 @@ class TestTheDoorbell:
             Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="sessions")).listening(),
         ):
             assert bell.wait(SECONDS, never)
-            with straight() as outside:
+            with connected_directly() as outside:
                 outside.execute(f"NOTIFY {CHANNEL}")
 
             assert bell.wait(SECONDS, never)
 
 
-def test_tokens_are_leased_and_no_connection_keeps_a_setting_of_the_lease(pooled):
+def test_leasing_rate_limit_tokens_leaves_no_setting_on_a_connection(pooled):
     leased = at_once([lambda: lease_tokens("default", "limited", rate=1e-9, burst=20.0, most=15)] * 4)
 
     assert sum(one.tokens for one in leased) == 20

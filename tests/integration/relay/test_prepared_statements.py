@@ -1,4 +1,4 @@
-"""Prepared statements: there where they help, gone without harm, and nowhere that they could be somebody else's."""
+"""The prepared statements of the inbox: reused, prepared again when dropped, and not used behind a pooler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OURS = {"inbox_begin", "inbox_finish"}
 
 
 @pytest.fixture(autouse=True)
-def _a_connection_nobody_has_used():
+def _new_connection():
     connection.close()
 
 
@@ -41,13 +41,13 @@ def prepared():
 
 
 @contextmanager
-def watched():
-    """Somebody looks at the statements, and then they go the ordinary way."""
+def plain_cursors():
+    """While queries are captured, statements go through Django's cursors and are not prepared."""
     with CaptureQueriesContext(connection):
         yield
 
 
-def test_they_are_there_after_the_first_message_and_used_again(handles):
+def test_statements_are_prepared_with_the_first_message_and_reused(handles):
     handler = handles(the_effect)
     for _ in range(3):
         assert deliver(handler) is Received.HANDLED
@@ -56,8 +56,8 @@ def test_they_are_there_after_the_first_message_and_used_again(handles):
     assert execute("SELECT generic_plans + custom_plans FROM pg_prepared_statements ORDER BY name") == [3, 3]
 
 
-def test_no_plan_is_kept_for_long(handles, monkeypatch):
-    """It may be of a time when the table was empty, and then it reads all of it."""
+def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
+    """A plan made while the table was empty reads all of it."""
     for statement in (fresh._BEGIN, sentinel._FINISH):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
@@ -69,7 +69,7 @@ def test_no_plan_is_kept_for_long(handles, monkeypatch):
     assert effects() == 16
 
 
-def test_the_rows_are_those_of_the_ordinary_way(handles):
+def test_prepared_statements_write_the_same_rows_as_a_plain_cursor(handles):
     envelopes = [
         an_envelope(
             {"text": "Zoë \x00 ☃ %s", "n": [1, None]},
@@ -86,7 +86,7 @@ def test_the_rows_are_those_of_the_ordinary_way(handles):
     fast, ordinary = handles(the_effect, name="tests.fast"), handles(the_effect, name="tests.ordinary")
     for envelope in envelopes:
         assert deliver(fast, envelope) is Received.HANDLED
-        with watched():
+        with plain_cursors():
             assert deliver(ordinary, envelope) is Received.HANDLED
 
     columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
@@ -99,10 +99,10 @@ def test_the_rows_are_those_of_the_ordinary_way(handles):
         assert {name for name in columns if one[name] != other[name]} == {"received_at", "settled_at"}
 
 
-def test_a_duplicate_is_found_either_way(handles):
+def test_duplicate_is_found_with_and_without_prepared_statements(handles):
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler, envelope)
-    with watched():
+    with plain_cursors():
         assert deliver(handler, envelope) is Received.DUPLICATE
 
     assert deliver(handler, envelope) is Received.DUPLICATE
@@ -110,7 +110,7 @@ def test_a_duplicate_is_found_either_way(handles):
 
 
 @pytest.mark.parametrize("clean", ["DISCARD ALL", "DEALLOCATE ALL", "DEALLOCATE inbox_begin", "DEALLOCATE inbox_finish"])
-def test_what_somebody_dropped_between_two_messages_is_prepared_anew(handles, clean):
+def test_statements_dropped_between_two_messages_are_prepared_again(handles, clean):
     calls = []
     handler = handles(lambda message: (calls.append(message), the_effect(message)))
     deliver(handler)
@@ -119,11 +119,11 @@ def test_what_somebody_dropped_between_two_messages_is_prepared_anew(handles, cl
     assert [deliver(handler) for _ in range(2)] == [Received.HANDLED] * 2
 
     assert (effects(), prepared()) == (3, OURS)
-    # What is missing at the end has the handler run again; what is missing at the beginning is seen before.
+    # A statement missing at the end makes the handler run again; one missing at the beginning is noticed before it runs.
     assert len(calls) == (3 if clean.endswith("begin") else 4)
 
 
-def test_a_handler_that_drops_them_is_handled_and_so_is_the_next(handles):
+def test_handler_that_deallocates_all_statements_succeeds_and_so_does_the_next(handles):
     rude = handles(lambda message: (the_effect(message), execute("DEALLOCATE ALL")), name="tests.rude")
     handler = handles(the_effect)
 
@@ -135,7 +135,7 @@ def test_a_handler_that_drops_them_is_handled_and_so_is_the_next(handles):
     assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
 
 
-def test_a_handler_that_discards_all_fails_and_the_next_is_handled(handles):
+def test_handler_that_discards_all_fails_and_the_next_one_succeeds(handles):
     """PostgreSQL refuses that inside a transaction."""
     rude = handles(lambda message: (the_effect(message), execute("DISCARD ALL")), name="tests.rude")
     handler = handles(the_effect)
@@ -148,8 +148,8 @@ def test_a_handler_that_discards_all_fails_and_the_next_is_handled(handles):
     assert effects() == 2
 
 
-def test_of_somebody_else_by_the_same_name_are_not_used(handles):
-    """A proxy that changes server processes and does not let us see it."""
+def test_foreign_statements_of_the_same_name_are_not_used(handles):
+    """As behind a pooler that changes the server process unnoticed."""
     handler = handles(the_effect)
     for name in OURS:
         execute(f"PREPARE {name} AS SELECT 1")
@@ -160,13 +160,13 @@ def test_of_somebody_else_by_the_same_name_are_not_used(handles):
     assert (effects(), set(InboxMessage.objects.values_list("attempts", flat=True))) == (3, {1})
 
 
-def test_the_transactions_own_lock_timeout_comes_back(handles):
+def test_handler_runs_with_the_lock_timeout_of_the_session(handles):
     shown = []
     handler = handles(lambda message: shown.append(execute("SHOW lock_timeout")[0]))
     deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
     execute("SET lock_timeout = '1234ms'")
     deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
-    with watched():
+    with plain_cursors():
         deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
 
     assert shown == ["0", "1234ms", "1234ms"]
@@ -174,8 +174,8 @@ def test_the_transactions_own_lock_timeout_comes_back(handles):
     execute("RESET lock_timeout")
 
 
-@pytest.mark.parametrize("way", [watched, lambda: transaction.atomic(using="other")], ids=["ordinary", "prepared"])
-def test_a_twin_in_hand_is_waited_for_only_so_long(handles, way):
+@pytest.mark.parametrize("way", [plain_cursors, lambda: transaction.atomic(using="other")], ids=["plain cursor", "prepared"])
+def test_duplicate_of_a_message_in_progress_is_deferred_after_the_timeout(handles, way):
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler)
     with transaction.atomic():
@@ -195,7 +195,7 @@ def test_a_twin_in_hand_is_waited_for_only_so_long(handles, way):
     assert deliver(handler, envelope) is Received.HANDLED
 
 
-def test_the_transaction_is_begun_as_the_project_says(handles):
+def test_transaction_has_the_isolation_level_of_the_settings(handles):
     shown = []
     handler = handles(lambda message: shown.extend(execute("SHOW transaction_isolation")))
     with the_default_at(OPTIONS={"isolation_level": IsolationLevel.REPEATABLE_READ}):
@@ -205,7 +205,7 @@ def test_the_transaction_is_begun_as_the_project_says(handles):
         assert (shown, prepared()) == (["repeatable read"] * 2, OURS)
 
 
-def test_a_server_process_that_ended_between_two_messages_costs_nothing(handles):
+def test_backend_terminated_between_two_messages_causes_no_failure(handles):
     handler = handles(the_effect)
     deliver(handler)
     (pid,) = execute("SELECT pg_backend_pid()")
@@ -217,8 +217,8 @@ def test_a_server_process_that_ended_between_two_messages_costs_nothing(handles)
 
 
 @pytest.mark.parametrize("text", ["a\x00b", "\ud800"], ids=["nul", "surrogate"])
-def test_text_that_no_column_takes_is_refused_and_not_cut(text):
-    """Neither gets this far: names are made fit when a message is read."""
+def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
+    """Neither gets this far: names are cleaned when a message is read."""
     statement = Prepared("test", ["text"], "SELECT $1")
     with transaction.atomic():
         with pytest.raises((DataError, UnicodeEncodeError)):
@@ -227,7 +227,7 @@ def test_text_that_no_column_takes_is_refused_and_not_cut(text):
         assert statement.execute(connection, ["a"]).rows == [["a"]]
 
 
-def test_nothing_is_prepared_among_greenlets(handles, monkeypatch):
+def test_nothing_is_prepared_under_gevent(handles, monkeypatch):
     monkeypatch.setattr("outbox.kernel.prepared.detect_environment", lambda: "gevent")
 
     assert deliver(handles(the_effect)) is Received.HANDLED
@@ -241,13 +241,13 @@ def pgbouncer(django_db_setup):
         yield server
 
 
-class TestBehindAPooler:
+class TestBehindPgBouncer:
     @pytest.fixture(autouse=True)
     def _pooled(self, pgbouncer, transactional_db):
         with the_default_at(PORT=pgbouncer.port):
             yield
 
-    def test_nothing_is_prepared_and_everything_works(self, handles):
+    def test_nothing_is_prepared_behind_a_pooler_and_every_message_is_handled(self, handles):
         handler = handles(the_effect)
         envelopes = [an_envelope() for _ in range(40)]
 

@@ -1,4 +1,4 @@
-"""Redis through kombu: no confirms, but no silent loss that could be seen coming."""
+"""Redis through kombu: no confirms, and no silent loss of a message that no queue is bound for."""
 
 import pytest
 
@@ -39,14 +39,14 @@ def proxy(redis_server, redis_url):
 
 
 class TestRouting:
-    def test_a_topic_no_queue_is_bound_to_comes_back_instead_of_being_dropped(self, redis_url):
+    def test_message_of_a_topic_without_a_queue_is_returned_instead_of_dropped(self, redis_url):
         with connected(redis_url) as transport:
             sent = transport.send([a_parcel()], soon())
 
         assert outcomes(sent) == {1: Outcome.RETURNED}
         assert f"no queue is bound to exchange '{EXCHANGE}' for topic '{TOPIC}'" in sent.verdicts[1].reason
 
-    def test_a_queue_that_comes_later_is_seen_without_a_new_connection(self, redis_url):
+    def test_queue_bound_later_is_found_without_a_new_connection(self, redis_url):
         with connected(redis_url) as transport:
             assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.RETURNED}
             with Queue(redis_url) as queue:
@@ -65,7 +65,7 @@ class TestRouting:
 
 
 class TestOneBadMessage:
-    def test_is_refused_and_the_rest_goes_through(self, redis_url):
+    def test_message_that_cannot_be_sent_is_refused_and_the_others_are_confirmed(self, redis_url):
         with Queue(redis_url) as queue, connected(redis_url) as transport:
             sent = transport.send([a_parcel(1), a_parcel(2, headers={"x": object()}), a_parcel(3)], soon())
 
@@ -73,14 +73,14 @@ class TestOneBadMessage:
             assert ids(queue.take(2)) == ["m1", "m3"]
 
 
-class TestAServerThatIsAway:
-    def test_is_unavailable(self):
+class TestUnavailableServer:
+    def test_connecting_to_an_unreachable_server_raises_broker_unavailable(self):
         transport = VirtualTransport(f"redis://127.0.0.1:{free_port()}/0", alias="default", exchange=EXCHANGE)
 
         with pytest.raises(BrokerUnavailable):
             transport.connect()
 
-    def test_in_the_middle_of_a_batch_confirms_what_was_confirmed(self, redis_url, proxy):
+    def test_server_lost_within_a_batch_keeps_the_messages_it_has_confirmed(self, redis_url, proxy):
         with Queue(redis_url) as queue, connected(proxy.through(redis_url)) as transport:
             transport.send([a_parcel(0)], soon())
             proxy.cut_after(30_000)
@@ -99,7 +99,7 @@ class TestAServerThatIsAway:
             assert outcomes(transport.send([a_parcel(99)], soon())) == {99: Outcome.CONFIRMED}
 
     @pytest.mark.django_db(transaction=True)
-    def test_is_waited_for_by_the_relay_without_counting_an_attempt(self, redis_url, proxy, caplog):
+    def test_relay_waits_for_the_server_without_counting_an_attempt(self, redis_url, proxy, caplog):
         with Queue(redis_url) as queue, relaying(proxy.through(redis_url)):
             first = published()
             eventually(lambda: state_of(first) == State.PUBLISHED)
@@ -115,7 +115,7 @@ class TestAServerThatIsAway:
         assert caplog.text.count("The broker is away") == 1
 
     @pytest.mark.django_db(transaction=True)
-    def test_that_is_killed_still_has_what_it_took(self, redis_server, redis_url, caplog):
+    def test_server_restarted_after_a_kill_has_every_accepted_message(self, redis_server, redis_url, caplog):
         with Queue(redis_url):
             pass
         with relaying(redis_url):
@@ -131,13 +131,13 @@ class TestAServerThatIsAway:
             assert set(ids(queue.take(2))) == set(ids([first, second]))
 
 
-class TestWhatIsPromised:
+class TestCapabilities:
     @pytest.mark.parametrize("url", ["memory://", "filesystem://", "sqla+sqlite:///x", "confluentkafka://h"])
     def test_a_transport_that_loses_messages_is_not_durable(self, url):
         assert not capabilities_of(url).durable
         assert "loses messages" in capabilities_of(url).weakness
 
     @pytest.mark.parametrize("url", ["redis://h", "rediss://h", "sentinel://h", "sqs://"])
-    def test_a_transport_without_confirms_says_so(self, url):
+    def test_a_transport_without_confirms_names_that_as_its_weakness(self, url):
         assert not capabilities_of(url).confirms
         assert "no publisher confirms" in capabilities_of(url).weakness

@@ -1,4 +1,4 @@
-"""Where the database has one writer, one relay works at a time, by a lease that fences."""
+"""On SQLite, which has one writer, one relay works at a time, under a lease with a fencing token."""
 
 import logging
 import uuid
@@ -17,6 +17,7 @@ from tests.support.relaying import (
     connected,
     drained,
     eventually,
+    ids,
     in_threads,
     published,
     quick,
@@ -26,16 +27,11 @@ from tests.support.relaying import (
     waiting,
 )
 
-# The lease itself is plain SQL; what rests on it being used runs on SQLite only.
+# The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+sqlite_only = pytest.mark.skipif(connection.vendor != "sqlite", reason="relays on PostgreSQL need no lease")
 
-SPAN = timedelta(minutes=5)
-
-
-@pytest.fixture
-def sqlite_only():
-    if connection.vendor != "sqlite":
-        pytest.skip("relays on PostgreSQL are equals and need no lease")
+DURATION = timedelta(minutes=5)
 
 
 @pytest.fixture
@@ -46,12 +42,12 @@ def peer():
 
 @pytest.fixture
 def ours():
-    return Lease("default", SPAN)
+    return Lease("default", DURATION)
 
 
 @pytest.fixture
 def theirs():
-    return Lease("default", SPAN)
+    return Lease("default", DURATION)
 
 
 def expire_the_lease():
@@ -66,42 +62,42 @@ def take(lease):
     return lease.claim(store.look("default").busy, 10)
 
 
-class TestTheLease:
-    def test_is_had_by_one_relay_at_a_time(self, ours, theirs):
+class TestLease:
+    def test_lease_is_held_by_one_relay_at_a_time(self, ours, theirs):
         message = published()
 
         assert positions(take(ours)) == [message.position]
         assert take(theirs) is None
         assert theirs.holder() == ours.holder() != "nobody"
 
-    def test_is_renewed_by_every_claim(self, ours, theirs):
+    def test_every_claim_renews_the_lease(self, ours, theirs):
         take(ours)
         expire_the_lease()
 
         assert list(take(ours)) == []
         assert take(theirs) is None
 
-    def test_goes_to_the_next_when_it_is_released(self, ours, theirs):
+    def test_released_lease_goes_to_the_next_relay(self, ours, theirs):
         take(ours)
         ours.release()
 
         assert theirs.holder() == "nobody"
         assert list(take(theirs)) == []
 
-    def test_goes_to_the_next_when_it_has_expired(self, ours, theirs):
+    def test_expired_lease_goes_to_the_next_relay(self, ours, theirs):
         message = published()
         take(ours)
         expire_the_lease()
 
         assert positions(take(theirs)) == [message.position]
 
-    def test_of_somebody_else_cannot_be_released(self, ours, theirs):
+    def test_lease_of_another_relay_cannot_be_released(self, ours, theirs):
         take(ours)
         theirs.release()
 
         assert take(theirs) is None
 
-    def test_that_was_taken_over_settles_nothing(self, ours, theirs):
+    def test_lease_that_was_taken_over_settles_nothing(self, ours, theirs):
         message = published()
         take(ours)
         expire_the_lease()
@@ -111,10 +107,10 @@ class TestTheLease:
             ours.settle(Settlement(published=[message.position]))
 
         assert state_of(message) == State.READY
-        assert RelayLease.objects.get().in_hand == [message.position], "what the other has in hand is still his"
+        assert RelayLease.objects.get().in_hand == [message.position], "the rows claimed by the new holder stay claimed"
         assert theirs.settle(Settlement(published=[message.position])) == 1
 
-    def test_that_expired_settles_nothing_even_if_nobody_wanted_it(self, ours):
+    def test_expired_lease_settles_nothing_even_if_no_relay_took_it_over(self, ours):
         message = published()
         take(ours)
         expire_the_lease()
@@ -124,40 +120,52 @@ class TestTheLease:
 
         assert state_of(message) == State.READY
 
-    def test_that_was_never_had_settles_nothing(self, theirs):
+    def test_relay_that_never_had_the_lease_settles_nothing(self, theirs):
         message = published()
 
         with pytest.raises(LeaseLost):
             theirs.settle(Settlement(published=[message.position]))
 
-    def test_is_had_by_one_of_many_who_ask_at_once(self):
+        assert state_of(message) == State.READY
+
+    def test_one_of_four_concurrent_claims_gets_the_lease(self):
         published()
         answers = []
 
         def ask():
-            answers.append(take(Lease("default", SPAN)))
+            answers.append(take(Lease("default", DURATION)))
 
         with in_threads(*[ask] * 4):
             pass
 
+        assert len(answers) == 4
         assert sum(answer is not None for answer in answers) == 1
 
+    def test_every_lease_has_a_token_of_its_own(self):
+        with transaction.atomic():
+            tokens = {Lease("default", DURATION)._token for _ in range(100)}
 
-class TestCancellingARowInHand:
-    def test_is_too_late(self, sqlite_only, ours):
+        assert len(tokens) == 100
+        assert all(isinstance(token, uuid.UUID) for token in tokens)
+
+
+@sqlite_only
+class TestCancel:
+    def test_cancel_of_a_claimed_row_is_too_late(self, ours):
         message = published()
         take(ours)
 
         assert not store.cancel("default", message.position)
         assert state_of(message) == State.READY
 
-    def test_succeeds_for_a_row_that_is_not_in_hand(self, sqlite_only, ours):
+    def test_cancel_of_an_unclaimed_row_succeeds(self, ours):
         take(ours)
         message = published()
 
         assert store.cancel("default", message.position)
+        assert state_of(message) == State.CANCELLED
 
-    def test_succeeds_when_the_lease_has_expired_and_the_sleeper_settles_nothing(self, sqlite_only, ours):
+    def test_cancel_after_the_lease_expired_succeeds_and_its_holder_settles_nothing(self, ours):
         message = published()
         take(ours)
         expire_the_lease()
@@ -167,16 +175,18 @@ class TestCancellingARowInHand:
             ours.settle(Settlement(published=[message.position]))
         assert state_of(message) == State.CANCELLED
 
-    def test_succeeds_when_it_was_settled_for_a_retry(self, sqlite_only, ours):
+    def test_cancel_after_the_claim_was_settled_succeeds(self, ours):
         message = published()
         take(ours)
         ours.settle(Settlement())
 
         assert store.cancel("default", message.position)
+        assert state_of(message) == State.CANCELLED
 
 
-class TestARelay:
-    def test_waits_for_the_one_that_works_and_says_whom_it_waits_for(self, sqlite_only, peer, theirs, caplog):
+@sqlite_only
+class TestRelay:
+    def test_second_relay_waits_and_logs_the_lease_holder_once(self, peer, theirs, caplog):
         published()
         take(theirs)
 
@@ -189,22 +199,23 @@ class TestARelay:
 
         assert caplog.text.count("SQLite takes one relay at a time") == 1
 
-    def test_gives_the_lease_back_at_its_end(self, sqlite_only, peer):
+    def test_relay_releases_the_lease_when_it_ends(self, peer):
         published()
         drained(peer.url)
 
+        assert states() == [State.PUBLISHED]
         assert not RelayLease.objects.exists()
 
-    def test_that_overslept_says_so_and_settles_nothing(self, sqlite_only, peer, caplog):
+    def test_relay_whose_lease_expired_during_a_send_settles_nothing_and_logs_it(self, peer, caplog):
         caplog.set_level(logging.WARNING)
         message = published()
 
-        def sleep_over_it(arrived):
+        def outlast_the_lease(arrived):
             with in_threads(expire_the_lease):
                 pass
             return [lambda: peer.ack(arrived)]
 
-        peer.script = sleep_over_it
+        peer.script = outlast_the_lease
         with connected(peer.url) as transport:
             report = Pass("default", transport, quick()).run(store.look("default").busy, 10)
 
@@ -212,7 +223,7 @@ class TestARelay:
         assert state_of(message) == State.READY
         assert "overslept its lease" in caplog.text
 
-    def test_never_holds_the_writers_lock_while_it_sends(self, sqlite_only, peer):
+    def test_relay_does_not_hold_the_write_lock_while_it_sends(self, peer):
         published(biz_id="first")
         written = []
 
@@ -228,18 +239,11 @@ class TestARelay:
         assert len(written) == 1
         assert states() == [State.PUBLISHED] * 2
 
-    def test_two_of_them_publish_every_message_once(self, sqlite_only, peer):
+    def test_two_relays_publish_every_message_once(self, peer):
         for _ in range(20):
             published()
 
         with relaying(peer.url, relays=2, BATCH_SIZE=5):
             eventually(lambda: not waiting())
 
-        assert len(peer.published) == 20
-
-    def test_its_token_is_its_own(self):
-        with transaction.atomic():
-            tokens = {Lease("default", SPAN)._token for _ in range(100)}
-
-        assert len(tokens) == 100
-        assert all(isinstance(token, uuid.UUID) for token in tokens)
+        assert len(peer.published) == len(set(ids(peer.published))) == 20

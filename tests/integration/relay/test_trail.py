@@ -1,4 +1,4 @@
-"""The trail: every transition that matters to a person, from which state, to which, in whose hands and why."""
+"""The trail: an entry for every recorded transition, with the old state, the new state, the process and the reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOUR = timedelta(hours=1)
 
 
 def trail_of(message):
-    """From, to and reason of each of its entries, in their order."""
+    """The old state, the new state and the reason of each of its entries, in order."""
     entries = TrailEntry.objects.filter(message_id=message.id).order_by("pk")
     assert {entry.process for entry in entries} <= {process_name()}
     assert all(entry.at <= timezone.now() for entry in entries)
@@ -39,16 +39,16 @@ def in_state(state, **options):
     return message
 
 
-class TestWhatOthersDecide:
+class TestDecisions:
     @pytest.mark.parametrize("state", store.CANCELLABLE)
-    def test_cancelling_tells_which_state_it_was(self, state):
+    def test_cancel_records_the_previous_state(self, state):
         message = in_state(state)
 
         cancel(message.id)
 
         assert trail_of(message) == [(state, State.CANCELLED, "cancel() by the business")]
 
-    def test_several_decisions_in_one_transaction_each_leave_theirs(self):
+    def test_each_decision_of_one_transaction_is_recorded(self):
         message = published(delay=HOUR)
 
         with transaction.atomic():
@@ -62,7 +62,7 @@ class TestWhatOthersDecide:
             (State.READY, State.CANCELLED, "cancel() by the business"),
         ]
 
-    def test_what_is_rolled_back_leaves_nothing(self):
+    def test_rolled_back_decision_leaves_no_entry(self):
         message = published(delay=HOUR)
 
         with transaction.atomic():
@@ -71,7 +71,7 @@ class TestWhatOthersDecide:
 
         assert trail_of(message) == []
 
-    def test_what_is_too_late_leaves_nothing(self):
+    def test_decision_that_is_too_late_leaves_no_entry(self):
         message = in_state(State.PUBLISHED)
 
         assert not cancel(message.id)
@@ -81,7 +81,7 @@ class TestWhatOthersDecide:
         assert trail_of(message) == []
 
     @pytest.mark.parametrize("state", store.REQUEUEABLE)
-    def test_requeueing_tells_who_did_it(self, state):
+    def test_requeue_records_the_command(self, state):
         message = in_state(state)
 
         call_command("outbox_requeue", str(message.id), "--retrying", verbosity=0)
@@ -93,30 +93,30 @@ def settled(**outcome):
     return store.settle("default", store.Settlement(**outcome))
 
 
-def failure(*messages, rest=None, **options):
+def failure(*messages, retry_after=None, **options):
     positions = [row_of(message).pk for message in messages]
-    return store.Failure(positions=positions, error="no such queue", retry_after=rest, **options)
+    return store.Failure(positions=positions, error="no such queue", retry_after=retry_after, **options)
 
 
-class TestWhatTheRelayDoes:
-    def test_failing_tells_the_error_and_expiring_that_it_did(self):
+class TestRelay:
+    def test_retry_death_and_expiry_are_recorded(self):
         retried, dead, expired = published(), published(), published()
 
-        settled(failed=[failure(retried, rest=HOUR), failure(dead)], expired=[row_of(expired).pk])
+        settled(failed=[failure(retried, retry_after=HOUR), failure(dead)], expired=[row_of(expired).pk])
 
         assert trail_of(retried) == [(State.READY, State.RETRYING, "no such queue")]
         assert trail_of(dead) == [(State.READY, State.DEAD, "no such queue")]
         assert trail_of(expired) == [(State.READY, State.EXPIRED, "")]
 
-    def test_only_what_it_has_changed_leaves_an_entry(self):
+    def test_only_rows_that_were_changed_leave_an_entry(self):
         changed, meanwhile = published(), in_state(State.RETRYING)
 
-        assert settled(failed=[failure(changed, meanwhile, rest=HOUR)]) == 1
+        assert settled(failed=[failure(changed, meanwhile, retry_after=HOUR)]) == 1
 
         assert trail_of(changed) == [(State.READY, State.RETRYING, "no such queue")]
         assert trail_of(meanwhile) == []
 
-    def test_what_is_rolled_back_leaves_nothing(self):
+    def test_rolled_back_settlement_leaves_no_entry(self):
         message = published()
 
         with transaction.atomic():
@@ -125,8 +125,8 @@ class TestWhatTheRelayDoes:
 
         assert trail_of(message) == []
 
-    def test_nothing_is_written_for_what_only_goes_its_way(self):
-        """By default a message that is published costs no statement more than without a trail."""
+    def test_publishing_waiting_and_promotion_leave_no_entry_by_default(self):
+        """By default publishing costs no more statements than without a trail."""
         with CaptureQueriesContext(connection) as captured:
             message, waiting, due = published(), published(), in_state(State.SCHEDULED)
             settled(published=[row_of(message).pk], waiting=[row_of(waiting).pk])
@@ -137,7 +137,7 @@ class TestWhatTheRelayDoes:
         assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
         assert len([query for query in captured.captured_queries if query["sql"].startswith("UPDATE")]) == 4
 
-    def test_what_is_tried_for_ever_does_not_fill_the_trail(self):
+    def test_attempts_past_max_attempts_leave_no_entry(self):
         message = published()
         with FakeAmqpPeer() as peer, connected(peer.url) as transport:
             peer.script = lambda sent: [partial(peer.return_message, sent), partial(peer.ack, sent)]
@@ -149,17 +149,17 @@ class TestWhatTheRelayDoes:
         assert [(was, became) for was, became, _ in trail_of(message)] == [(State.READY, State.RETRYING)] * 2
 
 
-class TestAll:
+class TestTrailAll:
     @pytest.fixture(autouse=True)
     def everything(self):
         with override_settings(OUTBOX={"TRAIL": "all"}):
             yield
 
-    def test_a_whole_life(self):
+    def test_trail_all_records_every_transition_of_a_message(self):
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime())
         store.promote_due("default", 10)
-        settled(failed=[failure(message, rest=timedelta(), tried=False, matters=False)])
+        settled(failed=[failure(message, retry_after=timedelta(), tried=False, matters=False)])
         store.promote_rested("default", 10)
         settled(waiting=[row_of(message).pk])
         set_columns(message, key="k")
@@ -176,7 +176,7 @@ class TestAll:
             (State.READY, State.PUBLISHED, ""),
         ]
 
-    def test_of_many_each_has_its_own(self):
+    def test_trail_all_records_every_message_of_publish_many(self):
         with transaction.atomic():
             messages = publish_many([Draft(TOPIC, {}, delay=HOUR if n % 2 else None) for n in range(12)])
 
@@ -185,7 +185,7 @@ class TestAll:
 
 
 class TestRetention:
-    def test_purging_deletes_what_is_too_old_in_small_transactions(self, capsys):
+    def test_purge_deletes_entries_older_than_the_retention_in_chunks(self, capsys):
         for age in (31, 32, 33, 29):
             TrailEntry.objects.create(
                 message_id=uuid.uuid4(), was="", became="done", at=DatabaseTime(-timedelta(days=age)), process="p"

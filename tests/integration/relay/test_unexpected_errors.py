@@ -1,4 +1,4 @@
-"""An error that nobody foresaw, in our own code: no delivery is lost, none goes round and round unseen."""
+"""An unexpected error in our own code: no delivery is lost, and none is redelivered for ever without being seen."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.loads import a_delivery, receive_load
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
 
 
-class Unforeseen(BaseException):
+class Unexpected(BaseException):
     pass
 
 
-@pytest.fixture(params=[Unforeseen, ZeroDivisionError], ids=lambda kind: kind.__name__)
+@pytest.fixture(params=[Unexpected, ZeroDivisionError], ids=lambda kind: kind.__name__)
 def kind(request):
     return request.param
 
 
 @pytest.fixture
 def breaks(monkeypatch, kind):
-    """`breaks(name)`: what a worker calls by that name fails, before it does anything or `after`."""
+    """`breaks(name)`: the function of that name raises when a worker calls it, before or `after` its work."""
 
     def breaks(name, *, after=False):
         work = getattr(reception, name)
@@ -36,28 +36,28 @@ def breaks(monkeypatch, kind):
         def broken(*arguments, **given):
             if after:
                 work(*arguments, **given)
-            raise kind("nobody foresaw it")
+            raise kind("unexpected")
 
         monkeypatch.setattr(reception, name, broken)
 
     return breaks
 
 
-@pytest.mark.parametrize("redelivered", [False, True])
-def test_it_is_a_failed_attempt_that_people_see(handles, breaks, kind, redelivered):
+@pytest.mark.parametrize("redelivered", [False, True], ids=["first delivery", "redelivery"])
+def test_unexpected_error_is_stored_as_a_failed_attempt_with_its_traceback(handles, breaks, kind, redelivered):
     handler = handles(the_effect)
     breaks("receive")
 
     assert receive_load([a_delivery(handler, redelivered=redelivered)]) == [Received.STORED]
 
     row = the_row()
-    assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, f"{kind.__name__}: nobody foresaw it")
+    assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, f"{kind.__name__}: unexpected")
     assert "in broken" in row.traceback
     run_to_the_end()
     assert (the_row().state, effects()) == (State.DONE, 1)
 
 
-def test_the_last_attempt_makes_it_a_dead_letter(handles, breaks):
+def test_unexpected_error_at_the_last_attempt_makes_a_dead_letter(handles, breaks):
     breaks("receive")
 
     assert receive_load([a_delivery(handles(the_effect))], options(MAX_ATTEMPTS=1)) == [Received.DEAD]
@@ -65,7 +65,7 @@ def test_the_last_attempt_makes_it_a_dead_letter(handles, breaks):
     assert the_row().state == State.DEAD
 
 
-def test_after_the_commit_it_changes_nothing(handles, breaks):
+def test_unexpected_error_after_the_commit_changes_nothing(handles, breaks):
     breaks("receive", after=True)
 
     assert receive_load([a_delivery(handles(the_effect))]) == [Received.DUPLICATE]
@@ -73,7 +73,7 @@ def test_after_the_commit_it_changes_nothing(handles, breaks):
     assert (the_row().state, effects(), make_due()) == (State.DONE, 1, 0)
 
 
-def test_all_of_a_load_are_stored(handles, breaks):
+def test_unexpected_error_in_a_load_stores_every_delivery(handles, breaks):
     handler = handles(the_effect, group_commit=5)
     breaks("receive_together")
 
@@ -84,7 +84,7 @@ def test_all_of_a_load_are_stored(handles, breaks):
     assert Counter(Effect.objects.values_list("name", flat=True)) == dict.fromkeys("abc", 1)
 
 
-def test_what_cannot_even_be_stored_goes_back_to_the_broker(handles, breaks):
+def test_delivery_whose_failure_cannot_be_stored_goes_back_to_the_broker(handles, breaks):
     breaks("receive")
     breaks("store_failure")
 
@@ -93,7 +93,7 @@ def test_what_cannot_even_be_stored_goes_back_to_the_broker(handles, breaks):
     assert not InboxMessage.objects.exists()
 
 
-def test_in_an_order_nothing_goes_past_it(handles, breaks):
+def test_unexpected_error_in_an_ordered_load_leaves_the_load_undecided(handles, breaks):
     handler = handles(the_effect, ordered=True)
     load = [a_delivery(handler, an_envelope(biz_id=name, key="key")) for name in "abc"]
     breaks("take_in")

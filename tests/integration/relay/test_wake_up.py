@@ -1,4 +1,4 @@
-"""The doorbell: rung once after a commit that has something for the relays, heard through whatever happens to the line."""
+"""The doorbell: one NOTIFY after a commit with work for the relays, heard also after outages of the listening connection."""
 
 import logging
 import threading
@@ -28,21 +28,21 @@ AWAY, BACK = "The doorbell is away", "The doorbell is back"
 
 
 @pytest.fixture(autouse=True)
-def not_rung_lately():
-    """What another test rang withholds nothing of this one's, and its listener has ended."""
-    eventually(lambda: not somebody_listens())
+def no_earlier_ring():
+    """No ring of this test is withheld because of an earlier test, and no listener of an earlier test runs."""
+    eventually(lambda: not a_listener_runs())
     doorbell._rings.clear()
     yield
     doorbell._rings.clear()
 
 
-def somebody_listens():
+def a_listener_runs():
     return "doorbell" in {thread.name for thread in threading.enumerate()}
 
 
 @contextmanager
-def straight_to(alias="default", **parameters):
-    """The driver's own connection to this database, which Django knows nothing of."""
+def direct_connection(alias="default", **parameters):
+    """A psycopg connection to this database that Django does not know."""
     given = connections[alias].get_connection_params()
     address = {name: given[name] for name in ("dbname", "user", "host", "port")}
     with psycopg.connect(**address, **parameters, autocommit=True) as straight:
@@ -51,7 +51,7 @@ def straight_to(alias="default", **parameters):
 
 @pytest.fixture
 def outside():
-    with straight_to() as outside:
+    with direct_connection() as outside:
         # An earlier test's backend ends a moment after its connection.
         eventually(lambda: not listening_backends(outside))
         yield outside
@@ -59,32 +59,32 @@ def outside():
 
 @pytest.fixture
 def heard(outside):
-    """How often the doorbell was heard since the last question."""
+    """The payloads of the notifications since the last call."""
     outside.execute(f"LISTEN {CHANNEL}")
 
     def heard():
-        # What was sent before this round trip is delivered with it; NOTIFY is delivered when its transaction commits.
+        # Notifications committed before this round trip are delivered with it.
         outside.execute("SELECT 1")
         return [notify.payload for notify in outside.notifies(timeout=0)]
 
     return heard
 
 
-def rung_in_vain():
+def ring_and_roll_back():
     with suppress(ZeroDivisionError), transaction.atomic():
         ring_after_commit("default")
         raise ZeroDivisionError
 
 
 class TestRinging:
-    def test_comes_after_the_commit_and_not_before(self, heard):
+    def test_ring_comes_after_the_commit_and_not_before(self, heard):
         with transaction.atomic():
             ring_after_commit("default")
             assert heard() == []
 
         assert heard() == [""]
 
-    def test_comes_when_the_rows_can_be_seen(self, outside, heard):
+    def test_rows_are_visible_when_the_ring_comes(self, outside, heard):
         with transaction.atomic():
             Effect.objects.create(name="seen")
             ring_after_commit("default")
@@ -92,25 +92,25 @@ class TestRinging:
         [_] = heard()
         assert outside.execute(f"SELECT count(*) FROM {Effect._meta.db_table}").fetchone() == (1,)
 
-    def test_does_not_come_after_a_rollback(self, heard):
-        rung_in_vain()
+    def test_rolled_back_transaction_does_not_ring(self, heard):
+        ring_and_roll_back()
 
         assert heard() == []
 
-    def test_does_not_come_for_a_savepoint_that_was_rolled_back(self, heard):
+    def test_rolled_back_savepoint_does_not_ring(self, heard):
         with transaction.atomic():
-            rung_in_vain()
+            ring_and_roll_back()
 
         assert heard() == []
 
-    def test_comes_for_what_was_published_after_such_a_savepoint(self, heard):
+    def test_publish_after_a_rolled_back_savepoint_rings(self, heard):
         with transaction.atomic():
-            rung_in_vain()
+            ring_and_roll_back()
             ring_after_commit("default")
 
         assert heard() == [""]
 
-    def test_comes_once_for_a_thousand_messages(self, heard):
+    def test_transaction_with_a_thousand_messages_rings_once(self, heard):
         with transaction.atomic():
             for n in range(1000):
                 ring_after_commit("default")
@@ -121,10 +121,10 @@ class TestRinging:
         assert hooks == 11
         assert heard() == [""]
 
-    def test_comes_seldom_in_a_burst_of_transactions_of_many_threads(self, heard, monkeypatch):
+    def test_burst_of_transactions_in_five_threads_rings_at_most_once_per_thread(self, heard, monkeypatch):
         clock = SimpleNamespace(now=1000.0)
         monkeypatch.setattr(doorbell, "monotonic", lambda: clock.now)
-        # On a busy machine one that notifies may hold the lock for longer, and a ring that failed is followed by silence.
+        # On a busy machine a NOTIFY may hold the lock for longer, and a failed ring is followed by a pause.
         monkeypatch.setattr(doorbell, "_NOTIFY", doorbell._NOTIFY.replace(doorbell._LONGEST_WAIT, f"{SECONDS:.0f}s"))
 
         def burst():
@@ -140,17 +140,20 @@ class TestRinging:
         burst()
         assert heard() == [""]
 
-    def test_withheld_leaves_a_relay_awake_for_longer_than_that(self):
+    def test_alert_time_of_a_relay_is_at_least_twice_the_quiet_time_of_a_publisher(self):
         assert doorbell.ALERT_SECONDS >= 2 * doorbell._QUIET_SECONDS
 
     @pytest.mark.django_db(transaction=True, databases=["default", "other"])
-    def test_of_one_database_is_not_heard_on_another(self, heard):
-        with transaction.atomic(using="other"):
-            ring_after_commit("other")
+    def test_ring_of_one_database_is_not_heard_on_another(self, heard):
+        with direct_connection("other") as other:
+            other.execute(f"LISTEN {CHANNEL}")
+            with transaction.atomic(using="other"):
+                ring_after_commit("other")
 
+            assert [notify.payload for notify in other.notifies(timeout=SECONDS, stop_after=1)] == [""]
         assert heard() == []
 
-    def test_can_be_switched_off(self, heard, settings):
+    def test_publisher_with_doorbell_false_does_not_ring(self, heard, settings):
         settings.OUTBOX = {"DOORBELL": False}
         with transaction.atomic():
             ring_after_commit("default")
@@ -158,7 +161,7 @@ class TestRinging:
 
         assert heard() == []
 
-    def test_is_no_query_of_the_callers(self, heard, django_assert_num_queries):
+    def test_ring_does_not_count_as_a_query_of_the_caller(self, heard, django_assert_num_queries):
         def refuse(*args):
             raise AssertionError("a query of the caller's")
 
@@ -168,8 +171,8 @@ class TestRinging:
 
         assert heard() == [""]
 
-    def test_flushes_nothing(self, outside):
-        """A ring that had to be flushed, or replicated, would hold the cluster's lock for as long."""
+    def test_ring_flushes_no_wal(self, outside):
+        """A ring that had to be flushed or replicated would hold the cluster's lock for that long."""
 
         def flushed():
             return outside.execute("SELECT pg_current_wal_flush_lsn()").fetchone()
@@ -180,10 +183,10 @@ class TestRinging:
                 ring_after_commit("default")
             return flushed() == before
 
-        # The server's own processes flush now and then, and not at every ring.
+        # The server's own processes flush now and then, but not at every ring.
         assert any(ring_unflushed() for _ in range(20))
 
-    def test_of_a_connection_that_dies_under_it_leaves_the_commit_standing(self, outside, caplog):
+    def test_commit_stands_when_the_connection_dies_before_the_ring(self, outside, caplog):
         caplog.set_level(logging.INFO, "outbox.doorbell")
 
         def die():
@@ -201,7 +204,7 @@ class TestRinging:
         connection.close()
         assert Effect.objects.filter(name="stands").exists()
 
-    def test_opens_no_connection(self, heard, caplog):
+    def test_ring_opens_no_connection(self, heard, caplog):
         with transaction.atomic():
             transaction.on_commit(connection.close)
             ring_after_commit("default")
@@ -210,17 +213,17 @@ class TestRinging:
         assert heard() == []
         assert caplog.records == []
 
-    def test_stays_out_of_a_transaction_somebody_else_began(self, heard):
+    def test_ring_is_not_sent_inside_a_transaction_that_an_earlier_hook_began(self, heard):
         with transaction.atomic():
             transaction.on_commit(lambda: connection.set_autocommit(False))
             ring_after_commit("default")
-        connection.rollback()
+        connection.commit()  # a rollback would discard a NOTIFY
         connection.set_autocommit(True)
 
         assert heard() == []
 
-    def test_after_a_hook_that_failed_is_lost_with_the_hook(self, heard):
-        """Django runs no more hooks then. The message waits for a poll."""
+    def test_ring_is_lost_when_an_earlier_commit_hook_raises(self, heard):
+        """Django runs no more hooks then, and relays find the message by polling."""
         with suppress(ZeroDivisionError), transaction.atomic():
             transaction.on_commit(lambda: 1 / 0)
             ring_after_commit("default")
@@ -228,8 +231,8 @@ class TestRinging:
         assert heard() == []
 
 
-class TestInATestCase(TestCase):
-    def test_a_hook_is_not_among_those_that_a_test_counts(self):
+class TestInsideTestCase(TestCase):
+    def test_commit_hook_of_the_ring_is_not_captured_by_a_testcase(self):
         with self.captureOnCommitCallbacks() as callbacks, transaction.atomic():
             ring_after_commit("default")
 
@@ -237,8 +240,8 @@ class TestInATestCase(TestCase):
 
 
 @contextmanager
-def a_stranger_who_notifies_in_a_long_commit(server):
-    """PostgreSQL has one lock for all that notify; one whose commit waits for a standby keeps it as long."""
+def foreign_notify_in_a_long_commit(server):
+    """PostgreSQL has one lock for all notifying transactions; one whose commit waits for a standby keeps it meanwhile."""
     with psycopg.connect(server.url, autocommit=True) as superuser, psycopg.connect(server.url, autocommit=True) as stranger:
         superuser.execute("CREATE TABLE IF NOT EXISTS strangers (n int)")
         superuser.execute("ALTER SYSTEM SET synchronous_standby_names = 'a_standby_that_is_not_there'")
@@ -263,16 +266,16 @@ def a_stranger_who_notifies_in_a_long_commit(server):
                 superuser.execute("SELECT pg_reload_conf()")
 
 
-def test_a_stranger_who_notifies_in_a_long_commit_holds_up_no_publisher(mortal_postgres, monkeypatch, caplog):
+def test_foreign_notify_in_a_long_commit_does_not_delay_publishers(mortal_postgres, monkeypatch, caplog):
     monkeypatch.setattr(doorbell, "_AFTER_FAILURE_SECONDS", SECONDS)
     caplog.set_level(logging.INFO, "outbox.doorbell")
     with the_default_at(NAME="test", PORT=mortal_postgres.port):
-        with a_stranger_who_notifies_in_a_long_commit(mortal_postgres):
+        with foreign_notify_in_a_long_commit(mortal_postgres):
             for _ in range(10):
                 with transaction.atomic():
                     ring_after_commit("default")
 
-        assert caplog.text.count("was not rung") == 1, "one tries, and the others do not wait as well"
+        assert caplog.text.count("was not rung") == 1, "one tries, and the others do not wait too"
         assert "lock timeout" in caplog.text
         with connection.cursor() as cursor:
             cursor.execute("SHOW lock_timeout")
@@ -281,7 +284,7 @@ def test_a_stranger_who_notifies_in_a_long_commit_holds_up_no_publisher(mortal_p
 
 class TestInThisProcess:
     @pytest.mark.every_database
-    def test_a_ring_is_heard_on_every_database(self):
+    def test_ring_is_heard_in_its_own_process_after_the_commit(self):
         bell, stop = Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [bell]):
             with transaction.atomic():
@@ -291,7 +294,7 @@ class TestInThisProcess:
             assert bell.wait(SECONDS, stop)
 
     @pytest.mark.every_database
-    def test_no_ring_is_withheld(self):
+    def test_no_ring_within_the_process_is_withheld(self):
         bell, stop = Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [bell]):
             for _ in range(3):
@@ -300,7 +303,7 @@ class TestInThisProcess:
                 assert bell.wait(SECONDS, stop)
 
     @pytest.mark.every_database
-    def test_every_bell_is_rung_until_it_is_taken_down(self):
+    def test_every_registered_bell_is_rung_until_it_is_removed(self):
         one, other, stop = Bell(), Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [one]):
             with doorbell.heard_in_this_process("default", [other]), transaction.atomic():
@@ -327,7 +330,7 @@ def never():
 
 @contextmanager
 def a_listener(*bells, alias="default", **options):
-    """Listening, and past the ring with which it begins."""
+    """A listener that listens, after the ring with which it begins."""
     options = OutboxOptions(**options)
     listener = Listener(alias, bells, options)
     with listener.listening():
@@ -347,11 +350,11 @@ def listening_backends(outside):
 
 class TestListening:
     @pytest.fixture(autouse=True)
-    def impatient(self, monkeypatch, caplog):
+    def short_pauses(self, monkeypatch, caplog):
         caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "first_seconds", 0.01)
+        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
 
-    def test_hears_another_process_and_rings_every_loop(self, outside, never):
+    def test_listener_hears_another_session_and_rings_every_bell(self, outside, never):
         one, other = Bell(), Bell()
         with a_listener(one, other):
             notify(outside)
@@ -359,30 +362,31 @@ class TestListening:
             assert one.wait(SECONDS, never)
             assert other.wait(SECONDS, never)
 
-    def test_hears_again_and_again(self, outside, bell, never):
+    def test_listener_hears_fifty_notifications_in_turn(self, outside, bell, never):
         with a_listener(bell):
             for _ in range(50):
                 notify(outside)
                 assert bell.wait(SECONDS, never)
 
-    def test_rings_once_to_begin_with_for_what_was_committed_before(self, bell, never):
+    def test_listener_rings_only_once_when_it_starts(self, bell, never):
         with a_listener(bell):
             assert not bell.wait(0, never)
 
-    def test_has_one_connection_with_a_name_and_leaves_none_behind(self, outside, bell):
+    def test_listener_has_one_named_connection_and_leaves_none_behind(self, outside, bell):
         with a_listener(bell):
             assert len(listening_backends(outside)) == 1
 
         eventually(lambda: not listening_backends(outside))
-        eventually(lambda: not somebody_listens())
+        eventually(lambda: not a_listener_runs())
 
-    def test_ends_though_it_was_never_rung(self, bell):
-        with a_listener(bell) as listener:
-            pass
+    def test_listener_ends_without_a_notification(self, bell, monkeypatch):
+        monkeypatch.setattr(listening, "_PULSE_SECONDS", 10 * SECONDS)
+        with a_listener(bell):
+            assert a_listener_runs()
 
-        assert listener._end
+        eventually(lambda: not a_listener_runs())
 
-    def test_whose_backend_is_terminated_listens_again_and_rings_for_what_it_missed(self, outside, bell, never, caplog):
+    def test_listener_whose_backend_is_terminated_reconnects_and_rings_once(self, outside, bell, never, caplog):
         with a_listener(bell):
             [backend] = listening_backends(outside)
             outside.execute("SELECT pg_terminate_backend(%s)", [backend])
@@ -394,31 +398,32 @@ class TestListening:
 
         assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
 
-    def test_may_go_by_another_alias(self, outside, bell):
+    @pytest.mark.django_db(transaction=True, databases=["default", "other"])
+    def test_listener_connects_through_listen_alias(self, outside, bell):
         with a_listener(bell, LISTEN_ALIAS="other"):
             where = outside.execute("SELECT datname FROM pg_stat_activity WHERE application_name = %s", [APPLICATION_NAME])
 
             assert where.fetchall() == [(connections["other"].settings_dict["NAME"],)]
 
-    def test_switched_off_connects_nowhere(self, outside, bell, never):
+    def test_listener_with_doorbell_false_does_not_connect(self, outside, bell, never):
         with Listener("default", [bell], OutboxOptions(DOORBELL=False)).listening():
-            assert not somebody_listens()
+            assert not a_listener_runs()
             assert listening_backends(outside) == []
             assert not doorbell._in_this_process
 
 
-class TestAListenerWithoutItsServer:
+class TestListenerOutage:
     @pytest.fixture(autouse=True)
-    def impatient(self, monkeypatch, caplog):
+    def short_pauses(self, monkeypatch, caplog):
         caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "first_seconds", 0.01)
+        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
 
     @pytest.fixture
     def proxy(self):
         with FaultProxy("127.0.0.1", int(connection.settings_dict["PORT"])) as proxy, an_alias("through", PORT=proxy.port):
             yield proxy
 
-    def test_waits_for_it_and_says_so_once(self, proxy, outside, bell, never, caplog):
+    def test_listener_waits_for_an_unavailable_server_and_logs_it_once(self, proxy, outside, bell, never, caplog):
         proxy.refuse()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
             eventually(lambda: AWAY in caplog.text)
@@ -429,7 +434,7 @@ class TestAListenerWithoutItsServer:
 
         assert (caplog.text.count(AWAY), caplog.text.count(BACK)) == (1, 1)
 
-    def test_is_there_again_after_its_line_was_cut(self, proxy, outside, bell, never):
+    def test_listener_reconnects_after_every_cut_of_its_connection(self, proxy, outside, bell, never):
         with a_listener(bell, LISTEN_ALIAS="through"):
             for _ in range(5):
                 proxy.cut()
@@ -437,8 +442,8 @@ class TestAListenerWithoutItsServer:
                 notify(outside)
                 assert bell.wait(SECONDS, never)
 
-    def test_finds_out_that_nobody_is_at_the_other_end(self, proxy, outside, bell, never, monkeypatch, caplog):
-        """The cable is out: no error, no answer."""
+    def test_listener_detects_a_connection_without_answers(self, proxy, outside, bell, never, monkeypatch, caplog):
+        """A frozen network: neither an error nor an answer."""
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
         monkeypatch.setattr(listening, "_ANSWER_SECONDS", 0.05)
         with a_listener(bell, LISTEN_ALIAS="through"):
@@ -449,29 +454,37 @@ class TestAListenerWithoutItsServer:
             notify(outside)
             assert bell.wait(SECONDS, never)
 
-    def test_a_quiet_line_is_asked_for_a_sign_of_life_and_kept(self, proxy, outside, bell, never, monkeypatch, caplog):
+    def test_listener_probes_a_quiet_connection_and_keeps_it(self, proxy, outside, bell, never, monkeypatch, caplog):
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
         with a_listener(bell, LISTEN_ALIAS="through"):
             backends, before = listening_backends(outside), proxy.bytes_to_client
             eventually(lambda: proxy.bytes_to_client > before + 200)
 
             assert listening_backends(outside) == backends
-            assert not bell.wait(0, never), "a sign of life is no ring"
+            assert not bell.wait(0, never), "an answer to the probe is no ring"
         assert caplog.records == []
 
-    @pytest.mark.parametrize("broken", ["refuse", "freeze"])
-    def test_does_not_keep_the_process_from_ending(self, proxy, bell, broken, monkeypatch):
-        monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
-        getattr(proxy, broken)()
+    def test_listener_refused_by_its_server_ends_when_asked(self, proxy, bell, monkeypatch, caplog):
+        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 10 * SECONDS)
+        proxy.refuse()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
-            pass
+            eventually(lambda: AWAY in caplog.text)
+
+        eventually(lambda: not a_listener_runs())
+
+    def test_listener_that_waits_for_a_frozen_server_does_not_hold_up_the_end(self, proxy, bell, monkeypatch):
+        monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
+        monkeypatch.setitem(listening._PATIENCE, "connect_timeout", 10 * int(SECONDS))
+        proxy.freeze()
+        with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
+            eventually(lambda: proxy.connections)
+
+        assert a_listener_runs(), "the block has ended before its connection attempt"
         proxy.cut()
-        proxy.accept()
         proxy.thaw()
+        eventually(lambda: not a_listener_runs())
 
-        eventually(lambda: not somebody_listens())
-
-    def test_survives_what_nobody_foresaw(self, bell, never, monkeypatch, caplog):
+    def test_listener_survives_an_unexpected_error(self, bell, never, monkeypatch, caplog):
         wrapper, asked = type(connections["default"]), []
         original = wrapper.get_connection_params
 
@@ -488,9 +501,9 @@ class TestAListenerWithoutItsServer:
         assert "the password store is closed" in caplog.text
 
 
-class TestWhereNobodyCanListen:
+class TestWithoutListen:
     @pytest.mark.every_database
-    def test_this_process_is_heard_all_the_same(self, bell, never):
+    def test_listener_hears_its_own_process_on_every_database(self, bell, never):
         with Listener("default", [bell], OutboxOptions()).listening():
             if connection.vendor == "postgresql":
                 assert bell.wait(SECONDS, never)
@@ -499,22 +512,22 @@ class TestWhereNobodyCanListen:
 
             assert bell.wait(SECONDS, never)
 
-    def test_an_older_driver_is_told_of(self, bell, monkeypatch, caplog):
+    def test_psycopg2_is_logged_and_not_listened_with(self, bell, monkeypatch, caplog):
         caplog.set_level(logging.INFO, "outbox")
         monkeypatch.setattr(connection, "Database", SimpleNamespace(__name__="psycopg2"))
         with Listener("default", [bell], OutboxOptions()).listening():
-            assert not somebody_listens()
+            assert not a_listener_runs()
 
         assert "LISTEN needs psycopg 3" in caplog.text
 
-    def test_a_pool_is_not_asked_for_a_connection(self, bell, outside):
-        """Its end of life would end the listening, too."""
+    def test_listener_takes_no_connection_from_the_pool(self, bell, outside):
+        """The pool would end the connection, and with it the LISTEN, at the end of its lifetime."""
         options = {"pool": {"min_size": 0, "max_size": 1}}
         with an_alias("pooled", OPTIONS=options, CONN_MAX_AGE=0), a_listener(bell, LISTEN_ALIAS="pooled"):
             assert len(listening_backends(outside)) == 1
             assert "pooled" not in connections["pooled"]._connection_pools
 
 
-def test_options_name_an_alias_that_does_not_exist():
+def test_unknown_listen_alias_raises_and_lists_the_known_ones():
     with pytest.raises(ValueError, match="LISTEN_ALIAS is 'direkt', and DATABASES has: default, other"):
         OutboxOptions(LISTEN_ALIAS="direkt")

@@ -1,4 +1,4 @@
-"""The servers the other tests rely on: they serve, they die when told, and they come back with what they confirmed."""
+"""The private servers of the test suite: they serve, they can be killed, and they keep what they confirmed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ A_WHILE = 60.0
 def wait_until(condition, within=A_WHILE):
     deadline = time.monotonic() + within
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, f"not true within {within} s"
         time.sleep(0.02)
 
 
 class TestPostgres:
-    def test_what_it_committed_survives_a_kill(self, mortal_postgres):
+    def test_committed_rows_survive_a_kill(self, mortal_postgres):
         url = mortal_postgres.create_database()
         with psycopg.connect(url) as connection:
             connection.execute("CREATE TABLE kept (id int)")
@@ -55,12 +55,12 @@ class TestPostgres:
             assert not watcher.is_alive(backend)
             connection.close()
 
-    def test_it_writes_to_the_disk_and_takes_many_connections(self, mortal_postgres):
+    def test_fsync_is_on_and_200_connections_are_allowed(self, mortal_postgres):
         with psycopg.connect(mortal_postgres.url) as connection:
             assert connection.execute("SHOW fsync").fetchone() == ("on",)
             assert connection.execute("SHOW max_connections").fetchone() == ("200",)
 
-    def test_a_dropped_database_is_gone(self, mortal_postgres):
+    def test_dropped_database_does_not_exist(self, mortal_postgres):
         url = mortal_postgres.create_database("short_lived")
 
         mortal_postgres.drop_database("short_lived")
@@ -87,7 +87,7 @@ class TestRabbit:
 
         assert take(rabbitmq_url, "orders") == "an order"
 
-    def test_virtual_hosts_are_apart(self, rabbitmq_server, rabbitmq_url):
+    def test_virtual_hosts_have_separate_queues_and_can_be_deleted(self, rabbitmq_server, rabbitmq_url):
         declare(rabbitmq_url, "orders")
         put(rabbitmq_url, "orders", "an order")
         elsewhere = rabbitmq_server.new_vhost()
@@ -100,7 +100,7 @@ class TestRabbit:
             connection.connect()
 
     @pytest.mark.parametrize("kind", ["classic", "quorum"])
-    def test_a_queue_is_as_long_as_what_is_not_acked(self, rabbitmq_server, rabbitmq_url, kind):
+    def test_queue_length_counts_unacknowledged_messages(self, rabbitmq_server, rabbitmq_url, kind):
         declare(rabbitmq_url, "orders", kind)
         put(rabbitmq_url, "orders", "first")
         put(rabbitmq_url, "orders", "second")
@@ -116,13 +116,13 @@ class TestRabbit:
 
         assert vhost in rabbitmq_server.ctl("list_vhosts", "--quiet")
 
-    def test_what_goes_wrong_in_the_broker_is_told(self, rabbitmq_server):
+    def test_error_raised_inside_the_broker_is_in_the_exception(self, rabbitmq_server):
         with pytest.raises(ServerFailed, match="no_such_function"):
             rabbitmq_server.start().evaluate("rabbit:no_such_function().")
 
 
 class TestRedis:
-    def test_what_it_confirmed_survives_a_kill(self, redis_server, redis_url):
+    def test_confirmed_write_survives_a_kill(self, redis_server, redis_url):
         with redis.Redis.from_url(redis_url) as client:
             client.set("kept", "7")
 
@@ -132,13 +132,16 @@ class TestRedis:
         with redis.Redis.from_url(redis_url) as client:
             assert client.get("kept") == b"7"
 
-    def test_every_test_finds_it_empty(self, redis_url):
-        with redis.Redis.from_url(redis_url) as client:
+    def test_redis_url_fixture_empties_the_database(self, redis_server, request):
+        with redis.Redis.from_url(redis_server.start().url) as client:
+            client.set("left", "behind")
+
+            assert request.getfixturevalue("redis_url") == redis_server.url
             assert client.dbsize() == 0
 
 
 class TestOwnership:
-    def test_servers_end_with_the_process_that_started_them_even_if_that_is_killed(self):
+    def test_server_ends_when_the_process_that_started_it_is_killed(self):
         program = "from tests.support.servers import RedisServer; r = RedisServer().start(); print(r.pid, flush=True); input()"
         with subprocess.Popen(
             [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -151,15 +154,15 @@ class TestOwnership:
 
             wait_until(lambda: not watcher.is_alive(server))
 
-    def test_what_an_owner_said_is_heard_when_it_died_before_its_watcher_began(self):
-        nobody = 2**22 + 1  # more than the kernel gives out
+    def test_watcher_that_starts_after_its_owner_died_still_ends_the_server(self):
+        no_process = 2**22 + 1  # more than the kernel gives out
         heard, said = os.pipe()
         with subprocess.Popen(["sleep", "600"]) as orphan:
             try:
                 os.write(said, json.dumps({"do": "watch", "pid": orphan.pid, "ask_with": int(signal.SIGTERM)}).encode() + b"\n")
                 # The pipe stays open, as a forked child of the owner may have it.
                 subprocess.run(
-                    [sys.executable, "-I", "-S", watcher.__file__, str(nobody)], stdin=heard, timeout=A_WHILE, check=True
+                    [sys.executable, "-I", "-S", watcher.__file__, str(no_process)], stdin=heard, timeout=A_WHILE, check=True
                 )
                 assert orphan.wait(A_WHILE) == -signal.SIGTERM
             finally:
@@ -167,7 +170,7 @@ class TestOwnership:
                 os.close(said)
                 orphan.kill()
 
-    def test_the_module_tells_a_shell_where_the_servers_are(self):
+    def test_module_prints_the_server_urls_as_shell_exports(self):
         with subprocess.Popen([sys.executable, "-m", "tests.support.servers"], stdout=subprocess.PIPE, text=True) as servers:
             try:
                 lines = [servers.stdout.readline() for _ in range(3)]
@@ -182,7 +185,7 @@ class TestOwnership:
             "export REDIS_URL",
         ]
 
-    def test_a_server_that_is_not_to_be_had_is_an_error_with_a_remedy(self, monkeypatch):
+    def test_server_that_cannot_be_installed_raises_with_the_install_command(self, monkeypatch):
         monkeypatch.setattr(binaries, "_rabbit_on_the_machine", lambda: None)
         monkeypatch.setattr(binaries, "_apt_install", lambda package: None)
 
@@ -191,37 +194,37 @@ class TestOwnership:
 
 
 class TestProxy:
-    def test_it_forwards_both_ways(self, echo):
+    def test_proxy_forwards_both_ways(self, echo):
         with a_client(echo.proxy) as client:
-            assert said_back(client, b"hello") == b"hello"
+            assert echoed(client, b"hello") == b"hello"
 
         wait_until(lambda: (echo.proxy.bytes_to_server, echo.proxy.bytes_to_client) == (5, 5))
 
-    def test_cut_resets_what_is_connected_and_nothing_else(self, echo):
+    def test_cut_resets_open_connections_and_accepts_new_ones(self, echo):
         with a_client(echo.proxy) as client:
-            said_back(client, b"hello")
+            echoed(client, b"hello")
             echo.proxy.cut()
             with pytest.raises(ConnectionResetError):
                 client.recv(1)
 
         with a_client(echo.proxy) as client:
-            assert said_back(client, b"again") == b"again"
+            assert echoed(client, b"again") == b"again"
 
-    def test_refuse_turns_newcomers_away_until_accept(self, echo):
+    def test_refuse_rejects_new_connections_until_accept(self, echo):
         with a_client(echo.proxy) as old:
-            said_back(old, b"hello")
+            echoed(old, b"hello")
             echo.proxy.refuse()
             with pytest.raises(ConnectionRefusedError):
                 a_client(echo.proxy)
-            assert said_back(old, b"still") == b"still"
+            assert echoed(old, b"still") == b"still"
 
         echo.proxy.accept()
         with a_client(echo.proxy) as new:
-            assert said_back(new, b"again") == b"again"
+            assert echoed(new, b"again") == b"again"
 
-    def test_frozen_it_takes_everything_and_forwards_nothing(self, echo):
+    def test_freeze_accepts_everything_and_forwards_nothing_until_thaw(self, echo):
         with a_client(echo.proxy) as old:
-            said_back(old, b"hello")
+            echoed(old, b"hello")
             echo.proxy.freeze()
             with a_client(echo.proxy) as new:
                 for client in (old, new):
@@ -235,15 +238,15 @@ class TestProxy:
                     client.settimeout(A_WHILE)
                     assert client.recv(100) == b"anybody?"
 
-    def test_delay_makes_both_ways_slow(self, echo):
+    def test_delay_applies_in_both_directions(self, echo):
         with a_client(echo.proxy) as client:
             echo.proxy.delay(A_MOMENT)
             began_at = time.monotonic()
-            said_back(client, b"hello")
+            echoed(client, b"hello")
 
             assert time.monotonic() - began_at >= 2 * A_MOMENT
 
-    def test_dropping_the_answers_lets_the_questions_through(self, echo):
+    def test_drop_server_to_client_forwards_requests_and_drops_answers(self, echo):
         with a_client(echo.proxy) as client:
             echo.proxy.drop_server_to_client(True)
             client.sendall(b"lost")
@@ -252,7 +255,7 @@ class TestProxy:
             with pytest.raises(TimeoutError):
                 client.recv(1)
 
-    def test_cut_after_lets_exactly_so_many_bytes_through(self, echo):
+    def test_cut_after_forwards_exactly_that_many_bytes(self, echo):
         echo.proxy.cut_after(3)
         with a_client(echo.proxy) as client:
             client.sendall(b"abcdef")
@@ -260,9 +263,9 @@ class TestProxy:
 
         wait_until(lambda: echo.received == b"abc")
         with a_client(echo.proxy) as client:
-            assert said_back(client, b"again") == b"again"
+            assert echoed(client, b"again") == b"again"
 
-    def test_a_big_stream_arrives_whole(self, echo):
+    def test_large_stream_arrives_complete(self, echo):
         sent = os.urandom(1 << 20)
         with a_client(echo.proxy) as client:
             client.sendall(sent)
@@ -272,26 +275,26 @@ class TestProxy:
 
         assert received == sent
 
-    def test_a_server_that_is_gone_is_a_reset(self):
-        with closing(socket.create_server(("127.0.0.1", 0))) as nobody:
-            port = nobody.getsockname()[1]
+    def test_unreachable_server_resets_the_client(self):
+        with closing(socket.create_server(("127.0.0.1", 0))) as closed:
+            port = closed.getsockname()[1]
         with FaultProxy("127.0.0.1", port) as proxy, pytest.raises(ConnectionResetError), a_client(proxy) as client:
             client.recv(1)
 
-    def test_stopped_it_is_gone(self, echo):
+    def test_stopped_proxy_refuses_connections(self, echo):
         echo.proxy.stop()
 
         with pytest.raises(ConnectionRefusedError):
             a_client(echo.proxy)
 
-    def test_a_url_goes_through_it(self, echo):
+    def test_through_replaces_the_port_of_a_url(self, echo):
         through = echo.proxy.through("amqp://guest:guest@127.0.0.1:5672/test")
 
         assert through == f"amqp://guest:guest@127.0.0.1:{echo.proxy.port}/test"
 
 
 class Echo:
-    """A server that says everything back, behind a proxy."""
+    """A server that sends back all it receives, behind a proxy."""
 
     def __init__(self):
         self.received = b""
@@ -333,7 +336,7 @@ def a_client(proxy):
     return socket.create_connection(("127.0.0.1", proxy.port), timeout=A_WHILE)
 
 
-def said_back(client, words):
+def echoed(client, words):
     client.sendall(words)
     return client.recv(65536)
 
