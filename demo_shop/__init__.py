@@ -4,9 +4,10 @@
        ▲                                                                          │                  │
        └──────────────────────────────────────────────────────────────────────────┴── shipment.sent ─┘
 
-Beside them, on time: an SMS 20 minutes after an order (`notices`), a reminder after 30 if it is not paid, a rating of five
-stars 48 hours after its parcel unless the customer gave one (`orders`). An order that is taken back in time takes its
-messages back with it.
+Beside them, on time: an SMS 20 minutes after an order and a request for a review after an hour (`notices`), a reminder after
+30 minutes if it is not paid, a rating of five stars 48 hours after its parcel unless the customer gave one (`orders`). An order
+that is taken back in time takes its messages back with it. A receipt that the mail provider refuses is sent again 10 minutes
+later (`notices`).
 
 And, next door, two banks with a database each, and transfers between them (`banks`).
 

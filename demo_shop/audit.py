@@ -19,6 +19,8 @@ PAID = "orders paid"
 SHIPMENT = "shipments"
 SHIPPED = "orders shipped"
 SMS = "SMS"
+REVIEW_REQUEST = "review requests"
+RECEIPT = "receipts mailed"
 REMINDER = "reminders sent or spared"
 RATING = "ratings"
 RATING_CLOSED = "ratings closed"
@@ -26,11 +28,31 @@ RATING_CLOSED = "ratings closed"
 WITHDRAWAL = "withdrawals"
 DEPOSIT = "deposits"
 
-EFFECTS = (ORDER, MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED, SMS, REMINDER, RATING, RATING_CLOSED)
+EFFECTS = (
+    ORDER,
+    MOVEMENT,
+    PAYMENT,
+    PAID,
+    RECEIPT,
+    SHIPMENT,
+    SHIPPED,
+    SMS,
+    REMINDER,
+    REVIEW_REQUEST,
+    RATING,
+    RATING_CLOSED,
+)
 """What must have happened exactly once for every committed order, and never for any other.
 
 Of an order that was taken back nothing may have happened but the order itself.
 """
+
+DUE_LATER = {
+    SMS: "no SMS was due later",
+    REVIEW_REQUEST: "no review request was due later",
+    RECEIPT: "no receipt was refused and tried again later",
+}
+"""Effects that a run must have had the chance to cause too early, and what to say of a run that had not."""
 
 Counts = Mapping[str, int]
 """How often, by order number."""
@@ -66,7 +88,7 @@ class Facts:
         effects: by name, one of `EFFECTS`.
         rated_by_itself: order numbers whose rating, by the table, no customer gave.
         lateness: how long after its due time an effect happened, by the database's clock; negative is early. By name of the
-            effect and order number.
+            effect and order number. A receipt is due a while after its refusal; one that was not refused is not listed.
         transfers: what the banks' books say.
         messages: outbox and inbox rows by order number, but for outbox rows that were cancelled.
         stock_differences: products whose quantity is not the sum of their movements, with the difference.
@@ -109,6 +131,11 @@ class Facts:
     kills: int = 0
     bad_ends: tuple[str, ...] = ()
     unfinished: tuple[str, ...] = ()
+
+    @property
+    def receipts_retried(self) -> int:
+        """How many receipts were mailed after the provider had refused them."""
+        return len(self.lateness.get(RECEIPT, {}))
 
     @property
     def kept(self) -> frozenset[str]:
@@ -243,8 +270,9 @@ def _vacuities(facts: Facts) -> Iterator[str]:
         yield "no order was rolled back, so ghosts had no chance"
     if not facts.taken_back:
         yield "no order was taken back, so taking back had no chance"
-    if not any(facts.lateness.values()):
-        yield "nothing was due later, so early effects had no chance"
+    yield from (
+        f"{nothing}, so an early one had no chance" for name, nothing in DUE_LATER.items() if not facts.lateness.get(name)
+    )
     if not facts.transfers.deposited:
         yield "no money was transferred, so losing it had no chance"
     if not facts.transfers.given_up:

@@ -103,14 +103,18 @@ INBOX = {
 # Every message of the shop has a biz-id from its producer, which is the shop itself.
 SILENCED_SYSTEM_CHECKS = ["inbox.I001"]
 
-# The demo's own clock: a minute lasts so long, and an hour no longer, or 48 of them would last three minutes.
+# The demo's own clock: how long one of its minutes lasts.
 DEMO_MINUTE = timedelta(milliseconds=60)
-DEMO_HOUR = DEMO_MINUTE
 
 # What the shop itself can be told.
 SHOP_TAKE_BACK_WITHIN = 10 * DEMO_MINUTE
 SHOP_SMS_AFTER = 20 * DEMO_MINUTE
 SHOP_UNPAID_AFTER = 30 * DEMO_MINUTE
-SHOP_RATE_AFTER = 48 * DEMO_HOUR
+SHOP_REVIEW_AFTER = 60 * DEMO_MINUTE
+# 48 hours would last almost three minutes, so 48 minutes stand for them.
+SHOP_RATE_AFTER = 48 * DEMO_MINUTE
+# 10 minutes would be less than RetryLater's minimum of a second. 2 seconds stand for them, longer than RETRY_BASE, so that the
+# audit can tell this delay from that of an ordinary failure.
+SHOP_MAIL_RETRY_AFTER = timedelta(seconds=2)
 SHOP_OUT_OF_STOCK_RETRY = timedelta(seconds=1)
 PAYMENTS_WEBHOOK_SECRET = "shared with the payment provider"  # noqa: S105 - it protects nothing

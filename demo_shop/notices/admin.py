@@ -1,5 +1,5 @@
 from django.contrib import admin
 
-from demo_shop.notices.models import Sms
+from demo_shop.notices.models import MailAttempt, ReviewRequest, Sms
 
-admin.site.register(Sms)
+admin.site.register([MailAttempt, ReviewRequest, Sms])

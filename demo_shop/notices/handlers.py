@@ -1,11 +1,32 @@
-"""A while after an order its customer is told that it goes well. When that is, the message knows: it comes when it is due."""
+"""What customers are told, and when. A delayed message arrives when it is due; a mail that is refused is sent again later."""
 
 from __future__ import annotations
 
-from demo_shop.notices.models import Sms
-from inbox import Message, idempotent_handler
+from datetime import timedelta
+
+from django.conf import settings
+
+from demo_shop.notices import mail_provider
+from demo_shop.notices.models import ReviewRequest, Sms
+from inbox import Message, RetryLater, idempotent_handler
 
 
 @idempotent_handler("shop.order.sms_due")
 def send_sms(message: Message) -> None:
     Sms.objects.create(order=message.payload["order"], customer=message.payload["customer"])
+
+
+@idempotent_handler("shop.order.review_due")
+def ask_for_review(message: Message) -> None:
+    ReviewRequest.objects.create(order=message.payload["order"], customer=message.payload["customer"])
+
+
+# A mail is a call to another company, so it is made under a lease and outside of any transaction. The lease is short because
+# the demo kills processes and the messages they hold wait for its end. It is longer than SHOP_MAIL_RETRY_AFTER, because a
+# process may be killed after a refusal and before the inbox has stored when to retry.
+@idempotent_handler("payment.received", mode="lease", lease=timedelta(seconds=4))
+def mail_receipt(message: Message) -> None:
+    try:
+        mail_provider.send(message.payload["order"], idempotency_key=message.id)
+    except mail_provider.Refused as error:
+        raise RetryLater(settings.SHOP_MAIL_RETRY_AFTER, str(error)) from error

@@ -1,4 +1,4 @@
-"""What customers were told. Nothing here is unique: a customer told twice must be visible, not hidden."""
+"""What customers were told. An order number is never unique: a customer told twice must be visible, not hidden."""
 
 from __future__ import annotations
 
@@ -17,3 +17,29 @@ class Sms(models.Model):
 
     def __str__(self) -> str:
         return f"to {self.customer} about {self.order}"
+
+
+class ReviewRequest(models.Model):
+    order = models.CharField("order number", max_length=64, db_index=True)
+    customer = models.CharField(max_length=64)
+    sent_at = models.DateTimeField("by the database's clock", db_default=Now())
+
+    def __str__(self) -> str:
+        return f"to {self.customer} about {self.order}"
+
+
+class MailAttempt(models.Model):
+    """One line in the records of the mail provider, which are not the shop's own (see `mail_provider`)."""
+
+    order = models.CharField("order number", max_length=64, db_index=True)
+    idempotency_key = models.CharField(max_length=64, db_index=True)
+    accepted = models.BooleanField()
+    at = models.DateTimeField("by the database's clock", db_default=Now())
+
+    class Meta:
+        constraints = (
+            models.UniqueConstraint(fields=["idempotency_key"], condition=models.Q(accepted=True), name="one_mail_per_key"),
+        )
+
+    def __str__(self) -> str:
+        return f"receipt for {self.order} ({'accepted' if self.accepted else 'refused'})"

@@ -12,6 +12,13 @@ from demo_shop.orders.models import HistoryEntry, Order, State
 from outbox import cancel, publish
 
 What = HistoryEntry.What
+_PUBLISHED_WITH_AN_ORDER = {
+    "shop.order.placed": "order",
+    "shop.order.sms_due": "sms",
+    "shop.order.unpaid": "unpaid",
+    "shop.order.review_due": "review",
+}
+"""Topics, and what stands before the order number in the biz-id of each."""
 
 
 class AlreadyRated(Exception):
@@ -41,6 +48,12 @@ def place_order(customer: str, product: str, quantity: int, total: Decimal, *, n
         delay=settings.SHOP_SMS_AFTER,
     )
     publish("shop.order.unpaid", {"order": order.number}, biz_id=f"unpaid-{order.number}", delay=settings.SHOP_UNPAID_AFTER)
+    publish(
+        "shop.order.review_due",
+        {"order": order.number, "customer": order.customer},
+        biz_id=f"review-{order.number}",
+        delay=settings.SHOP_REVIEW_AFTER,
+    )
     return order
 
 
@@ -52,7 +65,7 @@ def take_back(number: str) -> None:
         TooLate, Order.DoesNotExist: nothing was changed.
     """
     order = _locked(number)
-    for topic, name in (("shop.order.placed", "order"), ("shop.order.sms_due", "sms"), ("shop.order.unpaid", "unpaid")):
+    for topic, name in _PUBLISHED_WITH_AN_ORDER.items():
         decision = cancel(topic=topic, biz_id=f"{name}-{number}")
         if not decision:
             raise TooLate(f"{topic} of {number} is {decision.state}")

@@ -14,7 +14,7 @@ from django.db.models import Sum
 from demo_shop import audit
 from demo_shop.audit import Facts, Transfers
 from demo_shop.banks.models import Deposit, GiroAccount, SavingsAccount, Withdrawal
-from demo_shop.notices.models import Sms
+from demo_shop.notices.models import MailAttempt, ReviewRequest, Sms
 from demo_shop.orders.models import HistoryEntry, Order, Rating
 from demo_shop.payments.models import Payment
 from demo_shop.shipments.models import Shipment
@@ -127,7 +127,9 @@ def _effects(run: str) -> dict[str, dict[str, int]]:
         audit.MOVEMENT: _by_order(sold.values_list("order")),
         audit.PAYMENT: _by_order(Payment.objects.filter(order__startswith=run).values_list("order")),
         audit.SHIPMENT: _by_order(Shipment.objects.filter(order__startswith=run).values_list("order")),
+        audit.RECEIPT: _by_order(MailAttempt.objects.filter(order__startswith=run, accepted=True).values_list("order")),
         audit.SMS: _by_order(Sms.objects.filter(order__startswith=run).values_list("order")),
+        audit.REVIEW_REQUEST: _by_order(ReviewRequest.objects.filter(order__startswith=run).values_list("order")),
         audit.REMINDER: _by_order(history.filter(what__in=_REMINDER).values_list("order__number")),
         audit.RATING: _by_order(Rating.objects.filter(order__number__startswith=run).values_list("order__number")),
         **{effect: _by_order(history.filter(what=what).values_list("order__number")) for effect, what in _HISTORY.items()},
@@ -152,10 +154,15 @@ def _lateness(run: str) -> dict[str, dict[str, timedelta]]:
     rated = Rating.objects.filter(order__number__startswith=run, by_itself=True).values_list("order__number", "given_at")
     reserved = StockMovement.objects.filter(order__startswith=run).values_list("order", "at")
     told = Sms.objects.filter(order__startswith=run).values_list("order", "sent_at")
+    asked = ReviewRequest.objects.filter(order__startswith=run).values_list("order", "sent_at")
+    attempts = MailAttempt.objects.filter(order__startswith=run).order_by("at").values_list("order", "at")
+    refused = dict(attempts.filter(accepted=False))
     return {
         audit.MOVEMENT: _since(placed, settings.SHOP_TAKE_BACK_WITHIN, reserved),
         audit.SMS: _since(placed, settings.SHOP_SMS_AFTER, told),
         audit.REMINDER: _since(placed, settings.SHOP_UNPAID_AFTER, reminded),
+        audit.REVIEW_REQUEST: _since(placed, settings.SHOP_REVIEW_AFTER, asked),
+        audit.RECEIPT: _since(refused, settings.SHOP_MAIL_RETRY_AFTER, attempts.filter(accepted=True)),
         audit.RATING: _since(shipped, settings.SHOP_RATE_AFTER, rated),
     }
 

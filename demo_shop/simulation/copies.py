@@ -17,7 +17,14 @@ import kombu
 
 from demo_shop.simulation.ledger import Deed, Ledger
 
-HANDLERS = {"shop.order.placed": 1, "shop.order.sms_due": 1, "stock.reserved": 1, "payment.received": 2, "shipment.sent": 1}
+HANDLERS = {
+    "shop.order.placed": 1,
+    "shop.order.sms_due": 1,
+    "shop.order.review_due": 1,
+    "stock.reserved": 1,
+    "payment.received": 3,
+    "shipment.sent": 1,
+}
 """Topics that are copied, and how many handlers get each copy."""
 PART_COPIED = 0.1
 LONGEST_REST_SECONDS = 2.0

@@ -21,7 +21,7 @@ from demo_shop.payments.services import sign
 from demo_shop.payments.views import SIGNATURE_HEADER
 from demo_shop.simulation.ledger import Deed, Ledger
 
-_HANDLERS_OF_PAYMENT_RECEIVED = 2
+_HANDLERS_OF_PAYMENT_RECEIVED = 3
 _REFUSALS = {HTTPStatus.FORBIDDEN, HTTPStatus.CONFLICT}
 
 

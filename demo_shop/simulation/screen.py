@@ -26,8 +26,8 @@ from demo_shop.simulation.fleet import Worker
 from demo_shop.simulation.ledger import Ledger
 
 _LINES_OF_NEWS = 6
-_LINES_OF_NEWS_IF_NARROW = 4
-_HEIGHT = 14
+_LINES_OF_NEWS_IF_NARROW = 3
+_HEIGHT = 15
 _NARROW, _WIDE = 80, 118
 _SECONDS_BETWEEN_LINES = 1.0
 _SHOWN_FINDINGS = 10
@@ -36,9 +36,11 @@ _STAGES = (
     (audit.MOVEMENT, "reserved"),
     (audit.PAYMENT, "payments"),
     (audit.PAID, "paid"),
+    (audit.RECEIPT, "receipts"),
     (audit.SHIPMENT, "parcels"),
     (audit.SHIPPED, "shipped"),
     (audit.SMS, "SMS"),
+    (audit.REVIEW_REQUEST, "reviews"),
     (audit.RATING, "rated"),
 )
 
@@ -195,6 +197,8 @@ def _audit_table(result: Audit) -> Table:
     table.add_row("… and too late for it", str(facts.too_late), "")
     for effect in audit.EFFECTS[1:]:
         table.add_row(effect, str(result.total(effect)), _must("one for each order kept", not by_effect[effect]))
+        if effect == audit.RECEIPT:
+            table.add_row("… refused at first", str(facts.receipts_retried), _must("some", bool(facts.receipts_retried)))
     table.add_row("… given by customers", str(len(facts.rated)), "")
     table.add_section()
     table.add_row("duplicates injected", str(facts.injected), _must("some", bool(facts.injected)))

@@ -16,7 +16,7 @@ from django.conf import settings
 from django.db import connection, connections
 from rich.console import Console
 
-from demo_shop.audit import MOVEMENT, PAID, PAYMENT, SHIPMENT, SHIPPED, SMS, Audit, Facts, audit
+from demo_shop.audit import MOVEMENT, PAID, PAYMENT, RECEIPT, REVIEW_REQUEST, SHIPMENT, SHIPPED, SMS, Audit, Facts, audit
 from demo_shop.banks.services import open_accounts
 from demo_shop.simulation import census, fleet, shopping, transfers
 from demo_shop.simulation.census import Traffic
@@ -34,7 +34,7 @@ _PART_OF_A_PROCESSOR_FOR_LOOKING = 0.1
 _BAD_ENDS_BORNE = 3
 _OTHER_PEOPLE = 5
 """The supplier, the killer, the provider, the critics and the copier."""
-_CHAIN = (MOVEMENT, PAYMENT, PAID, SHIPMENT, SHIPPED, SMS)
+_CHAIN = (MOVEMENT, PAYMENT, PAID, RECEIPT, SHIPMENT, SHIPPED, SMS, REVIEW_REQUEST)
 """When all of these have happened to one order, the queues of all copied topics are there."""
 
 
@@ -182,10 +182,11 @@ def _introduce(options: Options, ledger: Ledger, screen: Screen) -> None:
         f"{ledger.run}: {options.orders} orders from {options.threads} threads, {options.kills} kills, "
         f"on {connection.display_name} with {broker}, seed {options.seed}."
     )
-    minute, hour = (f"{span / timedelta(milliseconds=1):.0f} ms" for span in (settings.DEMO_MINUTE, settings.DEMO_HOUR))
     screen.say(
-        f"A minute lasts {minute} here, an hour {hour}: the SMS follows its order after {_seconds(settings.SHOP_SMS_AFTER)} "
-        f"(20 minutes), the rating its parcel after {_seconds(settings.SHOP_RATE_AFTER)} (48 hours)."
+        f"A minute lasts {settings.DEMO_MINUTE / timedelta(milliseconds=1):.0f} ms here: the SMS follows its order after "
+        f"{_seconds(settings.SHOP_SMS_AFTER)} (20 minutes), the review request after {_seconds(settings.SHOP_REVIEW_AFTER)} "
+        f"(1 hour). The rating follows its parcel after {_seconds(settings.SHOP_RATE_AFTER)} instead of 48 hours. A refused "
+        f"receipt is mailed again after {_seconds(settings.SHOP_MAIL_RETRY_AFTER)} instead of 10 minutes."
     )
     screen.say("Everything this run does carries its name; what earlier runs have left is neither cleared nor counted.")
 

@@ -11,6 +11,8 @@ from demo_shop.audit import (
     ORDER,
     PAYMENT,
     RATING,
+    RECEIPT,
+    REVIEW_REQUEST,
     SHIPMENT,
     SMS,
     WITHDRAWAL,
@@ -39,7 +41,12 @@ FLAWLESS_RUN = Facts(
     rated=frozenset({"run-1"}),
     rated_by_itself=frozenset({"run-2", "run-3"}),
     effects={effect: dict.fromkeys(ORDERS, 1) for effect in EFFECTS} | {ORDER: dict.fromkeys([*ORDERS, TAKEN_BACK], 1)},
-    lateness={SMS: dict.fromkeys(ORDERS, A_MOMENT), RATING: dict.fromkeys(["run-2", "run-3"], timedelta())},
+    lateness={
+        SMS: dict.fromkeys(ORDERS, A_MOMENT),
+        REVIEW_REQUEST: dict.fromkeys(ORDERS, A_MOMENT),
+        RECEIPT: {"run-3": A_MOMENT},
+        RATING: dict.fromkeys(["run-2", "run-3"], timedelta()),
+    },
     transfers=BOTH_BOOKS,
     messages=dict.fromkeys(ORDERS, 12),
     injected=4,
@@ -56,6 +63,10 @@ FLAWLESS_RUN = Facts(
 def with_count(effect, order, count):
     """The flawless run, except for one effect of one order."""
     return replace(FLAWLESS_RUN, effects={**FLAWLESS_RUN.effects, effect: {**FLAWLESS_RUN.effects[effect], order: count}})
+
+
+def without_lateness_of(effect):
+    return {"lateness": {**FLAWLESS_RUN.lateness, effect: {}}}
 
 
 def test_a_flawless_run_passes():
@@ -134,7 +145,7 @@ def test_a_message_of_an_order_that_was_rolled_back_or_taken_back_is_a_ghost(ord
     assert not result.passed
 
 
-@pytest.mark.parametrize("effect", [SMS, RATING])
+@pytest.mark.parametrize("effect", [SMS, REVIEW_REQUEST, RECEIPT, RATING])
 def test_an_effect_that_happened_before_it_was_due_is_early(effect):
     lateness = {**FLAWLESS_RUN.lateness, effect: {**FLAWLESS_RUN.lateness[effect], "run-3": -A_MOMENT}}
 
@@ -196,7 +207,9 @@ def test_any_other_fault_fails_the_run_with_its_complaint(fault, complaint):
     ("emptiness", "complaint"),
     [
         ({"wanted": 5}, "4 of 5 orders were placed"),
-        ({"lateness": {SMS: {}}}, "nothing was due later, so early effects had no chance"),
+        (without_lateness_of(SMS), "no SMS was due later, so an early one had no chance"),
+        (without_lateness_of(REVIEW_REQUEST), "no review request was due later, so an early one had no chance"),
+        (without_lateness_of(RECEIPT), "no receipt was refused and tried again later, so an early one had no chance"),
         ({"rolled_back": frozenset()}, "no order was rolled back, so ghosts had no chance"),
         (
             {"transfers": replace(BOTH_BOOKS, given_up=0)},

@@ -55,6 +55,7 @@ def assert_everything_happened_once(report):
     assert [report[fault] for fault in ("lost", "doubled", "ghosts", "early", "problems")] == [[], [], [], [], []]
     assert report["rolled_back"] > 0
     assert report["taken_back"] > 0
+    assert report["receipts_refused_at_first"] > 0
     assert report["duplicates_suppressed"] >= report["duplicates_injected"] > 0
     assert report["webhook_calls_repeated"] > 0
     assert report["webhook_calls_refused"] > 0

@@ -86,6 +86,7 @@ def _as_json(result: Audit) -> dict[str, Any]:
         "taken_back": len(facts.taken_back),
         "came_too_late_to_take_back": facts.too_late,
         "rated_by_customers": len(facts.rated),
+        "receipts_refused_at_first": facts.receipts_retried,
         "effects": {effect: result.total(effect) for effect in EFFECTS},
         "duplicates_injected": facts.injected,
         "copied_on_the_broker": facts.copied,
