@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.arrivals import delete_queues
 from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of, remember, written
 from benchmarks.lab.handling import LONGEST_SECONDS, PREFETCH
 from benchmarks.lab.plan import Plan
@@ -39,9 +38,8 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 
 def _work_off(project: Project, record: Record, task: str, count: int) -> None:
     side = SIDES[task]
-    project.database.empty()
+    project.empty()
     remember(project)
-    delete_queues(project)
     with acting(project, "celery_worker", task, count) as sender:
         sender.wait(LONGEST_SECONDS)
     with running([*WORKER, *ALONE], project) as worker:

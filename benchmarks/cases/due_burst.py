@@ -72,7 +72,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 def _carry_ready(project: Project, record: Record, count: int, topics: Topics) -> float:
     """Rows per second that COPY wrote."""
     database = project.database
-    database.empty()
+    project.empty()
     producer_rate = database.preload(count, nobody, topics=topics)
     _carry(project, record, READY, count, producer_rate)
     return producer_rate
@@ -80,7 +80,7 @@ def _carry_ready(project: Project, record: Record, count: int, topics: Topics) -
 
 def _carry_due(project: Project, record: Record, count: int, topics: Topics, copied: float) -> None:
     database = project.database
-    database.empty()
+    project.empty()
     begin = database.now() + 2 * START_SECONDS + 2 * count / copied
     producer_rate = database.preload(count, nobody, topics=topics, due=topics.due(begin))
     require_time(database, begin - START_SECONDS)

@@ -40,7 +40,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     seconds = plan.choose(full=60 * plan.minutes, quick=12.0)
     window = min(60.0, seconds / 4)
     project = lab.new_project()
-    project.database.empty()
+    project.empty()
     fresh_queue(project)
     say(f"{record.name}: {seconds:.0f} s under a pinned horizon")
     arrivals = Arrivals()

@@ -14,6 +14,7 @@ import amqp
 
 from benchmarks.lab.actors import acting
 from benchmarks.lab.arrivals import Arrivals, consume, fresh_queue
+from benchmarks.lab.handling import declare
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.processes import until
 from benchmarks.lab.project import Project
@@ -97,7 +98,7 @@ def _to_broker(project: Project, record: Record, side: str, pace: Pace, **outbox
         arrivals.take(message)
         arrived_at[number_of(message.properties["application_headers"]["cloudEvents:bizid"])] = now
 
-    project.database.empty()
+    project.empty()
     fresh_queue(project)
     with relaying(project, **outbox), acting(project, "steady_publisher", *pace.arguments, **outbox) as publisher:
         consume(project.broker_url, take, until=lambda: arrivals.taken >= pace.count)
@@ -110,7 +111,7 @@ def _to_broker(project: Project, record: Record, side: str, pace: Pace, **outbox
 def to_handler(project: Project, record: Record, side: str, pace: Pace) -> None:
     """Publish at that pace, through relay and consumer, and put the latencies of the effects and a verdict on record."""
     database = project.database
-    database.empty()
+    declare(project)
     fresh_queue(project)
     with consuming(project) as consumers, relaying(project), acting(project, "steady_publisher", *pace.arguments) as publisher:
         publisher.wait(WITHIN_SECONDS)

@@ -34,7 +34,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 
 def _drain_together(project: Project, record: Record, side: str, relays: int, count: int) -> None:
     database = project.database
-    database.empty()
+    project.empty()
     fresh_queue(project)
     with relaying(project, relays, POLL_INTERVAL=POLL_SECONDS) as processes:
         with database.uncommitted(count, many_customers):

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from typing import Any
-from urllib.parse import unquote, urlsplit
 from uuid import UUID
 
 import amqp
 
+from benchmarks.lab.broker import connected
 from benchmarks.lab.project import Project
 from benchmarks.lab.workload import EXCHANGE, QUEUE, TOPIC, number_of
 
@@ -26,24 +25,6 @@ TICK_SECONDS = 0.5
 ID_BYTES = 16
 NOTHING = bytes(ID_BYTES)
 GROWTH_BYTES = 1 << 20
-
-
-@contextmanager
-def connected(url: str):
-    """A py-amqp connection; its channel is `connection.channel()`."""
-    parts = urlsplit(url)
-    connection = amqp.Connection(
-        f"{parts.hostname}:{parts.port}",
-        userid=parts.username,
-        password=parts.password,
-        virtual_host=unquote(parts.path[1:]) or "/",
-        heartbeat=0,
-    )
-    connection.connect()
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
@@ -57,17 +38,9 @@ def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
             channel.queue_bind(QUEUE, EXCHANGE, topic)
 
 
-def delete_queues(project: Project) -> None:
-    """No queue is left in the project's virtual host."""
-    with connected(project.broker_url) as connection:
-        channel = connection.channel()
-        for queue in project.rabbit.queue_lengths(project.broker_url):
-            channel.queue_delete(queue)
-
-
 def queued(project: Project) -> int:
     """Messages that are in the queue now, by its leader's own count."""
-    return project.rabbit.queue_lengths(project.broker_url)[QUEUE]
+    return project.queue_lengths()[QUEUE]
 
 
 def consume(url: str, on_message: Callable[[amqp.Message], object], *, until: Callable[[], bool], queue: str = QUEUE) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import amqp
 
-from benchmarks.lab.arrivals import connected
+from benchmarks.lab.broker import connected
 from benchmarks.lab.confirms import Unconfirmed
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Verdict
@@ -137,7 +137,7 @@ def judged(project: Project, side: str, count: int, found: Sequence[tuple[int, f
         "with a second effect": len(numbers) - len(set(numbers)),
         "nobody sent": len(set(numbers) - set(range(count))),
         "before an earlier one of their key": _disordered(numbers) if ordered else 0,
-        "still in the queue": sum(project.rabbit.queue_lengths(project.broker_url).values()),
+        "still in the queue": sum(project.queue_lengths().values()),
     }
     wrong = [f"{number:,} {what}" for what, number in faults.items() if number]
     wrong += [f"{number:,} rows {state}" for state, number in project.database.connection.execute(UNSETTLED)]

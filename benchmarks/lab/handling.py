@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.arrivals import delete_queues, fresh_queue
+from benchmarks.lab.arrivals import fresh_queue
 from benchmarks.lab.deliveries import UNTIMED, effects, enqueue, judged, rate_of, remember, written
 from benchmarks.lab.plan import Plan
 from benchmarks.lab.processes import running, until
@@ -54,7 +54,7 @@ class Bench:
     def hand_written(self, side: str = HAND_WRITTEN) -> None:
         """The program written by hand empties its queue."""
         project = self._by_hand
-        project.database.empty()
+        project.empty()
         remember(project)
         fresh_queue(project)
         enqueue(project, self.count, self._keys)
@@ -69,8 +69,7 @@ class Bench:
 
 
 def declare(project: Project) -> None:
-    """No rows, and the handler's queues, new and empty, as the consumer itself declares them."""
-    project.database.empty()
-    delete_queues(project)
+    """An empty project with the handler's queues, as the consumer itself declares them."""
+    project.empty()
     with running([*CONSUMER, "--drain"], project) as consumer:
         consumer.wait(LONGEST_SECONDS)

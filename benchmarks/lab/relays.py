@@ -44,7 +44,7 @@ def drain_preloaded(project: Project, record: Record, side: str, count: int, key
 
     The verdict goes on record.
     """
-    project.database.empty()
+    project.empty()
     producer_rate = project.database.preload(count, keys)
     fresh_queue(project)
     drain(project)
