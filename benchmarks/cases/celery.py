@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of, remember, written
-from benchmarks.lab.handling import LONGEST_SECONDS, PREFETCH
+from benchmarks.lab.deliveries import UNTIMED, effects, effects_of, judged, rate_of, remember
+from benchmarks.lab.handling import PREFETCH
 from benchmarks.lab.plan import Plan
-from benchmarks.lab.processes import running, until
+from benchmarks.lab.processes import running
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
 from benchmarks.lab.servers import Lab
+from benchmarks.lab.waiting import wait_for, wait_for_end
 
 SIDES = {"plain": "plain task", "atomic": "plain task in a transaction", "idempotent": "@idempotent_task"}
 WORKER = [sys.executable, "-m", "celery", "-A", "benchmarks.actors.celery_worker", "worker", "--loglevel", "WARNING"]
@@ -41,9 +42,9 @@ def _work_off(project: Project, record: Record, task: str, count: int) -> None:
     project.empty()
     remember(project)
     with acting(project, "celery_worker", task, count) as sender:
-        sender.wait(LONGEST_SECONDS)
+        wait_for_end(sender, project)
     with running([*WORKER, *ALONE], project) as worker:
-        until(lambda: written(project, count), worker, seconds=LONGEST_SECONDS)
+        wait_for(effects_of(project, count), worker)
         worker.stop()
     found = effects(project)
     record.judge(judged(project, side, count, found))
