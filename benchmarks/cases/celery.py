@@ -27,7 +27,7 @@ ALONE = ["--pool", "prefork", "--concurrency", "1", "--prefetch-multiplier", str
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    count = plan.choose(full=10_000, quick=1_500)
+    count = plan.choose(full=10_000, quick=1_000)
     project = lab.new_project()
     for run in plan.each_run(record.name):
         for task in SIDES if run % 2 else reversed(SIDES):
