@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.lab.arrivals import Arrivals, collect, fresh_queue, queued
+from benchmarks.lab.arrivals import Arrivals, collect, fresh_queue, in_queue
 from benchmarks.lab.database import Settled, rate, rate_of_last
 from benchmarks.lab.plan import Plan, say
-from benchmarks.lab.processes import memory_of, running, until
+from benchmarks.lab.processes import memory_of, running
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
-from benchmarks.lab.relays import LONGEST_DRAIN_SECONDS, RELAY, drain_preloaded
+from benchmarks.lab.relays import RELAY, drain_preloaded
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.waiting import wait_for, wait_for_end
 from benchmarks.lab.workload import many_customers
 
 SMALL, LARGE = "out of a small backlog", "out of a large backlog"
@@ -87,7 +88,7 @@ def _relay_head(full: Large, head: int) -> float:
     project = full.project
     since = project.database.now()
     with running([*RELAY, "--drain"], project) as relay:
-        until(lambda: queued(project) > head + FIRST_TRANSACTIONS, relay, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
+        wait_for(in_queue(project, head + FIRST_TRANSACTIONS + 1), relay, every=LOOK_SECONDS)
         relay.stop()
     collect(project, full.arrivals)
     return rate(project.database.settled(since), first=head)
@@ -96,8 +97,8 @@ def _relay_head(full: Large, head: int) -> float:
 def _drain_all(full: Large, record: Record, tenth: int) -> None:
     project = full.project
     since = project.database.now()
-    with running([*RELAY, "--drain"], project) as relay, memory_of(relay) as samples:
-        ended = relay.wait(LONGEST_DRAIN_SECONDS)
+    with running([*RELAY, "--drain"], project, ends=True) as relay, memory_of(relay) as samples:
+        ended = wait_for_end(relay, project)
     settled = project.database.settled(since)
     record.add(WHOLE, rate(settled), "msg/s")
     record.add(WHOLE_FIRST, rate(settled, first=tenth), "msg/s")

@@ -11,14 +11,14 @@ from __future__ import annotations
 import sys
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.arrivals import delete_queues
-from benchmarks.lab.deliveries import UNTIMED, effects, judged, rate_of, remember, written
-from benchmarks.lab.handling import LONGEST_SECONDS, PREFETCH
+from benchmarks.lab.deliveries import UNTIMED, effects, effects_of, judged, rate_of, remember
+from benchmarks.lab.handling import PREFETCH
 from benchmarks.lab.plan import Plan
-from benchmarks.lab.processes import running, until
+from benchmarks.lab.processes import running
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
 from benchmarks.lab.servers import Lab
+from benchmarks.lab.waiting import wait_for, wait_for_end
 
 SIDES = {"plain": "plain task", "atomic": "plain task in a transaction", "idempotent": "@idempotent_task"}
 WORKER = [sys.executable, "-m", "celery", "-A", "benchmarks.actors.celery_worker", "worker", "--loglevel", "WARNING"]
@@ -27,7 +27,7 @@ ALONE = ["--pool", "prefork", "--concurrency", "1", "--prefetch-multiplier", str
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    count = plan.choose(full=10_000, quick=1_500)
+    count = plan.choose(full=10_000, quick=1_000)
     project = lab.new_project()
     for run in plan.each_run(record.name):
         for task in SIDES if run % 2 else reversed(SIDES):
@@ -39,13 +39,12 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 
 def _work_off(project: Project, record: Record, task: str, count: int) -> None:
     side = SIDES[task]
-    project.database.empty()
+    project.empty()
     remember(project)
-    delete_queues(project)
     with acting(project, "celery_worker", task, count) as sender:
-        sender.wait(LONGEST_SECONDS)
+        wait_for_end(sender, project)
     with running([*WORKER, *ALONE], project) as worker:
-        until(lambda: written(project, count), worker, seconds=LONGEST_SECONDS)
+        wait_for(effects_of(project, count), worker)
         worker.stop()
     found = effects(project)
     record.judge(judged(project, side, count, found))

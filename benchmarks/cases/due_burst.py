@@ -6,16 +6,17 @@ were written last. Beside it, in the same run, as many that are ready at once. T
 
 from __future__ import annotations
 
-from benchmarks.lab.arrivals import fresh_queue, queued
+from benchmarks.lab.arrivals import fresh_queue, in_queue
 from benchmarks.lab.database import rate
 from benchmarks.lab.plan import Plan
-from benchmarks.lab.processes import memory_of, running, until
+from benchmarks.lab.processes import memory_of, running
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
-from benchmarks.lab.relays import LONGEST_DRAIN_SECONDS, RELAY
+from benchmarks.lab.relays import RELAY
 from benchmarks.lab.scheduled import early, require_time
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.waiting import until, wait_for
 from benchmarks.lab.workload import TOPICS, Due, nobody
 
 READY, DUE = "ready at once", "due within a second"
@@ -72,7 +73,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 def _carry_ready(project: Project, record: Record, count: int, topics: Topics) -> float:
     """Rows per second that COPY wrote."""
     database = project.database
-    database.empty()
+    project.empty()
     producer_rate = database.preload(count, nobody, topics=topics)
     _carry(project, record, READY, count, producer_rate)
     return producer_rate
@@ -80,11 +81,11 @@ def _carry_ready(project: Project, record: Record, count: int, topics: Topics) -
 
 def _carry_due(project: Project, record: Record, count: int, topics: Topics, copied: float) -> None:
     database = project.database
-    database.empty()
+    project.empty()
     begin = database.now() + 2 * START_SECONDS + 2 * count / copied
     producer_rate = database.preload(count, nobody, topics=topics, due=topics.due(begin))
     require_time(database, begin - START_SECONDS)
-    _carry(project, record, DUE, count, producer_rate)
+    _carry(project, record, DUE, count, producer_rate, begin)
     late = {topic: seconds for topic, *seconds in database.connection.execute(LATENESS)}
     for name, topic in (("the large topic", LARGE), ("the small topic", SMALL)):
         middle, last = late[topic]
@@ -92,12 +93,18 @@ def _carry_due(project: Project, record: Record, count: int, topics: Topics, cop
         record.add(f"{name}, last", last, "s")
 
 
-def _carry(project: Project, record: Record, side: str, count: int, producer_rate: float) -> None:
+def _carry(project: Project, record: Record, side: str, count: int, producer_rate: float, begin: float = 0.0) -> None:
+    """Carry so many messages, the first of which is due at `begin`."""
+    database = project.database
     fresh_queue(project, TOPICS)
     with running(RELAY, project) as relay, memory_of(relay) as samples:
-        until(lambda: queued(project) >= count, relay, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
+        left = max(0.0, begin - database.now())
+        until(
+            "the first message is due", lambda: database.now() >= begin, relay, seconds=left + START_SECONDS, every=LOOK_SECONDS
+        )
+        wait_for(in_queue(project, count), relay, every=LOOK_SECONDS)
         relay.stop()
-    capacity = rate(project.database.settled())
+    capacity = rate(database.settled())
     record.add(side, capacity, "msg/s")
     record.add(f"memory of the relay, {side}", max(size for _, size in samples) / MILLION, "MB")
-    record.judge(verdict(project, side, count, producer_rate=producer_rate, capacity=capacity, early=early(project.database)))
+    record.judge(verdict(project, side, count, producer_rate=producer_rate, capacity=capacity, early=early(database)))

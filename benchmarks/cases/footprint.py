@@ -32,7 +32,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 
 def _weigh(lab: Lab, project: Project, record: Record, count: int) -> None:
     database = project.database
-    database.empty()
+    project.empty()
     start = drain(project)
     fresh_queue(project)
     log_before = _written(project)
@@ -53,7 +53,7 @@ def _weigh(lab: Lab, project: Project, record: Record, count: int) -> None:
 def _count_statements(lab: Lab, project: Project, record: Record, count: int) -> None:
     """Let the server log every statement of one more drain, and count the lines; nothing is timed here."""
     database = project.database
-    database.empty()
+    project.empty()
     database.preload(count, many_customers)
     fresh_queue(project)
     name = sql.Identifier(str(database.value("SELECT current_database()")))

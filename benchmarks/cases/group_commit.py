@@ -12,7 +12,7 @@ SINGLY, GROUPED = "ORM handler, singly", "ORM handler, group_commit=50"
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    bench = Bench(lab, record, count=plan.choose(full=10_000, quick=2_000))
+    bench = Bench(lab, record, count=plan.choose(full=10_000, quick=1_000))
     singly, grouped = handled_by(bench.project, "orm"), handled_by(bench.project, "orm", group_commit=50)
     sides = {
         SINGLY: lambda: bench.consume(singly, SINGLY),

@@ -14,15 +14,16 @@ from contextlib import contextmanager
 import psycopg
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.arrivals import Arrivals, consume, fresh_queue
+from benchmarks.lab.arrivals import Arrivals, at_consumer, consume_until, fresh_queue
 from benchmarks.lab.database import OUTBOX
 from benchmarks.lab.plan import Plan, say
-from benchmarks.lab.processes import Process, until
+from benchmarks.lab.processes import Process
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
 from benchmarks.lab.relays import relaying
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.waiting import StallDetector, Stalled, wait_for
 
 FIRST, LAST = "first minute", "last minute"
 PER_TRANSACTION = 500
@@ -30,7 +31,6 @@ UNDER_WAY = 6_000
 """Messages between the producer and the consumer, most of them waiting for the relay."""
 WARM_UP_SECONDS = 5.0
 PAUSE_SECONDS = 0.005
-CATCH_UP_SECONDS = 60.0
 
 Sample = tuple[float, int]
 """Seconds since the start, messages arrived."""
@@ -40,7 +40,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     seconds = plan.choose(full=60 * plan.minutes, quick=12.0)
     window = min(60.0, seconds / 4)
     project = lab.new_project()
-    project.database.empty()
+    project.empty()
     fresh_queue(project)
     say(f"{record.name}: {seconds:.0f} s under a pinned horizon")
     arrivals = Arrivals()
@@ -50,8 +50,8 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
         acting(project, "feeder") as feeder,
         _consuming(project, arrivals) as reader,
     ):
-        samples, ordered = _keep_busy(arrivals, feeder, [*relays, feeder], WARM_UP_SECONDS + seconds)
-        until(lambda: arrivals.taken >= ordered or not reader.is_alive(), *relays, feeder, seconds=CATCH_UP_SECONDS)
+        samples, ordered = _keep_busy(project, arrivals, reader, feeder, relays, WARM_UP_SECONDS + seconds)
+        wait_for(at_consumer(project, arrivals, ordered), *relays, feeder)
         record.add("dead rows at the end", float(_dead(project)), "rows")
     record.add(FIRST, _rate_between(samples, WARM_UP_SECONDS, WARM_UP_SECONDS + window), "msg/s")
     record.add(LAST, _rate_between(samples, samples[-1][0] - window, samples[-1][0]), "msg/s")
@@ -75,7 +75,7 @@ def _pinned(project: Project) -> Iterator[None]:
 def _consuming(project: Project, arrivals: Arrivals) -> Iterator[threading.Thread]:
     done = threading.Event()
     reader = threading.Thread(
-        target=consume, args=[project.broker_url, arrivals.take], kwargs={"until": done.is_set}, name="consumer", daemon=True
+        target=consume_until, args=[project, arrivals.take], kwargs={"until": done.is_set}, name="consumer", daemon=True
     )
     reader.start()
     try:
@@ -85,9 +85,12 @@ def _consuming(project: Project, arrivals: Arrivals) -> Iterator[threading.Threa
         reader.join()
 
 
-def _keep_busy(arrivals: Arrivals, feeder: Process, processes: list[Process], seconds: float) -> tuple[list[Sample], int]:
+def _keep_busy(
+    project: Project, arrivals: Arrivals, reader: threading.Thread, feeder: Process, relays: list[Process], seconds: float
+) -> tuple[list[Sample], int]:
     """Samples by second, and how many messages the feeder was told to publish."""
     samples: list[Sample] = [(0.0, arrivals.taken)]
+    detector = StallDetector()
     ordered = 0
     began = time.monotonic()
     while (passed := time.monotonic() - began) < seconds:
@@ -96,8 +99,11 @@ def _keep_busy(arrivals: Arrivals, feeder: Process, processes: list[Process], se
             ordered += PER_TRANSACTION
         if passed - samples[-1][0] >= 1.0:
             samples.append((passed, arrivals.taken))
-            for process in processes:
-                process.must_run()
+            for process in (*relays, feeder):
+                process.check()
+            if not reader.is_alive() or detector.stalled(arrivals.taken):
+                what = f"{arrivals.taken:,} of {ordered:,} messages at the consumer, and no more"
+                raise Stalled(what, project, *relays, feeder)
         time.sleep(PAUSE_SECONDS)
     samples.append((passed, arrivals.taken))
     return samples, ordered

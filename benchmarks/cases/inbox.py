@@ -17,7 +17,7 @@ SQL, ORM = "handler, SQL", "handler, ORM"
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    bench = Bench(lab, record, count=plan.choose(full=5_000, quick=2_000))
+    bench = Bench(lab, record, count=plan.choose(full=5_000, quick=1_000))
     by_sql, by_orm = handled_by(bench.project, "sql"), handled_by(bench.project, "orm")
     sides = {
         LEAN: lambda: bench.hand_written(LEAN),

@@ -13,22 +13,23 @@ from typing import Any
 import amqp
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.arrivals import Arrivals, consume, fresh_queue
+from benchmarks.lab.arrivals import Arrivals, at_consumer, consume, fresh_queue
+from benchmarks.lab.deliveries import effects_of
+from benchmarks.lab.handling import declare
 from benchmarks.lab.plan import Plan, say
-from benchmarks.lab.processes import until
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record, Verdict, percentile
 from benchmarks.lab.relays import consuming, drain_preloaded, relaying
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
-from benchmarks.lab.workload import many_customers, number_of
+from benchmarks.lab.waiting import wait_for, wait_for_end
+from benchmarks.lab.workload import QUEUE, many_customers, number_of
 
 RELAY, HANDLER = "capacity of the relay", "capacity of the handler's process"
 TRANSACTIONS_PER_SECOND = 100
 SHARE_OF_CAPACITY = 0.3
 PERCENTS = (50, 95, 99)
 NANOSECONDS_PER_MILLISECOND = 1e6
-WITHIN_SECONDS = 600.0
 MOST_SAMPLES_KEPT = 1_000
 
 LATENCIES_OF_EFFECTS = """
@@ -97,11 +98,12 @@ def _to_broker(project: Project, record: Record, side: str, pace: Pace, **outbox
         arrivals.take(message)
         arrived_at[number_of(message.properties["application_headers"]["cloudEvents:bizid"])] = now
 
-    project.database.empty()
+    project.empty()
     fresh_queue(project)
-    with relaying(project, **outbox), acting(project, "steady_publisher", *pace.arguments, **outbox) as publisher:
-        consume(project.broker_url, take, until=lambda: arrivals.taken >= pace.count)
-        publisher.wait(WITHIN_SECONDS)
+    publishing = acting(project, "steady_publisher", *pace.arguments, **outbox)
+    with relaying(project, **outbox) as relays, publishing as publisher:
+        consume(at_consumer(project, arrivals, pace.count), take, *relays, publisher)
+        publisher.finish()
         committed: list[tuple[int, int]] = publisher.answer()
     _add(record, side, [(arrived_at[number] - at) / NANOSECONDS_PER_MILLISECOND for number, at in committed])
     record.judge(verdict(project, side, pace.count, arrivals=arrivals))
@@ -110,11 +112,12 @@ def _to_broker(project: Project, record: Record, side: str, pace: Pace, **outbox
 def to_handler(project: Project, record: Record, side: str, pace: Pace) -> None:
     """Publish at that pace, through relay and consumer, and put the latencies of the effects and a verdict on record."""
     database = project.database
-    database.empty()
+    declare(project)
     fresh_queue(project)
-    with consuming(project) as consumers, relaying(project), acting(project, "steady_publisher", *pace.arguments) as publisher:
-        publisher.wait(WITHIN_SECONDS)
-        until(lambda: database.value(EFFECTS) >= pace.count, *consumers, seconds=WITHIN_SECONDS)
+    publishing = acting(project, "steady_publisher", *pace.arguments)
+    with consuming(project) as consumers, relaying(project) as relays, publishing as publisher:
+        wait_for_end(publisher, project, *consumers, *relays)
+        wait_for(effects_of(project, pace.count, unread=[QUEUE]), *consumers, *relays)
     _add(record, side, [latency for (latency,) in database.connection.execute(LATENCIES_OF_EFFECTS)])
     record.judge(verdict(project, side, pace.count))
     effects, sales = database.connection.execute(EFFECTS).fetchone()

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import amqp
 
-from benchmarks.lab.actors import LONGEST_SECONDS, acting
-from benchmarks.lab.arrivals import Arrivals, consume, fresh_queue
+from benchmarks.lab.actors import acting
+from benchmarks.lab.arrivals import Arrivals, at_consumer, consume, fresh_queue
 from benchmarks.lab.clock import DatabaseClock
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.project import Project
@@ -103,15 +103,17 @@ def _try(project: Project, record: Record, side: str, trial: Trial) -> None:
 
     database.sweep()
     fresh_queue(project, TOPICS)
-    with relaying(project, trial.relays), ExitStack() as beside:
+    with relaying(project, trial.relays) as relays, ExitStack() as beside:
+        publishers = []
         begin = schedule_soon(database, trial.scheduled, trial.seconds)
         if trial.short:
             arguments = (trial.scheduled, trial.short, SHORT_PER_SECOND, begin)
-            publisher = beside.enter_context(acting(project, "delaying_publisher", *arguments))
-            beside.callback(publisher.wait, LONGEST_SECONDS)
+            publishers.append(beside.enter_context(acting(project, "delaying_publisher", *arguments)))
         clock = DatabaseClock.read(database)
-        consume(project.broker_url, take, until=lambda: arrivals.taken >= trial.count)
+        consume(at_consumer(project, arrivals, trial.count), take, *relays, *publishers)
         error = clock.error_until(DatabaseClock.read(database))
+        for publisher in publishers:
+            publisher.finish()
     due = {number_of(biz_id): at for biz_id, at in database.connection.execute(DUE)}
     late = {number: clock.at(arrived_at[number]) - at for number, at in due.items()}
     record.judge(

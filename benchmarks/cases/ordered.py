@@ -16,7 +16,7 @@ THREADS = 4
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    bench = Bench(lab, record, count=plan.choose(full=5_000, quick=3_000))
+    bench = Bench(lab, record, count=plan.choose(full=5_000, quick=2_000))
     unordered, ordered = handled_by(bench.project, "sql"), handled_by(bench.project, "sql", ordered=True)
     sides = {
         UNORDERED: lambda: bench.consume(unordered, UNORDERED, concurrency=THREADS),

@@ -88,7 +88,7 @@ def _listener(project: Project) -> Iterator[None]:
 @contextmanager
 def _crowd(project: Project, clients: int) -> Iterator[list[Process]]:
     """So many clients, connected and idle."""
-    project.database.empty()
+    project.empty()
     project.database.preload(1, many_customers)  # the row that the raw side copies
     with ExitStack() as stack:
         stack.enter_context(_listener(project))
@@ -99,7 +99,7 @@ def _crowd(project: Project, clients: int) -> Iterator[list[Process]]:
 
 
 def _new_accounts(project: Project) -> None:
-    project.database.empty()
+    project.empty()
     project.database.connection.execute("INSERT INTO shop_account (balance) SELECT 0 FROM generate_series(1, %s)", [ACCOUNTS])
 
 
@@ -133,8 +133,8 @@ def _time(kind: str) -> str:
 
 
 def _in_bulk(project: Project, record: Record, drafts: int) -> None:
-    project.database.empty()
+    project.empty()
     answer = act(project, "publish_many", drafts)
     record.add(PUBLISH_MANY, answer["rows"] / answer["seconds"], "rows/s")
-    project.database.empty()
+    project.empty()
     record.add(COPY, project.database.preload(drafts, many_customers), "rows/s")

@@ -10,13 +10,13 @@ from collections import Counter
 from statistics import mean
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.deliveries import effects, handled_by, judged, remember, written
-from benchmarks.lab.handling import LONGEST_SECONDS, declare
+from benchmarks.lab.deliveries import effects, effects_of, handled_by, judged, remember
+from benchmarks.lab.handling import declare
 from benchmarks.lab.plan import Plan, say
-from benchmarks.lab.processes import until
 from benchmarks.lab.record import Record
 from benchmarks.lab.relays import consuming
 from benchmarks.lab.servers import Lab
+from benchmarks.lab.waiting import wait_for, wait_for_end
 
 IN, LIMIT = 10_000, 2_000
 SENT, HANDLED, OVERALL = "sent", "handled, each second", "handled, all in all"
@@ -31,9 +31,9 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     remember(project)
     say(f"{record.name}: {count:,} messages in, {count / LIMIT:.0f} s to work them off")
     with consuming(project, 2) as consumers, acting(project, "flood", count, IN) as flood:
-        flood.wait(LONGEST_SECONDS)
+        wait_for_end(flood, project, *consumers)
         sent = flood.answer()
-        until(lambda: written(project, count), *consumers, seconds=LONGEST_SECONDS)
+        wait_for(effects_of(project, count), *consumers)
     found = effects(project)
     record.add(SENT, sent["messages"] / sent["seconds"], "msg/s")
     record.judge(judged(project, "two processes", count, found))

@@ -41,7 +41,7 @@ def _rate(project: Project, record: Record, side: str, count: int) -> float:
     """Messages per second."""
     if side == RELAY:
         return drain_preloaded(project, record, RELAY, count, many_customers)
-    project.database.empty()
+    project.empty()
     project.database.preload(count, many_customers)
     fresh_queue(project)
     answer = act(project, "senders", SENDERS[side])

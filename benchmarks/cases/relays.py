@@ -7,14 +7,14 @@ copied in rings no doorbell.
 
 from __future__ import annotations
 
-from benchmarks.lab.arrivals import fresh_queue, queued
+from benchmarks.lab.arrivals import fresh_queue, in_queue
 from benchmarks.lab.plan import Plan
-from benchmarks.lab.processes import until
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
-from benchmarks.lab.relays import LONGEST_DRAIN_SECONDS, relaying
+from benchmarks.lab.relays import relaying
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.waiting import wait_for
 from benchmarks.lab.workload import many_customers
 
 SIDES = {1: "one relay", 2: "two relays", 3: "three relays"}
@@ -34,13 +34,13 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
 
 def _drain_together(project: Project, record: Record, side: str, relays: int, count: int) -> None:
     database = project.database
-    database.empty()
+    project.empty()
     fresh_queue(project)
     with relaying(project, relays, POLL_INTERVAL=POLL_SECONDS) as processes:
         with database.uncommitted(count, many_customers):
             pass
         began = database.now()
-        until(lambda: queued(project) >= count, *processes, seconds=LONGEST_DRAIN_SECONDS)
+        wait_for(in_queue(project, count), *processes)
     capacity = count / (database.settled()[-1].at - began)
     record.add(side, capacity, "msg/s")
     record.judge(verdict(project, side, count, capacity=capacity))

@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable
 
 from benchmarks.lab.actors import act, acting
-from benchmarks.lab.arrivals import fresh_queue, queued
+from benchmarks.lab.arrivals import fresh_queue, in_queue
 from benchmarks.lab.database import Database
 from benchmarks.lab.plan import Plan, say
-from benchmarks.lab.processes import until
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
-from benchmarks.lab.relays import LONGEST_DRAIN_SECONDS, relaying
+from benchmarks.lab.relays import relaying
 from benchmarks.lab.scheduled import early, schedule_far, schedule_soon
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.waiting import until, wait_for
 from benchmarks.lab.workload import TOPICS, many_topics, nobody
 
 SCHEDULED, BURST, SHORT = "scheduled", "scheduled burst", "short delays"
@@ -30,6 +30,7 @@ READY, READY_BURST = "ready", "ready burst"
 PER_SECOND, PER_TRANSACTION = 1_000, 10
 BURST_SECONDS = 0.02
 LOOK_SECONDS = 0.25
+SESSIONS_END_SECONDS = 60.0
 REPORT_SECONDS = 1.5
 """After which a process of PostgreSQL has told what it counted, when it executes something."""
 LEAST_SHOWN = 0.001
@@ -79,8 +80,8 @@ def _count(project: Project, record: Record, side: str, count: int, far: int, wr
     before = _counted(database)
     with relaying(project) as relays:
         write()
-        until(lambda: queued(project) >= count, *relays, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
-    until(lambda: not database.value(OTHERS), seconds=LONGEST_DRAIN_SECONDS)
+        wait_for(in_queue(project, count), *relays, every=LOOK_SECONDS)
+    until("no other session in the database", lambda: not database.value(OTHERS), seconds=SESSIONS_END_SECONDS)
     after = _counted(database)
     read = {what: (after[what] - before[what]) / count for what in after}
     record.add(f"{side}: rows read", read["all"], "rows/msg")
@@ -100,7 +101,7 @@ def _feed(project: Project, count: int) -> None:
             feeder.order(messages=PER_TRANSACTION)
             due += PER_TRANSACTION / PER_SECOND
             time.sleep(max(0.0, due - time.monotonic()))
-        until(lambda: queued(project) >= count, feeder, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
+        wait_for(in_queue(project, count), feeder, every=LOOK_SECONDS)
 
 
 def _counted(database: Database) -> dict[str, int]:

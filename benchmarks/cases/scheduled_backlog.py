@@ -7,16 +7,17 @@ has four pairs, each second one in the opposite order. What was carried is delet
 
 from __future__ import annotations
 
-from benchmarks.lab.arrivals import fresh_queue, queued
+from benchmarks.lab.arrivals import fresh_queue, in_queue
 from benchmarks.lab.database import rate
 from benchmarks.lab.plan import Plan, say
-from benchmarks.lab.processes import running, until
+from benchmarks.lab.processes import running
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
-from benchmarks.lab.relays import LONGEST_DRAIN_SECONDS, RELAY
+from benchmarks.lab.relays import RELAY
 from benchmarks.lab.scheduled import schedule_far
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.waiting import wait_for
 from benchmarks.lab.workload import many_customers
 
 NONE, MILLION = "none scheduled", "a million scheduled"
@@ -45,7 +46,7 @@ def _carry(project: Project, record: Record, side: str, count: int, not_due: int
     database.connection.execute("CHECKPOINT")
     fresh_queue(project)
     with running(RELAY, project) as relay:
-        until(lambda: queued(project) >= count, relay, seconds=LONGEST_DRAIN_SECONDS, every=LOOK_SECONDS)
+        wait_for(in_queue(project, count), relay, every=LOOK_SECONDS)
         relay.stop()
     capacity = rate(database.settled())
     record.add(side, capacity, "msg/s")

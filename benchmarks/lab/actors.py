@@ -8,17 +8,16 @@ from typing import Any
 
 from benchmarks.lab.processes import Process, running
 from benchmarks.lab.project import Project
-
-LONGEST_SECONDS = 900.0
+from benchmarks.lab.waiting import wait_for_end
 
 
 def acting(project: Project, actor: str, *arguments: object, **outbox: Any) -> AbstractContextManager[Process]:
-    """`benchmarks.actors.<actor>` as a process beside this one."""
-    return running([sys.executable, "-m", f"benchmarks.actors.{actor}", *map(str, arguments)], project, **outbox)
+    """`benchmarks.actors.<actor>` as a process beside this one, which ends by itself."""
+    return running([sys.executable, "-m", f"benchmarks.actors.{actor}", *map(str, arguments)], project, ends=True, **outbox)
 
 
 def act(project: Project, actor: str, *arguments: object, **outbox: Any) -> Any:
     """Run an actor to its end; its answer."""
     with acting(project, actor, *arguments, **outbox) as process:
-        process.wait(LONGEST_SECONDS)
+        wait_for_end(process, project)
         return process.answer()

@@ -7,43 +7,24 @@ benchmark is about arriving.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager
 from typing import Any
-from urllib.parse import unquote, urlsplit
 from uuid import UUID
 
 import amqp
 
+from benchmarks.lab.broker import connected
+from benchmarks.lab.processes import Process
 from benchmarks.lab.project import Project
+from benchmarks.lab.waiting import Progress, ProgressWatch
 from benchmarks.lab.workload import EXCHANGE, QUEUE, TOPIC, number_of
 
 PREFETCH = 2000
 ACK_EVERY = 500
-PATIENCE_SECONDS = 60.0
 TICK_SECONDS = 0.5
 ID_BYTES = 16
 NOTHING = bytes(ID_BYTES)
 GROWTH_BYTES = 1 << 20
-
-
-@contextmanager
-def connected(url: str):
-    """A py-amqp connection; its channel is `connection.channel()`."""
-    parts = urlsplit(url)
-    connection = amqp.Connection(
-        f"{parts.hostname}:{parts.port}",
-        userid=parts.username,
-        password=parts.password,
-        virtual_host=unquote(parts.path[1:]) or "/",
-        heartbeat=0,
-    )
-    connection.connect()
-    try:
-        yield connection
-    finally:
-        connection.close()
 
 
 def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
@@ -57,22 +38,41 @@ def fresh_queue(project: Project, topics: Iterable[str] = (TOPIC,)) -> None:
             channel.queue_bind(QUEUE, EXCHANGE, topic)
 
 
-def delete_queues(project: Project) -> None:
-    """No queue is left in the project's virtual host."""
-    with connected(project.broker_url) as connection:
-        channel = connection.channel()
-        for queue in project.rabbit.queue_lengths(project.broker_url):
-            channel.queue_delete(queue)
-
-
 def queued(project: Project) -> int:
     """Messages that are in the queue now, by its leader's own count."""
-    return project.rabbit.queue_lengths(project.broker_url)[QUEUE]
+    return project.queue_lengths()[QUEUE]
 
 
-def consume(url: str, on_message: Callable[[amqp.Message], object], *, until: Callable[[], bool], queue: str = QUEUE) -> None:
-    """Take messages off a queue, oldest first, until `until` holds; acked many at a time."""
-    with connected(url) as connection:
+def in_queue(project: Project, count: int) -> Progress:
+    """So many messages in the queue, which nobody reads meanwhile."""
+    return Progress(project=project, what="messages in the queue", goal=count, current=lambda: queued(project))
+
+
+def at_consumer(project: Project, arrivals: Arrivals, count: int) -> Progress:
+    """So many messages that have arrived at our own consumer."""
+    return Progress(project=project, what="messages at the consumer", goal=count, current=lambda: arrivals.taken)
+
+
+def consume(progress: Progress, on_message: Callable[[amqp.Message], object], *processes: Process) -> None:
+    """Take messages off the queue until as many are there as are awaited.
+
+    Raises:
+        ProcessFailed: one of the processes has ended before.
+        Stalled: no more come.
+    """
+    watch = ProgressWatch(progress, *processes)
+    consume_until(progress.project, on_message, until=lambda: progress.reached, when_silent=watch.check)
+
+
+def consume_until(
+    project: Project,
+    on_message: Callable[[amqp.Message], object],
+    *,
+    until: Callable[[], bool],
+    when_silent: Callable[[], object] = bool,
+) -> None:
+    """Take messages off the queue, oldest first, until `until` holds; acked many at a time."""
+    with connected(project.broker_url) as connection:
         channel = connection.channel()
         channel.basic_qos(0, PREFETCH, False)
         unacked: list[int] = []
@@ -88,15 +88,12 @@ def consume(url: str, on_message: Callable[[amqp.Message], object], *, until: Ca
             if len(unacked) == ACK_EVERY:
                 ack()
 
-        channel.basic_consume(queue, callback=take)
-        silent_since = time.monotonic()
+        channel.basic_consume(QUEUE, callback=take)
         while not until():
             try:
                 connection.drain_events(timeout=TICK_SECONDS)
-                silent_since = time.monotonic()
             except TimeoutError:
-                if time.monotonic() - silent_since > PATIENCE_SECONDS:
-                    raise
+                when_silent()
         ack()
 
 
@@ -159,5 +156,5 @@ class Arrivals:
 def collect(project: Project, arrivals: Arrivals, read: Callable[[Arrivals, Any], object] = Arrivals.take) -> Arrivals:
     """Take everything that is in the queue now. `read` notes one message, by default one of the outbox's."""
     expected = arrivals.taken + queued(project)
-    consume(project.broker_url, lambda message: read(arrivals, message), until=lambda: arrivals.taken >= expected)
+    consume(at_consumer(project, arrivals, expected), lambda message: read(arrivals, message))
     return arrivals

@@ -7,18 +7,19 @@ clock is the one PostgreSQL stamps commits with, so it is the same for every sid
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 import amqp
 
-from benchmarks.lab.arrivals import connected
+from benchmarks.lab.broker import connected
 from benchmarks.lab.confirms import Unconfirmed
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Verdict
-from benchmarks.lab.workload import CUSTOMERS, EXCHANGE, HANDLER, TOPIC, Keys, biz_id, payload, serialised
+from benchmarks.lab.waiting import Progress
+from benchmarks.lab.workload import CUSTOMERS, EXCHANGE, HANDLER, PAST, TOPIC, Keys, biz_id, payload, serialised
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.identity import new_message_id
 
@@ -37,12 +38,17 @@ INSERT INTO inbox_inboxmessage (
     correlation_id, causation_id, traceparent, attempts, state, created_at, received_at, settled_at
 )
 SELECT
-    %(handler)s, %(topic)s, 'past-' || n, gen_random_uuid(), 'customer-' || n %% 1000, 'application/json', %(body)s,
+    %(handler)s, %(topic)s, %(past)s || n, gen_random_uuid(), 'customer-' || n %% 1000, 'application/json', %(body)s,
     encode(sha256(%(body)s), 'hex'), '{}', '/benchmarks', '', '', '', 1, 'done', at, at, at
 FROM (SELECT n, now() - (%(count)s - n) * interval '2 minutes' AS at FROM generate_series(1, %(count)s) n) AS past
 """
 EFFECTS = "SELECT number, extract(epoch FROM pg_xact_commit_timestamp(xmin))::float8 FROM shop_effect ORDER BY id"
+DRAWN = "SELECT CASE WHEN is_called THEN last_value ELSE 0 END FROM shop_effect_id_seq"
 COUNT = "SELECT count(*) FROM shop_effect"
+UNFINISHED = (
+    "SELECT count(*) FROM outbox_outboxmessage WHERE settled_at IS NULL",
+    "SELECT count(*) FROM inbox_inboxmessage WHERE settled_at IS NULL",
+)
 UNSETTLED = "SELECT state, count(*) FROM inbox_inboxmessage WHERE state <> 'done' GROUP BY state"
 
 
@@ -55,7 +61,8 @@ def handled_by(project: Project, kind: str, *, inbox: dict[str, Any] | None = No
 def remember(project: Project) -> None:
     """An inbox that has a history, as it has in production, and statistics that know of it."""
     connection = project.database.connection
-    connection.execute(HISTORY, {"handler": HANDLER, "topic": TOPIC, "body": serialised(payload(0)), "count": REMEMBERED})
+    parameters = {"handler": HANDLER, "topic": TOPIC, "past": PAST, "body": serialised(payload(0)), "count": REMEMBERED}
+    connection.execute(HISTORY, parameters)
     connection.execute("VACUUM (ANALYZE) inbox_inboxmessage")
 
 
@@ -111,10 +118,26 @@ def _message(sent: Envelope) -> amqp.Message:
     )
 
 
-def written(project: Project, count: int) -> bool:
-    """Are there so many effects? While there are not, asking costs next to nothing."""
+def effects_of(project: Project, count: int, *, unread: Collection[str] = ()) -> Progress:
+    """So many effects of its handler. While they are not there, asking costs next to nothing.
+
+    Args:
+        unread: queues that the handler does not read.
+    """
     value = project.database.value
-    return bool(value("SELECT last_value FROM shop_effect_id_seq") >= count and value(COUNT) >= count)
+
+    def written() -> int:
+        drawn = int(value(DRAWN))
+        return drawn if drawn < count else int(value(COUNT))
+
+    def work_left() -> int:
+        """In the direction that a message takes, so that none is passed over that moves on meanwhile."""
+        relayed, handled = UNFINISHED
+        ready = int(value(relayed))
+        queued = sum(length for queue, length in project.queue_lengths().items() if queue not in unread)
+        return ready + queued + int(value(handled))
+
+    return Progress(project=project, what="effects", goal=count, current=written, work_left=work_left)
 
 
 def effects(project: Project) -> list[tuple[int, float]]:
@@ -137,7 +160,7 @@ def judged(project: Project, side: str, count: int, found: Sequence[tuple[int, f
         "with a second effect": len(numbers) - len(set(numbers)),
         "nobody sent": len(set(numbers) - set(range(count))),
         "before an earlier one of their key": _disordered(numbers) if ordered else 0,
-        "still in the queue": sum(project.rabbit.queue_lengths(project.broker_url).values()),
+        "still in the queue": sum(project.queue_lengths().values()),
     }
     wrong = [f"{number:,} {what}" for what, number in faults.items() if number]
     wrong += [f"{number:,} rows {state}" for state, number in project.database.connection.execute(UNSETTLED)]

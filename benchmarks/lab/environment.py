@@ -13,7 +13,7 @@ from typing import Any
 
 import psycopg
 
-from benchmarks.lab.arrivals import connected
+from benchmarks.lab.broker import connected
 from benchmarks.lab.project import ROOT
 from benchmarks.lab.servers import POSTGRES_SETTINGS, Lab
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from benchmarks.lab.actors import acting
-from benchmarks.lab.arrivals import delete_queues, fresh_queue
-from benchmarks.lab.deliveries import UNTIMED, effects, enqueue, judged, rate_of, remember, written
+from benchmarks.lab.arrivals import fresh_queue
+from benchmarks.lab.deliveries import UNTIMED, effects, effects_of, enqueue, judged, rate_of, remember
 from benchmarks.lab.plan import Plan
-from benchmarks.lab.processes import running, until
+from benchmarks.lab.processes import running
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
 from benchmarks.lab.relays import CONSUMER, consuming
 from benchmarks.lab.servers import Lab
+from benchmarks.lab.waiting import wait_for, wait_for_end
 from benchmarks.lab.workload import Keys, many_customers
 
 HAND_WRITTEN = "hand-written, kombu and psycopg"
 LEAN = "hand-written, row inserted as settled"
 PREFETCH = 50
 """As the inbox's default."""
-LONGEST_SECONDS = 900.0
 BLOCKS = 3
 """In every run: many short blocks see the same machine more than a few long ones do."""
 
@@ -48,18 +48,18 @@ class Bench:
         remember(project)
         enqueue(project, self.count, self._keys)
         with consuming(project, concurrency=concurrency) as consumers:
-            until(lambda: written(project, self.count), *consumers, seconds=LONGEST_SECONDS)
+            wait_for(effects_of(project, self.count), *consumers)
         self._settle(project, side, ordered=ordered)
 
     def hand_written(self, side: str = HAND_WRITTEN) -> None:
         """The program written by hand empties its queue."""
         project = self._by_hand
-        project.database.empty()
+        project.empty()
         remember(project)
         fresh_queue(project)
         enqueue(project, self.count, self._keys)
         with acting(project, "hand_written", self.count, PREFETCH, *(["lean"] if side == LEAN else [])) as consumer:
-            consumer.wait(LONGEST_SECONDS)
+            wait_for_end(consumer, project)
         self._settle(project, side)
 
     def _settle(self, project: Project, side: str, *, ordered: bool = False) -> None:
@@ -69,8 +69,7 @@ class Bench:
 
 
 def declare(project: Project) -> None:
-    """No rows, and the handler's queues, new and empty, as the consumer itself declares them."""
-    project.database.empty()
-    delete_queues(project)
-    with running([*CONSUMER, "--drain"], project) as consumer:
-        consumer.wait(LONGEST_SECONDS)
+    """An empty project with the handler's queues, as the consumer itself declares them."""
+    project.empty()
+    with running([*CONSUMER, "--drain"], project, ends=True) as consumer:
+        wait_for_end(consumer, project)

@@ -18,9 +18,9 @@ from benchmarks.lab.arrivals import Arrivals
 from benchmarks.lab.plan import say
 from benchmarks.lab.processes import running
 from benchmarks.lab.project import ROOT, Project
+from benchmarks.lab.waiting import wait_for_end
 
 PLACE = ROOT / "benchmarks" / ".peers"
-LONGEST_SECONDS = 900.0
 LOG_TAIL = 2000
 
 
@@ -75,8 +75,8 @@ class Peer:
     def drain(self, project: Project, count: int, options: Mapping[str, Any], **environ: str) -> dict[str, Any]:
         """Run the driver to its end; its answer."""
         command = [str(self._python), "-m", f"benchmarks.peers.{self.driver}", str(count), json.dumps(options)]
-        with running(command, replace(project, extra=environ)) as process:
-            process.wait(LONGEST_SECONDS)
+        with running(command, replace(project, extra=environ), ends=True) as process:
+            wait_for_end(process, project)
             answer: dict[str, Any] = process.answer()
         return answer
 

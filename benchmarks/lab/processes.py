@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +41,16 @@ class Ended:
 
 
 class Process:
-    """A process that answers in lines of JSON, if at all, and logs to its standard error."""
+    """A process that answers in lines of JSON, if at all, and logs to its standard error.
 
-    def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
-        self._name = " ".join(command[1:])
+    Args:
+        ends: it ends by itself when it has done its work; else it has failed when it ends before it is stopped.
+    """
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str], *, ends: bool = False) -> None:
+        self.name = " ".join(command[1:])
+        self._ends = ends
+        self._ended: Ended | None = None
         self._answers_read = 0
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - both live as long as the process
         self._answers = tempfile.TemporaryFile()  # noqa: SIM115
@@ -74,9 +80,9 @@ class Process:
         deadline = time.monotonic() + seconds
         while (answers := _content(self._answers)).count(b"\n") <= self._answers_read:
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"{self._name} has not answered for {seconds:.0f} s:\n{self.said()}")
-            if self._popen.poll() is not None and _content(self._answers) == answers:
-                raise ProcessFailed(f"{self._name} ended with {self._popen.returncode} and no answer:\n{self.said()}")
+                raise ProcessFailed(f"{self.name} has not answered for {seconds:.0f} s:\n{self.said()}")
+            if self._has_ended() and _content(self._answers) == answers:
+                raise ProcessFailed(f"{self.name} ended with {self._popen.returncode} and no answer:\n{self.said()}")
             time.sleep(0.002)
         line = answers.splitlines()[self._answers_read]
         self._answers_read += 1
@@ -85,28 +91,44 @@ class Process:
     def said(self) -> str:
         return _content(self._log).decode(errors="replace")[-LOG_TAIL:]
 
-    def must_run(self) -> None:
-        if self._popen.poll() is not None:
-            raise ProcessFailed(f"{self._name} ended with {self._popen.returncode}:\n{self.said()}")
+    def check(self) -> None:
+        """
+        Raises:
+            ProcessFailed: it has ended with a failure, or has ended at all and is not one that ends by itself.
+        """
+        if self._has_ended() and (self._popen.returncode or not self._ends):
+            raise ProcessFailed(f"{self.name} ended with {self._popen.returncode}:\n{self.said()}")
 
-    def wait(self, seconds: float) -> Ended:
-        """Wait for its own end, which has to be a good one."""
+    def ended(self) -> Ended | None:
+        """What the kernel says of it; None while it runs.
+
+        Raises:
+            ProcessFailed: it has ended with a failure.
+        """
+        if self._has_ended() and self._popen.returncode:
+            raise ProcessFailed(f"{self.name} ended with {self._popen.returncode}:\n{self.said()}")
+        return self._ended
+
+    def finish(self, seconds: float = STOP_SECONDS) -> Ended:
+        """Wait for the end of one that has nothing left to do; `waiting.wait_for_end` waits for one that is at work."""
         deadline = time.monotonic() + seconds
-        while True:
-            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
-            if pid:
-                break
+        while (ended := self.ended()) is None:
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"{self._name} did not end within {seconds:.0f} s:\n{self.said()}")
+                raise ProcessFailed(f"{self.name} did not end within {seconds:.0f} s:\n{self.said()}")
             time.sleep(0.005)
-        self._popen.returncode = os.waitstatus_to_exitcode(status)
-        if self._popen.returncode:
-            raise ProcessFailed(f"{self._name} ended with {self._popen.returncode}:\n{self.said()}")
-        return Ended(cpu_seconds=usage.ru_utime + usage.ru_stime, most_memory=usage.ru_maxrss * 1024)
+        return ended
 
     def stop(self) -> Ended:
         self._popen.terminate()
-        return self.wait(STOP_SECONDS)
+        return self.finish()
+
+    def _has_ended(self) -> bool:
+        if self._ended is None:
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
+            if pid:
+                self._popen.returncode = os.waitstatus_to_exitcode(status)
+                self._ended = Ended(cpu_seconds=usage.ru_utime + usage.ru_stime, most_memory=usage.ru_maxrss * 1024)
+        return self._ended is not None
 
     def close(self) -> None:
         """Gone, whatever it was doing."""
@@ -125,24 +147,13 @@ def _content(file: IO[bytes]) -> bytes:
 
 
 @contextmanager
-def running(command: Sequence[str], project: Project, **outbox: Any) -> Iterator[Process]:
-    process = Process(command, project.environ(**outbox))
+def running(command: Sequence[str], project: Project, *, ends: bool = False, **outbox: Any) -> Iterator[Process]:
+    """A process of the project, killed at the end of the block if it still runs; see `Process` for `ends`."""
+    process = Process(command, project.environ(**outbox), ends=ends)
     try:
         yield process
     finally:
         process.close()
-
-
-def until(condition: Callable[[], bool], *processes: Process, seconds: float, every: float = 0.05) -> None:
-    """Wait for a condition while the processes live."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        for process in processes:
-            process.must_run()
-        if time.monotonic() > deadline:
-            said = "\n".join(process.said() for process in processes)
-            raise ProcessFailed(f"waited {seconds:.0f} s in vain; the processes said:\n{said}")
-        time.sleep(every)
 
 
 @contextmanager

@@ -10,17 +10,17 @@ from typing import Any
 
 from benchmarks.lab.arrivals import fresh_queue
 from benchmarks.lab.database import rate
-from benchmarks.lab.processes import Ended, Process, running, until
+from benchmarks.lab.processes import Ended, Process, running
 from benchmarks.lab.project import Project
 from benchmarks.lab.record import Record
 from benchmarks.lab.verdicts import verdict
+from benchmarks.lab.waiting import until, wait_for_end
 from benchmarks.lab.workload import Keys
 
 CONSUMER = [sys.executable, "manage.py", "inbox_consume"]
 RELAY = [sys.executable, "manage.py", "outbox_relay"]
 CONNECT_SECONDS = 60.0
 SETTLE_DOWN_SECONDS = 0.5
-LONGEST_DRAIN_SECONDS = 900.0
 
 
 def relaying(project: Project, relays: int = 1, **outbox: Any) -> AbstractContextManager[list[Process]]:
@@ -35,8 +35,8 @@ def consuming(project: Project, consumers: int = 1, *, concurrency: int = 0) -> 
 
 def drain(project: Project, **outbox: Any) -> Ended:
     """One relay carries everything that is ready and ends."""
-    with running([*RELAY, "--drain"], project, **outbox) as relay:
-        return relay.wait(LONGEST_DRAIN_SECONDS)
+    with running([*RELAY, "--drain"], project, ends=True, **outbox) as relay:
+        return wait_for_end(relay, project)
 
 
 def drain_preloaded(project: Project, record: Record, side: str, count: int, keys: Keys, *, first: int | None = None) -> float:
@@ -44,7 +44,7 @@ def drain_preloaded(project: Project, record: Record, side: str, count: int, key
 
     The verdict goes on record.
     """
-    project.database.empty()
+    project.empty()
     producer_rate = project.database.preload(count, keys)
     fresh_queue(project)
     drain(project)
@@ -59,7 +59,8 @@ def _workers(command: Sequence[str], project: Project, number: int, **outbox: An
     before = _connections(project)
     with ExitStack() as stack:
         processes = [stack.enter_context(running(command, project, **outbox)) for _ in range(number)]
-        until(lambda: _connections(project) >= before + number, *processes, seconds=CONNECT_SECONDS)
+        connected = f"{number} connections of {processes[0].name} to the broker"
+        until(connected, lambda: _connections(project) >= before + number, *processes, seconds=CONNECT_SECONDS)
         time.sleep(SETTLE_DOWN_SECONDS)
         yield processes
         for process in processes:

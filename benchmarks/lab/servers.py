@@ -35,6 +35,7 @@ class Lab:
 
     def __init__(self) -> None:
         self._running = ExitStack()
+        self._redis = RedisServer()
         self._projects = 0
 
     def __enter__(self) -> Self:
@@ -62,7 +63,7 @@ class Lab:
 
     @cached_property
     def redis(self) -> RedisServer:
-        return self._running.enter_context(RedisServer())
+        return self._running.enter_context(self._redis)
 
     def new_project(self, rabbit: RabbitServer | None = None) -> Project:
         """A migrated database without rows and an empty virtual host, by default on the lab's own broker."""
@@ -76,7 +77,7 @@ class Lab:
         self._projects += 1
         specimen = self.specimen
         url = self.create_database(f"project_{self._projects}", template)
-        return Project(database=Database(url, specimen), rabbit=rabbit, broker_url=rabbit.new_vhost())
+        return Project(database=Database(url, specimen), rabbit=rabbit, broker_url=rabbit.new_vhost(), redis=self._redis)
 
     def create_database(self, name: str, template: str) -> str:
         with psycopg.connect(self.postgres.url_of("postgres"), autocommit=True) as connection:

@@ -16,6 +16,8 @@ EXCHANGE = "outbox"
 QUEUE = "benchmark"
 HANDLER = "shop.write_effect"
 """The name of the handler in `benchmarks.shop`, whichever it is."""
+PAST = "past-"
+"""Begins the biz-id of every message that an inbox remembers from before a benchmark."""
 CUSTOMERS = 1000
 ACCOUNTS = 10_000
 """What business transactions change: so many that they seldom wait for each other."""

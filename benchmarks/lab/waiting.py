@@ -1,0 +1,169 @@
+"""Waiting for the processes of a benchmark, and giving up as soon as what is awaited cannot come.
+
+A wait has no time limit as long as it makes progress. It fails when a process has ended, when there was no progress for
+`STALLED_SECONDS`, and after `LOOK_SECONDS` without progress when no work is left that could make any. The error says what was
+awaited, how far it came, and what the database, the broker and the handlers have counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from benchmarks.lab.account import account
+from benchmarks.lab.processes import Ended, Process, ProcessFailed
+from benchmarks.lab.project import Project
+
+STALLED_SECONDS = 30.0
+"""Longer than a process takes to start on a loaded machine."""
+LOOK_SECONDS = 5.0
+"""Between two looks at what costs more than the number that is awaited; a wait that makes progress takes none."""
+TICK_SECONDS = 0.005
+
+
+class Stalled(Exception):
+    """A benchmark waited for what did not come. The first line of the message says for what, and what was counted instead."""
+
+    def __init__(self, what: str, project: Project, *processes: Process) -> None:
+        super().__init__(f"{what}: {account(project)}{_logs(*processes)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a project has come with what is awaited.
+
+    Attributes:
+        what: is awaited, as in "5,000 effects".
+        goal: how many.
+        current: how many there are now; asked all the time, so it must be cheap.
+        work_left: what can still become one of them: rows and messages that nobody has finished. None: not known.
+    """
+
+    project: Project
+    what: str
+    goal: int
+    current: Callable[[], int]
+    work_left: Callable[[], int] | None = None
+
+    @property
+    def reached(self) -> bool:
+        return self.current() >= self.goal
+
+    def __str__(self) -> str:
+        return f"{self.current():,} of {self.goal:,} {self.what}"
+
+
+class StallDetector:
+    """Notices that something has stopped changing.
+
+    Args:
+        clock: seconds.
+        limit: how long it may stay as it is.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, limit: float = STALLED_SECONDS) -> None:
+        self._clock = clock
+        self._limit = limit
+        self._seen: Hashable = None
+        self._since = self._looked_at = clock()
+
+    def stalled(self, now_seen: Hashable) -> bool:
+        """Has it been what it is now for as long as it may?"""
+        now = self._clock()
+        if now_seen != self._seen:
+            self._seen = now_seen
+            self._since = self._looked_at = now
+        return now - self._since >= self._limit
+
+    def look_due(self) -> bool:
+        """Is it time to find out why nothing changes? True once in `LOOK_SECONDS`, counted from the last change."""
+        now = self._clock()
+        if now - self._looked_at < LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        return True
+
+
+class ProgressWatch:
+    """Fails the wait for one `Progress`; `check` is called again and again while it is not reached."""
+
+    def __init__(self, progress: Progress, *processes: Process) -> None:
+        self._progress = progress
+        self._processes = processes
+        self._detector = StallDetector()
+
+    def check(self) -> None:
+        """
+        Raises:
+            ProcessFailed: one of the processes has ended.
+            Stalled: there is no progress.
+        """
+        progress = self._progress
+        for process in self._processes:
+            try:
+                process.check()
+            except ProcessFailed as error:
+                raise ProcessFailed(f"{progress}, and then {error}") from error
+        if self._detector.stalled(progress.current()):
+            self._fail(f"and no more for {STALLED_SECONDS:.0f} s")
+        if progress.work_left is not None and self._detector.look_due() and not progress.work_left() and not progress.reached:
+            self._fail("and nothing is left that could become more")
+
+    def _fail(self, why: str) -> None:
+        raise Stalled(f"{self._progress} {why}", self._progress.project, *self._processes)
+
+
+def wait_for(progress: Progress, *processes: Process, every: float = 0.05) -> None:
+    """Wait until as many are there as are awaited.
+
+    Raises:
+        ProcessFailed: one of the processes has ended before.
+        Stalled: there is no progress any more.
+    """
+    watch = ProgressWatch(progress, *processes)
+    while not progress.reached:
+        watch.check()
+        time.sleep(every)
+
+
+def wait_for_end(process: Process, project: Project, *others: Process) -> Ended:
+    """Wait until a process that ends by itself has done so.
+
+    Raises:
+        ProcessFailed: it has failed, or one of the others has ended.
+        Stalled: nothing moves in the project any more, and it still runs.
+    """
+    detector = StallDetector()
+    while (ended := process.ended()) is None:
+        for other in others:
+            other.check()
+        if detector.look_due() and detector.stalled(_movement(project)):
+            why = f"{process.name} has not ended, and nothing has moved for {STALLED_SECONDS:.0f} s"
+            raise Stalled(why, project, process, *others)
+        time.sleep(TICK_SECONDS)
+    return ended
+
+
+def until(what: str, condition: Callable[[], bool], *processes: Process, seconds: float, every: float = 0.05) -> None:
+    """Wait for something that takes a moment and cannot be counted.
+
+    Raises:
+        ProcessFailed: one of the processes has ended, or the time is over.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        for process in processes:
+            process.check()
+        if time.monotonic() > deadline:
+            raise ProcessFailed(f"waited {seconds:.0f} s in vain for this: {what}{_logs(*processes)}")
+        time.sleep(every)
+
+
+def _movement(project: Project) -> Hashable:
+    """Changes whenever a row is inserted or a message comes or goes; what a process does that only waits does not change it."""
+    return project.database.numbers_drawn(), tuple(sorted(project.queue_lengths().items()))
+
+
+def _logs(*processes: Process) -> str:
+    return "".join(f"\n--- {process.name} said:\n{process.said()}" for process in processes)
