@@ -3,7 +3,7 @@
 The promise is the same for all of them: a message is never acknowledged for good without its effect, and its effect never
 happens twice, however often it is run or delivered again.
 
-`test_without_the_sentinel_…` runs part of the same zoo with the commit sentinel taken out and sees messages get lost, so
+`test_bad_handlers_lose_messages_without_the_commit_sentinel` runs part of the same zoo with the commit sentinel taken out and sees messages get lost, so
 that this module is known to bite.
 """
 
@@ -40,14 +40,14 @@ from tests.support.deliveries import (
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-SETTLED_FOR_GOOD = {Received.HANDLED, Received.DUPLICATE}
+SETTLED = {Received.HANDLED, Received.DUPLICATE}
 TAKEN = "taken"
 EVERYWHERE = ("postgresql", "sqlite")
 POSTGRESQL = ("postgresql",)
 
 
 @dataclass(frozen=True)
-class Animal:
+class BadHandler:
     """One bad handler.
 
     Attributes:
@@ -60,7 +60,7 @@ class Animal:
     """
 
     handle: Callable[[Message], object]
-    ends: State
+    end_state: State
     takes_effect: bool
     reason: str = ""
     databases: tuple[str, ...] = EVERYWHERE
@@ -70,14 +70,16 @@ class Animal:
         return self.handle.__name__
 
 
-ZOO: list[Animal] = []
+BAD_HANDLERS: list[BadHandler] = []
 
 
 def fails(reason, *, databases=EVERYWHERE, lost_on=()):
     """Its message is never done: it runs out of attempts without an effect."""
 
     def add(function):
-        ZOO.append(Animal(function, State.DEAD, takes_effect=False, reason=reason, databases=databases, lost_on=lost_on))
+        BAD_HANDLERS.append(
+            BadHandler(function, State.DEAD, takes_effect=False, reason=reason, databases=databases, lost_on=lost_on)
+        )
         return function
 
     return add
@@ -87,7 +89,7 @@ def does_no_harm(*, databases=EVERYWHERE):
     """It looks bad, and its message is done all the same, with its effect."""
 
     def add(function):
-        ZOO.append(Animal(function, State.DONE, takes_effect=True, databases=databases))
+        BAD_HANDLERS.append(BadHandler(function, State.DONE, takes_effect=True, databases=databases))
         return function
 
     return add
@@ -95,7 +97,7 @@ def does_no_harm(*, databases=EVERYWHERE):
 
 def commits_by_itself(function):
     """Its effect is out of our hands: it is there, and a person must look at it."""
-    ZOO.append(Animal(function, State.DEAD, takes_effect=True, reason="committed by itself"))
+    BAD_HANDLERS.append(BadHandler(function, State.DEAD, takes_effect=True, reason="committed by itself"))
     return function
 
 
@@ -137,7 +139,7 @@ def swallows_an_error_before_its_effect(message):
 def swallows_a_nowait_lock_error(message):
     the_effect(message)
     with (
-        psycopg.connect(**_whereabouts()) as rival,
+        psycopg.connect(**_connection_arguments()) as rival,
         contextlib.suppress(DatabaseError),
     ):
         rival.execute("SELECT 1 FROM testapp_unique FOR UPDATE")
@@ -155,8 +157,8 @@ def swallows_a_statement_timeout(message):
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
 def swallows_a_deadlock(message):
     the_effect(message)
-    with a_deadlock_in_sight() as embrace, contextlib.suppress(DatabaseError):
-        embrace()
+    with about_to_deadlock() as close_the_cycle, contextlib.suppress(DatabaseError):
+        close_the_cycle()
 
 
 @fails("can no longer commit", lost_on=EVERYWHERE)
@@ -364,19 +366,19 @@ def recurses_for_ever(message):
     recurses_for_ever(message)
 
 
-class Unspeakable(Exception):
+class Unprintable(Exception):
     def __str__(self):
         raise ValueError("even my text is broken")
 
 
-@fails("Unspeakable")
-def raises_what_cannot_be_printed(message):
+@fails("Unprintable")
+def raises_an_error_that_cannot_be_printed(message):
     the_effect(message)
-    raise Unspeakable
+    raise Unprintable
 
 
 @fails("ValueError")
-def raises_what_no_column_takes(message):
+def raises_an_error_text_that_no_column_can_store(message):
     the_effect(message)
     raise ValueError("nul \x00, lone \ud800, long " + "x" * 100_000)
 
@@ -481,7 +483,7 @@ def leaves_an_atomic_block_open_and_fails(message):
 
 
 @fails("on purpose")
-def is_struck_while_it_leaves_an_atomic_block(message):
+def times_out_while_leaving_an_atomic_block(message):
     """By its timeout, in the middle of Django's own code: of two stacks one has been put back."""
     the_effect(message)
     _leave_open()
@@ -496,20 +498,20 @@ def closes_the_connection_in_a_block_and_leaves_it_open(message):
     connection.close()
 
 
-def _whereabouts():
+def _connection_arguments():
     known = connection.get_connection_params()
     return {name: known[name] for name in ("dbname", "user", "host", "port") if name in known}
 
 
 @contextlib.contextmanager
-def a_deadlock_in_sight():
+def about_to_deadlock():
     """A rival holds what this transaction asks for next, and waits for what it has. Ours is the one that is cancelled."""
     ours, theirs = 4711, 4712
     execute("SET LOCAL deadlock_timeout = '10ms'")
     execute(f"SELECT pg_advisory_xact_lock({ours})")
 
     def wait_for_ours():
-        with psycopg.connect(**_whereabouts()) as rival:
+        with psycopg.connect(**_connection_arguments()) as rival:
             rival.execute("SET deadlock_timeout = '1h'")
             rival.execute(f"SELECT pg_advisory_xact_lock({theirs})")
             holds.set()
@@ -530,39 +532,39 @@ def a_deadlock_in_sight():
 
 
 @pytest.fixture(autouse=True)
-def something_to_collide_with(db):
+def taken_name(db):
     Unique.objects.create(name=TAKEN)
 
 
-HERE = [animal for animal in ZOO if connection.vendor in animal.databases]
+ON_THIS_DATABASE = [bad_handler for bad_handler in BAD_HANDLERS if connection.vendor in bad_handler.databases]
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("animal", HERE, ids=str)
+@pytest.mark.parametrize("bad_handler", ON_THIS_DATABASE, ids=str)
 @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
-def test_it_is_never_acknowledged_without_its_effect_and_has_it_once_at_most(animal, redelivered, handles):
-    handler = handles(animal.handle)
+def test_bad_handler_is_never_acknowledged_without_its_effect_nor_repeats_it(bad_handler, redelivered, handles):
+    handler = handles(bad_handler.handle)
     envelope = an_envelope()
 
     received = deliver(handler, envelope, redelivered=redelivered)
 
-    if received in SETTLED_FOR_GOOD:
+    if received in SETTLED:
         assert effects(envelope.biz_id) == 1
     run_to_the_end()
     for again in (False, True):
         assert deliver(handler, envelope, redelivered=again) is Received.DUPLICATE
     run_to_the_end()
     row = the_row()
-    assert effects(envelope.biz_id) == animal.takes_effect
-    assert row.state == animal.ends
-    assert animal.reason in row.last_error
+    assert effects(envelope.biz_id) == bad_handler.takes_effect
+    assert row.state == bad_handler.end_state
+    assert bad_handler.reason in row.last_error
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("animal", HERE, ids=str)
-def test_what_its_thread_does_afterwards_is_committed(animal, handles):
+@pytest.mark.parametrize("bad_handler", ON_THIS_DATABASE, ids=str)
+def test_messages_after_a_bad_handler_commit_on_the_same_thread(bad_handler, handles):
     bad, good, elsewhere = (
-        handles(animal.handle),
+        handles(bad_handler.handle),
         handles(the_effect, topic="shop.good"),
         handles(the_effect, topic="shop.good", using="other"),
     )
@@ -580,14 +582,16 @@ def test_what_its_thread_does_afterwards_is_committed(animal, handles):
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("animal", [animal for animal in ZOO if connection.vendor in animal.lost_on], ids=str)
-def test_without_the_sentinel_the_same_zoo_loses_messages(animal, handles, monkeypatch):
+@pytest.mark.parametrize(
+    "bad_handler", [bad_handler for bad_handler in BAD_HANDLERS if connection.vendor in bad_handler.lost_on], ids=str
+)
+def test_bad_handlers_lose_messages_without_the_commit_sentinel(bad_handler, handles, monkeypatch):
     """If this fails, the sentinel is not what keeps the messages, and the test above proves little."""
     monkeypatch.setattr(store, "finish", lambda guard, attempts, result=None: None)
     # The second line of defence, which sees some of them too: those that Django rolls back without running the commit's hooks.
     monkeypatch.setattr(transactions, "refuse_if_uncommitted", lambda alias, committed: None)
 
-    received = deliver(handles(animal.handle))
+    received = deliver(handles(bad_handler.handle))
 
     assert received is Received.HANDLED
     assert effects() == 0
@@ -595,13 +599,13 @@ def test_without_the_sentinel_the_same_zoo_loses_messages(animal, handles, monke
 
 
 @pytest.mark.every_database
-def test_the_zoo_is_not_empty_where_the_sentinel_matters():
-    assert sum(connection.vendor in animal.lost_on for animal in ZOO) >= 4
+def test_commit_sentinel_matters_for_at_least_four_bad_handlers_on_this_database():
+    assert sum(connection.vendor in bad_handler.lost_on for bad_handler in BAD_HANDLERS) >= 4
 
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("path", ["fresh", "redelivered", "retried"])
-def test_a_handler_that_commits_by_itself_is_announced_as_dead(path, handles):
+def test_message_of_a_handler_that_commits_by_itself_is_signalled_as_dead(path, handles):
     """Its effect may be there in part, so it is neither done nor run again: a person is told."""
     dead = []
 
@@ -630,7 +634,7 @@ def _raises(message):
 
 
 @pytest.mark.every_database
-def test_rolling_back_through_the_driver_and_going_on_has_no_effect_twice(handles):
+def test_handler_that_rolls_back_through_the_driver_and_goes_on_repeats_no_effect(handles):
     """On SQLite the driver commits every statement from there on, so the effect is out; it must not come again."""
 
     def handle(message):
@@ -645,7 +649,7 @@ def test_rolling_back_through_the_driver_and_going_on_has_no_effect_twice(handle
 
 
 @pytest.mark.every_database
-def test_a_write_to_another_database_is_warned_about(handles, caplog):
+def test_write_to_another_database_is_logged_as_a_warning(handles, caplog):
     with caplog.at_level(logging.WARNING, "inbox"):
         deliver(handles(writes_to_the_other_database))
 
@@ -654,7 +658,7 @@ def test_a_write_to_another_database_is_warned_about(handles, caplog):
 
 
 @pytest.mark.every_database
-def test_reading_another_database_is_nothing_to_warn_about(handles, caplog):
+def test_read_from_another_database_logs_no_warning(handles, caplog):
     def handle(message):
         the_effect(message)
         Effect.objects.using("other").count()
@@ -666,21 +670,21 @@ def test_reading_another_database_is_nothing_to_warn_about(handles, caplog):
 
 
 @pytest.mark.every_database
-def test_a_hook_that_raised_is_logged_and_the_message_is_done_at_once(handles, caplog):
+def test_on_commit_hook_that_raises_is_logged_and_the_message_is_done(handles, caplog):
     assert deliver(handles(raises_in_an_on_commit_hook)) is Received.HANDLED
 
     assert "after the effect" in caplog.text
     assert the_row().state == State.DONE
 
 
-def test_a_deadlock_that_is_let_out_is_met_with_another_try_at_once(handles):
+def test_deadlock_raised_by_a_handler_is_retried_at_once_and_costs_no_attempt(handles):
     attempts = []
 
     def handle(message):
         attempts.append(message.attempt)
         if len(attempts) == 1:
-            with a_deadlock_in_sight() as embrace:
-                embrace()
+            with about_to_deadlock() as close_the_cycle:
+                close_the_cycle()
         the_effect(message)
 
     assert deliver(handles(handle)) is Received.HANDLED
@@ -690,21 +694,21 @@ def test_a_deadlock_that_is_let_out_is_met_with_another_try_at_once(handles):
     assert effects() == 1
 
 
-class TestRefusedAtDecoration:
+class TestDecoration:
     @pytest.fixture
-    def refused(self):
+    def registry_unchanged(self):
         before = registry.all()
         yield
         assert registry.all() == before
 
-    def test_a_generator_function(self, refused):
+    def test_generator_function_is_refused_at_decoration(self, registry_unchanged):
         with pytest.raises(NotCallable, match="generator function"):
 
             @idempotent_handler(TOPIC, name="tests.refused")
             def handle(message):
                 yield the_effect(message)
 
-    def test_an_async_generator_function(self, refused):
+    def test_async_generator_function_is_refused_at_decoration(self, registry_unchanged):
         with pytest.raises(NotCallable, match="generator function"):
 
             @idempotent_handler(TOPIC, name="tests.refused")

@@ -79,8 +79,8 @@ def state(name="job"):
     return InboxMessage.objects.filter(message_id=name).values_list("state", flat=True).first()
 
 
-class TestFromEndToEnd:
-    def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(self, handles, rabbitmq_url, length):
+class TestEndToEnd:
+    def test_messages_published_by_the_outbox_take_effect_once_and_leave_the_broker(self, handles, rabbitmq_url, length):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         with transaction.atomic():
@@ -95,7 +95,7 @@ class TestFromEndToEnd:
         assert set(Effect.objects.values_list("name", flat=True)) == {f"order-{number}" for number in range(20)}
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
 
-    def test_it_arrives_as_it_was_published(self, handles, rabbitmq_url):
+    def test_message_arrives_with_every_field_as_published(self, handles, rabbitmq_url):
         got = []
         handler, options = handles(got.append), broker_options(rabbitmq_url)
         declare(handler, options)
@@ -118,7 +118,7 @@ class TestFromEndToEnd:
         life = [(moment.where, moment.became) for moment in life_of(message.id).moments]
         assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
 
-    def test_a_chain_of_handlers_keeps_its_correlation(self, handles, rabbitmq_url):
+    def test_chain_of_handlers_keeps_its_correlation_id(self, handles, rabbitmq_url):
         got = []
 
         def first(message):
@@ -156,7 +156,7 @@ class TestFromEndToEnd:
         states = dict(InboxMessage.objects.values_list("handler", "state"))
         assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
 
-    def test_what_failed_waits_in_the_database_and_not_in_the_broker(self, handles, rabbitmq_url, length):
+    def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handles, rabbitmq_url, length):
         def handle(message):
             the_effect(message)
             if message.attempt == 1:
@@ -174,7 +174,7 @@ class TestFromEndToEnd:
 
         assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
 
-    def test_its_queue_is_a_durable_quorum_queue_without_a_delivery_limit_of_its_own(
+    def test_handler_queue_is_a_durable_quorum_queue_with_no_practical_delivery_limit(
         self, handles, rabbitmq_url, rabbitmq_server
     ):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
@@ -189,7 +189,7 @@ class TestFromEndToEnd:
 
 
 class TestForeignProducers:
-    def test_plain_json_is_handled_and_recognised_when_it_comes_again(self, handles, rabbitmq_url, length):
+    def test_plain_json_is_handled_once_and_its_copies_are_duplicates(self, handles, rabbitmq_url, length):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         for _ in range(3):
@@ -218,7 +218,7 @@ class TestForeignProducers:
             pytest.param(b"{}", {"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, id="other properties"),
         ],
     )
-    def test_one_odd_message_never_holds_up_the_next(self, handles, rabbitmq_url, length, body, properties):
+    def test_unusual_message_is_settled_and_delays_no_other(self, handles, rabbitmq_url, length, body, properties):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         send(rabbitmq_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
@@ -231,11 +231,13 @@ class TestForeignProducers:
         assert InboxMessage.objects.exclude(message_id="good").get().state in {State.DEAD, State.DONE}
 
     @pytest.mark.parametrize("names", ["message_id", "type"])
-    def test_properties_that_are_not_text_are_a_dead_letter_and_end_no_consumer(self, handles, rabbitmq_url, length, names):
+    def test_message_with_undecodable_property_is_a_dead_letter_and_the_consumer_goes_on(
+        self, handles, rabbitmq_url, length, names
+    ):
         """py-amqp raises on them while it reads the frame, before anybody is asked what to do with the message."""
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
-        send_unreadable(rabbitmq_url, names)
+        send_with_undecodable_property(rabbitmq_url, names)
         send(rabbitmq_url, TOPIC, {}, message_id="good")
 
         with consuming([handler], options) as consumer:
@@ -245,7 +247,7 @@ class TestForeignProducers:
 
         assert "no identity" in the_row(state=State.DEAD).last_error
 
-    def test_a_timestamp_that_no_calendar_has_never_holds_up_the_next(self, handles, rabbitmq_url, length):
+    def test_message_with_timestamp_out_of_range_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length):
         """AMQP's timestamps are 64 bits of seconds; the client library makes a datetime of them."""
 
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
@@ -260,7 +262,7 @@ class TestForeignProducers:
         assert the_row(message_id="odd").body is not None
 
 
-def send_unreadable(url, name):
+def send_with_undecodable_property(url, name):
     """A message with a property of bytes that are no UTF-8, as clients that write raw bytes send them."""
     placeholder = "PLACEHOLDER"
     with closing(kombu.Connection(url)) as connection:
@@ -306,8 +308,8 @@ def send_with_timestamp(url, seconds):
         channel.queue_declare("read", exclusive=True)  # an answer means that the message was read before
 
 
-class TestACutConnection:
-    def test_between_commit_and_ack_the_message_comes_again_and_is_not_run_again(self, handles, rabbitmq_url, proxy, length):
+class TestConnectionLoss:
+    def test_connection_cut_between_commit_and_ack_redelivers_without_a_second_run(self, handles, rabbitmq_url, proxy, length):
         cut = []
 
         def handle(message):
@@ -325,7 +327,7 @@ class TestACutConnection:
 
         assert (effects(), the_row().state, the_row().attempts) == (1, State.DONE, 1)
 
-    def test_an_ack_of_an_older_life_acknowledges_nothing(self, handles, rabbitmq_url, proxy, length):
+    def test_ack_of_a_previous_connection_acknowledges_nothing(self, handles, rabbitmq_url, proxy, length):
         """The first message of the new connection has the delivery tag that the old ack was for."""
         holding, release = {"old": threading.Event(), "new": threading.Event()}, threading.Event()
         release_new = threading.Event()
@@ -358,7 +360,7 @@ class TestACutConnection:
 
         assert {effects("old"), effects("new")} == {1}
 
-    def test_a_broker_that_is_away_is_waited_for(self, handles, rabbitmq_url, proxy, length):
+    def test_consumer_waits_for_an_unavailable_broker(self, handles, rabbitmq_url, proxy, length):
         handler, options = handles(the_effect), broker_options(proxy.through(rabbitmq_url))
         declare(handler, broker_options(rabbitmq_url))
         proxy.refuse()
@@ -369,7 +371,7 @@ class TestACutConnection:
             wait_until(lambda: effects("m") == 1)
             wait_until(lambda: length(handler) == 0)
 
-    def test_a_queue_deleted_under_the_consumer_is_there_again(self, handles, rabbitmq_url):
+    def test_queue_deleted_under_the_consumer_is_declared_again(self, handles, rabbitmq_url):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         name = queue_name(handler, options)
         with consuming([handler], options):
@@ -380,7 +382,7 @@ class TestACutConnection:
             send(rabbitmq_url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 
-    def test_a_broker_that_was_killed_comes_back_with_what_it_had(self, handles, rabbitmq_url, rabbitmq_server, length):
+    def test_durable_message_survives_a_broker_kill_and_is_handled(self, handles, rabbitmq_url, rabbitmq_server, length):
         # A quorum queue that was made a moment before the kill never finds its leader again (RabbitMQ 3.10): a lie of its own.
         handler, options = handles(the_effect), broker_options(rabbitmq_url, QUEUE_TYPE="classic")
         declare(handler, options)
@@ -395,8 +397,8 @@ class TestACutConnection:
             wait_until(lambda: length(handler) == 0)
 
 
-class TestTwins:
-    def test_a_copy_whose_twin_is_in_hand_goes_back_to_the_broker_and_ends_as_a_duplicate(self, handles, rabbitmq_url, length):
+class TestConcurrentDuplicates:
+    def test_concurrent_duplicate_returns_to_the_broker_and_ends_as_a_duplicate(self, handles, rabbitmq_url, length):
         begun, release = threading.Event(), threading.Event()
 
         def handle(message):
@@ -419,8 +421,8 @@ class TestTwins:
         assert (effects(), the_row().state, the_row().attempts, the_row().duplicates) == (1, State.DONE, 1, 1)
 
 
-class TestAProcess:
-    def test_a_crash_between_commit_and_ack_is_absorbed(self, consumer_process, rabbitmq_url, length):
+class TestConsumerProcess:
+    def test_crash_between_commit_and_ack_has_no_second_effect(self, consumer_process, rabbitmq_url, length):
         with consumer_process() as process:
             job(rabbitmq_url, "kill the process after the commit")
             assert process.ends() == 13
@@ -430,7 +432,7 @@ class TestAProcess:
 
         assert (the_row().duplicates, the_row().attempts, effects("job")) == (1, 1, 1)
 
-    def test_a_message_that_kills_its_process_runs_out_of_attempts(self, consumer_process, rabbitmq_url, length):
+    def test_message_that_kills_its_process_runs_out_of_attempts(self, consumer_process, rabbitmq_url, length):
         # One thread: another would claim the row anew when this one stood still between claiming it and locking it.
         with consumer_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT, CONCURRENCY=1) as process:
             job(rabbitmq_url, "kill the process")
@@ -467,7 +469,7 @@ class TestAProcess:
             process.terminate()
             assert process.ends() == 0
 
-    def test_a_handler_that_never_ends_is_cut_off_after_the_grace(self, consumer_process, rabbitmq_url, length):
+    def test_handler_that_never_ends_is_abandoned_after_the_shutdown_grace(self, consumer_process, rabbitmq_url, length):
         with consumer_process(SHUTDOWN_GRACE=SHORT) as process:
             job(rabbitmq_url, "never end")
             process.until(begun)
@@ -478,7 +480,7 @@ class TestAProcess:
         wait_until(lambda: length(OF_THE_WORKERS) == 1)
         assert state() is None
 
-    def test_the_watchdog_ends_a_process_whose_main_loop_is_silent(self, consumer_process, rabbitmq_url, length):
+    def test_watchdog_ends_a_process_whose_main_loop_is_silent(self, consumer_process, rabbitmq_url, length):
         with consumer_process(WATCHDOG=timedelta(seconds=6)) as process:
             job(rabbitmq_url, "silence the main loop")
             assert process.ends() == 70
@@ -488,7 +490,7 @@ class TestAProcess:
 
         assert state() == State.DONE
 
-    def test_retries_are_run_beside_the_consumer(self, consumer_process, rabbitmq_url):
+    def test_consumer_process_also_runs_retries(self, consumer_process, rabbitmq_url):
         with consumer_process() as process:
             job(rabbitmq_url, "fail once")
             process.until(lambda: state() == State.DONE)
@@ -504,7 +506,7 @@ class TestAProcess:
 
         assert (effects(), length(OF_THE_WORKERS)) == (5, 0)
 
-    def test_a_database_that_is_away_is_waited_for_and_nothing_is_acknowledged(
+    def test_nothing_is_acknowledged_while_the_database_is_unavailable(
         self, consumer_process, rabbitmq_url, length, process_environment
     ):
         settings = connections["default"].settings_dict
@@ -530,7 +532,7 @@ class TestAProcess:
         assert "The database is back" in process.said()
 
 
-def test_the_topology_is_bound_to_the_topic_and_nothing_else(handles, rabbitmq_url):
+def test_handler_queue_is_bound_to_its_topic_and_to_no_other(handles, rabbitmq_url):
     handler, options = handles(the_effect), broker_options(rabbitmq_url)
     declare(handler, options)
 
@@ -543,8 +545,8 @@ def test_the_topology_is_bound_to_the_topic_and_nothing_else(handles, rabbitmq_u
         assert queue.get() is None
 
 
-class TestAQueueThatIsNotAsItShouldBe:
-    def test_a_binding_that_went_with_its_exchange_comes_back(self, handles, rabbitmq_url, rabbitmq_server):
+class TestTopologyFaults:
+    def test_binding_lost_with_its_exchange_is_declared_again(self, handles, rabbitmq_url, rabbitmq_server):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         with consuming([handler], options) as consumer:
             wait_until(lambda: consumer._ticked_at)  # from here on only the check that is to come notes that it has checked
@@ -558,7 +560,7 @@ class TestAQueueThatIsNotAsItShouldBe:
 
             wait_until(lambda: effects("m") == 1)
 
-    def test_one_with_other_arguments_is_used_as_it_is_and_holds_up_no_other(self, handles, rabbitmq_url, caplog):
+    def test_queue_with_other_arguments_is_used_as_it_is_and_delays_no_other(self, handles, rabbitmq_url, caplog):
         options = broker_options(rabbitmq_url)
         odd, sound = handles(the_effect, name="tests.odd"), handles(the_effect, name="tests.sound")
         with closing(kombu.Connection(rabbitmq_url)) as connection:

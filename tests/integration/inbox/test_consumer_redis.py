@@ -32,7 +32,7 @@ def waiting(redis_url):
     return count
 
 
-def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(handles, redis_url, waiting):
+def test_messages_published_by_the_outbox_take_effect_once_and_leave_redis(handles, redis_url, waiting):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     with transaction.atomic():
@@ -48,7 +48,7 @@ def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(handl
     assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
 
 
-def test_it_arrives_as_it_was_published(handles, redis_url):
+def test_message_arrives_with_every_field_as_published(handles, redis_url):
     got = []
     handler, options = handles(got.append), broker_options(redis_url)
     declare(handler, options)
@@ -64,7 +64,7 @@ def test_it_arrives_as_it_was_published(handles, redis_url):
     assert message.created_at == OutboxMessage.objects.get().created_at
 
 
-def test_a_copy_is_recognised(handles, redis_url, waiting):
+def test_copies_of_a_message_are_duplicates_without_an_effect(handles, redis_url, waiting):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_every_handler_of_a_topic_gets_its_own_copy(handles, redis_url):
         wait_until(lambda: effects("m") == 2)
 
 
-def test_what_failed_waits_in_the_database_and_not_in_the_broker(handles, redis_url, waiting):
+def test_failed_message_waits_in_the_database_and_not_in_redis(handles, redis_url, waiting):
     def handle(message):
         the_effect(message)
         if message.attempt == 1:
@@ -118,7 +118,7 @@ def test_what_failed_waits_in_the_database_and_not_in_the_broker(handles, redis_
         pytest.param("{}", {"headers": {"a\x00b": "c\x00d", "\ud800": [None]}}, id="odd headers"),
     ],
 )
-def test_one_odd_message_never_holds_up_the_next(handles, redis_url, waiting, body, properties):
+def test_unusual_message_is_settled_and_delays_no_other(handles, redis_url, waiting, body, properties):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     send(redis_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
@@ -132,7 +132,7 @@ def test_one_odd_message_never_holds_up_the_next(handles, redis_url, waiting, bo
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "binary", "no-such-encoding"])
-def test_what_another_client_wrote_without_base64_never_holds_up_the_next(handles, redis_url, waiting, encoding):
+def test_message_written_without_base64_is_settled_and_delays_no_other(handles, redis_url, waiting, encoding):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     delivery = {"exchange": "outbox", "routing_key": TOPIC}
@@ -155,7 +155,7 @@ def test_what_another_client_wrote_without_base64_never_holds_up_the_next(handle
 
 
 @pytest.mark.parametrize("odd", [{"body": "\ud800"}, {"body": None}, {"body": [1]}], ids=str)
-def test_what_is_no_text_at_all_is_a_dead_letter_and_ends_no_consumer(handles, redis_url, waiting, odd):
+def test_body_that_is_not_text_is_a_dead_letter_and_the_consumer_goes_on(handles, redis_url, waiting, odd):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     written = {
@@ -176,7 +176,7 @@ def test_what_is_no_text_at_all_is_a_dead_letter_and_ends_no_consumer(handles, r
     assert InboxMessage.objects.exclude(message_id="good").get().state == State.DEAD
 
 
-def test_stopping_finishes_what_is_in_hand_and_gives_the_rest_back(handles, redis_url, waiting):
+def test_stopping_finishes_the_running_handler_and_returns_the_rest_to_redis(handles, redis_url, waiting):
     begun, go_on = threading.Event(), threading.Event()
 
     def handle(message):
@@ -202,7 +202,7 @@ def test_stopping_finishes_what_is_in_hand_and_gives_the_rest_back(handles, redi
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
 
-def test_a_crash_between_commit_and_ack_is_absorbed(process_environment, redis_url, tmp_path):
+def test_crash_between_commit_and_ack_has_no_second_effect(process_environment, redis_url, tmp_path):
     """Redis gives the message back only after its visibility timeout; until then a resend must have no second effect."""
     environment = {
         **process_environment,

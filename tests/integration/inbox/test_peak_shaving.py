@@ -96,7 +96,7 @@ def last_settled():
     return InboxMessage.objects.latest("settled_at").settled_at.timestamp()
 
 
-def test_the_rate_holds_for_both_together_and_the_backlog_drains(two_consumers, rabbitmq_url, length):
+def test_rate_limit_holds_for_two_consumers_together_and_the_backlog_drains(two_consumers, rabbitmq_url, length):
     with two_consumers() as consumers:
         # Watched from before the first message: it may be handled before the last one is sent.
         with InAThread(just_before_the_first_token) as watch:
@@ -113,7 +113,7 @@ def test_the_rate_holds_for_both_together_and_the_backlog_drains(two_consumers, 
     assert all("handled" in consumer.said() for consumer in consumers)
 
 
-def test_nothing_is_lost_or_done_twice_when_one_of_them_is_killed(two_consumers, rabbitmq_url, length):
+def test_killing_one_of_two_consumers_loses_and_repeats_no_message(two_consumers, rabbitmq_url, length):
     with two_consumers() as (first, second):
         with InAThread(just_before_the_first_token) as watch:
             burst(rabbitmq_url, ["order"] * A_BURST)
@@ -130,7 +130,7 @@ def test_nothing_is_lost_or_done_twice_when_one_of_them_is_killed(two_consumers,
     assert RATE * (last_settled() - begun) + BURST_OF_THE_BUCKET >= A_BURST
 
 
-def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_url, length):
+def test_two_consumers_shed_only_droppable_messages_and_only_above_the_limit(two_consumers, rabbitmq_url, length):
     kinds = ["view", "view", "order"] * (ABOVE // 2)
     with two_consumers(waiting=kinds) as (first, second):
         first.until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
@@ -150,7 +150,7 @@ def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_u
     assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
 
 
-def test_at_a_low_rate_no_delivery_is_held_past_the_brokers_patience(handles, rabbitmq_url, rabbitmq_server):
+def test_deliveries_waiting_for_a_low_rate_are_stored_before_the_ack_timeout(handles, rabbitmq_url, rabbitmq_server):
     handler = handles(the_effect, topic=TOPIC, rate_limit="1/h")
     options = broker_options(rabbitmq_url)
     declare(handler, options)

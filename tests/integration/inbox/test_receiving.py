@@ -52,7 +52,7 @@ A_MINUTE = timedelta(minutes=1)
 
 
 @contextmanager
-def heard(*names):
+def recorded_signals(*names):
     """What the signals of these names said meanwhile, in order: (name, arguments)."""
     said = []
 
@@ -90,14 +90,14 @@ def fails_times(count):
     return handle
 
 
-def rests(row):
+def time_until_retry(row):
     """How long the row still rests, by the clock of the database that wrote it and of this machine, which is the same."""
     return row.next_attempt_at - utcnow()
 
 
 @pytest.mark.every_database
-class TestAFreshDelivery:
-    def test_is_handled_and_its_row_says_so(self, handles):
+class TestFreshDelivery:
+    def test_fresh_delivery_is_handled_and_its_row_is_done(self, handles):
         handler = handles(the_effect)
         envelope = an_envelope({"order_id": 7}, key="customer-1", headers={"tenant": "acme"}, correlation_id="c")
 
@@ -116,7 +116,7 @@ class TestAFreshDelivery:
         assert bytes(row.body) == envelope.body
         assert row.settled_at >= row.received_at
 
-    def test_reaches_the_handler_as_it_was_sent(self, handles):
+    def test_handler_gets_the_message_as_it_was_sent(self, handles):
         got = []
         envelope = an_envelope({"total": "9.90"}, key="k", headers={"n": 1}, correlation_id="c", causation_id="d")
 
@@ -132,7 +132,7 @@ class TestAFreshDelivery:
         assert (message.attempt, message.redelivered) == (1, False)
         assert (message.correlation_id, message.causation_id) == ("c", "d")
 
-    def test_is_announced_after_the_commit(self, handles):
+    def test_message_handled_is_signalled_after_the_commit(self, handles):
         seen = []
 
         def listen(message, handler, **_):
@@ -148,7 +148,7 @@ class TestAFreshDelivery:
 
         assert seen == [(envelope.biz_id, handler.name, False, 1)]
 
-    def test_a_receiver_that_raises_changes_nothing(self, handles):
+    def test_signal_receiver_that_raises_changes_no_outcome(self, handles):
         def listen(**_):
             raise RuntimeError("a broken receiver")
 
@@ -160,7 +160,7 @@ class TestAFreshDelivery:
 
         assert the_row().state == State.DONE
 
-    def test_an_async_handler_commits_with_its_row(self, handles):
+    def test_async_handler_commits_with_its_row(self, handles):
         async def handle(message):
             await Effect.objects.acreate(name=message.biz_id)
             await sync_to_async(the_effect)(message)
@@ -169,7 +169,7 @@ class TestAFreshDelivery:
 
         assert effects() == 2
 
-    def test_an_async_handler_that_fails_leaves_no_effect(self, handles):
+    def test_async_handler_that_fails_leaves_no_effect(self, handles):
         async def handle(message):
             await Effect.objects.acreate(name=message.biz_id)
             raise ValueError("no stock")
@@ -178,7 +178,7 @@ class TestAFreshDelivery:
 
         assert effects() == 0
 
-    def test_a_handler_works_on_the_database_it_names(self, handles):
+    def test_handler_and_inbox_row_use_the_database_named_by_using(self, handles):
         def handle(message):
             assert connection.in_atomic_block is False
             Effect.objects.using("other").create(name=message.biz_id)
@@ -219,11 +219,11 @@ class TestDuplicates:
         assert {message.biz_id for message in messages} == set(Effect.objects.values_list("name", flat=True))
 
     @pytest.mark.parametrize(("redelivered", "cause"), [(False, "resend"), (True, "redelivery")])
-    def test_a_redelivery_of_what_is_done_is_counted_and_not_run(self, handles, redelivered, cause):
+    def test_duplicate_of_a_handled_message_is_counted_and_not_run(self, handles, redelivered, cause):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
 
-        with heard("duplicate_suppressed", "conflicting_duplicate") as said:
+        with recorded_signals("duplicate_suppressed", "conflicting_duplicate") as said:
             assert deliver(handler, envelope, redelivered=redelivered) is Received.DUPLICATE
 
         row = the_row()
@@ -239,12 +239,12 @@ class TestDuplicates:
 
         assert (effects(), the_row().biz_id) == (1, "17")
 
-    def test_the_same_biz_id_with_other_content_is_a_conflict_and_told(self, handles, caplog):
+    def test_same_biz_id_with_other_content_is_counted_logged_and_signalled_as_a_conflict(self, handles, caplog):
         handler = handles(the_effect)
         deliver(handler, an_envelope({"total": 1}, biz_id="order-1"))
         other = an_envelope({"total": 2}, biz_id="order-1")
 
-        with heard("conflicting_duplicate", "duplicate_suppressed") as said:
+        with recorded_signals("conflicting_duplicate", "duplicate_suppressed") as said:
             assert deliver(handler, other) is Received.DUPLICATE
 
         row = the_row()
@@ -253,13 +253,13 @@ class TestDuplicates:
         assert said[0][1] == {"handler": handler.name, "message_id": other.id, "biz_id": "order-1"}
         assert "bug upstream" in caplog.text
 
-    def test_the_same_biz_id_under_another_topic_is_another_fact(self, handles):
+    def test_same_biz_id_under_another_topic_is_no_duplicate(self, handles):
         deliver(handles(the_effect), an_envelope(biz_id="1"))
         deliver(handles(the_effect, topic="other"), an_envelope(biz_id="1", topic="other"))
 
         assert effects() == 2
 
-    def test_one_that_waits_for_its_retry_is_not_run_by_a_redelivery(self, handles):
+    def test_redelivery_of_a_retrying_message_does_not_run_it(self, handles):
         """Its attempts and its rest are its own; a broker that redelivers must not shorten them."""
         handler, envelope = handles(fails), an_envelope()
         deliver(handler, envelope)
@@ -270,7 +270,7 @@ class TestDuplicates:
         row = the_row()
         assert (row.state, row.attempts, row.next_attempt_at) == (State.RETRYING, 1, before.next_attempt_at)
 
-    def test_a_dead_one_stays_dead(self, handles):
+    def test_redelivery_of_a_dead_message_does_not_run_it(self, handles):
         handler, envelope = handles(fails), an_envelope()
         deliver(handler, envelope)
         run_to_the_end()
@@ -282,25 +282,25 @@ class TestDuplicates:
 
 
 @pytest.mark.every_database
-class TestFailing:
-    def test_is_stored_with_its_error_traceback_and_next_attempt(self, handles):
+class TestFailedAttempt:
+    def test_failed_message_is_stored_with_error_traceback_and_next_attempt(self, handles):
         handler, envelope = handles(fails), an_envelope()
 
-        with heard("message_retrying", "message_dead") as said:
+        with recorded_signals("message_retrying", "message_dead") as said:
             assert deliver(handler, envelope) is Received.STORED
 
         row = the_row()
         assert (row.state, row.attempts, row.settled_at) == (State.RETRYING, 1, None)
         assert row.last_error == "ValueError: no stock"
         assert "in fails" in row.traceback
-        assert timedelta(minutes=25) < rests(row) <= timedelta(hours=1)
+        assert timedelta(minutes=25) < time_until_retry(row) <= timedelta(hours=1)
         assert bytes(row.body) == envelope.body
         assert effects() == 0
         assert [(name, told["message_id"], told["handler"]) for name, told in said] == [
             ("message_retrying", envelope.id, handler.name)
         ]
 
-    def test_is_run_again_by_the_runner_and_not_before_its_time(self, handles):
+    def test_failed_message_is_run_again_when_due_and_not_before(self, handles):
         handler = handles(fails_times(1))
         deliver(handler)
 
@@ -313,21 +313,21 @@ class TestFailing:
         assert (row.state, row.attempts, row.last_error, row.traceback) == (State.DONE, 2, "", "")
         assert Effect.objects.get().detail == "2"
 
-    def test_rests_longer_every_time(self, handles):
+    def test_backoff_grows_with_every_attempt(self, handles):
         handler = handles(fails)
         given = options(MAX_ATTEMPTS=5, RETRY_BASE=A_MINUTE, RETRY_FACTOR=100.0, RETRY_CAP=timedelta(days=300))
         deliver(handler, given=given)
-        rest = [rests(the_row())]
+        rest = [time_until_retry(the_row())]
         for _ in range(2):
             make_due()
             drain(given)
-            rest.append(rests(the_row()))
+            rest.append(time_until_retry(the_row()))
 
         assert rest[0] < A_MINUTE < timedelta(minutes=45) < rest[1] <= timedelta(minutes=100) < rest[2]
 
-    def test_out_of_attempts_is_a_dead_letter_and_told(self, handles):
+    def test_message_out_of_attempts_is_a_dead_letter_and_signalled(self, handles):
         handler, envelope = handles(fails), an_envelope()
-        with heard("message_dead", "message_retrying") as said:
+        with recorded_signals("message_dead", "message_retrying") as said:
             deliver(handler, envelope)
             run_to_the_end()
 
@@ -337,7 +337,7 @@ class TestFailing:
         assert [name for name, _ in said] == ["message_retrying", "message_retrying", "message_dead"]
         assert said[-1][1] == {"handler": handler.name, "message_id": envelope.id, "error": "ValueError: no stock"}
 
-    def test_the_only_attempt_may_be_the_last(self, handles):
+    def test_first_failure_is_a_dead_letter_with_max_attempts_of_one(self, handles):
         assert deliver(handles(fails), given=options(MAX_ATTEMPTS=1)) is Received.DEAD
 
     def test_reject_is_a_dead_letter_at_once_with_its_reason(self, handles):
@@ -345,14 +345,14 @@ class TestFailing:
             the_effect(message)
             raise Reject("the customer is gone")
 
-        with heard("message_dead") as said:
+        with recorded_signals("message_dead") as said:
             assert deliver(handles(handle)) is Received.DEAD
 
         row = the_row()
         assert (row.state, row.last_error, effects()) == (State.DEAD, "rejected: the customer is gone", 0)
         assert len(said) == 1
 
-    def test_retry_later_rests_as_long_as_asked_and_burns_no_attempt(self, handles):
+    def test_retry_later_waits_as_long_as_asked_and_costs_no_attempt(self, handles):
         def handle(message):
             the_effect(message)
             raise RetryLater(timedelta(hours=5), "the shop is closed")
@@ -363,9 +363,9 @@ class TestFailing:
         row = the_row()
         assert (row.state, row.attempts, effects()) == (State.RETRYING, 0, 0)
         assert "the shop is closed" in row.last_error
-        assert timedelta(hours=4, minutes=59) < rests(row) < timedelta(hours=5, minutes=1)
+        assert timedelta(hours=4, minutes=59) < time_until_retry(row) < timedelta(hours=5, minutes=1)
 
-    def test_retry_later_may_be_asked_for_ever(self, handles):
+    def test_retry_later_never_runs_out_of_attempts(self, handles):
         left = [3 * OPTIONS.MAX_ATTEMPTS]
 
         def handle(message):
@@ -384,7 +384,7 @@ class TestFailing:
         assert (row.state, row.attempts, effects()) == (State.DONE, 1, 1)
 
     @pytest.mark.parametrize("delay", [30, 0.5, "1 min", timedelta.max, timedelta(days=4_000_000)], ids=str)
-    def test_a_delay_that_cannot_be_is_no_reason_to_lose_or_loop(self, handles, delay):
+    def test_retry_later_with_an_invalid_delay_is_a_failed_attempt(self, handles, delay):
         def handle(message):
             raise RetryLater(delay)
 
@@ -396,7 +396,7 @@ class TestFailing:
         assert row.state == State.DEAD or row.next_attempt_at is not None
 
     @pytest.mark.parametrize("delay", [timedelta(), -timedelta(days=9_000)], ids=str)
-    def test_asking_for_no_rest_at_all_is_no_way_to_keep_a_worker_busy_for_ever(self, handles, delay):
+    def test_retry_later_without_delay_waits_at_least_a_moment(self, handles, delay):
         """Nor to come before everybody else: what is due longest is run first."""
 
         def handle(message):
@@ -407,7 +407,7 @@ class TestFailing:
 
         row = the_row()
         assert (row.state, row.attempts) == (State.RETRYING, 0)
-        assert rests(row) > -A_MINUTE
+        assert time_until_retry(row) > -A_MINUTE
 
     def test_several_handlers_of_one_topic_fail_independently(self, handles):
         envelope = an_envelope()
@@ -425,10 +425,10 @@ class TestFailing:
 
 
 @pytest.mark.every_database
-class TestTheCarefulPath:
+class TestCarefulPath:
     """A delivery the broker has sent before may have killed a process."""
 
-    def test_counts_the_attempt_in_its_own_commit_before_the_handler_runs(self, handles):
+    def test_attempt_of_a_redelivery_is_committed_before_the_handler_runs(self, handles):
         seen = []
 
         def handle(message):
@@ -442,7 +442,7 @@ class TestTheCarefulPath:
         assert seen == [(1, 1, State.RECEIVED)]
         assert the_row().state == State.DONE
 
-    def test_a_claim_that_nobody_settled_is_due_again_with_its_attempt_counted(self, handles):
+    def test_unsettled_claim_is_due_again_with_its_attempt_counted(self, handles):
         """What a process leaves that was killed in the middle of the handler."""
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
@@ -451,21 +451,21 @@ class TestTheCarefulPath:
 
         row = the_row()
         assert (claimed.pk, row.attempts, row.state) == (row.pk, 1, State.RECEIVED)
-        assert timedelta() < rests(row) <= OPTIONS.REDELIVERY_AFTER
+        assert timedelta() < time_until_retry(row) <= OPTIONS.REDELIVERY_AFTER
         assert drain() == 0
         make_due()
         assert drain() == 1
 
         assert (the_row().attempts, the_row().state, effects()) == (2, State.DONE, 1)
 
-    def test_one_that_always_kills_runs_out_of_attempts_without_being_run_again(self, handles):
+    def test_message_never_settled_runs_out_of_attempts_without_being_run_again(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
         store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
         for _ in range(OPTIONS.MAX_ATTEMPTS):
             store.claim_due(handler.using, [handler.name], timedelta())
 
-        with heard("message_dead") as said:
+        with recorded_signals("message_dead") as said:
             make_due()
             drain()
 
@@ -474,7 +474,7 @@ class TestTheCarefulPath:
         assert "died" in row.last_error
         assert len(said) == 1
 
-    def test_a_claim_that_ran_out_can_no_longer_settle(self, handles):
+    def test_expired_claim_can_no_longer_settle(self, handles):
         """Somebody else has taken the message over: the slow one's failure is not written over his."""
         handler = handles(the_effect)
         arrival = read(handler, an_envelope(), OPTIONS)
@@ -493,11 +493,11 @@ class TestTheCarefulPath:
         assert the_row().last_error == ""
 
 
-class TestATwinInHand:
+class TestConcurrentDuplicate:
     """Two copies at the same time; the first one's handler is still running. (PostgreSQL: SQLite has one writer.)"""
 
     @pytest.fixture
-    def twin(self, handles):
+    def running(self, handles):
         """A handler that is running the message until it may go on, and its message."""
         begun, go_on = threading.Event(), threading.Event()
 
@@ -517,14 +517,14 @@ class TestATwinInHand:
         assert (effects(), the_row().attempts) == (1, 1)
 
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_is_put_off_and_no_attempt_is_counted(self, twin, redelivered):
-        handler, envelope = twin
+    def test_concurrent_duplicate_is_deferred_and_no_attempt_is_counted(self, running, redelivered):
+        handler, envelope = running
 
         assert deliver(handler, envelope, redelivered=redelivered) is Received.PUT_OFF
 
         assert not InboxMessage.objects.exists()  # nothing but the twin's own, uncommitted row
 
-    def test_a_stored_twin_that_is_being_run_puts_a_copy_off(self, handles):
+    def test_duplicate_of_a_stored_message_being_run_is_deferred(self, handles):
         begun, go_on = threading.Event(), threading.Event()
 
         def handle(message):
@@ -548,7 +548,7 @@ class TestATwinInHand:
 
         assert (the_row().attempts, the_row().state, effects()) == (2, State.DONE, 1)
 
-    def test_a_copy_goes_on_as_soon_as_its_twin_has_failed(self, handles):
+    def test_waiting_duplicate_goes_on_as_soon_as_the_first_copy_has_failed(self, handles):
         """The twin rolls back within the time a copy waits, and is stored; the copy is then its duplicate or its rival."""
         handler, envelope = handles(fails_times(1)), an_envelope()
 
@@ -558,7 +558,7 @@ class TestATwinInHand:
         assert (the_row().state, effects()) == (State.DONE, 1)
 
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_the_handlers_own_lock_timeout_is_not_ours(self, handles, redelivered):
+    def test_handler_runs_with_the_lock_timeout_of_its_session(self, handles, redelivered):
         seen = []
 
         def handle(message):
@@ -579,7 +579,7 @@ class TestATwinInHand:
 class TestCollisions:
     """The database asks for the same transaction again: it gets it at once, and nobody's attempt is counted."""
 
-    def test_a_serialization_failure_is_met_with_another_try_at_once(self, handles):
+    def test_serialization_failure_is_retried_at_once_and_costs_no_attempt(self, handles):
         Unique.objects.create(name="stock 0")
         attempts = []
 
@@ -604,7 +604,7 @@ class TestCollisions:
         assert attempts == [1, 1]
         assert (the_row().attempts, effects(), Unique.objects.get().name) == (1, 1, "stock 2")
 
-    def test_a_lost_connection_is_no_attempt_either(self, handles):
+    def test_lost_connection_is_retried_at_once_and_costs_no_attempt(self, handles):
         attempts = []
 
         def handle(message):
@@ -622,7 +622,7 @@ class TestCollisions:
         assert attempts == [1, 1]
         assert (the_row().attempts, effects()) == (1, 1)
 
-    def test_what_goes_on_colliding_rests_and_is_no_attempt(self, handles):
+    def test_repeated_serialization_failure_is_stored_for_retry_and_costs_no_attempt(self, handles):
         attempts = []
 
         def handle(message):
@@ -644,10 +644,10 @@ def _conninfo():
 
 
 @pytest.mark.every_database
-class TestTheAgeFence:
+class TestMaximumMessageAge:
     """What is older than the deduplication window may have been handled and purged: only a person can tell."""
 
-    def test_too_old_is_a_dead_letter_with_that_reason(self, handles):
+    def test_message_past_the_maximum_age_is_a_dead_letter_with_that_reason(self, handles):
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run - A_MINUTE)
 
         assert deliver(handles(the_effect), envelope) is Received.DEAD
@@ -655,13 +655,13 @@ class TestTheAgeFence:
         assert (the_row().state, effects()) == (State.DEAD, 0)
         assert "deduplication window" in the_row().last_error
 
-    def test_just_young_enough_is_run(self, handles):
+    def test_message_just_below_the_maximum_age_is_run(self, handles):
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
 
         assert deliver(handles(the_effect), envelope) is Received.HANDLED
 
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_a_replay_after_the_purge_does_not_run_again(self, handles, redelivered):
+    def test_replay_after_the_purge_does_not_run_again(self, handles, redelivered):
         handler = handles(the_effect)
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
         deliver(handler, envelope)
@@ -675,27 +675,27 @@ class TestTheAgeFence:
 
         assert effects() == 1
 
-    def test_a_delayed_message_is_as_old_as_its_delivery(self, handles):
+    def test_age_of_a_delayed_message_counts_from_its_delivery_time(self, handles):
         envelope = an_envelope(created_at=utcnow() - timedelta(days=400), deliver_at=utcnow() - A_MINUTE)
 
         assert deliver(handles(the_effect), envelope) is Received.HANDLED
 
-    def test_one_from_the_far_future_would_escape_the_fence_and_is_refused(self, handles):
+    def test_message_created_in_the_future_is_refused(self, handles):
         envelope = an_envelope(created_at=utcnow() + OPTIONS.AGE_FENCE_MARGIN + A_MINUTE)
 
         assert deliver(handles(the_effect), envelope) is Received.DEAD
 
         assert "future" in the_row().last_error
 
-    def test_one_whose_delivery_lies_in_the_far_future_is_refused_too(self, handles):
+    def test_message_with_a_delivery_time_in_the_far_future_is_refused(self, handles):
         envelope = an_envelope(deliver_at=utcnow() + timedelta(days=3650))
 
         assert deliver(handles(the_effect), envelope) is Received.DEAD
 
-    def test_one_that_does_not_say_its_age_is_run(self, handles):
+    def test_message_without_creation_time_is_run(self, handles):
         assert deliver(handles(the_effect), an_envelope(created_at=None)) is Received.HANDLED
 
-    def test_an_operator_who_knows_better_has_it_run_once(self, handles):
+    def test_override_runs_a_message_past_the_maximum_age_once(self, handles):
         handler = handles(the_effect)
         envelope = an_envelope(created_at=utcnow() - timedelta(days=400))
         deliver(handler, envelope)
@@ -710,7 +710,7 @@ class TestTheAgeFence:
 
 
 @pytest.mark.every_database
-class TestWhatCannotBeHandled:
+class TestUnreadableMessage:
     """Stored as a dead letter with its reason, so that the delivery can be acknowledged and somebody can look."""
 
     @pytest.mark.parametrize("redelivered", [False, True])
@@ -730,8 +730,8 @@ class TestWhatCannotBeHandled:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_is_a_dead_letter_with_its_reason(self, handles, envelope, reason, redelivered):
-        with heard("message_dead") as said:
+    def test_unreadable_message_is_a_dead_letter_with_its_reason(self, handles, envelope, reason, redelivered):
+        with recorded_signals("message_dead") as said:
             assert deliver(handles(the_effect), envelope, redelivered=redelivered) is Received.DEAD
 
         row = the_row()
@@ -740,14 +740,14 @@ class TestWhatCannotBeHandled:
         assert bytes(row.body) == envelope.body
         assert len(said) == 1
 
-    def test_two_different_ones_do_not_hide_each_other(self, handles):
+    def test_two_unreadable_messages_with_different_bodies_are_two_dead_letters(self, handles):
         handler = handles(the_effect)
         for body in (b"{1", b"{2", b"{2"):
             deliver(handler, an_envelope(id="", biz_id="", body=body))
 
         assert InboxMessage.objects.filter(state=State.DEAD).count() == 2
 
-    def test_pickle_is_never_opened_even_when_an_operator_retries_it(self, handles):
+    def test_pickle_is_refused_even_when_an_operator_retries_it(self, handles):
         handler = handles(the_effect)
         deliver(handler, an_envelope(content_type="application/x-python-serialize", body=b"cos\nsystem\n."))
 
@@ -764,7 +764,7 @@ class TestWhatCannotBeHandled:
 
 @pytest.mark.every_database
 class TestIdentity:
-    def test_a_biz_id_that_raises_is_a_dead_letter_and_runs_once_after_the_fix(self, handles):
+    def test_message_whose_biz_id_function_raises_is_dead_and_runs_once_after_the_fix(self, handles):
         broken = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["orderid"])
         envelope = an_envelope({"order_id": 5})
 
@@ -783,7 +783,7 @@ class TestIdentity:
         assert deliver(fixed, envelope) is Received.DUPLICATE
         assert effects() == 1
 
-    def test_one_that_was_handled_meanwhile_is_not_run_again_after_the_fix(self, handles):
+    def test_retry_after_a_biz_id_fix_skips_a_message_handled_meanwhile(self, handles):
         envelope = an_envelope({"order_id": 5})
         deliver(handles(the_effect, name="tests.h", biz_id=lambda message: 1 / 0), envelope)
         fixed = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["order_id"])
@@ -797,7 +797,7 @@ class TestIdentity:
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE, State.SKIPPED}
 
     @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit, MemoryError])
-    def test_whatever_a_biz_id_raises_nothing_escapes(self, handles, error):
+    def test_biz_id_function_that_raises_a_base_exception_makes_a_dead_letter(self, handles, error):
         def identify(message):
             raise error
 
@@ -810,7 +810,7 @@ class TestIdentity:
         assert error.__name__ in the_row().last_error
 
     @pytest.mark.parametrize("nothing", [None, "", False, 1.5, {}, object()], ids=lambda value: type(value).__name__)
-    def test_no_biz_id_is_no_identity(self, handles, nothing):
+    def test_biz_id_function_without_a_usable_value_makes_dead_letters_and_no_duplicates(self, handles, nothing):
         """Else every message without one would be "a duplicate" of the first, and lost."""
         handler = handles(the_effect, biz_id=lambda message: nothing)
 
@@ -819,14 +819,14 @@ class TestIdentity:
         assert received == [Received.DEAD, Received.DEAD]
         assert InboxMessage.objects.filter(state=State.DEAD).count() == 2
 
-    def test_an_async_biz_id_is_refused_at_decoration(self, handles):
+    def test_async_biz_id_function_is_refused_at_decoration(self, handles):
         async def identify(message):
             return message.payload["order_id"]
 
         with pytest.raises(NotCallable, match="async"):
             handles(the_effect, biz_id=identify)
 
-    def test_a_biz_id_that_turns_out_to_be_async_is_no_identity(self, handles):
+    def test_biz_id_function_that_returns_a_coroutine_makes_a_dead_letter(self, handles):
         async def identify(message):
             return message.payload["order_id"]
 
@@ -835,7 +835,7 @@ class TestIdentity:
     @pytest.mark.parametrize(
         "value", [17, 0, uuid.UUID(int=7), "x" * 10_000, "nul \x00", "lone \ud800", Decimal("1.50")], ids=repr
     )
-    def test_any_other_value_names_the_fact(self, handles, value):
+    def test_biz_id_of_any_other_type_identifies_the_message(self, handles, value):
         handler = handles(the_effect, biz_id=lambda message: value)
 
         assert deliver(handler) is Received.HANDLED
@@ -844,12 +844,12 @@ class TestIdentity:
         assert len(the_row().biz_id.encode()) <= 255
         assert effects() == 1
 
-    def test_two_long_biz_ids_that_begin_alike_are_two(self, handles):
+    def test_long_biz_ids_with_the_same_beginning_stay_different(self, handles):
         handler = handles(the_effect, biz_id=lambda message: "x" * 10_000 + message.payload)
 
         assert [deliver(handler, an_envelope(end)) for end in "ab"] == [Received.HANDLED] * 2
 
-    def test_nobody_can_forge_the_name_of_an_unidentified_one(self, handles):
+    def test_biz_id_equal_to_that_of_an_unidentified_message_is_no_duplicate(self, handles):
         handler = handles(the_effect)
         deliver(handler, an_envelope(body=b"{"))
         forged = the_row().biz_id
@@ -867,7 +867,7 @@ class TestForeignProducers:
             received = deliver(handler, envelope)
         return received
 
-    def test_plain_json_with_a_message_id(self, handles):
+    def test_plain_json_with_a_message_id_is_handled_once(self, handles):
         got = []
         received = self.arrives(handles(got.append), body=b'{"a": 1}', content_type="application/json", message_id="m-1")
 
@@ -880,7 +880,7 @@ class TestForeignProducers:
         assert "no identity" in the_row().last_error
 
     @pytest.mark.parametrize("prefix", ["cloudEvents:", "cloudEvents_"])
-    def test_cloudevents_binary_mode_with_either_prefix(self, handles, prefix):
+    def test_cloudevents_binary_mode_with_either_prefix_is_handled_once(self, handles, prefix):
         got = []
         attributes = {"specversion": "1.0", "id": "e-1", "source": "/till", "type": TOPIC, "time": "2999-01-01T00:00:00Z"}
         attributes["time"] = utcnow().isoformat()
@@ -894,7 +894,7 @@ class TestForeignProducers:
         assert message.headers == {"tenant": "acme"}
         assert the_row().source == "/till"
 
-    def test_cloudevents_structured_mode(self, handles):
+    def test_cloudevents_structured_mode_is_handled_once(self, handles):
         got = []
         event = {"specversion": "1.0", "id": "e-1", "source": "/till", "type": TOPIC, "data": {"a": "ä"}, "bizid": "b"}
 
@@ -913,7 +913,7 @@ class TestForeignProducers:
         assert effects() == 2
 
     @pytest.mark.parametrize("body", [b"{}", b"[]", b"\xff", b'{"specversion": "1.0", "data_base64": "!"}'])
-    def test_a_broken_structured_event_is_a_dead_letter(self, handles, body):
+    def test_broken_structured_event_is_a_dead_letter(self, handles, body):
         message = kombu.Message(
             body=body,
             content_type="application/cloudevents+json",
@@ -931,10 +931,10 @@ class TestForeignProducers:
 
 
 @pytest.mark.every_database
-class TestAChain:
+class TestPublishingHandler:
     """A handler that publishes: the outbox row commits with its effect or not at all."""
 
-    def test_what_it_publishes_commits_with_its_effect_and_names_its_cause(self, handles):
+    def test_message_published_by_a_handler_commits_with_its_effect_and_causation_id(self, handles):
         def handle(message):
             the_effect(message)
             publish("stock.reserved", {}, biz_id="r-1")
@@ -945,20 +945,20 @@ class TestAChain:
         row = OutboxMessage.objects.get()
         assert (row.causation_id, row.correlation_id, effects()) == (envelope.id, "first", 1)
 
-    def test_the_first_of_a_chain_is_what_the_others_are_correlated_with(self, handles):
+    def test_first_message_of_a_chain_is_the_correlation_id_of_the_others(self, handles):
         envelope = an_envelope()
         deliver(handles(lambda message: publish("stock.reserved", {})), envelope)
 
         assert OutboxMessage.objects.get().correlation_id == envelope.id
 
-    def test_the_trace_goes_on(self, handles):
+    def test_message_published_by_a_handler_keeps_the_traceparent(self, handles):
         trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
         deliver(handles(lambda message: publish("stock.reserved", {})), an_envelope(traceparent=trace))
 
         assert OutboxMessage.objects.get().traceparent == trace
 
     @pytest.mark.parametrize("path", ["fresh", "redelivered", "retried"])
-    def test_a_retry_names_the_same_cause(self, handles, path):
+    def test_message_published_on_any_path_has_the_same_causation_id(self, handles, path):
         handle = fails_times(1 if path == "retried" else 0)
         envelope = an_envelope(correlation_id="first", traceparent="t")
 
@@ -972,7 +972,7 @@ class TestAChain:
         row = OutboxMessage.objects.get()
         assert (row.causation_id, row.correlation_id, row.traceparent) == (envelope.id, "first", "t")
 
-    def test_what_a_failing_handler_publishes_is_gone_with_it(self, handles):
+    def test_message_published_by_a_failing_handler_is_rolled_back(self, handles):
         def handle(message):
             publish("stock.reserved", {})
             raise ValueError("no")
@@ -982,7 +982,7 @@ class TestAChain:
 
         assert not OutboxMessage.objects.exists()
 
-    def test_a_message_published_after_a_handler_ran_has_no_cause(self, handles):
+    def test_message_published_after_a_handler_has_ended_has_no_causation_id(self, handles):
         deliver(handles(the_effect))
 
         with transaction.atomic():
@@ -1015,7 +1015,7 @@ properties = st.fixed_dictionaries(
         "timestamp": st.integers() | st.datetimes() | values,
     },
 )
-NIGHTMARES = [
+HOSTILE_HEADERS = [
     {"a\x00b": "c\x00d", "\ud800": "\udfff"},
     {"x" * 255: "y" * 100_000},
     {"cloudEvents:id": "x" * 10_000, "cloudEvents:bizid": "\x00" * 10_000},
@@ -1028,16 +1028,16 @@ NIGHTMARES = [
 
 
 @pytest.mark.every_database
-class TestWhateverArrives:
-    @pytest.mark.parametrize("headers", NIGHTMARES, ids=range(len(NIGHTMARES)))
+class TestArbitraryDelivery:
+    @pytest.mark.parametrize("headers", HOSTILE_HEADERS, ids=range(len(HOSTILE_HEADERS)))
     @pytest.mark.parametrize("handle", [the_effect, fails], ids=["handled", "failing"])
-    def test_the_worst_we_could_think_of_is_stored_and_can_be_read(self, handles, headers, handle):
+    def test_delivery_with_hostile_headers_is_stored_and_can_be_read(self, handles, headers, handle):
         self.arrives(handles(handle), {"message_id": "m"}, headers, b"{}")
 
     @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(properties=properties, headers=st.dictionaries(names | surrogates, values, max_size=5), body=bodies)
     @example(properties={"message_id": "m"}, headers={}, body=b'"\\u0000\\ud800"')
-    def test_it_is_stored_and_can_be_read(self, handles, properties, headers, body):
+    def test_arbitrary_delivery_is_stored_and_can_be_read(self, handles, properties, headers, body):
         """Nothing raises, nothing is put off: a delivery that cannot be stored would come back for ever."""
         self.arrives(handles(the_effect), properties, headers, body)
 
@@ -1065,7 +1065,7 @@ class TestWhateverArrives:
         assert row.state not in DUE or row.next_attempt_at is not None
 
 
-def test_a_handler_that_is_slower_than_its_claim_is_not_run_beside_itself(handles):
+def test_handler_slower_than_its_claim_is_not_run_concurrently_with_itself(handles):
     """Its row is due again and locked while it runs, so nobody takes it. (PostgreSQL: SQLite has one writer.)"""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -1079,7 +1079,7 @@ def test_a_handler_that_is_slower_than_its_claim_is_not_run_beside_itself(handle
     with InAThread(lambda: deliver(handler, envelope, given=given, redelivered=True)) as slow:
         assert begun.wait(30)
         try:
-            wait_until(lambda: rests(the_row()) < timedelta())
+            wait_until(lambda: time_until_retry(the_row()) < timedelta())
             assert drain(given) == 0
         finally:
             go_on.set()
@@ -1088,7 +1088,7 @@ def test_a_handler_that_is_slower_than_its_claim_is_not_run_beside_itself(handle
     assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 1, 1)
 
 
-def test_a_database_that_does_not_answer_decides_nothing(handles, monkeypatch):
+def test_unavailable_database_leaves_the_delivery_undecided(handles, monkeypatch):
     """Its connection is refused: DatabaseAway, so that the consumer does not acknowledge."""
     handler = handles(the_effect)
     envelope = an_envelope()
@@ -1104,7 +1104,7 @@ def test_a_database_that_does_not_answer_decides_nothing(handles, monkeypatch):
     assert deliver(handler, envelope) is Received.HANDLED
 
 
-def test_autocommit_that_a_hook_left_off_costs_no_later_message(handles):
+def test_autocommit_left_off_by_a_hook_loses_no_later_message(handles):
     """On such a connection atomic() ends without a commit and without an exception."""
 
     def leave_it_off(message):

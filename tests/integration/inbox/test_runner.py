@@ -50,7 +50,7 @@ def fails(message):
     raise ValueError("no stock")
 
 
-def test_what_is_due_is_run_oldest_first(handles):
+def test_due_messages_are_run_oldest_first(handles):
     seen = []
     handler = handles(lambda message: seen.append(message.biz_id))
     for name in "abc":
@@ -62,7 +62,7 @@ def test_what_is_due_is_run_oldest_first(handles):
     assert drain() == 0
 
 
-def test_a_message_of_a_handler_nobody_knows_here_stays_as_it_is(handles):
+def test_message_of_an_unregistered_handler_stays_unchanged(handles):
     """It is for a worker of another deploy; it must not lose attempts meanwhile."""
     gone = handles(the_effect, name="tests.gone")
     stored(gone)
@@ -77,7 +77,7 @@ def test_a_message_of_a_handler_nobody_knows_here_stays_as_it_is(handles):
     assert effects() == 1
 
 
-def test_one_that_fails_does_not_hold_up_the_others(handles):
+def test_failing_message_delays_no_other(handles):
     bad, good = handles(fails, name="tests.bad"), handles(the_effect, name="tests.good", topic="other")
     stored(bad)
     stored(good, topic="other")
@@ -88,7 +88,7 @@ def test_one_that_fails_does_not_hold_up_the_others(handles):
     assert states == {"tests.bad": State.RETRYING, "tests.good": State.DONE}
 
 
-def test_many_runners_share_the_work_and_run_nothing_twice(handles):
+def test_six_concurrent_runners_run_every_message_exactly_once(handles):
     handler = handles(the_effect)
     names = {stored(handler).biz_id for _ in range(40)}
 
@@ -100,7 +100,7 @@ def test_many_runners_share_the_work_and_run_nothing_twice(handles):
     assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
 
 
-def test_it_works_until_asked_to_stop_and_finishes_what_is_in_hand(handles):
+def test_runner_asked_to_stop_finishes_the_running_handler(handles):
     begun, go_on, stop = threading.Event(), threading.Event(), StopRequest()
 
     def handle(message):
@@ -117,7 +117,7 @@ def test_it_works_until_asked_to_stop_and_finishes_what_is_in_hand(handles):
     assert (the_row().state, effects()) == (State.DONE, 1)
 
 
-def test_a_running_one_picks_up_what_becomes_due(handles):
+def test_running_runner_picks_up_messages_that_become_due(handles):
     stop, handler = StopRequest(), handles(the_effect)
     with InAThread(lambda: Runner(options(POLL_INTERVAL=timedelta(milliseconds=20))).run(stop)):
         try:
@@ -128,7 +128,7 @@ def test_a_running_one_picks_up_what_becomes_due(handles):
             stop.set()
 
 
-def test_handlers_of_two_databases_are_run_on_theirs(handles):
+def test_runner_runs_each_handler_on_its_own_database(handles):
     def handle(message):
         Effect.objects.using("other").create(name=message.biz_id)
 
@@ -141,7 +141,7 @@ def test_handlers_of_two_databases_are_run_on_theirs(handles):
 
 
 @pytest.mark.parametrize("alias", ["default", "other"])
-def test_what_a_handler_committed_by_itself_is_buried_on_every_database(handles, alias):
+def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database(handles, alias):
     """Such a row has no due time: without the sweep nobody would ever see it again."""
     for using in ("default", "other"):
         handler = handles(the_effect, using=using, name=f"tests.{using}")
@@ -156,7 +156,7 @@ def test_what_a_handler_committed_by_itself_is_buried_on_every_database(handles,
 
 
 @contextmanager
-def the_default_away(monkeypatch):
+def default_database_unavailable(monkeypatch):
     with monkeypatch.context() as away:
         if connections["default"].vendor == "sqlite":
             away.setitem(connections["default"].settings_dict, "NAME", "/nowhere/at/all.sqlite3")
@@ -166,30 +166,30 @@ def the_default_away(monkeypatch):
         yield
 
 
-def test_a_database_that_is_away_does_not_starve_the_other(handles, monkeypatch):
+def test_unavailable_database_does_not_starve_the_other(handles, monkeypatch):
     handler = handles(lambda message: Effect.objects.using("other").create(name="there"), using="other")
     stored(handler)
     handles(the_effect, topic="here")
     stop = StopRequest()
-    with the_default_away(monkeypatch), InAThread(lambda: Runner(OPTIONS).run(stop)):
+    with default_database_unavailable(monkeypatch), InAThread(lambda: Runner(OPTIONS).run(stop)):
         try:
             wait_until(lambda: Effect.objects.using("other").count() == 1)
         finally:
             stop.set()
 
 
-def test_nobody_waits_for_a_database_that_is_away(handles, monkeypatch):
+def test_runner_turn_does_not_wait_for_an_unavailable_database(handles, monkeypatch):
     """The threads that take turns are those that handle what comes from the broker."""
     handles(the_effect)
     runner, began_at = Runner(OPTIONS), monotonic()
-    with the_default_away(monkeypatch):
+    with default_database_unavailable(monkeypatch):
         for _ in range(30):
             assert runner.turn() == 0
 
     assert monotonic() - began_at < A_WHILE
 
 
-def test_a_purge_takes_what_is_settled_and_old_and_nothing_else(handles):
+def test_purge_deletes_only_old_settled_messages(handles):
     handler = handles(the_effect)
     old = OPTIONS.RETENTION + timedelta(days=1)
     for state in State:
@@ -222,7 +222,7 @@ def test_an_operators_retry_gives_a_full_set_of_attempts(handles):
     assert (the_row().state, the_row().attempts) == (State.RETRYING, 1)
 
 
-def test_a_skipped_message_has_no_effect_any_more(handles):
+def test_skipped_message_is_never_run(handles):
     handler, envelope = handles(fails), an_envelope()
     deliver(handler, envelope)
 
@@ -236,7 +236,7 @@ def test_a_skipped_message_has_no_effect_any_more(handles):
     assert deliver(handler, envelope, redelivered=True) is Received.DUPLICATE
 
 
-def test_what_is_done_can_neither_be_retried_nor_skipped(handles):
+def test_done_message_can_neither_be_retried_nor_skipped(handles):
     deliver(handles(the_effect))
 
     assert not store.retry("default", the_row().pk)
@@ -246,7 +246,7 @@ def test_what_is_done_can_neither_be_retried_nor_skipped(handles):
     assert (the_row().state, effects()) == (State.DONE, 1)
 
 
-def test_messages_of_a_handler_that_was_renamed_are_told_about(handles, caplog):
+def test_stored_messages_of_an_unknown_handler_are_logged(handles, caplog):
     old = handles(the_effect, name="tests.old_name")
     stored(old)
     stored(old)
@@ -258,7 +258,7 @@ def test_messages_of_a_handler_that_was_renamed_are_told_about(handles, caplog):
     assert "2 stored messages wait for a handler called 'tests.old_name'" in caplog.text
 
 
-def test_asked_to_stop_it_gives_back_the_one_that_would_have_followed_in_its_order(handles):
+def test_runner_asked_to_stop_gives_back_the_next_message_of_its_key(handles):
     stop = StopRequest()
 
     def handle(message):
@@ -278,7 +278,7 @@ def test_asked_to_stop_it_gives_back_the_one_that_would_have_followed_in_its_ord
     assert (the_row(biz_id="b").attempts, effects("b")) == (1, 1)
 
 
-def test_an_error_nobody_foresaw_ends_a_drain_and_is_not_taken_for_nothing_due(handles, monkeypatch):
+def test_unexpected_error_ends_a_drain_and_is_not_taken_for_nothing_due(handles, monkeypatch):
     stored(handles(the_effect))
 
     def fail(*arguments, **options):
@@ -290,7 +290,7 @@ def test_an_error_nobody_foresaw_ends_a_drain_and_is_not_taken_for_nothing_due(h
         Runner(OPTIONS).drain(StopRequest())
 
 
-def test_they_are_told_about_also_when_the_database_was_away_at_first(handles, caplog, monkeypatch):
+def test_messages_of_an_unknown_handler_are_logged_once_the_database_is_available(handles, caplog, monkeypatch):
     stored(handles(the_effect, name="tests.old_name"))
     registry.remove("tests.old_name")
     handles(the_effect, name="tests.new_name")

@@ -63,7 +63,7 @@ def runs_of_this_thread():
     return [run for run in timeouts._alarm._runs if run.thread == threading.get_ident()]
 
 
-def its_time_is_up():
+def reach_the_timeout():
     """Of the run that calls this, and of no other; it ends here."""
     with timeouts._alarm._changed:
         for run in runs_of_this_thread():
@@ -110,7 +110,7 @@ async def blocks_the_thread_of_the_transaction(message):
 
 
 @every_database
-class TestARunThatTakesTooLong:
+class TestSlowHandler:
     @pytest.mark.parametrize(
         "handle",
         [
@@ -123,7 +123,7 @@ class TestARunThatTakesTooLong:
         ],
         ids=lambda handle: handle.__name__,
     )
-    def test_is_a_failed_attempt_without_an_effect(self, handles, handle, monkeypatch):
+    def test_handler_past_its_timeout_is_a_failed_attempt_without_an_effect(self, handles, handle, monkeypatch):
         if handle in {awaits, awaits_and_cleans_up}:
             # They end by themselves. A stall would have them struck before they can.
             monkeypatch.setattr(timeouts, "_A_MOMENT_SECONDS", A_WHILE)
@@ -137,14 +137,14 @@ class TestARunThatTakesTooLong:
         # What is struck while it waits for the coroutine's own thread shows nothing of the coroutine.
         assert handle.__name__ in row.traceback or handle is blocks_the_thread_of_the_transaction
 
-    def test_runs_out_of_attempts(self, handles):
+    def test_handler_past_its_timeout_every_time_runs_out_of_attempts(self, handles):
         deliver(handles(loops, timeout=LIMIT))
 
         run_to_the_end()
 
         assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 3, 0)
 
-    def test_leaves_its_thread_sound(self, handles):
+    def test_timeout_leaves_its_thread_able_to_run_later_handlers(self, handles):
         slow, quick = handles(loops, timeout=LIMIT), handles(the_effect, timeout=AMPLE)
         for _ in range(3):
             deliver(slow)
@@ -153,7 +153,7 @@ class TestARunThatTakesTooLong:
         spin(2 * LIMIT.total_seconds())
         assert effects() == 3
 
-    def test_that_is_faster_than_its_limit_is_handled(self, handles):
+    def test_handler_within_its_timeout_is_handled(self, handles):
         def handle(message):
             spin(LONGER.total_seconds())
             the_effect(message)
@@ -161,7 +161,7 @@ class TestARunThatTakesTooLong:
         assert deliver(handles(handle, timeout=10 * LONGER)) is Received.HANDLED
         assert effects() == 1
 
-    def test_does_not_end_the_others_of_its_process(self, handles):
+    def test_timeout_of_one_handler_does_not_interrupt_others_of_its_process(self, handles):
         slow = handles(loops, timeout=LIMIT)
         patient = handles(lambda message: (time.sleep(3 * LIMIT.total_seconds()), the_effect(message)), timeout=AMPLE)
 
@@ -171,7 +171,7 @@ class TestARunThatTakesTooLong:
         assert other.answer is Received.HANDLED
         assert effects() == 1
 
-    def test_of_a_coroutine_that_fails_by_itself_keeps_its_own_error(self, handles):
+    def test_coroutine_that_raises_timeout_error_keeps_its_own_error(self, handles):
         async def fails(message):
             raise TimeoutError("the supplier did not answer")
 
@@ -180,10 +180,10 @@ class TestARunThatTakesTooLong:
         assert the_row().last_error == "TimeoutError: the supplier did not answer"
 
 
-class TestAStatement:
+class TestSlowStatement:
     """PostgreSQL cancels it; no exception of Python's reaches a thread that waits for a socket in C."""
 
-    def test_that_takes_too_long_is_cancelled(self, handles):
+    def test_statement_past_the_timeout_is_cancelled(self, handles):
         def handle(message):
             the_effect(message)
             with connection.cursor() as cursor:
@@ -194,7 +194,7 @@ class TestAStatement:
         assert (the_row().state, effects()) == (State.RETRYING, 0)
         assert "took longer than its timeout" in the_row().last_error
 
-    def test_whose_cancelling_is_swallowed_is_no_success(self, handles):
+    def test_swallowed_cancellation_of_a_statement_is_no_success(self, handles):
         def handle(message):
             the_effect(message)
             with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
@@ -204,7 +204,7 @@ class TestAStatement:
 
         assert (the_row().state, effects()) == (State.RETRYING, 0)
 
-    def test_among_many_short_ones_leaves_a_connection_that_works(self, handles):
+    def test_timeout_among_short_statements_leaves_the_connection_usable(self, handles):
         def handle(message):
             the_effect(message)
             while True:
@@ -218,7 +218,7 @@ class TestAStatement:
 
         assert effects() == 5
 
-    def test_of_the_next_message_is_not_bounded_by_it(self, handles):
+    def test_statement_timeout_does_not_outlast_its_message(self, handles):
         shown = []
 
         def handle(message):
@@ -233,12 +233,12 @@ class TestAStatement:
 
 
 @every_database
-class TestTogether:
-    def test_only_the_slow_one_of_a_group_fails(self, handles):
+class TestBatchAndGroup:
+    def test_only_the_slow_message_of_a_group_fails(self, handles):
         def handle(message):
             the_effect(message)
             if message.payload.get("slow"):
-                its_time_is_up()
+                reach_the_timeout()
 
         handler = handles(handle, timeout=AMPLE, group_commit=10)
         envelopes = [an_envelope({"slow": number == 3}) for number in range(10)]
@@ -250,7 +250,7 @@ class TestTogether:
             envelope.biz_id for number, envelope in enumerate(envelopes) if number != 3
         )
 
-    def test_the_limit_of_a_group_is_that_of_each_call(self, handles):
+    def test_timeout_of_a_group_applies_to_each_call(self, handles):
         ends = []
 
         def handle(message):
@@ -265,12 +265,12 @@ class TestTogether:
         assert len(ends) == 5
         assert all(later - earlier >= LIMIT.total_seconds() for earlier, later in pairwise(ends)), "each begins anew"
 
-    def test_the_limit_of_a_batch_is_that_of_the_whole(self, handles):
+    def test_timeout_of_a_batch_applies_to_the_whole_call(self, handles):
         def handle(messages):
             for message in messages:
                 the_effect(message)
                 if message.payload.get("slow"):
-                    its_time_is_up()
+                    reach_the_timeout()
 
         handler = handles(handle, timeout=AMPLE, batch=4)
 
@@ -280,7 +280,7 @@ class TestTogether:
         assert effects() == 3
 
 
-class TestTheMomentOfItsEnd:
+class TestTimeoutAtTheEndOfARun:
     """A handler may end just when its time is up: it is struck inside its run, or not at all."""
 
     @pytest.fixture
@@ -291,7 +291,7 @@ class TestTheMomentOfItsEnd:
         sys.setswitchinterval(before)
 
     @pytest.mark.usefixtures("_switching_all_the_time")
-    def test_is_decided_once(self):
+    def test_timeout_at_the_end_of_a_run_interrupts_inside_the_run_or_not_at_all(self):
         limit, astray, ended = 0.002, [], {True: 0, False: 0}
 
         def run(dice):
@@ -320,7 +320,7 @@ class TestTheMomentOfItsEnd:
         assert min(ended.values()) > 0, "none ended near its limit"
 
     @every_database
-    def test_leaves_every_effect_once(self, handles):
+    def test_timeout_at_the_end_of_a_run_leaves_every_effect_once(self, handles):
         dice, limit = random.Random(7), 0.02
 
         def handle(message):
@@ -342,7 +342,7 @@ class TestTheMomentOfItsEnd:
         assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)
 
 
-def test_one_that_hears_nothing_ends_its_process_and_its_attempts_are_counted(
+def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_count(
     process_environment, rabbitmq_url, rabbitmq_server, tmp_path
 ):
     handler = Handler(name=name_of(BOUNDED), topic=BOUNDED, function=print, biz_id=None, using="default")
