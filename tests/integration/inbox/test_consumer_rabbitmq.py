@@ -1,4 +1,4 @@
-"""The consumer on a real RabbitMQ: acknowledged after the commit and not before, whatever breaks in between."""
+"""The consumer on a real RabbitMQ: a delivery is acknowledged after the commit and not before, whatever fails in between."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def proxy(rabbitmq_server):
 
 @pytest.fixture
 def length(rabbitmq_server, rabbitmq_url):
-    """How many messages the broker holds for a handler, those in somebody's hands included."""
+    """How many messages the broker holds for a handler, unacknowledged ones included."""
     return lambda handler, options=None: length_of(rabbitmq_server, handler, options or broker_options(rabbitmq_url))
 
 
@@ -202,23 +202,25 @@ class TestForeignProducers:
         assert effects("m-1") == 1
 
     @pytest.mark.parametrize(
-        ("body", "properties"),
+        ("body", "properties", "reason"),
         [
-            pytest.param(b"{", {}, id="no JSON"),
-            pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, id="no text"),
-            pytest.param(b"{}", {"content_encoding": "no-such-encoding"}, id="an encoding nobody knows"),
-            pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, id="text of another encoding"),
-            pytest.param(b"{}", {"content_encoding": "idna"}, id="an encoding that goes one way"),
-            pytest.param(b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, id="pickle"),
-            pytest.param(b"{}", {"message_id": None}, id="no identity"),
-            pytest.param(b"{}", {"headers": {"compression": "application/x-gzip"}}, id="says it is gzip and is not"),
-            pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, id="a compression nobody knows"),
-            pytest.param(b"{}", {"headers": {"a\x00b": "c\x00d", "n": {"e": [1, None]}}}, id="odd headers"),
-            pytest.param(b"{}", {"headers": {f"h{n}": "x" * 1000 for n in range(100)}}, id="huge headers"),
-            pytest.param(b"{}", {"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, id="other properties"),
+            pytest.param(b"{", {}, "is not JSON", id="body is not JSON"),
+            pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, "is not JSON", id="body is not text"),
+            pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, "is not JSON", id="body is latin-1"),
+            pytest.param(b"{}", {"content_encoding": "idna"}, "UnicodeError", id="content encoding that cannot encode back"),
+            pytest.param(
+                b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, "is not accepted", id="body is pickle"
+            ),
+            pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
+            pytest.param(
+                b"{}", {"headers": {"compression": "application/x-gzip"}}, "cannot be unpacked", id="gzip header, plain body"
+            ),
+            pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, "no-such-thing", id="unknown compression"),
         ],
     )
-    def test_unusual_message_is_settled_and_delays_no_other(self, handles, rabbitmq_url, length, body, properties):
+    def test_unreadable_message_is_a_dead_letter_and_delays_no_other(
+        self, handles, rabbitmq_url, length, body, properties, reason
+    ):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         send(rabbitmq_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
@@ -228,16 +230,50 @@ class TestForeignProducers:
             wait_until(lambda: effects("good") == 1)
             wait_until(lambda: length(handler) == 0)
 
-        assert InboxMessage.objects.exclude(message_id="good").get().state in {State.DEAD, State.DONE}
+        row = InboxMessage.objects.exclude(message_id="good").get()
+        assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
+        assert reason in row.last_error
+        assert effects() == 1
 
-    @pytest.mark.parametrize("names", ["message_id", "type"])
-    def test_message_with_undecodable_property_is_a_dead_letter_and_the_consumer_goes_on(
-        self, handles, rabbitmq_url, length, names
-    ):
-        """py-amqp raises on them while it reads the frame, before anybody is asked what to do with the message."""
+    @pytest.mark.parametrize(
+        ("properties", "headers"),
+        [
+            pytest.param({"content_encoding": "no-such-encoding"}, {}, id="unknown content encoding"),
+            pytest.param(
+                {"headers": {"a\x00b": "c\x00d", "n": {"e": [1, None]}}},
+                {"a\ufffdb": "c\ufffdd", "n": "{'e': [1, None]}"},
+                id="NUL and nested values in headers",
+            ),
+            pytest.param(
+                {"headers": {f"h{n}": "x" * 1000 for n in range(100)}},
+                {f"h{n}": "x" * 1000 for n in range(100)},
+                id="100 kB of headers",
+            ),
+            pytest.param({"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, {}, id="other AMQP properties"),
+        ],
+    )
+    def test_unusual_message_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length, properties, headers):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
-        send_with_undecodable_property(rabbitmq_url, names)
+        send(rabbitmq_url, TOPIC, None, body=b"{}", message_id="odd", **properties)
+        send(rabbitmq_url, TOPIC, {}, message_id="good")
+
+        with consuming([handler], options):
+            wait_until(lambda: effects("good") == 1)
+            wait_until(lambda: length(handler) == 0)
+
+        row = the_row(message_id="odd")
+        assert (row.state, bytes(row.body), row.headers, row.last_error) == (State.DONE, b"{}", headers, "")
+        assert effects("odd") == 1
+
+    @pytest.mark.parametrize("property_name", ["message_id", "type"])
+    def test_message_with_undecodable_property_is_a_dead_letter_and_the_consumer_goes_on(
+        self, handles, rabbitmq_url, length, property_name
+    ):
+        """py-amqp raises on such a property while it reads the frame, before the consumer sees the message."""
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        send_with_undecodable_property(rabbitmq_url, property_name)
         send(rabbitmq_url, TOPIC, {}, message_id="good")
 
         with consuming([handler], options) as consumer:
@@ -245,11 +281,12 @@ class TestForeignProducers:
             wait_until(lambda: length(handler) == 0)
             assert not consumer._broker.ongoing
 
-        assert "no identity" in the_row(state=State.DEAD).last_error
+        row = InboxMessage.objects.exclude(message_id="good").get()
+        assert (row.state, bytes(row.body), effects()) == (State.DEAD, b"{}", 1)
+        assert "no identity" in row.last_error
 
     def test_message_with_timestamp_out_of_range_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length):
-        """AMQP's timestamps are 64 bits of seconds; the client library makes a datetime of them."""
-
+        """An AMQP timestamp has 64 bits of seconds, which py-amqp converts to a datetime. This one is ignored."""
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         send_with_timestamp(rabbitmq_url, 2**62)
@@ -259,11 +296,14 @@ class TestForeignProducers:
             wait_until(lambda: effects("good") == 1)
             wait_until(lambda: length(handler) == 0)
 
-        assert the_row(message_id="odd").body is not None
+        row = the_row(message_id="odd")
+        assert (row.state, row.attempts, row.last_error, row.created_at) == (State.DONE, 1, "", None)
+        assert bytes(row.body) == b"{}"
+        assert effects("odd") == 1
 
 
 def send_with_undecodable_property(url, name):
-    """A message with a property of bytes that are no UTF-8, as clients that write raw bytes send them."""
+    """Send a message with a property that is not UTF-8, as clients that write raw bytes do."""
     placeholder = "PLACEHOLDER"
     with closing(kombu.Connection(url)) as connection:
         channel = connection.channel()
@@ -277,7 +317,7 @@ def send_with_undecodable_property(url, name):
 
 
 def is_subscribed(url, name):
-    """Whether the queue is there and somebody consumes from it, which is after it was bound."""
+    """Whether the queue exists and has a consumer, which is the case after it was bound."""
     with kombu.Connection(url) as connection:
         try:
             return connection.default_channel.queue_declare(name, passive=True).consumer_count > 0
@@ -286,12 +326,12 @@ def is_subscribed(url, name):
 
 
 def is_bound(server, url):
-    """Whether the exchange hands what comes for the topic to any queue."""
+    """Whether the exchange routes the topic to any queue."""
     return TOPIC in server.ctl("list_bindings", "-q", "--vhost", url.rpartition("/")[2], "routing_key").split()
 
 
 def send_with_timestamp(url, seconds):
-    """A message with an AMQP timestamp that Python's own types cannot hold."""
+    """Send a message with an AMQP timestamp that a Python datetime cannot hold."""
     with kombu.Connection(url) as connection:
         channel = connection.default_channel
         message = amqp.Message(b"{}", content_type="application/json", message_id="odd", delivery_mode=2)
@@ -344,7 +384,7 @@ class TestConnectionLoss:
             assert holding["old"].wait(A_WHILE)
             proxy.refuse()
             proxy.cut()
-            # Somebody else takes the old one, so that the new one is the first of the next life.
+            # Another client takes the old message, so that the new one is the first of the next connection.
             with kombu.Connection(rabbitmq_url) as connection:
                 queue = kombu.Queue(queue_name(handler, options), channel=connection.default_channel)
                 wait_until(queue.get).ack()
@@ -383,7 +423,7 @@ class TestConnectionLoss:
             wait_until(lambda: effects("m") == 1)
 
     def test_durable_message_survives_a_broker_kill_and_is_handled(self, handles, rabbitmq_url, rabbitmq_server, length):
-        # A quorum queue that was made a moment before the kill never finds its leader again (RabbitMQ 3.10): a lie of its own.
+        # A quorum queue declared a moment before the kill never finds its leader again (RabbitMQ 3.10).
         handler, options = handles(the_effect), broker_options(rabbitmq_url, QUEUE_TYPE="classic")
         declare(handler, options)
         with transaction.atomic():
@@ -433,7 +473,7 @@ class TestConsumerProcess:
         assert (the_row().duplicates, the_row().attempts, effects("job")) == (1, 1, 1)
 
     def test_message_that_kills_its_process_runs_out_of_attempts(self, consumer_process, rabbitmq_url, length):
-        # One thread: another would claim the row anew when this one stood still between claiming it and locking it.
+        # One thread: a second one would claim the row again if the first stalled between claiming and locking it.
         with consumer_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT, CONCURRENCY=1) as process:
             job(rabbitmq_url, "kill the process")
             deaths = process.restarted_until(lambda: state() == State.DEAD)
@@ -443,7 +483,7 @@ class TestConsumerProcess:
 
         row = the_row(message_id="job")
         assert set(process.exits) == {13}
-        # The first delivery cannot be counted before it has killed.
+        # The first delivery kills the process before its attempt is counted.
         assert deaths == 2 + 1
         assert (row.attempts, effects("job")) == (2, 0)
         assert "died" in row.last_error
@@ -549,7 +589,7 @@ class TestTopologyFaults:
     def test_binding_lost_with_its_exchange_is_declared_again(self, handles, rabbitmq_url, rabbitmq_server):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         with consuming([handler], options) as consumer:
-            wait_until(lambda: consumer._ticked_at)  # from here on only the check that is to come notes that it has checked
+            wait_until(lambda: consumer._ticked_at)  # from here on only the next check sets the time of the last check
             with closing(kombu.Connection(rabbitmq_url)) as connection:
                 connection.channel().exchange_delete("outbox")
             assert not is_bound(rabbitmq_server, rabbitmq_url)

@@ -1,4 +1,4 @@
-"""Duplicates are visible: each is counted by its cause, and one that says something else is a matter for people."""
+"""Duplicates are visible: each is counted by its cause, and one with other content is stored for an operator to compare."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.deliveries import (
     TOPIC,
     an_envelope,
     deliver,
+    drain,
     effects,
     the_effect,
     the_row,
@@ -39,7 +40,7 @@ def only(**counted):
 
 @pytest.fixture
 def signalled_causes():
-    """The causes that receivers of the signal hear of."""
+    """The causes that the signal `duplicate_suppressed` was sent with."""
     heard = []
 
     def listen(cause, **kwargs):
@@ -190,7 +191,7 @@ class TestOnTheWire:
         assert effects() == 1
 
     def test_requeued_dead_letter_that_reached_some_queues_counts_as_replay(self, handles, rabbitmq_url):
-        """One of its two queues is full, so the broker refuses it, although the other has it."""
+        """One of its two queues is full, so the broker refuses it, although the other queue has it."""
         handler, given = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, given)
         full = {"x-max-length": 1, "x-overflow": "reject-publish", "x-queue-type": "classic"}
@@ -220,23 +221,25 @@ class TestReplayHeader:
         row = OutboxMessage.objects.get(message_id=message.id)
         OutboxMessage.objects.update(state=OutboxState.DEAD)
 
-        outbox_store.requeue("default", row.pk)
+        assert outbox_store.requeue("default", row.pk)
 
         row.refresh_from_db()
         assert row.headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
         assert OutboxMessage.objects.get(message_id=other.id).headers == {}
 
     def test_replay_header_is_not_passed_to_the_handler(self, handles, settings):
-        """It is ours, and not one of the publisher's headers."""
+        """The header belongs to the outbox and is not one of the publisher's."""
         got = []
         handles(got.append)
         settings.OUTBOX = {"BROKER_URL": "local://"}
         message = published(headers={"tenant": "acme"})
         OutboxMessage.objects.update(state=OutboxState.DEAD)
-        outbox_store.requeue("default", OutboxMessage.objects.get().pk)
+        assert outbox_store.requeue("default", OutboxMessage.objects.get().pk)
 
         with connected("local://") as transport:
             one_pass(transport)
         (stored,) = InboxMessage.objects.all()
+        assert drain() == 1
 
         assert (stored.message_id, stored.headers) == (str(message.id), {"tenant": "acme"})
+        assert [(handled.id, handled.headers) for handled in got] == [(str(message.id), {"tenant": "acme"})]
