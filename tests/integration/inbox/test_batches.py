@@ -1,4 +1,4 @@
-"""Many deliveries in one transaction, as a batch or by group commit: each effect once, and each failure for itself."""
+"""Many deliveries in one transaction, as a batch or by group commit: each effect happens once and each message fails alone."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def one_refusing(message):
 
 @pytest.fixture(params=["batch", "group_commit"])
 def together(request, handles):
-    """A handler that takes many in one transaction, by either way: what is given is done for each message."""
+    """A handler of many messages per transaction, as a batch or by group commit; `each` is called for each message."""
 
     def register(each=one_refusing, *, size=100, **arguments):
         def handle_all(messages):
@@ -108,7 +108,7 @@ def together(request, handles):
 
 @contextmanager
 def recorded_signals():
-    """What the inbox's signals said: (name, biz-id or message id)."""
+    """The signals that the inbox sent: (name, biz-id or message id)."""
     said = []
     receivers = {
         "message_handled": lambda message, **_: said.append(("handled", message.biz_id)),
@@ -197,6 +197,7 @@ class TestOneTransaction:
             list(InboxMessage.objects.filter(handler=handler.name).order_by("biz_id").values(*columns))
             for handler in (single, many)
         ]
+        assert [len(of_handler) for of_handler in rows] == [3, 3]
         for one, other in zip(*rows, strict=True):
             assert {name for name in columns if one[name] != other[name]} <= instants
             assert other["settled_at"] >= other["received_at"]
@@ -253,10 +254,17 @@ class TestDuplicates:
         assert effects_by_name() == {"a": 1, "b": 1, "c": 1, "d": 1}
 
     def test_load_of_duplicates_only_calls_no_handler(self, together):
-        handler, envelopes = together(), named("a", "b")
+        calls = []
+
+        def handle(message):
+            calls.append(message.biz_id)
+            the_effect(message)
+
+        handler, envelopes = together(handle), named("a", "b")
         receive_together(handler, envelopes)
 
         assert receive_together(handler, envelopes) == [DUPLICATE] * 2
+        assert calls == ["a", "b"]
         assert effects() == 2
 
     def test_conflicting_duplicate_within_a_load_is_counted_and_signalled(self, together):
@@ -276,6 +284,7 @@ class TestDuplicates:
 
         assert receive_together(handler, [poisoned, *named("b")]) == [DUPLICATE, HANDLED]
         assert states() == {"a": State.RETRYING, "b": State.DONE}
+        assert the_row(biz_id="a").attempts == 1
 
 
 @every_database
@@ -380,6 +389,9 @@ class TestFailingMessage:
 
         assert receive_together(together(handle), named("a", "b")) == [STORED] * 2
 
+        rows = InboxMessage.objects.order_by("biz_id").values_list("biz_id", "state", "attempts", "last_error")
+        assert list(rows) == [(name, State.RETRYING, 1, "SystemExit: bye") for name in "ab"]
+
 
 @every_database
 class TestBadHandlers:
@@ -408,6 +420,7 @@ class TestBadHandlers:
 
         assert became == [HANDLED, STORED, HANDLED]
         assert effects_by_name() == {"a": 1, "c": 1}
+        assert "closed the database connection" in the_row(biz_id="b").last_error
 
     def test_message_whose_handler_commits_by_sql_fails_alone(self, together):
         def handle(message):
@@ -420,9 +433,10 @@ class TestBadHandlers:
 
         assert became == [HANDLED, STORED, HANDLED]
         assert effects_by_name() == {"a": 1, "c": 1}
+        assert "must commit together" in the_row(biz_id="b").last_error
 
     def test_commit_through_the_driver_makes_the_whole_load_dead_letters(self, together):
-        """What it committed with its own effect is also theirs, and nobody can tell how far each had come."""
+        """It committed effects of the other messages as well, and it cannot be known how far each of them was."""
 
         def handle(message):
             the_effect(message)
@@ -522,7 +536,7 @@ class TestMessagesNotRunTogether:
         assert effects_by_name() == dict.fromkeys(names_of(4), 1)
 
     def test_load_whose_failed_run_took_too_long_is_stored_and_run_later(self, together, monkeypatch):
-        """Failing together took its time; running all of them singly would take more than the broker's patience."""
+        """The failed run took so long that single runs of the whole load would exceed the broker's `consumer_timeout`."""
         begun = []
 
         def handle(message):
@@ -575,7 +589,7 @@ class TestConcurrentDuplicates:
         assert effects_by_name() == dict.fromkeys(names_of(4), 1)
 
     def test_concurrent_loads_in_opposite_order_have_one_effect_per_message(self, together):
-        """Each waits for rows of the other, which is a deadlock, again and again."""
+        """Each load waits for rows of the other, which is a deadlock, many times."""
         handler, envelopes = together(), named(*names_of(10))
 
         for _ in range(5):

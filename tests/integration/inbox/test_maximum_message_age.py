@@ -150,6 +150,10 @@ class TestPlainRetry:
     def test_store_refuses_a_plain_retry_of_a_quarantined_message(self, quarantined_copy):
         assert not store.retry("default", the_row().pk)
 
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, True)
+        run_to_the_end()
+        assert effects() == 1
+
 
 @every_database
 class TestOverride:
@@ -205,6 +209,8 @@ class TestOverride:
 
         assert not store.override_age_fence("default", the_row().pk)
 
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
+
     def test_quarantined_message_can_be_skipped_without_an_override(self, quarantined_copy):
         assert store.skip("default", the_row().pk, "handled in May, see the books")
 
@@ -252,6 +258,7 @@ class TestClockSkew:
         clock(skew)
 
         assert deliver(handles(the_effect)) is Received.HANDLED
+        assert effects() == 1
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -288,6 +295,7 @@ class TestClockSkew:
         clock(-OPTIONS.AGE_FENCE_MARGIN - 2 * HOUR)
 
         assert deliver(handler, envelope) is Received.HANDLED
+        assert effects() == 2
 
 
 class TestConsumerWithSkewedClock:

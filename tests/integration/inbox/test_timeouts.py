@@ -1,4 +1,4 @@
-"""A handler's `timeout`: what takes longer is a failed attempt, and nothing of it strikes what comes after."""
+"""A handler's `timeout`: a longer run is a failed attempt, and its interruption never hits a later run."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ every_database = pytest.mark.every_database
 
 LIMIT = timedelta(seconds=0.2)
 LONGER = timedelta(seconds=1)
-"""For a handler that must have begun when its time is up."""
+"""For a handler that must have begun before its timeout."""
 AMPLE = timedelta(seconds=A_WHILE)
-"""For a handler that must end in time, however long the machine stands still."""
+"""For a handler that must end in time even when the machine stalls."""
 SHORT = timedelta(milliseconds=200)
 
 
 def spin(seconds):
-    """Pure Python, for so long."""
+    """Run pure Python for so long."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
 
 
 def runs_of_this_thread():
-    """Those that the alarm watches; hold its lock."""
+    """The runs of this thread that the alarm watches; to be called with its lock held."""
     return [run for run in timeouts._alarm._runs if run.thread == threading.get_ident()]
 
 
 def reach_the_timeout():
-    """Of the run that calls this, and of no other; it ends here."""
+    """Let the timeout of the calling run, and of no other, expire; the run is interrupted here."""
     with timeouts._alarm._changed:
         for run in runs_of_this_thread():
             run.ends_at = 0.0
@@ -125,7 +125,7 @@ class TestSlowHandler:
     )
     def test_handler_past_its_timeout_is_a_failed_attempt_without_an_effect(self, handles, handle, monkeypatch):
         if handle in {awaits, awaits_and_cleans_up}:
-            # They end by themselves. A stall would have them struck before they can.
+            # They end by themselves. With a short grace, a stall would have them interrupted before they can.
             monkeypatch.setattr(timeouts, "_A_MOMENT_SECONDS", A_WHILE)
         handler = handles(handle, name="tests.slow", timeout=LONGER)
 
@@ -134,7 +134,7 @@ class TestSlowHandler:
         row = the_row()
         assert (row.state, row.attempts, effects()) == (State.RETRYING, 1, 0)
         assert row.last_error == "HandlerTimeout: tests.slow took longer than its timeout of 1 s"
-        # What is struck while it waits for the coroutine's own thread shows nothing of the coroutine.
+        # A run interrupted while it waits for the coroutine's own thread shows nothing of the coroutine.
         assert handle.__name__ in row.traceback or handle is blocks_the_thread_of_the_transaction
 
     def test_handler_past_its_timeout_every_time_runs_out_of_attempts(self, handles):
@@ -181,7 +181,7 @@ class TestSlowHandler:
 
 
 class TestSlowStatement:
-    """PostgreSQL cancels it; no exception of Python's reaches a thread that waits for a socket in C."""
+    """PostgreSQL cancels the statement: a Python exception cannot reach a thread that waits for a socket in C."""
 
     def test_statement_past_the_timeout_is_cancelled(self, handles):
         def handle(message):
@@ -266,8 +266,13 @@ class TestBatchAndGroup:
         assert all(later - earlier >= LIMIT.total_seconds() for earlier, later in pairwise(ends)), "each begins anew"
 
     def test_timeout_of_a_batch_applies_to_the_whole_call(self, handles):
+        ends = []
+
         def handle(messages):
+            ends.append([])
             for message in messages:
+                with timeouts._alarm._changed:
+                    ends[-1].extend(run.ends_at for run in runs_of_this_thread())
                 the_effect(message)
                 if message.payload.get("slow"):
                     reach_the_timeout()
@@ -278,10 +283,12 @@ class TestBatchAndGroup:
 
         assert became == [Received.HANDLED, Received.HANDLED, Received.STORED, Received.HANDLED]
         assert effects() == 3
+        assert len(ends[0]) == 3, "the first call reached the slow message"
+        assert [len(set(of_a_call)) for of_a_call in ends] == [1] * len(ends), "one timeout for the whole call"
 
 
 class TestTimeoutAtTheEndOfARun:
-    """A handler may end just when its time is up: it is struck inside its run, or not at all."""
+    """A handler may end just at its timeout: it is interrupted inside its run or not at all."""
 
     @pytest.fixture
     def _switching_all_the_time(self):
@@ -330,7 +337,7 @@ class TestTimeoutAtTheEndOfARun:
 
         handler = handles(handle, timeout=timedelta(seconds=limit))
         envelopes = [an_envelope() for _ in range(100)]
-        # On a busy machine a run without any spin may outlast so short a limit as well, again and again.
+        # On a busy machine a run without any spin may exceed so short a limit as well, many times.
         given = options(MAX_ATTEMPTS=1000)
 
         became = [deliver(handler, envelope, given=given) for envelope in envelopes]
@@ -346,7 +353,7 @@ def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_co
     process_environment, rabbitmq_url, rabbitmq_server, tmp_path
 ):
     handler = Handler(name=name_of(BOUNDED), topic=BOUNDED, function=print, biz_id=None, using="default")
-    # One thread: another would claim the row anew when this one stood still between claiming it and locking it.
+    # One thread: a second one would claim the row again if the first stalled between claiming and locking it.
     given = {"GROUP": "tests", "EXCHANGE": "outbox", "MAX_ATTEMPTS": 1, "REDELIVERY_AFTER": SHORT, "CONCURRENCY": 1}
     environment = {
         **process_environment,
@@ -361,7 +368,7 @@ def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_co
         process.until(lambda: effects("sound") == 1 and length_of(rabbitmq_server, handler, broker_options(rabbitmq_url)) == 0)
 
     assert set(process.exits) == {70}
-    # The first delivery cannot be counted before it has ended its process.
+    # The first delivery ends the process before its attempt is counted.
     assert deaths == 2
     assert (the_row(message_id="deaf").attempts, effects("deaf")) == (1, 0)
     assert "cannot be stopped" in process.said()
