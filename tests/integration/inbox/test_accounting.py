@@ -1,4 +1,4 @@
-"""Every delivery that was taken over is a row or a duplicate on one, whatever becomes of it."""
+"""Every delivery that the inbox has acknowledged is a row or a duplicate counted on one, in every state."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ WAYS = ("succeed", "fail", "reject", "later")
 FACTS = st.integers(0, 5)
 
 
-def as_told(message):
-    """Does what the message says."""
+def do_what_the_payload_says(message):
+    """Succeed, fail, reject or ask for a retry, as the payload says."""
     what = message.payload["do"]
     if what == "fail" and message.attempt < 2:
         raise ValueError("no stock")
@@ -48,7 +48,7 @@ def as_told(message):
 
 
 def counted_by_hand():
-    """What the balance must say, by reading every row."""
+    """The expected balance, from reading every row."""
     rows = InboxMessage.objects
     sums = rows.aggregate(
         **{name: Sum(name, default=0) for name in ("duplicates", "redeliveries", "resends", "replays", "conflicts")}
@@ -62,20 +62,20 @@ def assert_balanced(delivered):
     sums, by_state = counted_by_hand()
     assert balance.states == by_state
     assert balance.delivered == sum(by_state.values()) + sums["duplicates"] == delivered
-    told = balance.duplicates
-    assert (told.suppressed, told.redelivery, told.resend, told.replay, told.conflicting) == tuple(sums.values())
-    assert told.business >= 0
+    found = balance.duplicates
+    assert (found.suppressed, found.redelivery, found.resend, found.replay, found.conflicting) == tuple(sums.values())
+    assert found.business == sums["duplicates"] - sums["redeliveries"] - sums["resends"] - sums["replays"] >= 0
     assert balance.quarantined == InboxMessage.objects.filter(state=State.DEAD, quarantined=True).count()
 
 
 class World:
-    """Three handlers, some facts, and everything that deliveries and operators do to them."""
+    """Three handlers, some facts, and the operations that deliveries and operators perform on them."""
 
     def __init__(self, **handlers):
         self.handlers = handlers
         self.delivered = 0
         self.sent = {}
-        """By fact: the first message about it."""
+        """The first message about each fact, by fact."""
 
     def deliver(self, to, envelope, *, redelivered=False):
         handler = self.handlers[to]
@@ -83,9 +83,9 @@ class World:
             (received,) = take_in(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
         else:
             received = deliver(handler, envelope, redelivered=redelivered)
-        self.note(received)
+        self.count(received)
 
-    def note(self, received):
+    def count(self, received):
         self.delivered += received is not Received.PUT_OFF
 
     def envelope(self, fact, way="succeed"):
@@ -104,8 +104,8 @@ class World:
     def replayed(self, to, fact):
         self.deliver(to, self.envelope(fact)._replace(replayed=True))
 
-    def said_again(self, to, fact, way):
-        """By the business: with an id of its own, and perhaps other content."""
+    def repeated_by_the_business(self, to, fact, way):
+        """A second message about the fact, with another message id and perhaps other content."""
         self.deliver(to, self.a_message(fact, way))
 
     def unreadable(self, to, fact, *, redelivered):
@@ -114,15 +114,15 @@ class World:
     def too_old(self, to, fact):
         self.deliver(to, self.a_message(fact, created_at=utcnow() - timedelta(days=40)))
 
-    def held_for_its_turn(self, fact, *, redelivered):
+    def stored_for_later(self, fact, *, redelivered):
         plain = self.handlers["plain"]
-        self.note(store_for_later(plain, read(plain, self.envelope(fact), OPTIONS), OPTIONS, redelivered=redelivered))
+        self.count(store_for_later(plain, read(plain, self.envelope(fact), OPTIONS), OPTIONS, redelivered=redelivered))
 
     def shed(self, facts):
         plain = self.handlers["plain"]
         deliveries = [(arrival, False) for arrival in self._arrivals(plain, facts)]
         for received in receive_shed(plain, deliveries, "too many wait", OPTIONS):
-            self.note(received)
+            self.count(received)
 
     def together(self, facts, way):
         plain = self.handlers["plain"]
@@ -131,12 +131,12 @@ class World:
         if received is None:  # one of them failed, so that nothing has happened
             received = [deliver(plain, arrival.envelope) for arrival in arrivals]
         for one in received:
-            self.note(one)
+            self.count(one)
 
     def in_order(self, facts, way):
         ordered = self.handlers["ordered"]
         for received in take_in(ordered, [(one, False) for one in self._arrivals(ordered, facts, way)], OPTIONS):
-            self.note(received)
+            self.count(received)
 
     def _arrivals(self, handler, facts, way="succeed"):
         return [read(handler, self.envelope(fact, way), OPTIONS) for fact in facts]
@@ -158,7 +158,7 @@ class World:
         self.delivered -= sum(sums.values())
 
 
-def a_step():
+def steps_of_the_world():
     def step(name, **arguments):
         return st.tuples(st.just(name), st.fixed_dictionaries(arguments))
 
@@ -169,10 +169,10 @@ def a_step():
         step("fresh", to=to, fact=FACTS, way=way),
         step("redelivered", to=to, fact=FACTS, way=way),
         step("replayed", to=to, fact=FACTS),
-        step("said_again", to=to, fact=FACTS, way=way),
+        step("repeated_by_the_business", to=to, fact=FACTS, way=way),
         step("unreadable", to=to, fact=FACTS, redelivered=st.booleans()),
         step("too_old", to=to, fact=FACTS),
-        step("held_for_its_turn", fact=FACTS, redelivered=st.booleans()),
+        step("stored_for_later", fact=FACTS, redelivered=st.booleans()),
         step("shed", facts=some),
         step("together", facts=some, way=way),
         step("in_order", facts=some, way=way),
@@ -184,23 +184,23 @@ def a_step():
 
 @every_database
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(a_step(), min_size=5, max_size=30))
-def test_the_books_balance_after_every_step(handles, steps):
+@given(steps=st.lists(steps_of_the_world(), min_size=5, max_size=30))
+def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles, steps):
     InboxMessage.objects.all().delete()
     Effect.objects.all().delete()
     world = World(
-        plain=handles(as_told, name="tests.plain"),
-        ordered=handles(as_told, name="tests.support.apps.ordered", ordered=True),
-        leased=handles(as_told, name="tests.support.apps.leased", mode="lease"),
+        plain=handles(do_what_the_payload_says, name="tests.plain"),
+        ordered=handles(do_what_the_payload_says, name="tests.support.apps.ordered", ordered=True),
+        leased=handles(do_what_the_payload_says, name="tests.support.apps.leased", mode="lease"),
     )
     for name, arguments in steps:
         getattr(world, name)(**arguments)
         assert_balanced(world.delivered)
 
 
-class TestWhatIsPutOff:
-    def test_is_not_delivered_yet(self, handles):
-        """A twin has it in hand, so it goes back to the broker, and is counted when it comes again."""
+class TestDeferredDelivery:
+    def test_deferred_duplicate_is_counted_only_when_it_is_redelivered(self, handles):
+        """The first copy is still running, so the second returns to the broker and is counted when it is redelivered."""
         begun, ended = [], []
 
         def slow(message):
@@ -223,8 +223,8 @@ class TestWhatIsPutOff:
         assert_balanced(2)
 
 
-class TestManyAtOnce:
-    def test_twenty_threads_of_copies_are_all_accounted_for(self, handles):
+class TestConcurrentDeliveries:
+    def test_copies_delivered_in_twenty_threads_are_all_accounted_for(self, handles):
         handler = handles(the_effect)
         facts = [an_envelope(biz_id=f"fact-{number}") for number in range(5)]
 
@@ -239,10 +239,10 @@ class TestManyAtOnce:
         assert received == {Received.HANDLED: 5, Received.DUPLICATE: 15}
         assert_balanced(20)
 
-    def test_every_message_that_the_broker_was_rid_of_is_accounted_for(self, handles, rabbitmq_server, rabbitmq_url):
-        """Hundreds of them through the real consumer, which is stopped and started in between."""
+    def test_every_acknowledged_message_is_accounted_for_across_consumer_restarts(self, handles, rabbitmq_server, rabbitmq_url):
+        """Hundreds of messages go through the real consumer, which is stopped and started in between."""
         rng = random.Random(7)
-        handler = handles(as_told)
+        handler = handles(do_what_the_payload_says)
         options = broker_options(rabbitmq_url, RETRY_BASE=timedelta(milliseconds=50), RETRY_CAP=timedelta(milliseconds=50))
         declare(handler, options)
         sent = 300
@@ -267,13 +267,13 @@ class TestManyAtOnce:
         assert store.balance("default").duplicates.suppressed > 100
 
 
-class TestTheCost:
-    """Among many handled rows, by indexes alone: what people look at must cost little when there is much."""
+class TestQueryPlans:
+    """Status pages read indexes only, so that their cost does not grow with the number of handled rows."""
 
     ROWS = 50_000
 
     @pytest.fixture
-    def many(self):
+    def many_rows(self):
         with connection.cursor() as cursor:
             cursor.execute(
                 "INSERT INTO inbox_inboxmessage (handler, topic, biz_id, message_id, key, state, content_type, body, digest, "
@@ -287,7 +287,7 @@ class TestTheCost:
             )
             cursor.execute("VACUUM ANALYZE inbox_inboxmessage")
 
-    def test_the_balance_does_not_read_the_table(self, many):
+    def test_balance_is_computed_from_indexes_without_a_sequential_scan(self, many_rows):
         assert_balanced(self.ROWS + self.ROWS // 1000)
 
         with transaction.atomic(), connection.cursor() as cursor:
@@ -302,8 +302,8 @@ class TestTheCost:
         for index in ("inbox_open", "inbox_unhandled", "inbox_settled", "inbox_duplicates"):
             assert index in plan
 
-    def test_the_admins_filters_do_not_read_the_table(self, many):
-        """Each is counted on every page of the list, as far as the list goes."""
+    def test_admin_filters_use_partial_indexes_without_a_sequential_scan(self, many_rows):
+        """The admin counts the rows of the chosen filter on every page of the list, up to a limit."""
         lookups = [{"state": state} for state in State if state != State.DONE]
         for lookup in (*lookups, {"duplicates__gt": 0}, {"conflicts__gt": 0}):
             found = InboxMessage.objects.filter(**lookup)

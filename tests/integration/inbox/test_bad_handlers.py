@@ -1,10 +1,10 @@
-"""The zoo: handlers that do what handlers must not, and what becomes of their messages.
+"""Handlers that do what handlers must not, and what becomes of their messages.
 
 The promise is the same for all of them: a message is never acknowledged for good without its effect, and its effect never
 happens twice, however often it is run or delivered again.
 
-`test_without_the_sentinel_…` runs part of the same zoo with the commit sentinel taken out and sees messages get lost, so
-that this module is known to bite.
+`test_bad_handlers_lose_messages_without_the_commit_sentinel` runs some of them with the sentinel removed and sees messages get
+lost, which shows that the other tests of this module can fail.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from tests.support.deliveries import (
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-SETTLED_FOR_GOOD = {Received.HANDLED, Received.DUPLICATE}
+SETTLED = {Received.HANDLED, Received.DUPLICATE}
 TAKEN = "taken"
 EVERYWHERE = ("postgresql", "sqlite")
 POSTGRESQL = ("postgresql",)
 
 
 @dataclass(frozen=True)
-class Animal:
+class BadHandler:
     """One bad handler.
 
     Attributes:
-        handle: what it does.
-        ends: the state its message must end in when it was run to the end.
-        takes_effect: whether the effect is there in the end.
-        reason: what its error must say, for the people who look at it; "" when it does no harm.
-        databases: where it lives.
-        lost_on: where its message would be lost without the sentinel.
+        handle: the handler function.
+        end_state: the state of its message after all attempts.
+        takes_effect: whether the effect is in the database after all attempts.
+        reason: what the error of its message must contain; "" means that there must be no error.
+        databases: the databases that it can run on.
+        lost_on: the databases on which its message would be lost without the sentinel.
     """
 
     handle: Callable[[Message], object]
-    ends: State
+    end_state: State
     takes_effect: bool
     reason: str = ""
     databases: tuple[str, ...] = EVERYWHERE
@@ -70,32 +70,35 @@ class Animal:
         return self.handle.__name__
 
 
-ZOO: list[Animal] = []
+BAD_HANDLERS: list[BadHandler] = []
+COMMITTED_BY_ITSELF = "committed by itself"
 
 
 def fails(reason, *, databases=EVERYWHERE, lost_on=()):
-    """Its message is never done: it runs out of attempts without an effect."""
+    """The message of this handler ends as a dead letter without an effect."""
 
     def add(function):
-        ZOO.append(Animal(function, State.DEAD, takes_effect=False, reason=reason, databases=databases, lost_on=lost_on))
+        BAD_HANDLERS.append(
+            BadHandler(function, State.DEAD, takes_effect=False, reason=reason, databases=databases, lost_on=lost_on)
+        )
         return function
 
     return add
 
 
 def does_no_harm(*, databases=EVERYWHERE):
-    """It looks bad, and its message is done all the same, with its effect."""
+    """The message of this handler is done, with its effect, although the handler looks bad."""
 
     def add(function):
-        ZOO.append(Animal(function, State.DONE, takes_effect=True, databases=databases))
+        BAD_HANDLERS.append(BadHandler(function, State.DONE, takes_effect=True, databases=databases))
         return function
 
     return add
 
 
 def commits_by_itself(function):
-    """Its effect is out of our hands: it is there, and a person must look at it."""
-    ZOO.append(Animal(function, State.DEAD, takes_effect=True, reason="committed by itself"))
+    """The effect is committed outside the control of the inbox, so the message is a dead letter for an operator."""
+    BAD_HANDLERS.append(BadHandler(function, State.DEAD, takes_effect=True, reason=COMMITTED_BY_ITSELF))
     return function
 
 
@@ -126,7 +129,7 @@ def swallows_an_integrity_error_of_raw_sql(message):
 
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
 def swallows_an_error_before_its_effect(message):
-    """The effect fails then, too: the transaction is aborted."""
+    """The effect fails as well, because the transaction is aborted."""
     with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
         cursor.execute("SELECT 1/0")
     with contextlib.suppress(DatabaseError):
@@ -137,7 +140,7 @@ def swallows_an_error_before_its_effect(message):
 def swallows_a_nowait_lock_error(message):
     the_effect(message)
     with (
-        psycopg.connect(**_whereabouts()) as rival,
+        psycopg.connect(**_connection_arguments()) as rival,
         contextlib.suppress(DatabaseError),
     ):
         rival.execute("SELECT 1 FROM testapp_unique FOR UPDATE")
@@ -155,8 +158,8 @@ def swallows_a_statement_timeout(message):
 @fails("can no longer commit", lost_on=POSTGRESQL, databases=POSTGRESQL)
 def swallows_a_deadlock(message):
     the_effect(message)
-    with a_deadlock_in_sight() as embrace, contextlib.suppress(DatabaseError):
-        embrace()
+    with about_to_deadlock() as close_the_cycle, contextlib.suppress(DatabaseError):
+        close_the_cycle()
 
 
 @fails("can no longer commit", lost_on=EVERYWHERE)
@@ -275,7 +278,7 @@ def uses_savepoints_by_sql(message):
 @commits_by_itself
 def hides_a_commit_in_a_comment(message):
     the_effect(message)
-    execute("/* nobody looks here */ COMMIT")
+    execute("/* a comment */ COMMIT")
 
 
 @commits_by_itself
@@ -292,16 +295,16 @@ def commits_through_the_driver_and_then_swallows_an_error(message):
         Unique.objects.create(name=TAKEN)
 
 
-@fails("", lost_on=EVERYWHERE)
+@fails("ended the inbox's transaction", lost_on=EVERYWHERE)
 def rolls_back_through_the_driver_after_its_effect(message):
     the_effect(message)
     connection.connection.rollback()
 
 
-@fails("", lost_on=EVERYWHERE)
+@fails("ended the inbox's transaction", lost_on=EVERYWHERE)
 def hides_a_rollback_in_a_comment(message):
     the_effect(message)
-    execute("/* nobody looks here */ ROLLBACK")
+    execute("/* a comment */ ROLLBACK")
 
 
 # ------------------------------------------------------------ savepoints, as they are meant
@@ -309,7 +312,7 @@ def hides_a_rollback_in_a_comment(message):
 
 @does_no_harm()
 def gets_or_creates(message):
-    """Django wraps it in a savepoint of its own, even when it collides."""
+    """Django wraps each call in a savepoint, also when the name is taken."""
     Unique.objects.get_or_create(name=TAKEN)
     Unique.objects.get_or_create(name="new")
     Unique.objects.update_or_create(name="newer")
@@ -364,19 +367,19 @@ def recurses_for_ever(message):
     recurses_for_ever(message)
 
 
-class Unspeakable(Exception):
+class Unprintable(Exception):
     def __str__(self):
         raise ValueError("even my text is broken")
 
 
-@fails("Unspeakable")
-def raises_what_cannot_be_printed(message):
+@fails("Unprintable")
+def raises_an_error_that_cannot_be_printed(message):
     the_effect(message)
-    raise Unspeakable
+    raise Unprintable
 
 
 @fails("ValueError")
-def raises_what_no_column_takes(message):
+def raises_an_error_text_that_no_column_can_store(message):
     the_effect(message)
     raise ValueError("nul \x00, lone \ud800, long " + "x" * 100_000)
 
@@ -440,7 +443,7 @@ def writes_to_the_other_database(message):
 
 @does_no_harm(databases=POSTGRESQL)
 def writes_from_another_thread(message):
-    """Nobody can see that it is outside the transaction; as long as the handler succeeds it happens once."""
+    """The write is outside the transaction, which cannot be detected; it happens once as long as the handler succeeds."""
 
     def write():
         the_effect(message)
@@ -453,7 +456,7 @@ def writes_from_another_thread(message):
 
 
 _LEFT_OPEN = []
-"""Blocks that nobody collects: closing one would end it."""
+"""References to the open blocks: garbage collection would close them."""
 
 
 def _leave_open(alias="default"):
@@ -481,8 +484,8 @@ def leaves_an_atomic_block_open_and_fails(message):
 
 
 @fails("on purpose")
-def is_struck_while_it_leaves_an_atomic_block(message):
-    """By its timeout, in the middle of Django's own code: of two stacks one has been put back."""
+def times_out_while_leaving_an_atomic_block(message):
+    """A timeout in the middle of Django's own code: one of the two stacks has been restored, the other has not."""
     the_effect(message)
     _leave_open()
     connection.atomic_blocks.pop()
@@ -496,20 +499,20 @@ def closes_the_connection_in_a_block_and_leaves_it_open(message):
     connection.close()
 
 
-def _whereabouts():
+def _connection_arguments():
     known = connection.get_connection_params()
     return {name: known[name] for name in ("dbname", "user", "host", "port") if name in known}
 
 
 @contextlib.contextmanager
-def a_deadlock_in_sight():
-    """A rival holds what this transaction asks for next, and waits for what it has. Ours is the one that is cancelled."""
+def about_to_deadlock():
+    """A rival holds the lock that this transaction takes next, and waits for its lock. PostgreSQL cancels this transaction."""
     ours, theirs = 4711, 4712
     execute("SET LOCAL deadlock_timeout = '10ms'")
     execute(f"SELECT pg_advisory_xact_lock({ours})")
 
     def wait_for_ours():
-        with psycopg.connect(**_whereabouts()) as rival:
+        with psycopg.connect(**_connection_arguments()) as rival:
             rival.execute("SET deadlock_timeout = '1h'")
             rival.execute(f"SELECT pg_advisory_xact_lock({theirs})")
             holds.set()
@@ -526,43 +529,43 @@ def a_deadlock_in_sight():
     assert holds.wait(A_WHILE)
     wait_until(is_waiting)
     yield lambda: execute(f"SELECT pg_advisory_xact_lock({theirs})")
-    # Our locks go with our transaction, which outlives this block; the rival ends then.
+    # The locks end with the transaction, which is longer than this block; the rival connection ends then.
 
 
 @pytest.fixture(autouse=True)
-def something_to_collide_with(db):
+def taken_name(db):
     Unique.objects.create(name=TAKEN)
 
 
-HERE = [animal for animal in ZOO if connection.vendor in animal.databases]
+ON_THIS_DATABASE = [bad_handler for bad_handler in BAD_HANDLERS if connection.vendor in bad_handler.databases]
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("animal", HERE, ids=str)
+@pytest.mark.parametrize("bad_handler", ON_THIS_DATABASE, ids=str)
 @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
-def test_it_is_never_acknowledged_without_its_effect_and_has_it_once_at_most(animal, redelivered, handles):
-    handler = handles(animal.handle)
+def test_bad_handler_is_never_acknowledged_without_its_effect_nor_repeats_it(bad_handler, redelivered, handles):
+    handler = handles(bad_handler.handle)
     envelope = an_envelope()
 
     received = deliver(handler, envelope, redelivered=redelivered)
 
-    if received in SETTLED_FOR_GOOD:
-        assert effects(envelope.biz_id) == 1
+    # Acknowledged for good means that the effect is committed, and the other way round.
+    assert (effects(envelope.biz_id) == 1) is (received in SETTLED or bad_handler.reason == COMMITTED_BY_ITSELF)
     run_to_the_end()
     for again in (False, True):
         assert deliver(handler, envelope, redelivered=again) is Received.DUPLICATE
     run_to_the_end()
     row = the_row()
-    assert effects(envelope.biz_id) == animal.takes_effect
-    assert row.state == animal.ends
-    assert animal.reason in row.last_error
+    assert effects(envelope.biz_id) == bad_handler.takes_effect
+    assert row.state == bad_handler.end_state
+    assert bad_handler.reason in row.last_error if bad_handler.reason else row.last_error == ""
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("animal", HERE, ids=str)
-def test_what_its_thread_does_afterwards_is_committed(animal, handles):
+@pytest.mark.parametrize("bad_handler", ON_THIS_DATABASE, ids=str)
+def test_messages_after_a_bad_handler_commit_on_the_same_thread(bad_handler, handles):
     bad, good, elsewhere = (
-        handles(animal.handle),
+        handles(bad_handler.handle),
         handles(the_effect, topic="shop.good"),
         handles(the_effect, topic="shop.good", using="other"),
     )
@@ -580,14 +583,16 @@ def test_what_its_thread_does_afterwards_is_committed(animal, handles):
 
 
 @pytest.mark.every_database
-@pytest.mark.parametrize("animal", [animal for animal in ZOO if connection.vendor in animal.lost_on], ids=str)
-def test_without_the_sentinel_the_same_zoo_loses_messages(animal, handles, monkeypatch):
-    """If this fails, the sentinel is not what keeps the messages, and the test above proves little."""
+@pytest.mark.parametrize(
+    "bad_handler", [bad_handler for bad_handler in BAD_HANDLERS if connection.vendor in bad_handler.lost_on], ids=str
+)
+def test_bad_handlers_lose_messages_without_the_commit_sentinel(bad_handler, handles, monkeypatch):
+    """If this fails, something other than the sentinel keeps the messages, and the test above proves little."""
     monkeypatch.setattr(store, "finish", lambda guard, attempts, result=None: None)
-    # The second line of defence, which sees some of them too: those that Django rolls back without running the commit's hooks.
+    # The second check, which detects those that Django rolls back without running the on_commit hooks.
     monkeypatch.setattr(transactions, "refuse_if_uncommitted", lambda alias, committed: None)
 
-    received = deliver(handles(animal.handle))
+    received = deliver(handles(bad_handler.handle))
 
     assert received is Received.HANDLED
     assert effects() == 0
@@ -595,14 +600,14 @@ def test_without_the_sentinel_the_same_zoo_loses_messages(animal, handles, monke
 
 
 @pytest.mark.every_database
-def test_the_zoo_is_not_empty_where_the_sentinel_matters():
-    assert sum(connection.vendor in animal.lost_on for animal in ZOO) >= 4
+def test_commit_sentinel_matters_for_at_least_four_bad_handlers_on_this_database():
+    assert sum(connection.vendor in bad_handler.lost_on for bad_handler in BAD_HANDLERS) >= 4
 
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("path", ["fresh", "redelivered", "retried"])
-def test_a_handler_that_commits_by_itself_is_announced_as_dead(path, handles):
-    """Its effect may be there in part, so it is neither done nor run again: a person is told."""
+def test_message_of_a_handler_that_commits_by_itself_is_signalled_as_dead(path, handles):
+    """Its effect may be there in part, so it is neither done nor run again, and an operator is informed."""
     dead = []
 
     def listen(**arguments):
@@ -630,8 +635,8 @@ def _raises(message):
 
 
 @pytest.mark.every_database
-def test_rolling_back_through_the_driver_and_going_on_has_no_effect_twice(handles):
-    """On SQLite the driver commits every statement from there on, so the effect is out; it must not come again."""
+def test_handler_that_rolls_back_through_the_driver_and_goes_on_repeats_no_effect(handles):
+    """On SQLite the driver commits every later statement, so the effect is committed and must not be repeated."""
 
     def handle(message):
         connection.connection.rollback()
@@ -640,47 +645,50 @@ def test_rolling_back_through_the_driver_and_going_on_has_no_effect_twice(handle
     deliver(handles(handle))
     run_to_the_end()
 
-    assert effects() <= 1
+    assert effects() == (1 if connection.vendor == "sqlite" else 0)
     assert the_row().state == State.DEAD
 
 
 @pytest.mark.every_database
-def test_a_write_to_another_database_is_warned_about(handles, caplog):
+def test_write_to_another_database_is_logged_as_a_warning(handles, caplog):
     with caplog.at_level(logging.WARNING, "inbox"):
-        deliver(handles(writes_to_the_other_database))
+        assert deliver(handles(writes_to_the_other_database)) is Received.HANDLED
 
     (record,) = [record for record in caplog.records if "outside its transaction" in record.getMessage()]
     assert "'other'" in record.getMessage()
 
 
 @pytest.mark.every_database
-def test_reading_another_database_is_nothing_to_warn_about(handles, caplog):
+def test_read_from_another_database_logs_no_warning(handles, caplog):
+    read = []
+
     def handle(message):
         the_effect(message)
-        Effect.objects.using("other").count()
+        read.append(Effect.objects.using("other").count())
 
     with caplog.at_level(logging.WARNING, "inbox"):
-        deliver(handles(handle))
+        assert deliver(handles(handle)) is Received.HANDLED
 
+    assert read == [0]
     assert not caplog.records
 
 
 @pytest.mark.every_database
-def test_a_hook_that_raised_is_logged_and_the_message_is_done_at_once(handles, caplog):
+def test_on_commit_hook_that_raises_is_logged_and_the_message_is_done(handles, caplog):
     assert deliver(handles(raises_in_an_on_commit_hook)) is Received.HANDLED
 
     assert "after the effect" in caplog.text
     assert the_row().state == State.DONE
 
 
-def test_a_deadlock_that_is_let_out_is_met_with_another_try_at_once(handles):
+def test_deadlock_raised_by_a_handler_is_retried_at_once_and_costs_no_attempt(handles):
     attempts = []
 
     def handle(message):
         attempts.append(message.attempt)
         if len(attempts) == 1:
-            with a_deadlock_in_sight() as embrace:
-                embrace()
+            with about_to_deadlock() as close_the_cycle:
+                close_the_cycle()
         the_effect(message)
 
     assert deliver(handles(handle)) is Received.HANDLED
@@ -690,21 +698,21 @@ def test_a_deadlock_that_is_let_out_is_met_with_another_try_at_once(handles):
     assert effects() == 1
 
 
-class TestRefusedAtDecoration:
+class TestDecoration:
     @pytest.fixture
-    def refused(self):
+    def registry_unchanged(self):
         before = registry.all()
         yield
         assert registry.all() == before
 
-    def test_a_generator_function(self, refused):
+    def test_generator_function_is_refused_at_decoration(self, registry_unchanged):
         with pytest.raises(NotCallable, match="generator function"):
 
             @idempotent_handler(TOPIC, name="tests.refused")
             def handle(message):
                 yield the_effect(message)
 
-    def test_an_async_generator_function(self, refused):
+    def test_async_generator_function_is_refused_at_decoration(self, registry_unchanged):
         with pytest.raises(NotCallable, match="generator function"):
 
             @idempotent_handler(TOPIC, name="tests.refused")

@@ -1,4 +1,4 @@
-"""Many deliveries in one transaction, as a batch or by group commit: each effect once, and each failure for itself."""
+"""Many deliveries in one transaction, as a batch or by group commit: each effect happens once and each message fails alone."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def one_refusing(message):
 
 @pytest.fixture(params=["batch", "group_commit"])
 def together(request, handles):
-    """A handler that takes many in one transaction, by either way: what is given is done for each message."""
+    """A handler of many messages per transaction, as a batch or by group commit; `each` is called for each message."""
 
     def register(each=one_refusing, *, size=100, **arguments):
         def handle_all(messages):
@@ -107,8 +107,8 @@ def together(request, handles):
 
 
 @contextmanager
-def heard():
-    """What the inbox's signals said: (name, biz-id or message id)."""
+def recorded_signals():
+    """The signals that the inbox sent: (name, biz-id or message id)."""
     said = []
     receivers = {
         "message_handled": lambda message, **_: said.append(("handled", message.biz_id)),
@@ -128,7 +128,7 @@ def heard():
 
 @every_database
 class TestOneTransaction:
-    def test_a_batch_is_a_list_in_the_order_of_the_queue(self, handles):
+    def test_batch_handler_gets_one_list_in_queue_order(self, handles):
         got = []
         handler = handles(got.append, batch=10)
 
@@ -137,7 +137,7 @@ class TestOneTransaction:
         assert [[message.biz_id for message in messages] for messages in got] == [["a", "b", "c"]]
         assert {(m.attempt, m.redelivered) for m in got[0]} == {(1, False)}
 
-    def test_a_group_is_one_call_for_each_message(self, handles):
+    def test_group_commit_calls_the_handler_once_per_message(self, handles):
         got = []
         handler = handles(got.append, group_commit=10)
 
@@ -145,7 +145,7 @@ class TestOneTransaction:
 
         assert [message.biz_id for message in got] == ["a", "b", "c"]
 
-    def test_nothing_is_seen_before_everything_is_done(self, together):
+    def test_no_effect_is_visible_before_the_whole_load_commits(self, together):
         seen = []
 
         def look(message):
@@ -159,7 +159,7 @@ class TestOneTransaction:
         assert seen == [(0, 0)] * 5
         assert (effects(), InboxMessage.objects.filter(state=State.DONE).count()) == (5, 5)
 
-    def test_each_is_announced_after_the_commit(self, together):
+    def test_message_handled_is_signalled_after_the_commit_of_the_load(self, together):
         at_the_time = []
 
         def listen(message, **_):
@@ -173,7 +173,7 @@ class TestOneTransaction:
 
         assert at_the_time == [(False, 3)] * 3
 
-    def test_its_rows_are_like_those_of_single_ones(self, handles):
+    def test_rows_of_a_group_equal_the_rows_of_single_deliveries(self, handles):
         columns = [field.name for field in InboxMessage._meta.fields if field.name not in {"id", "handler"}]
         envelopes = [
             an_envelope(
@@ -192,16 +192,17 @@ class TestOneTransaction:
             deliver(single, envelope)
         receive_together(many, envelopes)
 
-        apart = {"received_at", "settled_at"}
+        instants = {"received_at", "settled_at"}
         rows = [
             list(InboxMessage.objects.filter(handler=handler.name).order_by("biz_id").values(*columns))
             for handler in (single, many)
         ]
+        assert [len(of_handler) for of_handler in rows] == [3, 3]
         for one, other in zip(*rows, strict=True):
-            assert {name for name in columns if one[name] != other[name]} <= apart
+            assert {name for name in columns if one[name] != other[name]} <= instants
             assert other["settled_at"] >= other["received_at"]
 
-    def test_a_hook_that_fails_after_the_commit_changes_nothing(self, together, caplog):
+    def test_failing_on_commit_hooks_change_no_outcome_and_are_logged(self, together, caplog):
         def handle(message):
             the_effect(message)
             transaction.on_commit(lambda: 1 / 0)
@@ -211,7 +212,7 @@ class TestOneTransaction:
         assert effects() == 2
         assert "on_commit hook" in caplog.text
 
-    def test_a_hook_of_one_call_does_not_cost_the_others_theirs(self, handles):
+    def test_failing_on_commit_hook_of_one_message_keeps_the_hooks_of_the_others(self, handles):
         ran = []
 
         def handle(message):
@@ -228,11 +229,11 @@ class TestOneTransaction:
 
 @every_database
 class TestDuplicates:
-    def test_inside_a_load_are_left_out_and_counted(self, together):
+    def test_duplicates_within_a_load_are_skipped_and_counted(self, together):
         first, other = named("a", "b")
         copy, again = an_envelope(biz_id="a", body=first.body), other
 
-        with heard() as said:
+        with recorded_signals() as said:
             became = receive_together(together(), [first, other, copy, again, *named("c")])
 
         assert became == [HANDLED, HANDLED, DUPLICATE, DUPLICATE, HANDLED]
@@ -242,7 +243,7 @@ class TestDuplicates:
             [("handled", name) for name in "abc"] + [("business", "a"), ("resend", "b")],
         )
 
-    def test_of_other_loads_and_of_earlier_ones(self, together):
+    def test_duplicates_of_earlier_deliveries_are_skipped_in_a_later_load(self, together):
         handler = together()
         a, b, c = named("a", "b", "c")
         deliver(handler, a)
@@ -252,40 +253,48 @@ class TestDuplicates:
 
         assert effects_by_name() == {"a": 1, "b": 1, "c": 1, "d": 1}
 
-    def test_only_is_no_call(self, together):
-        handler, envelopes = together(), named("a", "b")
+    def test_load_of_duplicates_only_calls_no_handler(self, together):
+        calls = []
+
+        def handle(message):
+            calls.append(message.biz_id)
+            the_effect(message)
+
+        handler, envelopes = together(handle), named("a", "b")
         receive_together(handler, envelopes)
 
         assert receive_together(handler, envelopes) == [DUPLICATE] * 2
+        assert calls == ["a", "b"]
         assert effects() == 2
 
-    def test_that_say_something_else_are_told(self, together):
+    def test_conflicting_duplicate_within_a_load_is_counted_and_signalled(self, together):
         first = an_envelope({"total": 1}, biz_id="a")
         other = an_envelope({"total": 2}, biz_id="a")
 
-        with heard() as said:
+        with recorded_signals() as said:
             assert receive_together(together(), [first, other]) == [HANDLED, DUPLICATE]
 
         assert ("conflict", "a") in said
         assert (the_row().conflicts, bytes(the_row().body)) == (1, first.body)
 
-    def test_of_what_is_stored_do_not_run_it(self, together):
+    def test_duplicate_of_a_retrying_message_in_a_load_does_not_run_it(self, together):
         handler = together()
         poisoned = an_envelope(POISON, biz_id="a")
         deliver(handler, poisoned)
 
         assert receive_together(handler, [poisoned, *named("b")]) == [DUPLICATE, HANDLED]
         assert states() == {"a": State.RETRYING, "b": State.DONE}
+        assert the_row(biz_id="a").attempts == 1
 
 
 @every_database
-class TestAPoisonedOne:
+class TestFailingMessage:
     @pytest.mark.parametrize("place", [0, 36, 99])
-    def test_fails_alone(self, together, place):
+    def test_failing_message_of_a_load_fails_alone(self, together, place):
         handler = together()
         envelopes = [an_envelope(POISON if number == place else {}, biz_id=f"m{number}") for number in range(100)]
 
-        with heard() as said:
+        with recorded_signals() as said:
             became = receive_together(handler, envelopes)
 
         assert became == [STORED if number == place else HANDLED for number in range(100)]
@@ -297,7 +306,7 @@ class TestAPoisonedOne:
         assert (row.state, row.attempts, row.last_error) == (State.RETRYING, 1, "ValueError: poison")
         assert InboxMessage.objects.exclude(pk=row.pk).filter(state=State.DONE, attempts=1).count() == 99
 
-    def test_in_a_batch_is_found_by_halves(self, handles):
+    def test_failing_message_of_a_batch_is_found_by_bisection(self, handles):
         sizes = []
 
         def handle(messages):
@@ -310,7 +319,7 @@ class TestAPoisonedOne:
         assert sizes == [100, 50, 25, 25, 12, 6, 6, 3, 3, 1, 2, 1, 1, 13, 50]
         assert effects() == 99
 
-    def test_in_a_group_has_all_of_them_run_singly(self, handles):
+    def test_failing_message_of_a_group_makes_every_message_run_singly(self, handles):
         calls = []
 
         def handle(message):
@@ -323,7 +332,7 @@ class TestAPoisonedOne:
 
         assert calls == [*"abc", *"abcde"]
 
-    def test_is_retried_alone_until_it_is_dead(self, together):
+    def test_failing_message_of_a_load_is_retried_alone_until_it_is_dead(self, together):
         handler = together()
         receive_together(handler, [*named("a"), an_envelope(POISON, biz_id="b"), *named("c")])
 
@@ -332,7 +341,7 @@ class TestAPoisonedOne:
         assert states() == {"a": State.DONE, "b": State.DEAD, "c": State.DONE}
         assert (the_row(biz_id="b").attempts, effects()) == (3, 2)
 
-    def test_and_another_and_all(self, together):
+    def test_several_or_all_messages_of_a_load_may_fail(self, together):
         handler = together()
 
         assert receive_together(handler, [an_envelope(POISON if number % 3 else {}) for number in range(10)]) == [
@@ -341,7 +350,7 @@ class TestAPoisonedOne:
         assert receive_together(handler, [an_envelope(POISON) for _ in range(7)]) == [STORED] * 7
         assert effects() == 4
 
-    def test_does_not_hand_its_neighbours_what_a_run_made_of_their_payload(self, together):
+    def test_payload_changed_by_a_failed_run_is_read_anew_for_the_next_run(self, together):
         def consume(message):
             message.payload["done"] = message.payload.pop("amount") + len(message.payload)
             the_effect(message)
@@ -362,7 +371,7 @@ class TestAPoisonedOne:
             pytest.param(KeyboardInterrupt, STORED, State.RETRYING, 1, id="KeyboardInterrupt"),
         ],
     )
-    def test_may_fail_on_purpose(self, together, does, becomes, state, attempts):
+    def test_message_that_raises_retry_later_reject_or_exit_settles_alone(self, together, does, becomes, state, attempts):
         def handle(message):
             the_effect(message)
             if message.payload.get("poison"):
@@ -374,16 +383,19 @@ class TestAPoisonedOne:
         assert (the_row(biz_id="b").state, the_row(biz_id="b").attempts) == (state, attempts)
         assert effects_by_name() == {"a": 1, "c": 1}
 
-    def test_sys_exit_ends_nothing(self, together):
+    def test_sys_exit_in_a_load_is_a_failed_attempt_of_each_message(self, together):
         def handle(message):
             sys.exit("bye")
 
         assert receive_together(together(handle), named("a", "b")) == [STORED] * 2
 
+        rows = InboxMessage.objects.order_by("biz_id").values_list("biz_id", "state", "attempts", "last_error")
+        assert list(rows) == [(name, State.RETRYING, 1, "SystemExit: bye") for name in "ab"]
+
 
 @every_database
 class TestBadHandlers:
-    def test_one_that_swallows_a_database_error_fails_alone(self, together):
+    def test_message_whose_handler_swallows_a_database_error_fails_alone(self, together):
         Unique.objects.create(name="taken")
 
         def handle(message):
@@ -398,7 +410,7 @@ class TestBadHandlers:
         assert effects_by_name() == {"a": 1, "c": 1}
         assert "can no longer commit" in the_row(biz_id="b").last_error
 
-    def test_one_that_closes_the_connection_fails_alone(self, together):
+    def test_message_whose_handler_closes_the_connection_fails_alone(self, together):
         def handle(message):
             the_effect(message)
             if message.payload.get("poison"):
@@ -408,8 +420,9 @@ class TestBadHandlers:
 
         assert became == [HANDLED, STORED, HANDLED]
         assert effects_by_name() == {"a": 1, "c": 1}
+        assert "closed the database connection" in the_row(biz_id="b").last_error
 
-    def test_one_that_commits_by_sql_fails_alone(self, together):
+    def test_message_whose_handler_commits_by_sql_fails_alone(self, together):
         def handle(message):
             the_effect(message)
             if message.payload.get("poison"):
@@ -420,9 +433,10 @@ class TestBadHandlers:
 
         assert became == [HANDLED, STORED, HANDLED]
         assert effects_by_name() == {"a": 1, "c": 1}
+        assert "must commit together" in the_row(biz_id="b").last_error
 
-    def test_one_that_commits_past_django_leaves_all_of_its_transaction_to_a_person(self, together):
-        """What it committed with its own effect is also theirs, and nobody can tell how far each had come."""
+    def test_commit_through_the_driver_makes_the_whole_load_dead_letters(self, together):
+        """It committed effects of the other messages as well, and it cannot be known how far each of them was."""
 
         def handle(message):
             the_effect(message)
@@ -437,7 +451,7 @@ class TestBadHandlers:
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
         assert all("committed by itself" in row.last_error for row in InboxMessage.objects.all())
 
-    def test_async_ones_work(self, handles):
+    def test_async_batch_handler_commits_its_effects(self, handles):
         async def handle(messages):
             for message in messages:
                 await Effect.objects.acreate(name=message.biz_id)
@@ -448,7 +462,7 @@ class TestBadHandlers:
 
 @every_database
 class TestPublishing:
-    def test_is_in_the_same_transaction_once(self, together):
+    def test_messages_published_by_a_load_commit_once_and_with_their_effects(self, together):
         def handle(message):
             publish("next", {}, biz_id=message.biz_id)
             one_refusing(message)
@@ -457,7 +471,7 @@ class TestPublishing:
 
         assert sorted(OutboxMessage.objects.values_list("biz_id", flat=True)) == ["a", "c"]
 
-    def test_in_a_group_names_its_cause(self, handles):
+    def test_message_published_in_a_group_has_the_causation_id_of_its_message(self, handles):
         envelopes = named("a", "b")
 
         receive_together(handles(lambda message: publish("next", {}, biz_id=message.biz_id), group_commit=10), envelopes)
@@ -466,15 +480,15 @@ class TestPublishing:
             envelope.biz_id: envelope.id for envelope in envelopes
         }
 
-    def test_in_a_batch_has_many_causes_and_names_none(self, handles):
+    def test_message_published_in_a_batch_has_no_causation_id(self, handles):
         receive_together(handles(lambda messages: publish("next", {"of": len(messages)}), batch=10), named("a", "b"))
 
         assert OutboxMessage.objects.get().causation_id == ""
 
 
 @every_database
-class TestWhatIsNotRunTogether:
-    def test_what_the_broker_has_delivered_before_is_run_singly_with_its_attempt_counted_first(self, handles):
+class TestMessagesNotRunTogether:
+    def test_redelivered_message_runs_singly_with_its_attempt_counted_first(self, handles):
         seen = []
 
         def handle(messages):
@@ -489,7 +503,7 @@ class TestWhatIsNotRunTogether:
         assert seen == [[("a", False), ("c", False), ("e", False)], [("b", True)], [("d", True)]]
         assert effects_by_name() == dict.fromkeys("abcde", 1)
 
-    def test_what_is_refused_is_a_dead_letter_and_holds_up_nobody(self, together):
+    def test_refused_message_of_a_load_is_a_dead_letter_and_delays_no_other(self, together):
         refused = an_envelope(biz_id="b", content_type="application/x-python-serialize")
 
         assert receive_together(together(), [*named("a"), refused, *named("c")]) == [HANDLED, DEAD, HANDLED]
@@ -497,13 +511,13 @@ class TestWhatIsNotRunTogether:
         assert sorted(states().values()) == [State.DEAD, State.DONE, State.DONE]
         assert effects_by_name() == {"a": 1, "c": 1}
 
-    def test_one_alone_is_a_batch_of_one(self, handles):
+    def test_single_fresh_delivery_is_a_batch_of_one(self, handles):
         got = []
 
         assert receive_together(handles(got.append, batch=10), named("a")) == [HANDLED]
         assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
 
-    def test_what_is_stored_is_run_as_a_batch_of_one(self, handles):
+    def test_redelivered_message_is_a_batch_of_one(self, handles):
         got = []
         handler = handles(got.append, batch=10)
         arrival = a_delivery(handler, an_envelope(biz_id="a"), redelivered=True)
@@ -511,7 +525,7 @@ class TestWhatIsNotRunTogether:
 
         assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
 
-    def test_what_has_waited_too_long_is_stored_and_not_run_yet(self, together):
+    def test_deliveries_that_waited_too_long_are_stored_and_run_later(self, together):
         given, handler = options(ACK_TIMEOUT=timedelta(seconds=60)), together()
         load = [a_delivery(handler, envelope, waited=31) for envelope in named(*names_of(4))]
 
@@ -521,8 +535,8 @@ class TestWhatIsNotRunTogether:
         drain()
         assert effects_by_name() == dict.fromkeys(names_of(4), 1)
 
-    def test_what_the_others_of_its_load_took_too_long_for_is_stored(self, together, monkeypatch):
-        """Failing together took its time; running all of them singly would take more than the broker's patience."""
+    def test_load_whose_failed_run_took_too_long_is_stored_and_run_later(self, together, monkeypatch):
+        """The failed run took so long that single runs of the whole load would exceed the broker's `consumer_timeout`."""
         begun = []
 
         def handle(message):
@@ -541,7 +555,7 @@ class TestWhatIsNotRunTogether:
         drain()
         assert effects_by_name() == dict.fromkeys(names_of(4), 1)
 
-    def test_once_asked_to_stop_nothing_more_is_begun(self, together):
+    def test_failed_load_is_left_with_the_broker_after_a_stop_request(self, together):
         stop = StopRequest()
 
         def handle(message):
@@ -555,8 +569,8 @@ class TestWhatIsNotRunTogether:
         assert (effects(), InboxMessage.objects.count()) == (0, 0)
 
 
-class TestTwins:
-    def test_one_that_a_twin_has_in_hand_is_put_off_and_the_others_are_handled(self, together):
+class TestConcurrentDuplicates:
+    def test_message_being_handled_elsewhere_is_deferred_and_the_others_are_handled(self, together):
         begun, go_on = threading.Event(), threading.Event()
 
         def slow(message):
@@ -574,8 +588,8 @@ class TestTwins:
         assert became == [HANDLED, HANDLED, PUT_OFF, HANDLED]
         assert effects_by_name() == dict.fromkeys(names_of(4), 1)
 
-    def test_in_other_orders_at_the_same_time_have_one_effect_each(self, together):
-        """Each waits for rows of the other, which is a deadlock, again and again."""
+    def test_concurrent_loads_in_opposite_order_have_one_effect_per_message(self, together):
+        """Each load waits for rows of the other, which is a deadlock, many times."""
         handler, envelopes = together(), named(*names_of(10))
 
         for _ in range(5):
@@ -583,7 +597,7 @@ class TestTwins:
 
         assert effects_by_name() == dict.fromkeys(names_of(10), 1)
 
-    def test_many_at_once_have_one_effect_each(self, together):
+    def test_eight_concurrent_copies_of_a_load_have_one_effect_per_message(self, together):
         handler, envelopes = together(), named(*names_of(20))
 
         became = at_once([partial(receive_together, handler, envelopes)] * 8)
@@ -606,7 +620,7 @@ class TestTwins:
     poison=st.sets(st.integers(0, 7), max_size=2),
     batch=st.booleans(),
 )
-def test_whatever_comes_every_delivery_is_accounted_for_and_every_effect_happens_once(handles, loads, poison, batch):
+def test_any_loads_account_for_every_delivery_and_have_every_effect_once(handles, loads, poison, batch):
     InboxMessage.objects.all().delete()
     Effect.objects.all().delete()
     handler = (

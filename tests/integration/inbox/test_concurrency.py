@@ -1,4 +1,4 @@
-"""Many workers on a real broker: never more than asked for, every effect once, whatever breaks while they are at it."""
+"""Many workers on a real broker: never more than `CONCURRENCY`, and every effect once, whatever fails meanwhile."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections import Counter
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import kombu
 import psycopg
@@ -80,7 +81,7 @@ SHORT = timedelta(milliseconds=200)
 
 @pytest.fixture
 def length(rabbitmq_server, rabbitmq_url):
-    """How many messages the broker holds for a handler, those in somebody's hands included."""
+    """How many messages the broker holds for a handler, unacknowledged ones included."""
     return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
 
 
@@ -91,13 +92,13 @@ def proxy(rabbitmq_server):
 
 
 def undelivered(url, handler):
-    """How many messages the broker has given to nobody yet."""
+    """How many messages of the queue the broker has not delivered yet."""
     with closing(kombu.Connection(url)) as connection:
         return connection.default_channel.queue_declare(queue_name(handler, broker_options(url)), passive=True).message_count
 
 
 def send_all(url, topic, payloads):
-    """Each payload under its name, on one connection."""
+    """Publish each payload with its name as the message id, on one connection."""
     with kombu.Connection(url, transport_options=CONFIRMED) as connection:
         producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
         for name, payload in payloads:
@@ -113,7 +114,7 @@ def effects_by_name():
 
 
 class Gate:
-    """A handler that says when it has begun, and waits for the word."""
+    """A handler that reports when it has begun, and waits until it is opened."""
 
     def __init__(self):
         self._open = threading.Event()
@@ -147,8 +148,8 @@ def gate():
     gate.open()
 
 
-class TestHowManyAtOnce:
-    def test_so_many_each_on_a_connection_of_its_own(self, handles, rabbitmq_url, gate):
+class TestConcurrency:
+    def test_concurrency_is_the_number_of_handlers_running_each_on_its_own_connection(self, handles, rabbitmq_url, gate):
         servers = set()
 
         def handle(message):
@@ -168,7 +169,7 @@ class TestHowManyAtOnce:
 
         assert (gate.most, len(servers)) == (5, 5)
 
-    def test_and_no_more_when_deliveries_and_stored_messages_come_together(self, handles, rabbitmq_url, gate):
+    def test_concurrency_is_shared_fairly_by_deliveries_and_stored_messages(self, handles, rabbitmq_url, gate):
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
         declare(handler, options)
         for name in names(12, "stored"):
@@ -186,13 +187,17 @@ class TestHowManyAtOnce:
 
         assert gate.most == 3
         kinds = ["stored" if name.startswith("stored") else "sent" for name in gate.begun]
-        # They take turns: neither waits for the end of the other.
+        # They take turns: neither kind waits until the other is finished.
         assert set(kinds[:8]) == {"stored", "sent"}
 
     @pytest.mark.parametrize(
-        ("given", "fetched"), [({}, 7), ({"group_commit": 5}, 10), ({"batch": 5, "batch_wait": 60.0}, 10)], ids=str
+        ("given", "fetched"),
+        [({}, 7), ({"group_commit": 5}, 10), ({"batch": 5, "batch_wait": 60.0}, 10)],
+        ids=["single", "group_commit", "batch"],
     )
-    def test_and_no_more_are_fetched_than_are_soon_wanted(self, handles, rabbitmq_url, gate, given, fetched):
+    def test_no_more_deliveries_are_fetched_than_prefetch_and_load_size_allow(
+        self, handles, rabbitmq_url, gate, given, fetched
+    ):
         handle = (lambda messages: [gate(message) for message in messages]) if "batch" in given else gate
         handler, options = handles(handle, **given), broker_options(rabbitmq_url, CONCURRENCY=2, PREFETCH=7)
         declare(handler, options)
@@ -205,24 +210,22 @@ class TestHowManyAtOnce:
             gate.open()
             wait_until(lambda: effects() == 25)
 
-    def test_the_command_says_how_many(self, process_environment, rabbitmq_url, tmp_path):
+    def test_concurrency_option_of_inbox_consume_overrides_the_setting(self, process_environment, rabbitmq_url, tmp_path):
         with a_process(process_environment, rabbitmq_url, tmp_path / "log", "--concurrency", "2", CONCURRENCY=9) as process:
             send_all(rabbitmq_url, SINGLE, [(name, {"do": "wait for the word"}) for name in names(3)])
             process.until(lambda: Effect.objects.using("other").filter(name__startswith="begun").count() == 2)
-            process.until(lambda: undelivered(rabbitmq_url, as_known(SINGLE)) == 0)
+            process.until(lambda: undelivered(rabbitmq_url, handler_of(SINGLE)) == 0)
             assert Effect.objects.using("other").count() == 2
             Unique.objects.create(name="go")
             process.until(lambda: effects() == 3)
 
-    def test_the_command_wants_at_least_one(self):
+    def test_inbox_consume_refuses_a_concurrency_below_one(self):
         with pytest.raises(CommandError, match="must be 1 or more"):
             call_command("inbox_consume", concurrency=0)
 
 
 class TestAcknowledging:
-    def test_whatever_the_order_they_end_in_nothing_is_acknowledged_before_its_own_end(
-        self, handles, rabbitmq_url, gate, length
-    ):
+    def test_each_delivery_is_acknowledged_only_after_its_own_handler_has_ended(self, handles, rabbitmq_url, gate, length):
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=8)
         declare(handler, options)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(8)])
@@ -238,7 +241,9 @@ class TestAcknowledging:
 
         assert effects_by_name() == dict.fromkeys(order, 1)
 
-    def test_a_connection_cut_while_all_are_busy_has_each_effect_once(self, handles, rabbitmq_url, proxy, gate, length):
+    def test_broker_connection_cut_while_all_workers_are_busy_has_each_effect_once(
+        self, handles, rabbitmq_url, proxy, gate, length
+    ):
         handler = handles(gate)
         options = broker_options(proxy.through(rabbitmq_url), CONCURRENCY=4)
         declare(handler, broker_options(rabbitmq_url))
@@ -256,7 +261,7 @@ class TestAcknowledging:
         assert sorted(gate.begun) == sorted(names(10))
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
-    def test_copies_whose_twin_is_busy_hold_up_no_worker_and_keep_nobody_awake(self, handles, rabbitmq_url, gate, length):
+    def test_concurrent_duplicates_occupy_no_worker_and_cause_no_busy_loop(self, handles, rabbitmq_url, gate, length):
         gate.open(*names(20))
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2, TWIN_TIMEOUT=timedelta(milliseconds=20))
         declare(handler, options)
@@ -293,50 +298,50 @@ class TestAcknowledging:
 
 
 @pytest.fixture
-def the_other_database_away():
-    """It comes back when this is called."""
+def other_database_outage():
+    """The other database refuses connections until `.end()`."""
     other = connections["other"]
     before = other.settings_dict["PORT"]
 
-    def back():
+    def end():
         other.close()
         other.settings_dict["PORT"] = before
 
     other.close()
     other.settings_dict["PORT"] = str(free_port())
-    yield back
-    back()
+    yield SimpleNamespace(end=end)
+    end()
 
 
-def an_effect_elsewhere(message):
+def effect_on_the_other_database(message):
     Effect.objects.using("other").create(name=message.biz_id)
 
 
-class TestADatabaseThatIsAway:
-    def elsewhere(self, handles, options, **given):
+class TestUnavailableDatabase:
+    def handler_on_the_other_database(self, handles, options, **given):
         """A handler on the other database, with ten messages."""
-        handler = handles(an_effect_elsewhere, name="tests.away", topic="away", using="other", **given)
+        handler = handles(effect_on_the_other_database, name="tests.away", topic="away", using="other", **given)
         declare(handler, options)
         send_all(options.broker_url, "away", [(name, {}) for name in names(10, "waits ")])
         return handler
 
-    @pytest.mark.parametrize("given", [{}, {"group_commit": 3}], ids=str)
-    def test_keeps_no_thread_from_the_handlers_of_another(
-        self, handles, rabbitmq_url, caplog, length, the_other_database_away, given
+    @pytest.mark.parametrize("given", [{}, {"group_commit": 3}], ids=["single", "group_commit"])
+    def test_unavailable_database_takes_no_thread_from_handlers_of_another_database(
+        self, handles, rabbitmq_url, caplog, length, other_database_outage, given
     ):
         here, options = handles(the_effect, name="tests.here"), broker_options(rabbitmq_url, CONCURRENCY=2)
         declare(here, options)
-        away = self.elsewhere(handles, options, **given)
+        away = self.handler_on_the_other_database(handles, options, **given)
 
         with consuming([away, here], options) as consumer:
             wait_until(lambda: consumer._reception._outages["other"].ongoing)
             send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
             wait_until(lambda: effects() == 20)
             assert length(away) == 10
-            # The runner, which looks into it as well, tells of it for itself.
-            assert caplog.text.count("The database is away") <= 2
+            # The runner also asks this database, and logs the outage for itself.
+            assert 1 <= caplog.text.count("The database is away") <= 2
             assert "is back" not in caplog.text
-            the_other_database_away()
+            other_database_outage.end()
             wait_until(lambda: length(away) == 0)
 
         handled = Effect.objects.using("other").values_list("name", flat=True)
@@ -344,16 +349,18 @@ class TestADatabaseThatIsAway:
         assert set(InboxMessage.objects.using("other").values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
         assert 1 <= caplog.text.count("The database is back") <= 2
 
-    def test_keeps_nobody_from_stopping(self, handles, rabbitmq_url, length, the_other_database_away):
+    def test_consumer_stops_while_a_database_is_unavailable(self, handles, rabbitmq_url, length, other_database_outage):
         options = broker_options(rabbitmq_url, CONCURRENCY=1)
-        away = self.elsewhere(handles, options)
+        away = self.handler_on_the_other_database(handles, options)
 
         with consuming([away], options) as consumer:
             wait_until(lambda: consumer._reception._outages["other"].ongoing)
 
         assert length(away) == 10
 
-    def test_is_given_back_the_attempt_that_was_counted_before_it_is_tried_again(self, handles, the_other_database_away):
+    def test_attempt_interrupted_by_an_unavailable_database_is_refunded_before_the_next_try(
+        self, handles, other_database_outage
+    ):
         port, ran = connections["other"].settings_dict["PORT"], []
 
         def handle(message):
@@ -365,11 +372,11 @@ class TestADatabaseThatIsAway:
 
         handler = handles(handle, using="other")
         reception = Reception(OPTIONS, is_current=bool, answer=lambda *_: None, ring=lambda: None)
-        the_other_database_away()
+        other_database_outage.end()
         with pytest.raises(Undecided) as left:
             reception.receive([a_delivery(handler, redelivered=True)])
         assert (left.value.everywhere, reception.ask("other") > 0) == (True, True)
-        the_other_database_away()
+        other_database_outage.end()
 
         assert reception.ask("other") == 0
         (row,) = InboxMessage.objects.using("other").all()
@@ -377,24 +384,26 @@ class TestADatabaseThatIsAway:
         drain()
         assert ran == [1, 1]
 
-    def test_is_not_asked_by_who_stores_what_is_stale(self, handles, rabbitmq_url, length, the_other_database_away):
+    def test_stale_deliveries_of_an_unavailable_database_occupy_no_storing_thread(
+        self, handles, rabbitmq_url, length, other_database_outage
+    ):
         options = broker_options(rabbitmq_url, CONCURRENCY=1, ACK_TIMEOUT=timedelta(seconds=1))
-        away = self.elsewhere(handles, options)
+        away = self.handler_on_the_other_database(handles, options)
 
         with consuming([away], options) as consumer:
             wait_until(lambda: consumer._reception._outages["other"].ongoing)
             passed = monotonic() + options.longest_silence
             wait_until(lambda: monotonic() > passed and consumer._ticked_at > passed)
             assert consumer._holder is None or not consumer._holder.is_alive()
-            the_other_database_away()
+            other_database_outage.end()
             wait_until(lambda: length(away) == 0)
 
         assert InboxMessage.objects.using("other").count() == 10
 
 
-def test_a_database_that_answers_nothing_keeps_one_thread_of_those_that_run_what_is_stored(handles, the_other_database_away):
-    """Its connection is accepted, and then it says nothing."""
-    handles(an_effect_elsewhere, name="tests.away", using="other")
+def test_database_that_never_answers_occupies_only_one_thread_of_the_runner(handles, other_database_outage):
+    """Its port accepts connections and never answers."""
+    handles(effect_on_the_other_database, name="tests.away", using="other")
     here, runner = handles(the_effect, name="tests.here"), Runner(OPTIONS)
     pool = Pool([], runner, size=2)
     pool.start()
@@ -411,7 +420,7 @@ def test_a_database_that_answers_nothing_keeps_one_thread_of_those_that_run_what
     wait_until(lambda: not pool.alive)
 
 
-def test_an_ordered_queue_that_cannot_be_stored_keeps_no_thread_from_the_others(handles, rabbitmq_url, caplog, length):
+def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers(handles, rabbitmq_url, caplog, length):
     stuck, here = handles(the_effect, name="tests.stuck", topic="stuck", ordered=True), handles(the_effect, name="tests.here")
     options = broker_options(rabbitmq_url, CONCURRENCY=1)
     for handler in (stuck, here):
@@ -436,10 +445,10 @@ def test_an_ordered_queue_that_cannot_be_stored_keeps_no_thread_from_the_others(
     assert list(Effect.objects.order_by("pk").values_list("name", flat=True))[-3:] == ["/tests#1", "/tests#2", "/tests#3"]
 
 
-class TestTheBrokersPatience:
+class TestConsumerTimeout:
     @pytest.fixture
-    def patience(self, rabbitmq_server):
-        """How long RabbitMQ waits for an answer on channels that are opened from now on, and how often it looks."""
+    def consumer_timeout(self, rabbitmq_server):
+        """Set RabbitMQ's `consumer_timeout` in milliseconds for channels that are opened from now on."""
         rabbitmq_server.start()
         before = {
             name: rabbitmq_server.evaluate(f"application:get_env(rabbit, {name}).").partition("{ok,")[2].rstrip("}")
@@ -454,12 +463,12 @@ class TestTheBrokersPatience:
         for name, value in before.items():
             rabbitmq_server.evaluate(f"application:set_env(rabbit, {name}, {value}).")
 
-    def test_that_a_handler_outlasts_costs_the_channel_and_no_second_effect(
-        self, handles, rabbitmq_url, gate, length, patience
+    def test_handler_that_outlasts_consumer_timeout_costs_the_channel_and_no_second_effect(
+        self, handles, rabbitmq_url, gate, length, consumer_timeout
     ):
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
         declare(handler, options)
-        patience(3000)
+        consumer_timeout(3000)
         send_all(rabbitmq_url, TOPIC, [("slow", {})])
 
         with consuming([handler], options) as consumer:
@@ -472,10 +481,12 @@ class TestTheBrokersPatience:
         assert (effects("slow"), gate.begun.count("slow")) == (1, 1)
         assert (the_row(message_id="slow").state, the_row(message_id="slow").attempts) == (State.DONE, 1)
 
-    def test_that_has_ended_another_channel_is_no_verdict_on_a_queue(self, handles, rabbitmq_url, patience):
+    def test_consumer_timeout_of_another_channel_is_not_taken_for_a_queue_mismatch(
+        self, handles, rabbitmq_url, consumer_timeout
+    ):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
-        patience(1000)
+        consumer_timeout(1000)
         send(rabbitmq_url, TOPIC, {})
         came = []
 
@@ -484,7 +495,7 @@ class TestTheBrokersPatience:
             with kombu.Consumer(connection.channel(), [queue], on_message=came.append):
                 while not came:
                     connection.drain_events(timeout=A_WHILE)
-                # That channel's end has come and is not read yet.
+                # The broker has closed that channel, and the client has not read it yet.
                 assert select.select([connection.connection.sock], [], [], A_WHILE)[0]
 
                 with pytest.raises(PreconditionFailed, match="timed out"):
@@ -492,7 +503,7 @@ class TestTheBrokersPatience:
 
         assert len(came) == 1
 
-    def test_is_not_waited_for_by_what_waits_for_a_batch(self, handles, rabbitmq_url, length):
+    def test_incomplete_batch_is_handled_before_the_ack_timeout(self, handles, rabbitmq_url, length):
         handler = handles(lambda messages: [the_effect(message) for message in messages], batch=50, batch_wait=3600.0)
         options = broker_options(rabbitmq_url, ACK_TIMEOUT=timedelta(seconds=2))
         declare(handler, options)
@@ -505,15 +516,15 @@ class TestTheBrokersPatience:
         assert effects_by_name() == dict.fromkeys(names(5), 1)
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
 
-    def test_is_not_waited_for_by_what_waits_for_a_worker(self, handles, rabbitmq_url, gate, length):
-        """All of them are busy for longer than that, and nobody knows how much longer."""
+    def test_deliveries_waiting_for_a_worker_are_stored_before_the_ack_timeout(self, handles, rabbitmq_url, gate, length):
+        """All workers are busy for longer than the ack timeout."""
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
         declare(handler, options)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(10)])
 
         with consuming([handler], options) as consumer:
             wait_until(lambda: len(gate.inside) == 2)
-            # Only now, lest a stall make the two stale that are to be run.
+            # Set only now: with a short timeout from the start, a stall would make the two running messages stale as well.
             consumer._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
             wait_until(lambda: length(handler) == 2)
             assert InboxMessage.objects.filter(state=State.RECEIVED).count() == 8
@@ -525,14 +536,14 @@ class TestTheBrokersPatience:
         assert gate.most == 2
 
 
-class TestWhatMayHaveEndedItsProcess:
+class TestCrashQuarantine:
     def stored(self, handler, *some, attempts=0):
         for name in some:
             assert store.store_due("default", read(handler, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
         InboxMessage.objects.filter(biz_id__in=some).update(attempts=attempts)
 
-    def test_is_run_without_another_such_beside_it(self, handles, gate):
-        """Both would end again together, until the innocent one is out of attempts as well."""
+    def test_messages_suspected_of_a_crash_run_one_at_a_time(self, handles, gate):
+        """Two that run together would crash together again, until the harmless one is out of attempts as well."""
         suspects, others = names(4, "suspect"), names(4, "other")
         handler = handles(gate)
         self.stored(handler, *suspects, attempts=1)
@@ -557,7 +568,7 @@ class TestWhatMayHaveEndedItsProcess:
             **dict.fromkeys(others, 1),
         }
 
-    def test_is_not_what_only_failed(self, handles, gate):
+    def test_messages_that_only_failed_run_concurrently(self, handles, gate):
         handler = handles(gate)
         self.stored(handler, *names(4), attempts=1)
         InboxMessage.objects.update(state=State.RETRYING)
@@ -569,6 +580,9 @@ class TestWhatMayHaveEndedItsProcess:
         wait_until(lambda: effects() == 4)
         pool.close()
         wait_until(lambda: not pool.alive)
+
+        assert effects_by_name() == dict.fromkeys(names(4), 1)
+        assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 2)}
 
 
 @contextmanager
@@ -582,18 +596,18 @@ def a_process(environment, url, log, *arguments, database=None, **given):
         **({"DATABASE_URL": database} if database else {}),
     }
     for topic in TOPICS:
-        declare(as_known(topic), broker_options(url))
+        declare(handler_of(topic), broker_options(url))
     with Process(environment, log, "inbox_consume", *arguments) as process:
         yield process
 
 
-def as_known(topic):
-    """As far as its queue goes; the function lives in the processes."""
+def handler_of(topic):
+    """The handler of a topic as far as its queue is concerned; the real function is in the processes."""
     return Handler(name=name_of(topic), topic=topic, function=print, biz_id=None, using="default")
 
 
 def all_empty(length):
-    return all(length(as_known(topic)) == 0 for topic in TOPICS)
+    return all(length(handler_of(topic)) == 0 for topic in TOPICS)
 
 
 def begun():
@@ -601,7 +615,9 @@ def begun():
 
 
 class TestProcesses:
-    def test_many_on_the_same_queues_have_each_effect_once(self, process_environment, rabbitmq_url, tmp_path, length):
+    def test_three_processes_on_the_same_queues_have_each_effect_once(
+        self, process_environment, rabbitmq_url, tmp_path, length
+    ):
         sent = {topic: names(60, f"{topic} ") for topic in (SINGLE, GROUPED, BATCHED)}
         with ExitStack() as stack:
             processes = [
@@ -623,7 +639,9 @@ class TestProcesses:
         assert effects_by_name() == dict.fromkeys([name for its in sent.values() for name in its], 1)
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 1)}
 
-    def test_sigterm_lets_all_in_hand_finish_and_gives_the_rest_back(self, process_environment, rabbitmq_url, tmp_path, length):
+    def test_sigterm_finishes_running_handlers_and_returns_the_rest_to_the_queues(
+        self, process_environment, rabbitmq_url, tmp_path, length
+    ):
         with a_process(process_environment, rabbitmq_url, tmp_path / "log", CONCURRENCY=4, PREFETCH=10) as process:
             waits = {"do": "wait for the word"}
             send_all(rabbitmq_url, SINGLE, [("s0", waits), ("s1", waits)])
@@ -634,22 +652,22 @@ class TestProcesses:
             process.until(lambda: begun() == 4)
             for topic in (SINGLE, GROUPED, BATCHED):
                 send_all(rabbitmq_url, topic, [(f"{topic} later {n}", {}) for n in range(5)])
-            process.until(lambda: not any(undelivered(rabbitmq_url, as_known(topic)) for topic in TOPICS))
+            process.until(lambda: not any(undelivered(rabbitmq_url, handler_of(topic)) for topic in TOPICS))
             process.terminate()
             process.until(lambda: "Stopping" in process.said())
             Unique.objects.create(name="go")
             assert process.ends() == 0
 
             assert effects_by_name() == dict.fromkeys(["s0", "s1", "g0", "b0"], 1)
-            assert {topic: length(as_known(topic)) for topic in TOPICS} == {SINGLE: 5, GROUPED: 5, BATCHED: 5, BOUNDED: 0}
-            assert process.start()
+            assert {topic: length(handler_of(topic)) for topic in TOPICS} == {SINGLE: 5, GROUPED: 5, BATCHED: 5, BOUNDED: 0}
+            process.start()
             process.until(lambda: all_empty(length) and effects() >= 19)
 
-        assert len(effects_by_name()) == 19
-        assert set(effects_by_name().values()) == {1}
+        later = [f"{topic} later {n}" for topic in (SINGLE, GROUPED, BATCHED) for n in range(5)]
+        assert effects_by_name() == dict.fromkeys(["s0", "s1", "g0", "b0", *later], 1)
 
     @pytest.mark.parametrize("topic", [SINGLE, GROUPED, BATCHED])
-    def test_one_that_ends_its_process_among_others_costs_no_other_its_effect(
+    def test_message_that_kills_its_process_costs_no_other_message_its_effect(
         self, process_environment, rabbitmq_url, tmp_path, length, topic
     ):
         sent = {
@@ -670,7 +688,7 @@ class TestProcesses:
         assert effects_by_name() == dict.fromkeys(set(sent) - {"always"}, 1)
         assert (the_row(message_id="always").state, the_row(message_id="always").attempts) == (State.DEAD, 4)
 
-    def test_a_database_restarted_under_load_costs_no_effect_and_no_attempt(
+    def test_database_restarted_under_load_costs_no_effect_and_no_attempt(
         self, process_environment, rabbitmq_url, tmp_path, length, mortal_postgres
     ):
         name = f"mortal_{uuid.uuid4().hex[:8]}"
@@ -681,18 +699,18 @@ class TestProcesses:
             call_command("migrate", verbosity=0)
             connections.close_all()
             for topic, its in sent.items():
-                declare(as_known(topic), broker_options(rabbitmq_url))
+                declare(handler_of(topic), broker_options(rabbitmq_url))
                 send_all(rabbitmq_url, topic, [(one, {}) for one in its])
             with a_process(
                 process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
             ) as process:
                 for _ in range(2):
-                    seen, told = counted(url), process.said().count("The database is away")
-                    process.until(lambda seen=seen: counted(url) >= min(seen + 50, 900))
+                    seen, told = effects_at(url), process.said().count("The database is away")
+                    process.until(lambda seen=seen: effects_at(url) >= min(seen + 50, 900))
                     mortal_postgres.stop()
                     process.until(lambda told=told: process.said().count("The database is away") > told)
                     mortal_postgres.start()
-                process.until(lambda: all_empty(length) and counted(url) >= 900)
+                process.until(lambda: all_empty(length) and effects_at(url) >= 900)
                 process.terminate()
                 assert process.ends() == 0
 
@@ -711,14 +729,14 @@ class TestProcesses:
         assert (len(effects_by_name()), set(effects_by_name().values())) == (21, {1})
 
 
-def counted(url):
+def effects_at(url):
     with psycopg.connect(url) as straight:
         return straight.execute("SELECT count(*) FROM testapp_effect").fetchone()[0]
 
 
 class TestOnRedis:
-    def test_a_handler_that_waits_for_its_rate_keeps_no_other_waiting(self, handles, redis_url):
-        """Deliveries of all queues of one channel would share its prefetch."""
+    def test_handler_waiting_for_its_rate_limit_delays_no_other_handler_on_redis(self, handles, redis_url):
+        """On one channel, deliveries of all queues would share its prefetch."""
         slow = handles(the_effect, name="tests.slow", topic="slow", rate_limit="1/h")
         quick = handles(the_effect, name="tests.quick", topic="quick")
         options = broker_options(redis_url, PREFETCH=3)

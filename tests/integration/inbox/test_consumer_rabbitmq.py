@@ -1,4 +1,4 @@
-"""The consumer on a real RabbitMQ: acknowledged after the commit and not before, whatever breaks in between."""
+"""The consumer on a real RabbitMQ: a delivery is acknowledged after the commit and not before, whatever fails in between."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def proxy(rabbitmq_server):
 
 @pytest.fixture
 def length(rabbitmq_server, rabbitmq_url):
-    """How many messages the broker holds for a handler, those in somebody's hands included."""
+    """How many messages the broker holds for a handler, unacknowledged ones included."""
     return lambda handler, options=None: length_of(rabbitmq_server, handler, options or broker_options(rabbitmq_url))
 
 
@@ -79,8 +79,8 @@ def state(name="job"):
     return InboxMessage.objects.filter(message_id=name).values_list("state", flat=True).first()
 
 
-class TestFromEndToEnd:
-    def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(self, handles, rabbitmq_url, length):
+class TestEndToEnd:
+    def test_messages_published_by_the_outbox_take_effect_once_and_leave_the_broker(self, handles, rabbitmq_url, length):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         with transaction.atomic():
@@ -95,7 +95,7 @@ class TestFromEndToEnd:
         assert set(Effect.objects.values_list("name", flat=True)) == {f"order-{number}" for number in range(20)}
         assert set(InboxMessage.objects.values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
 
-    def test_it_arrives_as_it_was_published(self, handles, rabbitmq_url):
+    def test_message_arrives_with_every_field_as_published(self, handles, rabbitmq_url):
         got = []
         handler, options = handles(got.append), broker_options(rabbitmq_url)
         declare(handler, options)
@@ -118,7 +118,7 @@ class TestFromEndToEnd:
         life = [(moment.where, moment.became) for moment in life_of(message.id).moments]
         assert life == [("outbox", "ready"), ("outbox", "published"), (handler.name, "received"), (handler.name, "done")]
 
-    def test_a_chain_of_handlers_keeps_its_correlation(self, handles, rabbitmq_url):
+    def test_chain_of_handlers_keeps_its_correlation_id(self, handles, rabbitmq_url):
         got = []
 
         def first(message):
@@ -156,7 +156,7 @@ class TestFromEndToEnd:
         states = dict(InboxMessage.objects.values_list("handler", "state"))
         assert states == {"tests.good": State.DONE, "tests.bad": State.RETRYING}
 
-    def test_what_failed_waits_in_the_database_and_not_in_the_broker(self, handles, rabbitmq_url, length):
+    def test_failed_message_waits_in_the_database_and_not_in_the_broker(self, handles, rabbitmq_url, length):
         def handle(message):
             the_effect(message)
             if message.attempt == 1:
@@ -174,7 +174,7 @@ class TestFromEndToEnd:
 
         assert (the_row().state, the_row().attempts, effects()) == (State.DONE, 2, 1)
 
-    def test_its_queue_is_a_durable_quorum_queue_without_a_delivery_limit_of_its_own(
+    def test_handler_queue_is_a_durable_quorum_queue_with_no_practical_delivery_limit(
         self, handles, rabbitmq_url, rabbitmq_server
     ):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
@@ -189,7 +189,7 @@ class TestFromEndToEnd:
 
 
 class TestForeignProducers:
-    def test_plain_json_is_handled_and_recognised_when_it_comes_again(self, handles, rabbitmq_url, length):
+    def test_plain_json_is_handled_once_and_its_copies_are_duplicates(self, handles, rabbitmq_url, length):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         for _ in range(3):
@@ -202,23 +202,25 @@ class TestForeignProducers:
         assert effects("m-1") == 1
 
     @pytest.mark.parametrize(
-        ("body", "properties"),
+        ("body", "properties", "reason"),
         [
-            pytest.param(b"{", {}, id="no JSON"),
-            pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, id="no text"),
-            pytest.param(b"{}", {"content_encoding": "no-such-encoding"}, id="an encoding nobody knows"),
-            pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, id="text of another encoding"),
-            pytest.param(b"{}", {"content_encoding": "idna"}, id="an encoding that goes one way"),
-            pytest.param(b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, id="pickle"),
-            pytest.param(b"{}", {"message_id": None}, id="no identity"),
-            pytest.param(b"{}", {"headers": {"compression": "application/x-gzip"}}, id="says it is gzip and is not"),
-            pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, id="a compression nobody knows"),
-            pytest.param(b"{}", {"headers": {"a\x00b": "c\x00d", "n": {"e": [1, None]}}}, id="odd headers"),
-            pytest.param(b"{}", {"headers": {f"h{n}": "x" * 1000 for n in range(100)}}, id="huge headers"),
-            pytest.param(b"{}", {"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, id="other properties"),
+            pytest.param(b"{", {}, "is not JSON", id="body is not JSON"),
+            pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, "is not JSON", id="body is not text"),
+            pytest.param("ü".encode("latin-1"), {"content_encoding": "latin-1"}, "is not JSON", id="body is latin-1"),
+            pytest.param(b"{}", {"content_encoding": "idna"}, "UnicodeError", id="content encoding that cannot encode back"),
+            pytest.param(
+                b"cos\nsystem\n.", {"content_type": "application/x-python-serialize"}, "is not accepted", id="body is pickle"
+            ),
+            pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
+            pytest.param(
+                b"{}", {"headers": {"compression": "application/x-gzip"}}, "cannot be unpacked", id="gzip header, plain body"
+            ),
+            pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, "no-such-thing", id="unknown compression"),
         ],
     )
-    def test_one_odd_message_never_holds_up_the_next(self, handles, rabbitmq_url, length, body, properties):
+    def test_unreadable_message_is_a_dead_letter_and_delays_no_other(
+        self, handles, rabbitmq_url, length, body, properties, reason
+    ):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         send(rabbitmq_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
@@ -228,14 +230,50 @@ class TestForeignProducers:
             wait_until(lambda: effects("good") == 1)
             wait_until(lambda: length(handler) == 0)
 
-        assert InboxMessage.objects.exclude(message_id="good").get().state in {State.DEAD, State.DONE}
+        row = InboxMessage.objects.exclude(message_id="good").get()
+        assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
+        assert reason in row.last_error
+        assert effects() == 1
 
-    @pytest.mark.parametrize("names", ["message_id", "type"])
-    def test_properties_that_are_not_text_are_a_dead_letter_and_end_no_consumer(self, handles, rabbitmq_url, length, names):
-        """py-amqp raises on them while it reads the frame, before anybody is asked what to do with the message."""
+    @pytest.mark.parametrize(
+        ("properties", "headers"),
+        [
+            pytest.param({"content_encoding": "no-such-encoding"}, {}, id="unknown content encoding"),
+            pytest.param(
+                {"headers": {"a\x00b": "c\x00d", "n": {"e": [1, None]}}},
+                {"a\ufffdb": "c\ufffdd", "n": "{'e': [1, None]}"},
+                id="NUL and nested values in headers",
+            ),
+            pytest.param(
+                {"headers": {f"h{n}": "x" * 1000 for n in range(100)}},
+                {f"h{n}": "x" * 1000 for n in range(100)},
+                id="100 kB of headers",
+            ),
+            pytest.param({"type": "x", "user_id": "guest", "app_id": "y", "reply_to": "z"}, {}, id="other AMQP properties"),
+        ],
+    )
+    def test_unusual_message_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length, properties, headers):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
-        send_unreadable(rabbitmq_url, names)
+        send(rabbitmq_url, TOPIC, None, body=b"{}", message_id="odd", **properties)
+        send(rabbitmq_url, TOPIC, {}, message_id="good")
+
+        with consuming([handler], options):
+            wait_until(lambda: effects("good") == 1)
+            wait_until(lambda: length(handler) == 0)
+
+        row = the_row(message_id="odd")
+        assert (row.state, bytes(row.body), row.headers, row.last_error) == (State.DONE, b"{}", headers, "")
+        assert effects("odd") == 1
+
+    @pytest.mark.parametrize("property_name", ["message_id", "type"])
+    def test_message_with_undecodable_property_is_a_dead_letter_and_the_consumer_goes_on(
+        self, handles, rabbitmq_url, length, property_name
+    ):
+        """py-amqp raises on such a property while it reads the frame, before the consumer sees the message."""
+        handler, options = handles(the_effect), broker_options(rabbitmq_url)
+        declare(handler, options)
+        send_with_undecodable_property(rabbitmq_url, property_name)
         send(rabbitmq_url, TOPIC, {}, message_id="good")
 
         with consuming([handler], options) as consumer:
@@ -243,11 +281,12 @@ class TestForeignProducers:
             wait_until(lambda: length(handler) == 0)
             assert not consumer._broker.ongoing
 
-        assert "no identity" in the_row(state=State.DEAD).last_error
+        row = InboxMessage.objects.exclude(message_id="good").get()
+        assert (row.state, bytes(row.body), effects()) == (State.DEAD, b"{}", 1)
+        assert "no identity" in row.last_error
 
-    def test_a_timestamp_that_no_calendar_has_never_holds_up_the_next(self, handles, rabbitmq_url, length):
-        """AMQP's timestamps are 64 bits of seconds; the client library makes a datetime of them."""
-
+    def test_message_with_timestamp_out_of_range_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length):
+        """An AMQP timestamp has 64 bits of seconds, which py-amqp converts to a datetime. This one is ignored."""
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         send_with_timestamp(rabbitmq_url, 2**62)
@@ -257,11 +296,14 @@ class TestForeignProducers:
             wait_until(lambda: effects("good") == 1)
             wait_until(lambda: length(handler) == 0)
 
-        assert the_row(message_id="odd").body is not None
+        row = the_row(message_id="odd")
+        assert (row.state, row.attempts, row.last_error, row.created_at) == (State.DONE, 1, "", None)
+        assert bytes(row.body) == b"{}"
+        assert effects("odd") == 1
 
 
-def send_unreadable(url, name):
-    """A message with a property of bytes that are no UTF-8, as clients that write raw bytes send them."""
+def send_with_undecodable_property(url, name):
+    """Send a message with a property that is not UTF-8, as clients that write raw bytes do."""
     placeholder = "PLACEHOLDER"
     with closing(kombu.Connection(url)) as connection:
         channel = connection.channel()
@@ -275,7 +317,7 @@ def send_unreadable(url, name):
 
 
 def is_subscribed(url, name):
-    """Whether the queue is there and somebody consumes from it, which is after it was bound."""
+    """Whether the queue exists and has a consumer, which is the case after it was bound."""
     with kombu.Connection(url) as connection:
         try:
             return connection.default_channel.queue_declare(name, passive=True).consumer_count > 0
@@ -284,12 +326,12 @@ def is_subscribed(url, name):
 
 
 def is_bound(server, url):
-    """Whether the exchange hands what comes for the topic to any queue."""
+    """Whether the exchange routes the topic to any queue."""
     return TOPIC in server.ctl("list_bindings", "-q", "--vhost", url.rpartition("/")[2], "routing_key").split()
 
 
 def send_with_timestamp(url, seconds):
-    """A message with an AMQP timestamp that Python's own types cannot hold."""
+    """Send a message with an AMQP timestamp that a Python datetime cannot hold."""
     with kombu.Connection(url) as connection:
         channel = connection.default_channel
         message = amqp.Message(b"{}", content_type="application/json", message_id="odd", delivery_mode=2)
@@ -306,8 +348,8 @@ def send_with_timestamp(url, seconds):
         channel.queue_declare("read", exclusive=True)  # an answer means that the message was read before
 
 
-class TestACutConnection:
-    def test_between_commit_and_ack_the_message_comes_again_and_is_not_run_again(self, handles, rabbitmq_url, proxy, length):
+class TestConnectionLoss:
+    def test_connection_cut_between_commit_and_ack_redelivers_without_a_second_run(self, handles, rabbitmq_url, proxy, length):
         cut = []
 
         def handle(message):
@@ -325,7 +367,7 @@ class TestACutConnection:
 
         assert (effects(), the_row().state, the_row().attempts) == (1, State.DONE, 1)
 
-    def test_an_ack_of_an_older_life_acknowledges_nothing(self, handles, rabbitmq_url, proxy, length):
+    def test_ack_of_a_previous_connection_acknowledges_nothing(self, handles, rabbitmq_url, proxy, length):
         """The first message of the new connection has the delivery tag that the old ack was for."""
         holding, release = {"old": threading.Event(), "new": threading.Event()}, threading.Event()
         release_new = threading.Event()
@@ -342,7 +384,7 @@ class TestACutConnection:
             assert holding["old"].wait(A_WHILE)
             proxy.refuse()
             proxy.cut()
-            # Somebody else takes the old one, so that the new one is the first of the next life.
+            # Another client takes the old message, so that the new one is the first of the next connection.
             with kombu.Connection(rabbitmq_url) as connection:
                 queue = kombu.Queue(queue_name(handler, options), channel=connection.default_channel)
                 wait_until(queue.get).ack()
@@ -358,7 +400,7 @@ class TestACutConnection:
 
         assert {effects("old"), effects("new")} == {1}
 
-    def test_a_broker_that_is_away_is_waited_for(self, handles, rabbitmq_url, proxy, length):
+    def test_consumer_waits_for_an_unavailable_broker(self, handles, rabbitmq_url, proxy, length):
         handler, options = handles(the_effect), broker_options(proxy.through(rabbitmq_url))
         declare(handler, broker_options(rabbitmq_url))
         proxy.refuse()
@@ -369,7 +411,7 @@ class TestACutConnection:
             wait_until(lambda: effects("m") == 1)
             wait_until(lambda: length(handler) == 0)
 
-    def test_a_queue_deleted_under_the_consumer_is_there_again(self, handles, rabbitmq_url):
+    def test_queue_deleted_under_the_consumer_is_declared_again(self, handles, rabbitmq_url):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         name = queue_name(handler, options)
         with consuming([handler], options):
@@ -380,8 +422,8 @@ class TestACutConnection:
             send(rabbitmq_url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 
-    def test_a_broker_that_was_killed_comes_back_with_what_it_had(self, handles, rabbitmq_url, rabbitmq_server, length):
-        # A quorum queue that was made a moment before the kill never finds its leader again (RabbitMQ 3.10): a lie of its own.
+    def test_durable_message_survives_a_broker_kill_and_is_handled(self, handles, rabbitmq_url, rabbitmq_server, length):
+        # A quorum queue declared a moment before the kill never finds its leader again (RabbitMQ 3.10).
         handler, options = handles(the_effect), broker_options(rabbitmq_url, QUEUE_TYPE="classic")
         declare(handler, options)
         with transaction.atomic():
@@ -395,8 +437,8 @@ class TestACutConnection:
             wait_until(lambda: length(handler) == 0)
 
 
-class TestTwins:
-    def test_a_copy_whose_twin_is_in_hand_goes_back_to_the_broker_and_ends_as_a_duplicate(self, handles, rabbitmq_url, length):
+class TestConcurrentDuplicates:
+    def test_concurrent_duplicate_returns_to_the_broker_and_ends_as_a_duplicate(self, handles, rabbitmq_url, length):
         begun, release = threading.Event(), threading.Event()
 
         def handle(message):
@@ -419,8 +461,8 @@ class TestTwins:
         assert (effects(), the_row().state, the_row().attempts, the_row().duplicates) == (1, State.DONE, 1, 1)
 
 
-class TestAProcess:
-    def test_a_crash_between_commit_and_ack_is_absorbed(self, consumer_process, rabbitmq_url, length):
+class TestConsumerProcess:
+    def test_crash_between_commit_and_ack_has_no_second_effect(self, consumer_process, rabbitmq_url, length):
         with consumer_process() as process:
             job(rabbitmq_url, "kill the process after the commit")
             assert process.ends() == 13
@@ -430,8 +472,8 @@ class TestAProcess:
 
         assert (the_row().duplicates, the_row().attempts, effects("job")) == (1, 1, 1)
 
-    def test_a_message_that_kills_its_process_runs_out_of_attempts(self, consumer_process, rabbitmq_url, length):
-        # One thread: another would claim the row anew when this one stood still between claiming it and locking it.
+    def test_message_that_kills_its_process_runs_out_of_attempts(self, consumer_process, rabbitmq_url, length):
+        # One thread: a second one would claim the row again if the first stalled between claiming and locking it.
         with consumer_process(MAX_ATTEMPTS=2, REDELIVERY_AFTER=SHORT, CONCURRENCY=1) as process:
             job(rabbitmq_url, "kill the process")
             deaths = process.restarted_until(lambda: state() == State.DEAD)
@@ -441,7 +483,7 @@ class TestAProcess:
 
         row = the_row(message_id="job")
         assert set(process.exits) == {13}
-        # The first delivery cannot be counted before it has killed.
+        # The first delivery kills the process before its attempt is counted.
         assert deaths == 2 + 1
         assert (row.attempts, effects("job")) == (2, 0)
         assert "died" in row.last_error
@@ -467,7 +509,7 @@ class TestAProcess:
             process.terminate()
             assert process.ends() == 0
 
-    def test_a_handler_that_never_ends_is_cut_off_after_the_grace(self, consumer_process, rabbitmq_url, length):
+    def test_handler_that_never_ends_is_abandoned_after_the_shutdown_grace(self, consumer_process, rabbitmq_url, length):
         with consumer_process(SHUTDOWN_GRACE=SHORT) as process:
             job(rabbitmq_url, "never end")
             process.until(begun)
@@ -478,7 +520,7 @@ class TestAProcess:
         wait_until(lambda: length(OF_THE_WORKERS) == 1)
         assert state() is None
 
-    def test_the_watchdog_ends_a_process_whose_main_loop_is_silent(self, consumer_process, rabbitmq_url, length):
+    def test_watchdog_ends_a_process_whose_main_loop_is_silent(self, consumer_process, rabbitmq_url, length):
         with consumer_process(WATCHDOG=timedelta(seconds=6)) as process:
             job(rabbitmq_url, "silence the main loop")
             assert process.ends() == 70
@@ -488,7 +530,7 @@ class TestAProcess:
 
         assert state() == State.DONE
 
-    def test_retries_are_run_beside_the_consumer(self, consumer_process, rabbitmq_url):
+    def test_consumer_process_also_runs_retries(self, consumer_process, rabbitmq_url):
         with consumer_process() as process:
             job(rabbitmq_url, "fail once")
             process.until(lambda: state() == State.DONE)
@@ -504,7 +546,7 @@ class TestAProcess:
 
         assert (effects(), length(OF_THE_WORKERS)) == (5, 0)
 
-    def test_a_database_that_is_away_is_waited_for_and_nothing_is_acknowledged(
+    def test_nothing_is_acknowledged_while_the_database_is_unavailable(
         self, consumer_process, rabbitmq_url, length, process_environment
     ):
         settings = connections["default"].settings_dict
@@ -530,7 +572,7 @@ class TestAProcess:
         assert "The database is back" in process.said()
 
 
-def test_the_topology_is_bound_to_the_topic_and_nothing_else(handles, rabbitmq_url):
+def test_handler_queue_is_bound_to_its_topic_and_to_no_other(handles, rabbitmq_url):
     handler, options = handles(the_effect), broker_options(rabbitmq_url)
     declare(handler, options)
 
@@ -543,11 +585,11 @@ def test_the_topology_is_bound_to_the_topic_and_nothing_else(handles, rabbitmq_u
         assert queue.get() is None
 
 
-class TestAQueueThatIsNotAsItShouldBe:
-    def test_a_binding_that_went_with_its_exchange_comes_back(self, handles, rabbitmq_url, rabbitmq_server):
+class TestTopologyFaults:
+    def test_binding_lost_with_its_exchange_is_declared_again(self, handles, rabbitmq_url, rabbitmq_server):
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         with consuming([handler], options) as consumer:
-            wait_until(lambda: consumer._ticked_at)  # from here on only the check that is to come notes that it has checked
+            wait_until(lambda: consumer._ticked_at)  # from here on only the next check sets the time of the last check
             with closing(kombu.Connection(rabbitmq_url)) as connection:
                 connection.channel().exchange_delete("outbox")
             assert not is_bound(rabbitmq_server, rabbitmq_url)
@@ -558,7 +600,7 @@ class TestAQueueThatIsNotAsItShouldBe:
 
             wait_until(lambda: effects("m") == 1)
 
-    def test_one_with_other_arguments_is_used_as_it_is_and_holds_up_no_other(self, handles, rabbitmq_url, caplog):
+    def test_queue_with_other_arguments_is_used_as_it_is_and_delays_no_other(self, handles, rabbitmq_url, caplog):
         options = broker_options(rabbitmq_url)
         odd, sound = handles(the_effect, name="tests.odd"), handles(the_effect, name="tests.sound")
         with closing(kombu.Connection(rabbitmq_url)) as connection:

@@ -1,4 +1,4 @@
-"""The consumer on Redis, through kombu: weaker promises of the broker, the same one of the inbox."""
+"""The consumer on Redis, through kombu: the broker promises less than RabbitMQ, the inbox promises the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 @pytest.fixture
 def waiting(redis_url):
-    """How many messages Redis holds for a handler, and how many are in somebody's hands."""
+    """How many messages Redis holds for a handler, and how many are delivered and unacknowledged."""
 
     def count(handler):
         with redis.Redis.from_url(redis_url) as client:
@@ -32,7 +32,7 @@ def waiting(redis_url):
     return count
 
 
-def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(handles, redis_url, waiting):
+def test_messages_published_by_the_outbox_take_effect_once_and_leave_redis(handles, redis_url, waiting):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     with transaction.atomic():
@@ -48,7 +48,7 @@ def test_what_the_outbox_published_takes_effect_once_and_leaves_the_broker(handl
     assert set(OutboxMessage.objects.values_list("state", flat=True)) == {"published"}
 
 
-def test_it_arrives_as_it_was_published(handles, redis_url):
+def test_message_arrives_with_every_field_as_published(handles, redis_url):
     got = []
     handler, options = handles(got.append), broker_options(redis_url)
     declare(handler, options)
@@ -64,7 +64,7 @@ def test_it_arrives_as_it_was_published(handles, redis_url):
     assert message.created_at == OutboxMessage.objects.get().created_at
 
 
-def test_a_copy_is_recognised(handles, redis_url, waiting):
+def test_copies_of_a_message_are_duplicates_without_an_effect(handles, redis_url, waiting):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     for _ in range(3):
@@ -87,8 +87,13 @@ def test_every_handler_of_a_topic_gets_its_own_copy(handles, redis_url):
     with consuming(handlers, options):
         wait_until(lambda: effects("m") == 2)
 
+    assert sorted(InboxMessage.objects.values_list("handler", "state", "duplicates")) == [
+        ("tests.a", State.DONE, 0),
+        ("tests.b", State.DONE, 0),
+    ]
 
-def test_what_failed_waits_in_the_database_and_not_in_the_broker(handles, redis_url, waiting):
+
+def test_failed_message_waits_in_the_database_and_not_in_redis(handles, redis_url, waiting):
     def handle(message):
         the_effect(message)
         if message.attempt == 1:
@@ -108,31 +113,52 @@ def test_what_failed_waits_in_the_database_and_not_in_the_broker(handles, redis_
 
 
 @pytest.mark.parametrize(
-    ("body", "properties"),
+    ("body", "properties", "reason"),
     [
-        pytest.param("{", {}, id="no JSON"),
-        pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, id="no text"),
-        pytest.param("{}", {"content_type": "application/x-python-serialize"}, id="pickle"),
-        pytest.param("{}", {"message_id": None}, id="no identity"),
-        pytest.param("{}", {"headers": {"compression": "application/x-gzip"}}, id="says it is gzip and is not"),
-        pytest.param("{}", {"headers": {"a\x00b": "c\x00d", "\ud800": [None]}}, id="odd headers"),
+        pytest.param(b"{", {}, "is not JSON", id="body is not JSON"),
+        pytest.param(b"\xff\xfe", {"content_encoding": "binary"}, "is not JSON", id="body is not text"),
+        pytest.param(b"{}", {"content_type": "application/x-python-serialize"}, "is not accepted", id="body is pickle"),
+        pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
+        pytest.param(
+            b"{}", {"headers": {"compression": "application/x-gzip"}}, "cannot be unpacked", id="gzip header, plain body"
+        ),
     ],
 )
-def test_one_odd_message_never_holds_up_the_next(handles, redis_url, waiting, body, properties):
+def test_unreadable_message_is_a_dead_letter_and_delays_no_other(handles, redis_url, waiting, body, properties, reason):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
-    send(redis_url, TOPIC, None, body=body, **{"message_id": "odd", **properties})
+    given = body if "content_encoding" in properties else body.decode()
+    send(redis_url, TOPIC, None, body=given, **{"message_id": "odd", **properties})
     send(redis_url, TOPIC, {}, message_id="good")
 
     with consuming([handler], options):
         wait_until(lambda: effects("good") == 1)
         wait_until(lambda: waiting(handler) == (0, 0))
 
-    assert InboxMessage.objects.exclude(message_id="good").get().state in {State.DEAD, State.DONE}
+    row = InboxMessage.objects.exclude(message_id="good").get()
+    assert (row.state, bytes(row.body), row.attempts) == (State.DEAD, body, 0)
+    assert reason in row.last_error
+    assert effects() == 1
+
+
+def test_message_with_unusual_headers_is_handled_and_delays_no_other(handles, redis_url, waiting):
+    handler, options = handles(the_effect), broker_options(redis_url)
+    declare(handler, options)
+    send(redis_url, TOPIC, {}, message_id="odd", headers={"a\x00b": "c\x00d", "\ud800": [None]})
+    send(redis_url, TOPIC, {}, message_id="good")
+
+    with consuming([handler], options):
+        wait_until(lambda: effects("good") == 1)
+        wait_until(lambda: waiting(handler) == (0, 0))
+
+    row = the_row(message_id="odd")
+    assert (row.state, bytes(row.body), row.last_error) == (State.DONE, b"{}", "")
+    assert row.headers == {"a\ufffdb": "c\ufffdd", "?": "[None]"}
+    assert effects("odd") == 1
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "binary", "no-such-encoding"])
-def test_what_another_client_wrote_without_base64_never_holds_up_the_next(handles, redis_url, waiting, encoding):
+def test_message_written_without_base64_is_handled_and_delays_no_other(handles, redis_url, waiting, encoding):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     delivery = {"exchange": "outbox", "routing_key": TOPIC}
@@ -151,19 +177,28 @@ def test_what_another_client_wrote_without_base64_never_holds_up_the_next(handle
         wait_until(lambda: effects("good") == 1)
         wait_until(lambda: waiting(handler) == (0, 0))
 
-    assert InboxMessage.objects.get(message_id="odd").state in {State.DEAD, State.DONE}
+    row = the_row(message_id="odd")
+    assert (row.state, bytes(row.body), row.last_error) == (State.DONE, '{"name": "Zoë"}'.encode(), "")
+    assert effects("odd") == 1
 
 
-@pytest.mark.parametrize("odd", [{"body": "\ud800"}, {"body": None}, {"body": [1]}], ids=str)
-def test_what_is_no_text_at_all_is_a_dead_letter_and_ends_no_consumer(handles, redis_url, waiting, odd):
+@pytest.mark.parametrize(
+    ("body", "stored", "reason"),
+    [
+        pytest.param("\ud800", b"\xed\xa0\x80", "cannot be unpacked", id="lone surrogate"),
+        pytest.param(None, b"None", "cannot be read", id="null"),
+        pytest.param([1], b"\x01", "is not JSON", id="list"),
+    ],
+)
+def test_body_that_is_not_text_is_a_dead_letter_and_the_consumer_goes_on(handles, redis_url, waiting, body, stored, reason):
     handler, options = handles(the_effect), broker_options(redis_url)
     declare(handler, options)
     written = {
+        "body": body,
         "content-encoding": "utf-8",
         "content-type": "application/json",
         "headers": {},
         "properties": {"message_id": "odd", "delivery_info": {"exchange": "outbox", "routing_key": TOPIC}, "delivery_tag": "1"},
-        **odd,
     }
     with redis.Redis.from_url(redis_url) as client:
         client.lpush(queue_name(handler, options), json.dumps(written))
@@ -173,10 +208,12 @@ def test_what_is_no_text_at_all_is_a_dead_letter_and_ends_no_consumer(handles, r
         wait_until(lambda: effects("good") == 1)
         wait_until(lambda: waiting(handler) == (0, 0))
 
-    assert InboxMessage.objects.exclude(message_id="good").get().state == State.DEAD
+    row = InboxMessage.objects.exclude(message_id="good").get()
+    assert (row.state, bytes(row.body), effects()) == (State.DEAD, stored, 1)
+    assert reason in row.last_error
 
 
-def test_stopping_finishes_what_is_in_hand_and_gives_the_rest_back(handles, redis_url, waiting):
+def test_stopping_finishes_the_running_handler_and_returns_the_rest_to_redis(handles, redis_url, waiting):
     begun, go_on = threading.Event(), threading.Event()
 
     def handle(message):
@@ -202,8 +239,8 @@ def test_stopping_finishes_what_is_in_hand_and_gives_the_rest_back(handles, redi
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
 
-def test_a_crash_between_commit_and_ack_is_absorbed(process_environment, redis_url, tmp_path):
-    """Redis gives the message back only after its visibility timeout; until then a resend must have no second effect."""
+def test_crash_between_commit_and_ack_has_no_second_effect(process_environment, redis_url, tmp_path):
+    """Redis returns the message only after its visibility timeout; until then a resend must have no second effect."""
     environment = {
         **process_environment,
         **as_environment(

@@ -1,4 +1,4 @@
-"""Duplicates are visible: each is counted by its cause, and one that says something else is a matter for people."""
+"""Duplicates are visible: each is counted by its cause, and one with other content is stored for an operator to compare."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.support.deliveries import (
     TOPIC,
     an_envelope,
     deliver,
+    drain,
     effects,
     the_effect,
     the_row,
@@ -38,8 +39,8 @@ def only(**counted):
 
 
 @pytest.fixture
-def told():
-    """The causes that receivers of the signal hear of."""
+def signalled_causes():
+    """The causes that the signal `duplicate_suppressed` was sent with."""
     heard = []
 
     def listen(cause, **kwargs):
@@ -51,41 +52,41 @@ def told():
 
 
 @every_database
-class TestTheCause:
-    def test_the_broker_delivers_again(self, handles, told):
+class TestDuplicateCause:
+    def test_delivery_repeated_by_the_broker_counts_as_redelivery(self, handles, signalled_causes):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
 
         deliver(handler, envelope, redelivered=True)
 
-        assert (causes(), told) == (only(redelivery=1), ["redelivery"])
+        assert (causes(), signalled_causes) == (only(redelivery=1), ["redelivery"])
 
-    def test_a_relay_sends_again_what_it_had_no_confirm_for(self, handles, told):
+    def test_message_sent_again_by_a_relay_counts_as_resend(self, handles, signalled_causes):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
 
         deliver(handler, envelope)
 
-        assert (causes(), told) == (only(resend=1), ["resend"])
+        assert (causes(), signalled_causes) == (only(resend=1), ["resend"])
 
-    def test_an_operator_has_it_sent_again(self, handles, told):
+    def test_message_sent_again_by_an_operator_counts_as_replay(self, handles, signalled_causes):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
 
         deliver(handler, envelope._replace(replayed=True))
 
-        assert (causes(), told) == (only(replay=1), ["replay"])
+        assert (causes(), signalled_causes) == (only(replay=1), ["replay"])
 
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_the_business_says_the_same_thing_twice(self, handles, told, redelivered):
+    def test_second_message_with_the_same_biz_id_counts_as_a_business_duplicate(self, handles, signalled_causes, redelivered):
         handler = handles(the_effect)
         deliver(handler, an_envelope(biz_id="order-1"))
 
         deliver(handler, an_envelope(biz_id="order-1"), redelivered=redelivered)
 
-        assert (causes(), told) == (only(business=1), ["business"])
+        assert (causes(), signalled_causes) == (only(business=1), ["business"])
 
-    def test_what_has_no_id_is_the_business_unless_the_broker_says_otherwise(self, handles):
+    def test_duplicate_without_message_id_counts_as_business_unless_redelivered(self, handles):
         handler, envelope = handles(the_effect), an_envelope(id="", biz_id="order-1")
         deliver(handler, envelope)
 
@@ -95,7 +96,7 @@ class TestTheCause:
         assert causes() == only(redelivery=1, business=1)
 
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_of_what_cannot_be_handled_at_all_is_told_as_well(self, handles, redelivered):
+    def test_duplicate_of_an_unreadable_message_is_counted_by_its_cause(self, handles, redelivered):
         handler, envelope = handles(the_effect), an_envelope(body=b"not JSON")
         deliver(handler, envelope)
 
@@ -103,7 +104,7 @@ class TestTheCause:
 
         assert causes() == only(**{"redelivery" if redelivered else "resend": 1})
 
-    def test_of_what_was_stored_for_a_retry_is_told_as_well(self, handles):
+    def test_duplicate_of_a_retrying_message_is_counted_by_its_cause(self, handles):
         def fails(message):
             raise ValueError("no stock")
 
@@ -115,7 +116,7 @@ class TestTheCause:
 
         assert (the_row().state, causes()) == (State.RETRYING, only(redelivery=1, business=1))
 
-    def test_every_duplicate_has_one_cause(self, handles):
+    def test_every_duplicate_is_counted_under_exactly_one_cause(self, handles):
         handler, envelope = handles(the_effect), an_envelope(biz_id="order-1")
         deliver(handler, envelope)
 
@@ -130,8 +131,8 @@ class TestTheCause:
 
 
 @every_database
-class TestWhatSaysSomethingElse:
-    def test_is_kept_beside_the_first_so_that_people_can_compare(self, handles):
+class TestConflictingDuplicate:
+    def test_conflicting_content_is_stored_beside_the_first(self, handles):
         handler = handles(the_effect)
         deliver(handler, an_envelope({"total": 1}, biz_id="order-1"))
         other = an_envelope({"total": 2}, biz_id="order-1")
@@ -143,7 +144,7 @@ class TestWhatSaysSomethingElse:
         assert row.conflicting_at >= row.received_at
         assert (bytes(row.body), effects()) == (b'{"total": 1}', 1)
 
-    def test_the_latest_of_many_is_kept_and_a_later_copy_that_agrees_leaves_it(self, handles):
+    def test_latest_conflicting_content_is_stored_and_an_agreeing_copy_leaves_it(self, handles):
         handler, first = handles(the_effect), an_envelope({"total": 1}, biz_id="order-1")
         deliver(handler, first)
         deliver(handler, an_envelope({"total": 2}, biz_id="order-1"))
@@ -155,7 +156,7 @@ class TestWhatSaysSomethingElse:
         row = the_row()
         assert (row.duplicates, row.conflicts, row.conflicting_id) == (3, 2, latest.id)
 
-    def test_nothing_is_kept_while_all_agree(self, handles):
+    def test_duplicate_with_the_same_content_stores_no_conflict(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
 
@@ -168,7 +169,7 @@ class TestWhatSaysSomethingElse:
 class TestOnTheWire:
     """With a real relay, a real broker and the real consumer."""
 
-    def test_each_cause_is_told_from_the_others(self, handles, rabbitmq_url):
+    def test_resend_and_business_duplicate_are_distinguished_on_the_wire(self, handles, rabbitmq_url):
         handler, given = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, given)
         with connected(rabbitmq_url) as transport, consuming([handler], given):
@@ -189,8 +190,8 @@ class TestOnTheWire:
         assert causes() == only(resend=1, business=1)
         assert effects() == 1
 
-    def test_what_reached_some_consumers_and_is_requeued_is_an_operators_replay(self, handles, rabbitmq_url):
-        """One of its two queues is full, so the broker refuses it, although the other has it."""
+    def test_requeued_dead_letter_that_reached_some_queues_counts_as_replay(self, handles, rabbitmq_url):
+        """One of its two queues is full, so the broker refuses it, although the other queue has it."""
         handler, given = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, given)
         full = {"x-max-length": 1, "x-overflow": "reject-publish", "x-queue-type": "classic"}
@@ -214,29 +215,31 @@ class TestOnTheWire:
 
 
 @every_database
-class TestTheMarkOfAnOperator:
-    def test_is_set_by_requeueing_and_by_nothing_else(self):
+class TestReplayHeader:
+    def test_replay_header_is_set_by_requeueing_only(self):
         message, other = published(headers={"tenant": "acme"}), published()
         row = OutboxMessage.objects.get(message_id=message.id)
         OutboxMessage.objects.update(state=OutboxState.DEAD)
 
-        outbox_store.requeue("default", row.pk)
+        assert outbox_store.requeue("default", row.pk)
 
         row.refresh_from_db()
         assert row.headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
         assert OutboxMessage.objects.get(message_id=other.id).headers == {}
 
-    def test_is_not_the_handlers_to_see(self, handles, settings):
-        """It is ours, and not one of the publisher's headers."""
+    def test_replay_header_is_not_passed_to_the_handler(self, handles, settings):
+        """The header belongs to the outbox and is not one of the publisher's."""
         got = []
         handles(got.append)
         settings.OUTBOX = {"BROKER_URL": "local://"}
         message = published(headers={"tenant": "acme"})
         OutboxMessage.objects.update(state=OutboxState.DEAD)
-        outbox_store.requeue("default", OutboxMessage.objects.get().pk)
+        assert outbox_store.requeue("default", OutboxMessage.objects.get().pk)
 
         with connected("local://") as transport:
             one_pass(transport)
         (stored,) = InboxMessage.objects.all()
+        assert drain() == 1
 
         assert (stored.message_id, stored.headers) == (str(message.id), {"tenant": "acme"})
+        assert [(handled.id, handled.headers) for handled in got] == [(str(message.id), {"tenant": "acme"})]

@@ -1,4 +1,4 @@
-"""The deduplication window: what comes later than rows are kept is held back, and only a person's explicit word runs it."""
+"""The maximum message age: a copy that arrives after its row may be purged is quarantined and runs only by an override."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ def purge():
     call_command("inbox_purge", stdout=io.StringIO())
 
 
-def days_go_by(span, envelope=None):
-    """Everything that is stored, and `envelope`, happened that much longer ago."""
+def shift_into_the_past(duration, envelope=None):
+    """Move the instants of every stored row, and of `envelope`, back by `duration`."""
     for row in InboxMessage.objects.all():
         moved = {
-            name: value - span
+            name: value - duration
             for name in ("created_at", "received_at", "settled_at", "next_attempt_at")
             if (value := getattr(row, name)) is not None
         }
         InboxMessage.objects.filter(pk=row.pk).update(**moved)
-    return envelope and envelope._replace(created_at=envelope.created_at - span)
+    return envelope and envelope._replace(created_at=envelope.created_at - duration)
 
 
 @pytest.fixture
-def held_back(handles):
-    """A message that was handled, its row purged, and a copy that came on day 40."""
+def quarantined_copy(handles):
+    """The copy, delivered on day 40, of a message that was handled and whose row was purged."""
     handler, envelope = handles(the_effect), an_envelope()
     deliver(handler, envelope)
-    envelope = days_go_by(40 * DAY, envelope)
+    envelope = shift_into_the_past(40 * DAY, envelope)
     purge()
     assert not InboxMessage.objects.exists()
     assert deliver(handler, envelope) is Received.DEAD
@@ -76,52 +76,52 @@ def held_back(handles):
 
 
 @every_database
-class TestALateCopy:
-    def test_after_the_purge_is_quarantined_with_its_reason(self, held_back):
+class TestLateCopy:
+    def test_late_copy_after_the_purge_is_quarantined_with_its_reason(self, quarantined_copy):
         row = the_row()
 
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
         assert "40 days old" in row.last_error
         assert "override of the age fence" in row.last_error
 
-    def test_of_a_row_that_is_still_there_is_only_a_duplicate(self, handles):
+    def test_late_copy_of_a_row_not_yet_purged_is_a_duplicate(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
-        envelope = days_go_by(40 * DAY, envelope)
+        envelope = shift_into_the_past(40 * DAY, envelope)
 
         assert deliver(handler, envelope) is Received.DUPLICATE
 
         row = the_row()
         assert (row.state, row.quarantined, row.duplicates, effects()) == (State.DONE, False, 1, 1)
 
-    def test_that_comes_again_is_a_duplicate_of_the_one_held_back(self, handles, held_back):
+    def test_second_late_copy_is_a_duplicate_of_the_quarantined_one(self, handles, quarantined_copy):
         handler = handles(the_effect, name="tests.handler0")
 
-        assert deliver(handler, held_back, redelivered=True) is Received.DUPLICATE
+        assert deliver(handler, quarantined_copy, redelivered=True) is Received.DUPLICATE
 
         assert (the_row().state, the_row().duplicates, effects()) == (State.DEAD, 1, 1)
 
-    def test_stays_whatever_is_purged(self, held_back):
-        days_go_by(100 * DAY)
+    def test_quarantined_copy_is_never_purged(self, quarantined_copy):
+        shift_into_the_past(100 * DAY)
 
         purge()
 
         assert the_row().quarantined
 
-    def test_from_the_future_is_quarantined_too(self, handles):
+    def test_message_from_the_future_is_quarantined(self, handles):
         deliver(handles(the_effect), an_envelope(created_at=utcnow() + 2 * DAY))
 
         assert (the_row().quarantined, effects()) == (True, 0)
 
-    def test_that_could_not_be_handled_at_any_age_is_an_ordinary_dead_letter(self, handles):
+    def test_late_message_that_is_unreadable_is_an_ordinary_dead_letter(self, handles):
         deliver(handles(the_effect), an_envelope(body=b"not JSON", created_at=utcnow() - 400 * DAY))
 
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 
 
 @every_database
-class TestAPlainRetry:
-    def test_does_not_run_it_and_says_what_would(self, held_back):
+class TestPlainRetry:
+    def test_plain_retry_of_all_leaves_the_quarantine_and_names_the_override(self, quarantined_copy):
         said = retry(all=True)
 
         assert said.startswith("0 messages are due now. In quarantine: 1.")
@@ -129,13 +129,13 @@ class TestAPlainRetry:
         run_to_the_end()
         assert (the_row().state, effects()) == (State.DEAD, 1)
 
-    def test_of_just_that_message_fails(self, held_back):
+    def test_plain_retry_of_a_quarantined_message_fails(self, quarantined_copy):
         with pytest.raises(CommandError, match="Not every message"):
-            retry(held_back.id)
+            retry(quarantined_copy.id)
 
         assert the_row().state == State.DEAD
 
-    def test_runs_the_others(self, handles, held_back):
+    def test_plain_retry_of_all_makes_ordinary_dead_letters_due(self, handles, quarantined_copy):
         handler = handles(lambda message: 1 / 0, name="tests.fails")
         deliver(handler)
         run_to_the_end()
@@ -147,92 +147,98 @@ class TestAPlainRetry:
             ("tests.handler0", State.DEAD),
         ]
 
-    def test_is_refused_by_the_store_itself(self, held_back):
+    def test_store_refuses_a_plain_retry_of_a_quarantined_message(self, quarantined_copy):
         assert not store.retry("default", the_row().pk)
+
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, True)
+        run_to_the_end()
+        assert effects() == 1
 
 
 @every_database
-class TestTheOverride:
-    def test_runs_it_exactly_once(self, handles, held_back):
-        """Here the operator is wrong, or has taken the first effect back: it was handled before."""
+class TestOverride:
+    def test_override_runs_a_quarantined_message_exactly_once(self, handles, quarantined_copy):
+        """The message was handled before: the operator is wrong about it, or has reverted the first effect."""
         handler = handles(the_effect, name="tests.handler0")
 
-        assert retry(held_back.id, override_age_fence=True) == "1 messages are due now."
+        assert retry(quarantined_copy.id, override_age_fence=True) == "1 messages are due now."
         assert drain() == 1
 
         row = the_row()
         assert (row.state, row.quarantined, effects()) == (State.DONE, False, 2)
         with pytest.raises(CommandError, match="not dead"):
-            retry(held_back.id, override_age_fence=True)
-        deliver(handler, held_back)
-        deliver(handler, held_back, redelivered=True)
+            retry(quarantined_copy.id, override_age_fence=True)
+        deliver(handler, quarantined_copy)
+        deliver(handler, quarantined_copy, redelivered=True)
         run_to_the_end()
         assert (the_row().duplicates, effects()) == (2, 2)
 
-    def test_twice_at_once_runs_it_once(self, held_back):
+    def test_second_override_of_the_same_message_does_nothing(self, quarantined_copy):
         row = the_row().pk
 
         assert [store.override_age_fence("default", row) for _ in range(2)] == [True, False]
 
         assert (drain(), drain(), effects()) == (1, 0, 2)
 
-    def test_of_one_that_fails_makes_it_a_message_like_others(self, handles, held_back):
+    def test_overridden_message_that_fails_becomes_an_ordinary_dead_letter(self, handles, quarantined_copy):
         def fails(message):
             raise ValueError("no stock")
 
         registry.remove("tests.handler0")
         handles(fails, name="tests.handler0")
-        retry(held_back.id, override_age_fence=True)
+        retry(quarantined_copy.id, override_age_fence=True)
         run_to_the_end()
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 
-        assert retry(held_back.id) == "1 messages are due now."
+        assert retry(quarantined_copy.id) == "1 messages are due now."
 
-    def test_is_written_to_the_log(self, held_back, caplog):
-        retry(held_back.id, override_age_fence=True)
+    def test_override_is_logged_with_message_id_and_handler(self, quarantined_copy, caplog):
+        retry(quarantined_copy.id, override_age_fence=True)
 
-        assert f"overridden for message {held_back.id} of tests.handler0" in caplog.text
+        assert f"overridden for message {quarantined_copy.id} of tests.handler0" in caplog.text
 
-    def test_is_counted_beforehand(self, held_back):
+    def test_dry_run_of_an_override_counts_and_changes_nothing(self, quarantined_copy):
         assert retry(all=True, dry_run=True).startswith("0 messages would be retried. In quarantine: 1.")
         assert retry(all=True, dry_run=True, override_age_fence=True) == "1 messages would be retried."
 
         assert the_row().quarantined
 
-    def test_does_not_release_what_is_not_held_back(self, handles):
+    def test_override_of_an_ordinary_dead_letter_does_nothing(self, handles):
         deliver(handles(lambda message: 1 / 0))
         run_to_the_end()
 
         assert not store.override_age_fence("default", the_row().pk)
 
-    def test_is_not_needed_to_skip_it(self, held_back):
+        assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
+
+    def test_quarantined_message_can_be_skipped_without_an_override(self, quarantined_copy):
         assert store.skip("default", the_row().pk, "handled in May, see the books")
 
         assert (the_row().state, effects()) == (State.SKIPPED, 1)
 
 
 @every_database
-class TestADeadLetterOnDay40:
-    def test_is_run_once_by_a_plain_retry_because_its_row_was_never_purged(self, handles):
+class TestDeadLetterOnDay40:
+    def test_dead_letter_is_never_purged_and_runs_once_by_a_plain_retry_on_day_40(self, handles):
         def fails(message):
             raise ValueError("no stock")
 
         handler, envelope = handles(fails, name="tests.h"), an_envelope()
         deliver(handler, envelope)
         run_to_the_end()
-        envelope = days_go_by(40 * DAY, envelope)
+        envelope = shift_into_the_past(40 * DAY, envelope)
         purge()
         handler = handles(the_effect, name="tests.h2")
         InboxMessage.objects.update(handler=handler.name)
 
-        assert deliver(handler, envelope) is Received.DUPLICATE, "the broker's copy meets the row"
+        assert deliver(handler, envelope) is Received.DUPLICATE, "the broker's copy is a duplicate of the row"
         assert retry(envelope.id) == "1 messages are due now."
         assert drain() == 1
 
         assert (the_row().state, effects()) == (State.DONE, 1)
 
-    def test_that_the_broker_kept_is_held_back(self, handles):
-        """Replayed from a dead-letter queue: nothing here knows it."""
+    def test_dead_letter_kept_by_the_broker_for_40_days_is_quarantined(self, handles):
+        """It is replayed from a dead-letter queue of the broker, and the inbox has no row of it."""
         late = an_envelope(created_at=utcnow() - 40 * DAY)
 
         assert deliver(handles(the_effect), late, redelivered=True) is Received.DEAD
@@ -241,17 +247,18 @@ class TestADeadLetterOnDay40:
 
 
 @every_database
-class TestClocksThatDiffer:
+class TestClockSkew:
     @pytest.fixture
     def clock(self, monkeypatch):
-        """Put this machine's clock off by a span."""
+        """Shift this machine's clock: `clock(skew)`."""
         return lambda skew: monkeypatch.setattr(reading, "utcnow", lambda: utcnow() + skew)
 
     @pytest.mark.parametrize("skew", [-SKEW, SKEW])
-    def test_by_two_hours_change_nothing_for_a_fresh_message(self, handles, clock, skew):
+    def test_clock_skew_of_two_hours_changes_nothing_for_a_fresh_message(self, handles, clock, skew):
         clock(skew)
 
         assert deliver(handles(the_effect)) is Received.HANDLED
+        assert effects() == 1
 
     @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
@@ -260,10 +267,10 @@ class TestClocksThatDiffer:
         age_when_handled=st.floats(0, 29 * 24 - 4),
         hours_until_the_copy=st.floats(0, 60 * 24) | st.floats(28 * 24, 31 * 24),
     )
-    def test_by_two_hours_on_either_side_let_no_copy_run_again(
+    def test_clock_skew_of_two_hours_on_either_side_lets_no_copy_run_again(
         self, handles, clock, producer, consumer, age_when_handled, hours_until_the_copy
     ):
-        """Whenever it comes and whatever was purged before: the effect happens once."""
+        """The effect happens once, at any time of the copy's arrival and whether or not the row was purged."""
         InboxMessage.objects.all().delete()
         Effect.objects.all().delete()
         handler = handles(the_effect)
@@ -271,27 +278,28 @@ class TestClocksThatDiffer:
         envelope = an_envelope(created_at=utcnow() - (age_when_handled - producer) * HOUR)
         assert deliver(handler, envelope) is Received.HANDLED
 
-        envelope = days_go_by(hours_until_the_copy * HOUR, envelope)
+        envelope = shift_into_the_past(hours_until_the_copy * HOUR, envelope)
         purge()
 
         assert deliver(handler, envelope) in {Received.DUPLICATE, Received.DEAD}
         run_to_the_end()
         assert effects() == 1
 
-    def test_by_more_than_the_margin_would_let_a_copy_in(self, handles, clock):
-        """Why the margin is a day, and what a machine whose clock is days behind does."""
+    def test_clock_skew_beyond_the_margin_would_run_a_copy_again(self, handles, clock):
+        """This is why the margin is a day, and what happens on a machine whose clock is days behind."""
         handler, envelope = handles(the_effect), an_envelope()
         deliver(handler, envelope)
-        envelope = days_go_by(OPTIONS.RETENTION + HOUR, envelope)
+        envelope = shift_into_the_past(OPTIONS.RETENTION + HOUR, envelope)
         purge()
 
         clock(-OPTIONS.AGE_FENCE_MARGIN - 2 * HOUR)
 
         assert deliver(handler, envelope) is Received.HANDLED
+        assert effects() == 2
 
 
-class TestAConsumerWhoseClockIsOff:
-    """A real process that is shown another time; the databases and the broker keep theirs."""
+class TestConsumerWithSkewedClock:
+    """A real process under faketime; the databases and the broker have the right time."""
 
     @pytest.fixture
     def skewed_by(self, process_environment, rabbitmq_url, tmp_path):
@@ -319,7 +327,7 @@ class TestAConsumerWhoseClockIsOff:
 
     @pytest.mark.parametrize("hours", [-2, 2])
     @pytest.mark.django_db(transaction=True, databases=["default", "other"])
-    def test_handles_what_is_fresh_and_holds_back_what_may_have_been_purged(
+    def test_consumer_with_skewed_clock_handles_fresh_and_quarantines_old_messages(
         self, skewed_by, rabbitmq_server, rabbitmq_url, hours
     ):
         def sent(name, age):
@@ -339,7 +347,7 @@ class TestAConsumerWhoseClockIsOff:
             "young enough": State.DONE,
             "too old": State.DEAD,
         }
-        # In whole days, so this tells which clock it looked at.
+        # The age is in whole days, so it shows which clock was used.
         too_old = the_row(message_id="too old")
         assert too_old.last_error.startswith(f"It is {29 if hours < 0 else 30} days old")
         assert too_old.quarantined

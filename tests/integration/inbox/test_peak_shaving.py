@@ -1,4 +1,4 @@
-"""Two real consumers and one rate: a burst comes in, the rate holds for both, nothing is lost, the queue runs empty."""
+"""Two real consumers share one rate limit: it holds for both together, a burst loses nothing and the queue drains."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 A_BURST = 600
 BURST_OF_THE_BUCKET = 1 + 0.1 * RATE
 HANDLER = Handler(name=NAME, topic=TOPIC, function=print, biz_id=None, using="default", rate_limit=RATE, shed=Shed())
-"""As far as its queue goes; the function lives in the processes."""
+"""The handler as far as its queue is concerned; the real function is in the processes."""
 
 
 @pytest.fixture
 def length(rabbitmq_server, rabbitmq_url):
-    """How many messages the broker holds, those in somebody's hands included."""
+    """How many messages the broker holds, unacknowledged ones included."""
     return lambda: length_of(rabbitmq_server, HANDLER, broker_options(rabbitmq_url))
 
 
 @pytest.fixture
 def two_consumers(process_environment, rabbitmq_url, tmp_path):
-    """Two processes that consume, both subscribed; what is `waiting` was there before them."""
+    """Two consumer processes, both subscribed; the `waiting` messages were in the queue before them."""
 
     @contextmanager
     def start(waiting=()):
@@ -72,12 +72,12 @@ def burst(url, kinds):
                 content_encoding="utf-8",
                 delivery_mode=2,
             )
-        # An answer means that all were read before: of a channel that is closed at once, the last may be lost.
+        # An answer means that the broker has read all of them; the last ones of a channel closed at once may be lost.
         producer.exchange(connection.default_channel).declare()
 
 
 def just_before_the_first_token():
-    """The database's clock, a moment before anybody got a token."""
+    """The database's clock, a moment before the first token was leased."""
     before = database_clock()
 
     def taken():
@@ -96,7 +96,7 @@ def last_settled():
     return InboxMessage.objects.latest("settled_at").settled_at.timestamp()
 
 
-def test_the_rate_holds_for_both_together_and_the_backlog_drains(two_consumers, rabbitmq_url, length):
+def test_rate_limit_holds_for_two_consumers_together_and_the_backlog_drains(two_consumers, rabbitmq_url, length):
     with two_consumers() as consumers:
         # Watched from before the first message: it may be handled before the last one is sent.
         with InAThread(just_before_the_first_token) as watch:
@@ -108,12 +108,12 @@ def test_the_rate_holds_for_both_together_and_the_backlog_drains(two_consumers, 
             assert consumer.ends() == 0
 
     assert effects() == A_BURST
-    assert dict(InboxMessage.objects.values_list("state", "duplicates")) == {State.DONE: 0}
+    assert set(InboxMessage.objects.values_list("state", "duplicates")) == {(State.DONE, 0)}
     assert RATE * (last_settled() - begun) + BURST_OF_THE_BUCKET >= A_BURST
     assert all("handled" in consumer.said() for consumer in consumers)
 
 
-def test_nothing_is_lost_or_done_twice_when_one_of_them_is_killed(two_consumers, rabbitmq_url, length):
+def test_killing_one_of_two_consumers_loses_and_repeats_no_message(two_consumers, rabbitmq_url, length):
     with two_consumers() as (first, second):
         with InAThread(just_before_the_first_token) as watch:
             burst(rabbitmq_url, ["order"] * A_BURST)
@@ -124,14 +124,14 @@ def test_nothing_is_lost_or_done_twice_when_one_of_them_is_killed(two_consumers,
         second.until(lambda: effects() == A_BURST)
         second.until(lambda: length() == 0)
 
-    assert Effect.objects.values("name").distinct().count() == A_BURST
+    assert effects() == Effect.objects.values("name").distinct().count() == A_BURST
     assert not InboxMessage.objects.exclude(state=State.DONE).exists()
-    # What the killed one had leased and not used is lost, never made up for.
+    # The tokens that the killed process had leased and not used are lost and are not replaced.
     assert RATE * (last_settled() - begun) + BURST_OF_THE_BUCKET >= A_BURST
 
 
-def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_url, length):
-    kinds = ["view", "view", "order"] * (ABOVE // 2)
+def test_two_consumers_shed_only_droppable_messages_and_only_above_the_limit(two_consumers, rabbitmq_url, length):
+    kinds = ([*["view"] * 9, "order"] * ABOVE)[: ABOVE * 3 // 2]
     with two_consumers(waiting=kinds) as (first, second):
         first.until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
         first.until(lambda: length() <= ABOVE)
@@ -145,12 +145,12 @@ def test_above_the_limit_they_shed_what_may_be_dropped(two_consumers, rabbitmq_u
             assert consumer.ends() == 0
         dropped = wait_until(accounted_for)
 
-    # Both together dropped hardly more than it took to come back to nine tenths of the limit.
-    assert 0 < dropped <= len(kinds) - 0.5 * ABOVE
+    # Both together stop soon after nine tenths of the limit, long before the droppable messages are exhausted.
+    assert 0 < dropped <= len(kinds) - 0.5 * ABOVE < kinds.count("view")
     assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
 
 
-def test_at_a_low_rate_no_delivery_is_held_past_the_brokers_patience(handles, rabbitmq_url, rabbitmq_server):
+def test_deliveries_waiting_for_a_low_rate_are_stored_before_the_ack_timeout(handles, rabbitmq_url, rabbitmq_server):
     handler = handles(the_effect, topic=TOPIC, rate_limit="1/h")
     options = broker_options(rabbitmq_url)
     declare(handler, options)
@@ -158,11 +158,11 @@ def test_at_a_low_rate_no_delivery_is_held_past_the_brokers_patience(handles, ra
 
     with consuming([handler], options) as consumer:
         wait_until(lambda: effects() == 1)
-        # Only now, lest a stall make the one stale that is to have the token.
+        # Set only now: with a short timeout from the start, a stall would make the first message stale as well.
         consumer._options = replace(options, ACK_TIMEOUT=timedelta(seconds=2))
         wait_until(lambda: length_of(rabbitmq_server, handler, options) == 0)
 
-    # The first had the token that the bucket began with.
+    # The first message took the token that a new bucket has.
     assert dict(InboxMessage.objects.values_list("state").annotate(Count("id"))) == {State.DONE: 1, State.RECEIVED: 3}
     assert set(InboxMessage.objects.values_list("duplicates", "redeliveries")) == {(0, 0)}
     assert effects() == 1

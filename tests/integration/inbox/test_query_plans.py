@@ -1,4 +1,4 @@
-"""By which indexes the statements of every message go, on a table with a history, whatever the planner knows of it."""
+"""The indexes that the statements of every message use on a large table, with and without planner statistics."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def explained(sql, parameters=()):
         return "\n".join(line for (line,) in cursor.fetchall())
 
 
-def test_the_sentinel_goes_by_the_primary_key(handler):
+def test_commit_sentinel_uses_the_primary_key(handler):
     row = read(handler, an_envelope(), OPTIONS).row
-    for _ in range(7):  # by then PostgreSQL has a plan that it keeps
+    for _ in range(7):  # after five executions PostgreSQL may use a generic plan
         with transaction.atomic():
             guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
             store.finish(guard, 1)
@@ -53,7 +53,7 @@ def test_the_sentinel_goes_by_the_primary_key(handler):
     assert "inbox_due" not in plan
 
 
-def test_the_head_of_a_key_is_sought_in_the_order_alone(handler):
+def test_next_message_of_a_key_is_found_by_the_order_index(handler):
     for _ in range(7):
         with transaction.atomic():
             store.promote_next("default", handler.name, "key-1")
@@ -65,7 +65,7 @@ def test_the_head_of_a_key_is_sought_in_the_order_alone(handler):
     assert "inbox_open" not in plan
 
 
-def test_a_claim_goes_by_what_is_due(handler):
+def test_claim_uses_the_index_of_due_messages(handler):
     with CaptureQueriesContext(connection) as captured:
         store.claim_due("default", [handler.name], timedelta(seconds=10))
 

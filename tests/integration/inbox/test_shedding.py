@@ -1,4 +1,4 @@
-"""What is not handled because too many wait is written down, every one of it, and nothing else is dropped."""
+"""Every message that is shed because too many wait has a row, and no other message is dropped."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ REASON = "130 messages waited, and shedding keeps them below 100"
 
 
 @pytest.fixture
-def told():
-    """What receivers of the signal hear."""
+def shed_signals():
+    """The arguments that the signal `message_shed` was sent with."""
     heard = []
 
     def listen(handler, message_id, biz_id, reason, **kwargs):
@@ -61,16 +61,16 @@ def states():
 
 
 @contextmanager
-def a_twin_at_work(handler, envelope):
-    """Another transaction has this message in hand."""
+def being_handled_elsewhere(handler, envelope):
+    """Another transaction is handling this message."""
     with transaction.atomic():
         begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
         yield
 
 
 @every_database
-class TestWritingDown:
-    def test_each_has_a_row_with_the_reason_and_no_effect(self, handles, told):
+class TestShedMessage:
+    def test_each_shed_message_has_a_row_with_the_reason_and_no_effect(self, handles, shed_signals):
         handler = handles(the_effect)
         envelopes = [an_envelope(biz_id=f"b{number}") for number in range(3)]
 
@@ -82,9 +82,9 @@ class TestWritingDown:
             assert (row.state, row.last_error, row.attempts, row.next_attempt_at) == (State.SHED, REASON, 0, None)
             assert row.settled_at >= row.received_at
             assert bytes(row.body) == envelope.body
-        assert told == [(handler.name, envelope.id, envelope.biz_id, REASON) for envelope in envelopes]
+        assert shed_signals == [(handler.name, envelope.id, envelope.biz_id, REASON) for envelope in envelopes]
 
-    def test_their_number_is_told_now_and_then_and_not_for_each(self, handles, caplog):
+    def test_number_of_shed_messages_is_logged_in_summary_and_not_per_message(self, handles, caplog):
         handler = handles(the_effect, name="tests.views", shed=Shed(above=10))
 
         with caplog.at_level(logging.WARNING):
@@ -101,7 +101,7 @@ class TestWritingDown:
             "tests.views: 2 messages have been shed; each has its row.",
         ]
 
-    def test_what_the_broker_delivers_again_is_no_resend(self, handles):
+    def test_duplicates_of_a_shed_message_are_counted_by_their_cause(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         shed(handler, envelope)
 
@@ -110,7 +110,7 @@ class TestWritingDown:
 
         assert (the_row().redeliveries, the_row().resends) == (1, 1)
 
-    def test_a_duplicate_of_what_is_done_is_counted_as_one(self, handles, told):
+    def test_shedding_counts_a_copy_of_a_handled_message_as_a_duplicate(self, handles, shed_signals):
         handler, done, fresh = handles(the_effect), an_envelope(), an_envelope()
         deliver(handler, done)
 
@@ -118,16 +118,16 @@ class TestWritingDown:
 
         assert states() == {done.biz_id: State.DONE, fresh.biz_id: State.SHED}
         assert the_row(message_id=done.id).duplicates == 1
-        assert [message_id for _, message_id, *_ in told] == [fresh.id]
+        assert [message_id for _, message_id, *_ in shed_signals] == [fresh.id]
 
-    def test_duplicates_among_them_are_counted_as_such(self, handles):
+    def test_copies_within_one_shed_load_are_counted_as_duplicates(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
 
         assert shed(handler, envelope, envelope, envelope) == [Received.SHED, Received.DUPLICATE, Received.DUPLICATE]
 
         assert the_row().duplicates == 2
 
-    def test_what_was_shed_stays_so_when_it_comes_again(self, handles):
+    def test_shed_message_stays_shed_when_it_is_delivered_again(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         shed(handler, envelope)
 
@@ -136,41 +136,51 @@ class TestWritingDown:
 
         assert (effects(), the_row().state) == (0, State.SHED)
 
-    def test_one_that_cannot_be_read_is_a_dead_letter(self, handles):
+    def test_unreadable_message_is_a_dead_letter_and_not_shed(self, handles):
         handler, broken, fresh = handles(the_effect), an_envelope(body=b"{"), an_envelope()
 
         assert shed(handler, broken, fresh) == [Received.DEAD, Received.SHED]
 
-    def test_another_handler_of_the_topic_is_not_concerned(self, handles):
+        assert dict(InboxMessage.objects.values_list("message_id", "state")) == {broken.id: State.DEAD, fresh.id: State.SHED}
+        assert "is not JSON" in the_row(message_id=broken.id).last_error
+
+    def test_message_shed_by_one_handler_is_handled_by_another_of_the_topic(self, handles):
         shedding, handling, envelope = handles(the_effect), handles(the_effect), an_envelope()
         shed(shedding, envelope)
 
         assert deliver(handling, envelope) is Received.HANDLED
 
-    def test_copies_shed_by_many_at_once_are_one_row_each(self, handles):
+        assert dict(InboxMessage.objects.values_list("handler", "state")) == {
+            shedding.name: State.SHED,
+            handling.name: State.DONE,
+        }
+        assert effects() == 1
+
+    def test_copies_shed_concurrently_have_one_row_per_message(self, handles):
         handler, envelopes = handles(the_effect), [an_envelope() for _ in range(40)]
 
         became = at_once([lambda: shed(handler, *envelopes), lambda: shed(handler, *reversed(envelopes))] * 2)
 
         counted = [received for part in became for received in part]
-        # Where two count at one row, one of them is put off.
+        # Of two that count at the same row at once, one is deferred.
         assert counted.count(Received.SHED) == 40
         assert set(counted) <= {Received.SHED, Received.DUPLICATE, Received.PUT_OFF}
         assert set(states().values()) == {State.SHED}
         assert sum(row.duplicates for row in InboxMessage.objects.all()) == counted.count(Received.DUPLICATE)
 
 
-def test_only_the_one_that_a_twin_has_in_hand_is_put_off(handles):
+def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
     handler, busy, fresh = handles(the_effect), an_envelope(), an_envelope()
     given = options(TWIN_TIMEOUT=timedelta(milliseconds=50))
 
-    with a_twin_at_work(handler, busy):
+    with being_handled_elsewhere(handler, busy):
         (became,) = at_once([lambda: shed(handler, fresh, busy, given=given)])
 
     assert became == [Received.SHED, Received.PUT_OFF]
+    assert (the_row(message_id=fresh.id).state, the_row(message_id=busy.id).duplicates) == (State.SHED, 0)
 
 
-def test_an_ordered_handler_must_not_shed(handles):
+def test_ordered_handler_must_not_shed(handles):
     with pytest.raises(ValueError, match="ordered=True excludes shed"):
         handles(the_effect, ordered=True, shed=Shed(above=10))
 
@@ -199,7 +209,7 @@ def is_a_view(message):
 
 @pytest.fixture
 def a_queue(rabbitmq_url, rabbitmq_server):
-    """Have the queue of `handler` hold these messages and nobody have heard of them; its options."""
+    """Fill the queue of `handler` with messages of these kinds; the options of its consumer."""
 
     def fill(handler, kinds):
         given = broker_options(rabbitmq_url)
@@ -212,19 +222,19 @@ def a_queue(rabbitmq_url, rabbitmq_server):
 
 
 class TestEndToEnd:
-    def test_what_is_too_much_is_shed_and_everything_is_accounted_for(self, handles, a_queue, rabbitmq_server):
+    def test_messages_above_the_limit_are_shed_and_all_are_accounted_for(self, handles, a_queue, rabbitmq_server):
         handler = handles(the_effect, shed=Shed(above=100, droppable=is_a_view), rate_limit="20/s")
-        kinds = ["view", "view", "view", "order"] * 100
+        kinds = [*["view"] * 19, "order"] * 20
         given = a_queue(handler, kinds)
 
         with consuming([handler], given):
             wait_until(lambda: InboxMessage.objects.filter(state=State.SHED).exists())
             wait_until(lambda: length_of(rabbitmq_server, handler, given) <= 100)
-        # Down to nine tenths of the limit and not below; what this process had in hand counts as no longer waiting.
+        # Down to nine tenths of the limit and not below; deliveries in this process no longer count as waiting.
         dropped = InboxMessage.objects.filter(state=State.SHED).count()
         left = length_of(rabbitmq_server, handler, given)
         assert dropped + effects() + left == len(kinds)
-        assert dropped <= len(kinds) - 90
+        assert dropped <= len(kinds) - 90 < kinds.count("view")
         assert not InboxMessage.objects.filter(state=State.SHED, message_id__startswith="order").exists()
         assert not InboxMessage.objects.exclude(state__in=[State.SHED, State.DONE]).exists()
 
@@ -237,7 +247,7 @@ class TestEndToEnd:
 
         assert not InboxMessage.objects.filter(state=State.SHED).exists()
 
-    def test_a_rate_limit_does_not_hold_up_what_is_dropped(self, handles, a_queue):
+    def test_rate_limit_does_not_delay_shedding(self, handles, a_queue):
         handler = handles(the_effect, shed=Shed(above=10), rate_limit="1/h")
         given = a_queue(handler, ["view"] * 200)
 
@@ -246,7 +256,7 @@ class TestEndToEnd:
 
         assert effects() <= 2
 
-    def test_what_droppable_fails_on_is_handled(self, handles, a_queue):
+    def test_message_on_which_droppable_fails_is_handled(self, handles, a_queue):
         handler = handles(the_effect, shed=Shed(above=10, droppable=lambda message: message.payload["missing"]))
         given = a_queue(handler, ["view"] * 50)
 

@@ -1,4 +1,4 @@
-"""A handler's `timeout`: what takes longer is a failed attempt, and nothing of it strikes what comes after."""
+"""A handler's `timeout`: a longer run is a failed attempt, and its interruption never hits a later run."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ every_database = pytest.mark.every_database
 
 LIMIT = timedelta(seconds=0.2)
 LONGER = timedelta(seconds=1)
-"""For a handler that must have begun when its time is up."""
+"""For a handler that must have begun before its timeout."""
 AMPLE = timedelta(seconds=A_WHILE)
-"""For a handler that must end in time, however long the machine stands still."""
+"""For a handler that must end in time even when the machine stalls."""
 SHORT = timedelta(milliseconds=200)
 
 
 def spin(seconds):
-    """Pure Python, for so long."""
+    """Run pure Python for so long."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass
 
 
 def runs_of_this_thread():
-    """Those that the alarm watches; hold its lock."""
+    """The runs of this thread that the alarm watches; to be called with its lock held."""
     return [run for run in timeouts._alarm._runs if run.thread == threading.get_ident()]
 
 
-def its_time_is_up():
-    """Of the run that calls this, and of no other; it ends here."""
+def reach_the_timeout():
+    """Let the timeout of the calling run, and of no other, expire; the run is interrupted here."""
     with timeouts._alarm._changed:
         for run in runs_of_this_thread():
             run.ends_at = 0.0
@@ -110,7 +110,7 @@ async def blocks_the_thread_of_the_transaction(message):
 
 
 @every_database
-class TestARunThatTakesTooLong:
+class TestSlowHandler:
     @pytest.mark.parametrize(
         "handle",
         [
@@ -123,9 +123,9 @@ class TestARunThatTakesTooLong:
         ],
         ids=lambda handle: handle.__name__,
     )
-    def test_is_a_failed_attempt_without_an_effect(self, handles, handle, monkeypatch):
+    def test_handler_past_its_timeout_is_a_failed_attempt_without_an_effect(self, handles, handle, monkeypatch):
         if handle in {awaits, awaits_and_cleans_up}:
-            # They end by themselves. A stall would have them struck before they can.
+            # They end by themselves. With a short grace, a stall would have them interrupted before they can.
             monkeypatch.setattr(timeouts, "_A_MOMENT_SECONDS", A_WHILE)
         handler = handles(handle, name="tests.slow", timeout=LONGER)
 
@@ -134,17 +134,17 @@ class TestARunThatTakesTooLong:
         row = the_row()
         assert (row.state, row.attempts, effects()) == (State.RETRYING, 1, 0)
         assert row.last_error == "HandlerTimeout: tests.slow took longer than its timeout of 1 s"
-        # What is struck while it waits for the coroutine's own thread shows nothing of the coroutine.
+        # A run interrupted while it waits for the coroutine's own thread shows nothing of the coroutine.
         assert handle.__name__ in row.traceback or handle is blocks_the_thread_of_the_transaction
 
-    def test_runs_out_of_attempts(self, handles):
+    def test_handler_past_its_timeout_every_time_runs_out_of_attempts(self, handles):
         deliver(handles(loops, timeout=LIMIT))
 
         run_to_the_end()
 
         assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 3, 0)
 
-    def test_leaves_its_thread_sound(self, handles):
+    def test_timeout_leaves_its_thread_able_to_run_later_handlers(self, handles):
         slow, quick = handles(loops, timeout=LIMIT), handles(the_effect, timeout=AMPLE)
         for _ in range(3):
             deliver(slow)
@@ -153,7 +153,7 @@ class TestARunThatTakesTooLong:
         spin(2 * LIMIT.total_seconds())
         assert effects() == 3
 
-    def test_that_is_faster_than_its_limit_is_handled(self, handles):
+    def test_handler_within_its_timeout_is_handled(self, handles):
         def handle(message):
             spin(LONGER.total_seconds())
             the_effect(message)
@@ -161,7 +161,7 @@ class TestARunThatTakesTooLong:
         assert deliver(handles(handle, timeout=10 * LONGER)) is Received.HANDLED
         assert effects() == 1
 
-    def test_does_not_end_the_others_of_its_process(self, handles):
+    def test_timeout_of_one_handler_does_not_interrupt_others_of_its_process(self, handles):
         slow = handles(loops, timeout=LIMIT)
         patient = handles(lambda message: (time.sleep(3 * LIMIT.total_seconds()), the_effect(message)), timeout=AMPLE)
 
@@ -171,7 +171,7 @@ class TestARunThatTakesTooLong:
         assert other.answer is Received.HANDLED
         assert effects() == 1
 
-    def test_of_a_coroutine_that_fails_by_itself_keeps_its_own_error(self, handles):
+    def test_coroutine_that_raises_timeout_error_keeps_its_own_error(self, handles):
         async def fails(message):
             raise TimeoutError("the supplier did not answer")
 
@@ -180,10 +180,10 @@ class TestARunThatTakesTooLong:
         assert the_row().last_error == "TimeoutError: the supplier did not answer"
 
 
-class TestAStatement:
-    """PostgreSQL cancels it; no exception of Python's reaches a thread that waits for a socket in C."""
+class TestSlowStatement:
+    """PostgreSQL cancels the statement: a Python exception cannot reach a thread that waits for a socket in C."""
 
-    def test_that_takes_too_long_is_cancelled(self, handles):
+    def test_statement_past_the_timeout_is_cancelled(self, handles):
         def handle(message):
             the_effect(message)
             with connection.cursor() as cursor:
@@ -194,7 +194,7 @@ class TestAStatement:
         assert (the_row().state, effects()) == (State.RETRYING, 0)
         assert "took longer than its timeout" in the_row().last_error
 
-    def test_whose_cancelling_is_swallowed_is_no_success(self, handles):
+    def test_swallowed_cancellation_of_a_statement_is_no_success(self, handles):
         def handle(message):
             the_effect(message)
             with contextlib.suppress(DatabaseError), connection.cursor() as cursor:
@@ -204,7 +204,7 @@ class TestAStatement:
 
         assert (the_row().state, effects()) == (State.RETRYING, 0)
 
-    def test_among_many_short_ones_leaves_a_connection_that_works(self, handles):
+    def test_timeout_among_short_statements_leaves_the_connection_usable(self, handles):
         def handle(message):
             the_effect(message)
             while True:
@@ -218,7 +218,7 @@ class TestAStatement:
 
         assert effects() == 5
 
-    def test_of_the_next_message_is_not_bounded_by_it(self, handles):
+    def test_statement_timeout_does_not_outlast_its_message(self, handles):
         shown = []
 
         def handle(message):
@@ -233,12 +233,12 @@ class TestAStatement:
 
 
 @every_database
-class TestTogether:
-    def test_only_the_slow_one_of_a_group_fails(self, handles):
+class TestBatchAndGroup:
+    def test_only_the_slow_message_of_a_group_fails(self, handles):
         def handle(message):
             the_effect(message)
             if message.payload.get("slow"):
-                its_time_is_up()
+                reach_the_timeout()
 
         handler = handles(handle, timeout=AMPLE, group_commit=10)
         envelopes = [an_envelope({"slow": number == 3}) for number in range(10)]
@@ -250,7 +250,7 @@ class TestTogether:
             envelope.biz_id for number, envelope in enumerate(envelopes) if number != 3
         )
 
-    def test_the_limit_of_a_group_is_that_of_each_call(self, handles):
+    def test_timeout_of_a_group_applies_to_each_call(self, handles):
         ends = []
 
         def handle(message):
@@ -265,12 +265,17 @@ class TestTogether:
         assert len(ends) == 5
         assert all(later - earlier >= LIMIT.total_seconds() for earlier, later in pairwise(ends)), "each begins anew"
 
-    def test_the_limit_of_a_batch_is_that_of_the_whole(self, handles):
+    def test_timeout_of_a_batch_applies_to_the_whole_call(self, handles):
+        ends = []
+
         def handle(messages):
+            ends.append([])
             for message in messages:
+                with timeouts._alarm._changed:
+                    ends[-1].extend(run.ends_at for run in runs_of_this_thread())
                 the_effect(message)
                 if message.payload.get("slow"):
-                    its_time_is_up()
+                    reach_the_timeout()
 
         handler = handles(handle, timeout=AMPLE, batch=4)
 
@@ -278,10 +283,12 @@ class TestTogether:
 
         assert became == [Received.HANDLED, Received.HANDLED, Received.STORED, Received.HANDLED]
         assert effects() == 3
+        assert len(ends[0]) == 3, "the first call reached the slow message"
+        assert [len(set(of_a_call)) for of_a_call in ends] == [1] * len(ends), "one timeout for the whole call"
 
 
-class TestTheMomentOfItsEnd:
-    """A handler may end just when its time is up: it is struck inside its run, or not at all."""
+class TestTimeoutAtTheEndOfARun:
+    """A handler may end just at its timeout: it is interrupted inside its run or not at all."""
 
     @pytest.fixture
     def _switching_all_the_time(self):
@@ -291,7 +298,7 @@ class TestTheMomentOfItsEnd:
         sys.setswitchinterval(before)
 
     @pytest.mark.usefixtures("_switching_all_the_time")
-    def test_is_decided_once(self):
+    def test_timeout_at_the_end_of_a_run_interrupts_inside_the_run_or_not_at_all(self):
         limit, astray, ended = 0.002, [], {True: 0, False: 0}
 
         def run(dice):
@@ -320,7 +327,7 @@ class TestTheMomentOfItsEnd:
         assert min(ended.values()) > 0, "none ended near its limit"
 
     @every_database
-    def test_leaves_every_effect_once(self, handles):
+    def test_timeout_at_the_end_of_a_run_leaves_every_effect_once(self, handles):
         dice, limit = random.Random(7), 0.02
 
         def handle(message):
@@ -330,7 +337,7 @@ class TestTheMomentOfItsEnd:
 
         handler = handles(handle, timeout=timedelta(seconds=limit))
         envelopes = [an_envelope() for _ in range(100)]
-        # On a busy machine a run without any spin may outlast so short a limit as well, again and again.
+        # On a busy machine a run without any spin may exceed so short a limit as well, many times.
         given = options(MAX_ATTEMPTS=1000)
 
         became = [deliver(handler, envelope, given=given) for envelope in envelopes]
@@ -342,11 +349,11 @@ class TestTheMomentOfItsEnd:
         assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(envelope.biz_id for envelope in envelopes)
 
 
-def test_one_that_hears_nothing_ends_its_process_and_its_attempts_are_counted(
+def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_count(
     process_environment, rabbitmq_url, rabbitmq_server, tmp_path
 ):
     handler = Handler(name=name_of(BOUNDED), topic=BOUNDED, function=print, biz_id=None, using="default")
-    # One thread: another would claim the row anew when this one stood still between claiming it and locking it.
+    # One thread: a second one would claim the row again if the first stalled between claiming and locking it.
     given = {"GROUP": "tests", "EXCHANGE": "outbox", "MAX_ATTEMPTS": 1, "REDELIVERY_AFTER": SHORT, "CONCURRENCY": 1}
     environment = {
         **process_environment,
@@ -361,7 +368,7 @@ def test_one_that_hears_nothing_ends_its_process_and_its_attempts_are_counted(
         process.until(lambda: effects("sound") == 1 and length_of(rabbitmq_server, handler, broker_options(rabbitmq_url)) == 0)
 
     assert set(process.exits) == {70}
-    # The first delivery cannot be counted before it has ended its process.
+    # The first delivery ends the process before its attempt is counted.
     assert deaths == 2
     assert (the_row(message_id="deaf").attempts, effects("deaf")) == (1, 0)
     assert "cannot be stopped" in process.said()

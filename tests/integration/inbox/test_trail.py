@@ -1,4 +1,4 @@
-"""The inbox's trail: what became of a message in a handler, in whose hands and why; and nothing of what only goes its way."""
+"""The inbox's trail: the transitions of a message with process and reason; by default not those of ordinary success."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LEASE = timedelta(hours=1)
 
 
 def trail_of(message_id):
-    """From, to and reason of each of its entries, in their order."""
+    """From-state, to-state and reason of each trail entry of the message, in order."""
     entries = TrailEntry.objects.filter(message_id=message_id).order_by("pk")
     assert {(entry.process, entry.handler) for entry in entries} <= {(process_name(), HANDLER)}
     return [(entry.was, entry.became, entry.reason) for entry in entries]
@@ -56,7 +56,7 @@ def failing(handles):
 
 class TestFailedAttempts:
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_each_tells_its_error_until_it_is_dead(self, failing, redelivered):
+    def test_each_failed_attempt_is_recorded_with_its_error_until_the_message_is_dead(self, failing, redelivered):
         handler, envelope = failing(), an_envelope()
 
         deliver(handler, envelope, redelivered=redelivered)
@@ -70,7 +70,7 @@ class TestFailedAttempts:
         ]
 
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_under_a_lease_as_well(self, failing, redelivered):
+    def test_each_failed_attempt_under_a_lease_is_recorded(self, failing, redelivered):
         handler, envelope = failing(mode="lease", lease=LEASE), an_envelope()
 
         deliver(handler, envelope, redelivered=redelivered)
@@ -79,7 +79,7 @@ class TestFailedAttempts:
 
         assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
 
-    def test_under_a_lease_in_redis_as_well(self, failing, redis_url):
+    def test_each_failed_attempt_under_a_lease_in_redis_is_recorded(self, failing, redis_url):
         handler, envelope, given = failing(mode="lease", lease=LEASE), an_envelope(), options(LEASE_STORE=redis_url)
 
         deliver(handler, envelope, given=given)
@@ -88,7 +88,7 @@ class TestFailedAttempts:
 
         assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
 
-    def test_putting_off_is_none(self, handles):
+    def test_retry_later_is_not_recorded_as_a_failed_attempt(self, handles):
         def later(message):
             raise RetryLater(LEASE)
 
@@ -100,7 +100,7 @@ class TestFailedAttempts:
         assert the_row().state == State.RETRYING
         assert trail_of(envelope.id) == []
 
-    def test_what_is_not_its_own_any_more_leaves_nothing(self, failing):
+    def test_failure_of_an_expired_claim_is_not_recorded(self, failing):
         handler, envelope = failing(), an_envelope()
         deliver(handler, envelope)
         before = trail_of(envelope.id)
@@ -110,7 +110,7 @@ class TestFailedAttempts:
 
         assert trail_of(envelope.id) == before
 
-    def test_what_is_rolled_back_leaves_nothing(self, failing):
+    def test_failure_that_is_rolled_back_is_not_recorded(self, failing):
         handler, envelope = failing(), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
 
@@ -121,8 +121,8 @@ class TestFailedAttempts:
         assert trail_of(envelope.id) == []
 
 
-class TestOtherEnds:
-    def test_the_age_fence_tells_its_reason_and_who_overrode_it(self, handles):
+class TestOtherTransitions:
+    def test_quarantine_and_its_override_are_recorded_with_their_reasons(self, handles):
         handler, envelope = handles(the_effect, name=HANDLER), an_envelope(created_at=utcnow() - timedelta(days=400))
         deliver(handler, envelope)
         reason = the_row().last_error
@@ -134,7 +134,7 @@ class TestOtherEnds:
             (State.DEAD, State.RETRYING, "the age fence was overridden; inbox_retry"),
         ]
 
-    def test_operators_leave_their_names(self, failing):
+    def test_operator_actions_are_recorded_with_the_operators_name(self, failing):
         handler, envelope = failing(), an_envelope()
         deliver(handler, envelope)
 
@@ -147,14 +147,14 @@ class TestOtherEnds:
             (State.RETRYING, State.SKIPPED, "sold out; by ann in the admin"),
         ]
 
-    def test_shedding_tells_why(self, handles):
+    def test_shedding_is_recorded_with_its_reason(self, handles):
         handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
 
         store_shed("default", [read(handler, envelope, OPTIONS).row], "too many wait", LEASE)
 
         assert trail_of(envelope.id) == [("", State.SHED, "too many wait")]
 
-    def test_a_lease_that_ended_is_told_when_another_takes_it(self, handles):
+    def test_expired_lease_is_recorded_when_another_process_takes_it(self, handles):
         handler, envelope = handles(the_effect, name=HANDLER, mode="lease", lease=LEASE), an_envelope()
         row = read(handler, envelope, OPTIONS).row
         for take_over in (partial(deliver, handler, envelope), drain):
@@ -170,7 +170,7 @@ class TestOtherEnds:
             assert (was, became) == (State.RUNNING, State.RUNNING)
             assert "its lease had ended" in reason
 
-    def test_what_committed_by_itself_is_buried_with_its_reason(self, failing):
+    def test_abandoned_message_is_recorded_as_dead_with_its_reason(self, failing):
         handler, envelope = failing(), an_envelope()
         deliver(handler, envelope)
         InboxMessage.objects.update(next_attempt_at=None)
@@ -179,7 +179,7 @@ class TestOtherEnds:
 
         assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, store.ABANDONED)]
 
-    def test_a_refused_message_of_an_order(self, handles):
+    def test_refused_message_of_an_ordered_handler_is_recorded_as_dead(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)
         good, old = an_envelope(key="k"), an_envelope(key="k", created_at=utcnow() - timedelta(days=400))
 
@@ -189,9 +189,9 @@ class TestOtherEnds:
         assert trail_of(old.id) == [("", State.DEAD, the_row(message_id=old.id).last_error)]
 
 
-class TestWhatGoesItsWay:
+class TestHandledMessage:
     @pytest.mark.parametrize("stored", [False, True])
-    def test_leaves_nothing_and_costs_no_statement(self, handles, stored):
+    def test_handled_message_is_not_recorded_and_costs_no_statement(self, handles, stored):
         handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
 
         with CaptureQueriesContext(connection) as captured:
@@ -201,22 +201,23 @@ class TestWhatGoesItsWay:
 
         assert the_row().state == State.DONE
         assert trail_of(envelope.id) == []
+        assert captured.captured_queries
         assert not [query for query in captured.captured_queries if TrailEntry._meta.db_table in query["sql"]]
 
 
-class TestAll:
+class TestTrailOfEverything:
     @pytest.fixture(autouse=True)
     def everything(self):
         with override_settings(INBOX={"TRAIL": "all"}):
             yield
 
-    def test_a_fresh_delivery_is_done_at_once(self, handles):
+    def test_fresh_delivery_is_recorded_as_done(self, handles):
         envelope = an_envelope()
         deliver(handles(the_effect, name=HANDLER), envelope)
 
         assert trail_of(envelope.id) == [("", State.DONE, "")]
 
-    def test_a_stored_one_was_received_before(self, handles):
+    def test_stored_message_is_recorded_as_received_and_then_done(self, handles):
         envelope = an_envelope()
         deliver(handles(the_effect, name=HANDLER), envelope, redelivered=True)
         drain()
@@ -224,7 +225,7 @@ class TestAll:
         assert trail_of(envelope.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]
 
     @pytest.mark.parametrize("stored", [False, True])
-    def test_under_a_lease_it_runs_in_between(self, handles, stored):
+    def test_leased_message_is_recorded_as_running_and_then_done(self, handles, stored):
         handler, envelope = handles(the_effect, name=HANDLER, mode="lease", lease=LEASE), an_envelope()
         if stored:
             store.store_due("default", read(handler, envelope, OPTIONS).row, LEASE)
@@ -235,7 +236,7 @@ class TestAll:
         begun = [("", State.RECEIVED, ""), (State.RECEIVED, State.RUNNING, "")] if stored else [("", State.RUNNING, "")]
         assert trail_of(envelope.id) == [*begun, (State.RUNNING, State.DONE, "")]
 
-    def test_an_order_is_waited_for(self, handles):
+    def test_ordered_message_is_recorded_as_waiting_for_its_predecessor(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)
         first, second = an_envelope(key="k"), an_envelope(key="k")
         take_in(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (first, second)], OPTIONS)
@@ -250,7 +251,7 @@ class TestAll:
 
 
 class TestRetention:
-    def test_purging_deletes_what_is_too_old_in_small_transactions(self, capsys):
+    def test_purge_deletes_old_trail_entries_in_small_transactions(self, capsys):
         for age in (31, 32, 33, 29):
             at = DatabaseTime(-timedelta(days=age))
             TrailEntry.objects.create(message_id=str(uuid.uuid4()), handler=HANDLER, was="", became="done", at=at, process="p")
@@ -261,4 +262,4 @@ class TestRetention:
         call_command("inbox_purge")
 
         assert "2 entries of the trail deleted" in capsys.readouterr().out
-        assert TrailEntry.objects.count() == 1
+        assert TrailEntry.objects.get().at > utcnow() - timedelta(days=30)
