@@ -193,11 +193,11 @@ class World:
         for _ in range(number):
             commit_operation(f"{prefix or f'{how}-'}{next_number()}", how=how, **options)
 
-    def operate_together(self, number: int, *, padding: int = 0) -> None:
+    def operate_together(self, number: int, *, how: str = "", padding: int = 0) -> None:
         """Commit `number` operations that one relay has in hand together: one transaction, no keys, one shard."""
         with transaction.atomic():
             for _ in range(number):
-                write(f"together-{next_number()}", "", padding)
+                write(f"together-{next_number()}", how, padding)
             OutboxMessage.objects.filter(state="ready").update(shard=1)
 
     @contextmanager
