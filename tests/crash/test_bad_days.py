@@ -18,7 +18,9 @@ from django.db import connection
 from outbox.kernel.loop import EXIT_SILENT
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
 from outbox.store.dialect import LOCK_SPACE
+from tests.support.apps.effects.models import Effect
 from tests.support.crash import witness as load
+from tests.support.crash.oracle import verdict
 from tests.support.crash.world import RELAY
 from tests.support.servers import FaultProxy
 
@@ -31,6 +33,7 @@ NOT_AT_ONCE = {"BATCH_DEADLINE": 3, "WATCHDOG": 300}
 """Long enough to send a batch on a slow machine."""
 MANY = 120
 PADDING = 3_000
+FEW, BACKLOG = 5, 600
 
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 WRITE = "outbox.transports.amqp.AmqpTransport._write"
@@ -384,6 +387,48 @@ def test_a_new_relay_gets_its_share_of_a_full_backlog(world, witness, record_pro
     world.end(first, new_relay)
 
     witness.assert_nothing_went_wrong()
+
+
+def handled_by(consumers):
+    """How many effects each of them has had, by process id, as the effects themselves say."""
+    by_pid = Counter(int(detail.partition(":")[0]) for detail in Effect.objects.values_list("detail", flat=True))
+    return {consumer.process.pid: by_pid[consumer.process.pid] for consumer in consumers}
+
+
+def declared(world):
+    """The exchanges, queues and bindings of this test's virtual host."""
+    vhost = f'<<"{world.broker_url.rpartition("/")[2]}">>'
+    lists = ("rabbit_exchange:list", "rabbit_amqqueue:list_names", "rabbit_binding:list")
+    return {each: world.rabbit.evaluate(f"lists:sort({each}({vhost})).") for each in lists}
+
+
+def test_consumers_that_join_take_their_part_of_a_backlog(world, record_property):
+    """Two are started beside the one at work, while the queue is long. They declare nothing that is not there."""
+    few_in_hand = {"PREFETCH": 10, "CONCURRENCY": 2}
+    first = world.listening(inbox=few_in_hand)
+    relay = world.relay()
+    world.operate(FEW)
+    world.wait_until(lambda: sum(handled_by([first]).values()) == FEW, "the first is at work")
+    with world.held():
+        # The handlers of the first wait for the end of this block, so the queue stays long.
+        world.operate_together(BACKLOG, how="held")
+        world.wait_until(everything_is_published, "the backlog is in the broker")
+        before = declared(world)
+        newcomers = [world.listening(inbox=few_in_hand) for _ in range(2)]
+        assert world.in_broker() == BACKLOG, "nothing of the backlog is handled yet"
+    consumers = [first, *newcomers]
+    world.wait_until(lambda: world.in_broker() == 0, "the backlog is drained")
+    parts = handled_by(consumers)
+    after = declared(world)
+    world.end(relay, *consumers)
+
+    logger.info("parts: %s", parts)
+    record_property("parts", parts)
+    assert min(parts.values()) > BACKLOG / 10, parts
+    assert sum(parts.values()) == FEW + BACKLOG
+    assert "crash.apply@crash.done" in str(before)
+    assert after == before
+    world.assert_nothing_went_wrong(verdict())
 
 
 @pytest.mark.parametrize(

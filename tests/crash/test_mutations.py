@@ -14,7 +14,7 @@ from django.db import transaction
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Unique
-from tests.support.crash.world import Changed
+from tests.support.crash.operations import Changed
 from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)

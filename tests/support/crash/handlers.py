@@ -6,12 +6,13 @@ import os
 from pathlib import Path
 
 from django.db import IntegrityError
+from django.db.models.functions import Now
 
 from inbox import Message, idempotent_handler
-from outbox import publish
+from outbox import Answer, HalfMessage, checker, publish
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.crash.failpoints import note
-from tests.support.crash.oracle import CHAINED
+from tests.support.crash.oracle import CHAINED, Fact
 from tests.support.deliveries import wait_until
 
 
@@ -23,7 +24,7 @@ class NotThisTime(Exception):
 def apply(message: Message) -> None:
     operation, how = message.payload["operation"], message.payload["how"]
     note("RUNS", operation)
-    Effect.objects.create(name=operation, detail=f"{os.getpid()}:{message.attempt}")
+    effect = Effect.objects.create(name=operation, detail=f"{os.getpid()}:{message.attempt}")
     if how == "chain":
         publish("crash.chained", {"operation": operation}, biz_id=operation)
     elif how == "fail first" and message.attempt == 1:
@@ -33,6 +34,8 @@ def apply(message: Message) -> None:
             Unique.objects.create(name=operation)  # the producer has written that one
         except IntegrityError:
             return
+    elif how == "timed":
+        Effect.objects.filter(pk=effect.pk).update(at=Now())  # by the database's clock, as the instant that it is compared with
     elif how == "held":
         wait_until(lambda: not Path(os.environ["GATE"]).exists())
 
@@ -45,3 +48,11 @@ def take(message: Message) -> None:
 @idempotent_handler("crash.chained", name="crash.apply_chained", biz_id=lambda message: message.payload["operation"])
 def apply_chained(message: Message) -> None:
     Effect.objects.create(name=CHAINED + message.payload["operation"], detail=f"{os.getpid()}:{message.attempt}")
+
+
+@checker("crash.done")
+def took_place(message: HalfMessage) -> Answer:
+    """Whether the operation of a prepared message has taken place; if not, it cannot any more."""
+    operation = message.payload["operation"]
+    Unique.objects.get_or_create(name=Fact.DECIDED.of(operation))
+    return Answer.COMMIT if Unique.objects.filter(name=operation).exists() else Answer.ROLLBACK

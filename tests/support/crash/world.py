@@ -14,22 +14,22 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import kombu
-from django.db import DatabaseError, InterfaceError, connection, transaction
+from django.db import connection, transaction
 from django.db.models import Max
 
 from inbox.models import DUE, InboxMessage
 from inbox.outcomes import Received
-from outbox import publish
 from outbox.models import OutboxMessage
-from tests.support.apps.effects.models import Unique
-from tests.support.crash.oracle import CHAINS, Verdict, messages_due, verdict
+from tests.support.crash import operations
+from tests.support.crash.operations import commit_operation, next_number, write
+from tests.support.crash.oracle import Verdict, rows_due, verdict
 from tests.support.processes import Forked
 from tests.support.workers import catches
 
@@ -37,10 +37,6 @@ PATIENCE_SECONDS = 60.0
 OPEN = ("ready", "scheduled", "retrying", "waiting", "prepared")
 RELAY, CONSUMER = "outbox_relay", "inbox_consume"
 PUT_OFF = re.compile(rf"Deliveries: .*?(\d+) {Received.PUT_OFF.value}")
-
-
-class Changed(Exception):
-    """The producer changes its mind."""
 
 
 @dataclass
@@ -193,11 +189,11 @@ class World:
         for _ in range(number):
             commit_operation(f"{prefix or f'{how}-'}{next_number()}", how=how, **options)
 
-    def operate_together(self, number: int, *, padding: int = 0) -> None:
+    def operate_together(self, number: int, *, how: str = "", padding: int = 0) -> None:
         """Commit `number` operations that one relay has in hand together: one transaction, no keys, one shard."""
         with transaction.atomic():
             for _ in range(number):
-                _write(f"together-{next_number()}", "", padding)
+                write(f"together-{next_number()}", how, padding)
             OutboxMessage.objects.filter(state="ready").update(shard=1)
 
     @contextmanager
@@ -210,22 +206,27 @@ class World:
             self.gate.unlink()
 
     @contextmanager
-    def load(self, producers: int = 2, rest_seconds: float = 0.03) -> Iterator[Counter[str]]:
-        """Producers at work for the length of the block; what they did, by kind."""
+    def load(
+        self, producers: int = 2, rest_seconds: float = 0.03, kinds: Mapping[str, int] = operations.PLAIN
+    ) -> Iterator[Counter[str]]:
+        """Producers at work for the length of the block; what they did, by outcome."""
         enough = threading.Event()
         tally: Counter[str] = Counter()
         threads = [
-            threading.Thread(target=_produce, args=[enough, tally, random.Random(f"{self.seed}-{n}"), rest_seconds])
+            threading.Thread(
+                target=operations.Producer(tally, random.Random(f"{self.seed}-{n}"), kinds).run, args=[enough, rest_seconds]
+            )
             for n in range(producers)
         ]
-        for thread in threads:
-            thread.start()
-        try:
-            yield tally
-        finally:
-            enough.set()
+        with operations.a_checker():
             for thread in threads:
-                thread.join()
+                thread.start()
+            try:
+                yield tally
+            finally:
+                enough.set()
+                for thread in threads:
+                    thread.join()
 
     def flows(self, enough: int = 20) -> None:
         """Wait until some more messages have gone all the way."""
@@ -267,11 +268,11 @@ class World:
         return Counter(OutboxMessage.objects.values_list("state", flat=True))
 
     def snapshot(self) -> tuple[Counter[str], int]:
-        """The outbox by state, and how many messages are due, as one transaction sees both."""
+        """The outbox by state, and how many rows there must be, as one transaction sees both."""
         with transaction.atomic():
             with connection.cursor() as cursor:
                 cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-            return self.outbox(), messages_due()
+            return self.outbox(), rows_due().total()
 
     def inbox(self) -> Counter[str]:
         return Counter(InboxMessage.objects.values_list("state", flat=True))
@@ -343,75 +344,13 @@ class World:
             assert worker.ends() == 0, worker.tail()
 
     def assert_nothing_went_wrong(self, found: Verdict) -> None:
-        """No loss, no double, no ghost; every message ever committed is accounted for, and none of them is dead."""
+        """No loss, no double, no ghost; every row ever committed has ended as it had to, and none of them is dead."""
         assert found.committed, "nothing was committed, so nothing is proved"
         assert found.is_clean, f"{found}, seed {self.seed}\n{self.tails()}"
-        states = self.outbox()
-        assert sum(states.values()) == messages_due(), f"{dict(states)} for {messages_due()} committed messages"
-        assert set(states) == {"published"}, dict(states)
+        states, due = self.outbox(), rows_due()
+        assert states == due, f"{dict(states)} and not {dict(due)}"
         assert set(self.inbox()) == {"done"}, dict(self.inbox())
-        assert sum(self.inbox().values()) == sum(states.values())
-
-
-def commit_operation(name: str, *, how: str = "", **options: Any) -> None:
-    with transaction.atomic():
-        _write(name, how, **options)
-
-
-def roll_back_operation(name: str) -> None:
-    with suppress(Changed), transaction.atomic():
-        _write(name, "")
-        raise Changed
-
-
-def commit_without_savepoint(name: str) -> None:
-    """One operation commits, another that was begun inside it does not."""
-    with transaction.atomic():
-        with suppress(Changed), transaction.atomic():
-            _write(f"{name}-undone", "")
-            raise Changed
-        _write(name, "")
-
-
-def _write(name: str, how: str, padding: int = 0, **options: Any) -> None:
-    Unique.objects.create(name=name)
-    publish("crash.done", {"operation": name, "how": how, "padding": padding * "-"}, **options)
-
-
-def _produce(enough: threading.Event, tally: Counter[str], choice: random.Random, rest_seconds: float) -> None:
-    while not enough.is_set():
-        kind = choice.choices(["commit", "chain", "keyed", "rollback", "savepoint"], [45, 20, 20, 10, 5])[0]
-        name = f"{kind}-{next_number()}"
-        try:
-            match kind:
-                case "rollback":
-                    roll_back_operation(name)
-                case "savepoint":
-                    commit_without_savepoint(name)
-                case "chain":
-                    commit_operation(CHAINS + name, how="chain")
-                case "keyed":
-                    commit_operation(name, key=f"key-{choice.randrange(8)}")
-                case _:
-                    commit_operation(name)
-        except (DatabaseError, InterfaceError):
-            # Committed or not, nobody can say; the oracle can.
-            kind = "unknown"
-            with suppress(DatabaseError, InterfaceError):
-                connection.close()
-            enough.wait(0.1)
-        tally[kind] += 1
-        enough.wait(rest_seconds)
-    connection.close()
-
-
-_numbers = iter(range(10**9))
-_numbers_lock = threading.Lock()
-
-
-def next_number() -> int:
-    with _numbers_lock:
-        return next(_numbers)
+        assert self.inbox().total() == states["published"] + len(found.overtaken)
 
 
 def _lines(place: Path) -> Counter[str]:

@@ -1,0 +1,118 @@
+"""Proof that the oracle notices: it is given what producers and handlers would have written, once right and once wrong."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from tests.support.apps.effects.models import Effect, Unique
+from tests.support.crash.oracle import CHAINED, EXPIRES, Fact, rows_due, verdict
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+
+DUE_AT = datetime(2026, 3, 1, 12, tzinfo=UTC)
+MOMENT = timedelta(milliseconds=1)
+
+
+def committed(*names):
+    for name in names:
+        Unique.objects.create(name=name)
+
+
+def effect(name, at=DUE_AT):
+    Effect.objects.filter(pk=Effect.objects.create(name=name).pk).update(at=at)
+
+
+def everything_as_it_must_be():
+    """One operation of every kind, each with the effects that it must have."""
+    committed("plain", "chain-1", EXPIRES + "1", "delayed", "rescheduled", "cancelled", "cancelled late", "restored")
+    committed(Fact.NOT_BEFORE.of("delayed", DUE_AT))
+    committed(Fact.NOT_BEFORE.of("rescheduled", DUE_AT), Fact.NOT_BEFORE.of("rescheduled", DUE_AT + MOMENT))
+    committed(Fact.NOT_BEFORE.of("cancelled", DUE_AT), Fact.CANCELLED.of("cancelled"))
+    committed(Fact.CANCELLED_LATE.of("cancelled late"))
+    committed(Fact.PREPARED.of("confirmed"), Fact.DECIDED.of("confirmed"), "confirmed")
+    committed(Fact.PREPARED.of("forgotten"), Fact.DECIDED.of("forgotten"))
+    committed(Fact.PREPARED.of("withdrawn"))
+    for name in ("plain", "chain-1", CHAINED + "chain-1", "delayed", "restored", "confirmed"):
+        effect(name)
+    effect("rescheduled", DUE_AT + MOMENT)
+
+
+def test_it_finds_nothing_wrong_where_nothing_is():
+    everything_as_it_must_be()
+
+    found = verdict()
+
+    assert found.is_clean, str(found)
+    assert found.committed == 9
+    assert not found.overtaken
+
+
+def test_it_accounts_for_every_row_by_how_it_must_end():
+    everything_as_it_must_be()
+
+    due = rows_due()
+
+    assert due == {"published": 7, "cancelled": 2, "expired": 1, "rolled_back": 2}
+    assert due.total() == 12
+
+
+@pytest.mark.parametrize(
+    "name", ["cancelled", EXPIRES + "1", "withdrawn", "forgotten", "never committed", CHAINED + "plain", CHAINED + "chain-2"]
+)
+def test_an_effect_of_what_must_have_none_is_a_ghost(name):
+    everything_as_it_must_be()
+    effect(name)
+
+    found = verdict()
+
+    assert not found.is_clean
+    assert found.ghosts == {name}
+
+
+@pytest.mark.parametrize("name", ["plain", "delayed", "rescheduled", "restored", "confirmed", CHAINED + "chain-1"])
+def test_a_missing_effect_is_a_loss(name):
+    everything_as_it_must_be()
+    Effect.objects.filter(name=name).delete()
+
+    found = verdict()
+
+    assert not found.is_clean
+    assert found.lost == {name}
+
+
+@pytest.mark.parametrize("name", ["delayed", "rescheduled", "restored", "confirmed"])
+def test_a_second_effect_is_a_double(name):
+    everything_as_it_must_be()
+    effect(name, DUE_AT + timedelta(hours=1))
+
+    found = verdict()
+
+    assert not found.is_clean
+    assert found.doubled == {name}
+
+
+@pytest.mark.parametrize(("name", "at"), [("delayed", DUE_AT - MOMENT), ("rescheduled", DUE_AT)])
+def test_an_effect_before_its_instant_is_early(name, at):
+    """A rescheduled message is early before its second instant, though the first has come."""
+    everything_as_it_must_be()
+    Effect.objects.filter(name=name).update(at=at)
+
+    found = verdict()
+
+    assert not found.is_clean
+    assert found.early == {name}
+
+
+def test_what_was_cancelled_once_due_may_have_one_effect_and_no_more():
+    everything_as_it_must_be()
+
+    effect("cancelled late")
+    once = verdict()
+    effect("cancelled late")
+    twice = verdict()
+
+    assert once.is_clean
+    assert once.overtaken == {"cancelled late"}
+    assert twice.doubled == {"cancelled late"}

@@ -1,0 +1,181 @@
+"""Each half alone, in a real project: with the other one not in INSTALLED_APPS it migrates, works and meets real RabbitMQ."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+
+from inbox.handlers import Handler
+from tests.support import ROOT
+from tests.support.deliveries import wait_until
+from tests.support.relaying import Queue
+from tests.support.workers import GROUP, Process, broker_options, length_of, send
+
+TOPIC = "shop.order.placed"
+SHIP = "shop.ship"
+
+SETTINGS = """\
+SECRET_KEY = "x"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+INSTALLED_APPS = [{half!r}, "shop"]
+DATABASES = {{
+    "default": {{
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": {database!r},
+        "OPTIONS": {{"transaction_mode": "IMMEDIATE", "timeout": 20}},
+    }}
+}}
+{options} = {given!r}
+"""
+MODELS = """\
+from django.db import models
+
+
+class Order(models.Model):
+    name = models.CharField(max_length=100)
+
+    class Meta:
+        app_label = "shop"
+"""
+BUY = f"""\
+from django.db import transaction
+from outbox import publish
+from shop.models import Order
+
+
+class Changed(Exception):
+    pass
+
+
+def buy(name):
+    Order.objects.create(name=name)
+    publish({TOPIC!r}, {{"order": name}}, biz_id=name)
+
+
+with transaction.atomic():
+    buy("order-17")
+try:
+    with transaction.atomic():
+        buy("order-18")
+        raise Changed
+except Changed:
+    pass
+"""
+HANDLERS = f"""\
+from inbox import idempotent_handler
+from shop.models import Order
+
+
+@idempotent_handler({TOPIC!r}, name={SHIP!r})
+def ship(message):
+    Order.objects.create(name=message.payload["order"])
+"""
+
+
+class Project:
+    """A Django project with one half and an app of its own, `shop`; each command is a process of its own."""
+
+    def __init__(self, directory, half, **given):
+        self._directory = directory
+        self._database = directory / "db.sqlite3"
+        shop = directory / "shop"
+        shop.mkdir()
+        (shop / "__init__.py").touch()
+        (shop / "models.py").write_text(MODELS)
+        (shop / "handlers.py").write_text(HANDLERS if half == "inbox" else "")
+        (directory / "shop_settings.py").write_text(
+            SETTINGS.format(half=half, database=str(self._database), options=half.upper(), given=given)
+        )
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)]),
+            "PYTHONWARNINGS": "error",
+            "DJANGO_SETTINGS_MODULE": "shop_settings",
+        }
+
+    def manage(self, *arguments):
+        done = subprocess.run(
+            [sys.executable, "-m", "django", *arguments],
+            cwd=self._directory,
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    def process(self, command):
+        return Process(self._environment, self._directory / f"{command}.log", command)
+
+    def rows(self, statement):
+        with closing(sqlite3.connect(self._database)) as database:
+            return database.execute(statement).fetchall()
+
+    def tables(self, half):
+        return self.rows(f"SELECT name FROM sqlite_master WHERE type = 'table' AND name LIKE '{half}%'")
+
+
+@pytest.fixture
+def outbox_project(tmp_path, rabbitmq_url):
+    return Project(tmp_path, "outbox", BROKER_URL=rabbitmq_url)
+
+
+@pytest.fixture
+def inbox_project(tmp_path, rabbitmq_url):
+    return Project(tmp_path, "inbox", BROKER_URL=rabbitmq_url, GROUP=GROUP)
+
+
+def test_the_outbox_alone_publishes_in_a_transaction_and_relays_to_rabbitmq(outbox_project, rabbitmq_url):
+    project = outbox_project
+    project.manage("migrate", "--run-syncdb", "--verbosity", "0")
+    project.manage("check", "--fail-level", "WARNING", "--database", "default")
+
+    with Queue(rabbitmq_url, TOPIC) as queue, project.process("outbox_relay") as relay:
+        project.manage("shell", "--verbosity", "0", "--command", BUY)
+        [arrived] = queue.take(1)
+        relay.until(lambda: project.rows("SELECT state FROM outbox_outboxmessage") == [("published",)])
+        relay.terminate()
+        assert relay.ends() == 0, relay.said()
+        assert queue.take_all() == [], "what was rolled back is not sent"
+
+    assert json.loads(arrived.body) == {"order": "order-17"}
+    assert project.rows("SELECT message_id, biz_id FROM outbox_outboxmessage") == [
+        (arrived.properties["message_id"].replace("-", ""), "order-17")
+    ]
+    assert project.rows("SELECT name FROM shop_order") == [("order-17",)]
+    assert project.tables("outbox")
+    assert not project.tables("inbox")
+
+
+def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_comes_twice(
+    inbox_project, rabbitmq_server, rabbitmq_url
+):
+    project = inbox_project
+    of_the_shop = Handler(name=SHIP, topic=TOPIC, function=print, biz_id=None, using="default")
+    options = broker_options(rabbitmq_url)
+    project.manage("migrate", "--run-syncdb", "--verbosity", "0")
+    project.manage("check", "--fail-level", "WARNING", "--database", "default")
+
+    with project.process("inbox_consume") as consumer:
+        consumer.until(lambda: "Consuming" in consumer.said())
+        for _ in range(2):
+            send(rabbitmq_url, TOPIC, {"order": "order-17"}, message_id="17")
+        consumer.until(lambda: project.rows("SELECT duplicates FROM inbox_inboxmessage") == [(1,)])
+        wait_until(lambda: length_of(rabbitmq_server, of_the_shop, options) == 0)
+        consumer.terminate()
+        assert consumer.ends() == 0, consumer.said()
+
+    assert project.rows("SELECT name FROM shop_order") == [("order-17",)]
+    assert project.rows("SELECT state, message_id, duplicates FROM inbox_inboxmessage") == [("done", "17", 1)]
+    assert project.tables("inbox")
+    assert not project.tables("outbox")
