@@ -7,7 +7,7 @@ import threading
 from datetime import timedelta
 
 import pytest
-from django.db import OperationalError, connection, connections
+from django.db import OperationalError, connections
 
 from outbox import store
 from outbox.kernel.clock import utcnow
@@ -250,7 +250,7 @@ class TestHeartbeat:
         assert the_row().silent is False
 
 
-@pytest.mark.skipif(connection.vendor != "sqlite", reason="a heartbeat takes a lock that publishers need on SQLite only")
+@pytest.mark.only_sqlite
 class TestHeartbeatOnSQLite:
     """Every heartbeat takes the lock of the only writer, which publishers need."""
 

@@ -5,7 +5,7 @@ import uuid
 from datetime import timedelta
 
 import pytest
-from django.db import connection, transaction
+from django.db import transaction
 
 from outbox import store
 from outbox.kernel.clock import DatabaseTime
@@ -29,7 +29,6 @@ from tests.support.relaying import (
 
 # The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
-sqlite_only = pytest.mark.skipif(connection.vendor != "sqlite", reason="relays on PostgreSQL need no lease")
 
 DURATION = timedelta(minutes=5)
 
@@ -149,7 +148,7 @@ class TestLease:
         assert all(isinstance(token, uuid.UUID) for token in tokens)
 
 
-@sqlite_only
+@pytest.mark.only_sqlite
 class TestCancel:
     def test_cancel_of_a_claimed_row_is_too_late(self, ours):
         message = published()
@@ -184,7 +183,7 @@ class TestCancel:
         assert state_of(message) == State.CANCELLED
 
 
-@sqlite_only
+@pytest.mark.only_sqlite
 class TestRelay:
     def test_second_relay_waits_and_logs_the_lease_holder_once(self, peer, theirs, caplog):
         published()
