@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.crash.oracle import CHAINED, EXPIRES, Fact, rows_due, verdict
+from tests.support.crash.oracle import CHAINED, EXPIRES, Fact, punctual, rows_due, verdict
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
@@ -103,6 +103,15 @@ def test_an_effect_before_its_instant_is_early(name, at):
 
     assert not found.is_clean
     assert found.early == {name}
+
+
+def test_an_effect_is_punctual_that_comes_soon_after_its_instant_or_before():
+    committed(*(Fact.NOT_BEFORE.of(name, DUE_AT) for name in ("early", "on time", "late")), "early", "on time", "late")
+    effect("early", DUE_AT - MOMENT)
+    effect("on time", DUE_AT + MOMENT)
+    effect("late", DUE_AT + 2 * MOMENT)
+
+    assert punctual(within=MOMENT) == 2
 
 
 def test_what_was_cancelled_once_due_may_have_one_effect_and_no_more():

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.crash.nemesis import Nemesis
 from tests.support.crash.operations import EVERY_KIND, EVERY_OUTCOME, TIMED
+from tests.support.crash.oracle import punctual
 from tests.support.crash.world import CONSUMER, RELAY
 
 logger = logging.getLogger(__name__)
@@ -19,6 +20,8 @@ SOAK_SECONDS = 12
 LOCAL_SOAK_SECONDS = 8
 ASK_SOON = {"CHECK_EVERY": 0.5}
 """Of a relay that is killed while it asks a checker, another takes over after this time."""
+SOON_AFTER = timedelta(seconds=0.3)
+"""While processes are killed, most delayed messages are late by more than any of them could be early."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,7 @@ def test_two_relays_and_two_consumers_are_killed_at_random(world, record_propert
                 "the nemesis did its work",
             )
         wait_for_every_outcome(world, tally)
+        world.wait_until(lambda: punctual(SOON_AFTER) >= 3, "delayed messages are on time again")
     found = world.drain()
 
     figures = {
@@ -69,6 +73,7 @@ def test_processes_without_broker_are_killed_at_random(local_world, record_prope
             nemesis.last(LOCAL_SOAK_SECONDS)
             local_world.wait_until(lambda: nemesis.kills.total() >= 3, "the nemesis did its work")
         wait_for_every_outcome(local_world, tally)
+        local_world.wait_until(lambda: punctual(SOON_AFTER) >= 3, "delayed messages are on time again")
     found = local_world.drain()
 
     figures = {

@@ -183,7 +183,7 @@ class Producer:
 
     def _change_mind(self, name: str, delay: timedelta, act: Callable[[], str]) -> None:
         """Do that before or after the message is due; or once it was handled, when it is too late for sure."""
-        if self._choice.random() < 0.2:
+        if self._choice.random() < 0.1:
             self._do_once_handled(name, act)
         else:
             self._do_within(delay + A_WHILE, act)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
 
 from tests.support.apps.effects.models import Effect, Unique
@@ -123,6 +123,13 @@ def verdict() -> Verdict:
         early=frozenset(name for name, at in effects if name in records.instants and at < records.instants[name]),
         overtaken=frozenset(overtaken),
     )
+
+
+def punctual(within: timedelta) -> int:
+    """How many effects came no later than that after their instant: if all were late, an early one could not be seen."""
+    instants = _Records.read().instants
+    effects = Effect.objects.filter(name__in=instants).values_list("name", "at")
+    return sum(at - instants[name] <= within for name, at in effects)
 
 
 def rows_due() -> Counter[str]:
