@@ -77,3 +77,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         remove(place)
     if server := config.stash.get(postgres, None):
         server.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escape in captured logs what is no UTF-8: some tests log lone surrogates, and a worker cannot send such a report."""
+    report = yield
+    report.sections = [(title, text.encode("utf-8", "backslashreplace").decode()) for title, text in report.sections]
+    return report
