@@ -15,7 +15,7 @@ from outbox import Draft, InvalidMessage, OutboxError, PayloadTooLarge, publish,
 from outbox.models import OutboxMessage, State
 from tests.support.relaying import TOPIC, published, row_of
 
-pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
+pytestmark = pytest.mark.django_db
 
 NAIVE = datetime(2026, 3, 1, 12)  # noqa: DTZ001 - the mistake this is about
 
@@ -170,6 +170,7 @@ def test_publish_errors_are_outbox_errors_and_value_errors():
     assert issubclass(InvalidMessage, ValueError)
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -191,6 +192,7 @@ def test_values_at_their_limits_are_stored(arguments):
     assert {name: getattr(row, name) for name in arguments} == arguments
 
 
+@pytest.mark.every_database
 @pytest.mark.parametrize(
     ("arguments", "stored"),
     [
@@ -227,6 +229,7 @@ def assert_stored(message, payload, headers, topic, key):
     assert json.loads(bytes(row.body)) == json.loads(json.dumps(payload)), "tuples become lists, nothing else changes"
 
 
+@pytest.mark.every_database
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=anything, headers=anything, topic=st.text(max_size=5), key=st.text(max_size=5) | anything)
 def test_any_arguments_are_either_stored_as_given_or_refused_as_invalid(payload, headers, topic, key):
@@ -240,6 +243,7 @@ def test_any_arguments_are_either_stored_as_given_or_refused_as_invalid(payload,
     assert_stored(message, payload, headers, topic, key)
 
 
+@pytest.mark.every_database
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     payload=json_values, headers=st.none() | st.dictionaries(names, texts | st.booleans(), max_size=3), topic=names, key=texts
