@@ -331,18 +331,18 @@ class TestUnavailableDatabase:
     ):
         here, options = handles(the_effect, name="tests.here"), broker_options(rabbitmq_url, CONCURRENCY=2)
         declare(here, options)
-        away = self.handler_on_the_other_database(handles, options, **given)
+        unavailable = self.handler_on_the_other_database(handles, options, **given)
 
-        with consuming([away, here], options) as consumer:
+        with consuming([unavailable, here], options) as consumer:
             wait_until(lambda: consumer._reception._outages["other"].ongoing)
             send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
             wait_until(lambda: effects() == 20)
-            assert length(away) == 10
+            assert length(unavailable) == 10
             # The runner also asks this database, and logs the outage for itself.
             assert 1 <= caplog.text.count("The database is away") <= 2
             assert "is back" not in caplog.text
             other_database_outage.end()
-            wait_until(lambda: length(away) == 0)
+            wait_until(lambda: length(unavailable) == 0)
 
         handled = Effect.objects.using("other").values_list("name", flat=True)
         assert Counter(handled) == dict.fromkeys(names(10, "waits "), 1)
@@ -351,12 +351,12 @@ class TestUnavailableDatabase:
 
     def test_consumer_stops_while_a_database_is_unavailable(self, handles, rabbitmq_url, length, other_database_outage):
         options = broker_options(rabbitmq_url, CONCURRENCY=1)
-        away = self.handler_on_the_other_database(handles, options)
+        unavailable = self.handler_on_the_other_database(handles, options)
 
-        with consuming([away], options) as consumer:
+        with consuming([unavailable], options) as consumer:
             wait_until(lambda: consumer._reception._outages["other"].ongoing)
 
-        assert length(away) == 10
+        assert length(unavailable) == 10
 
     def test_attempt_interrupted_by_an_unavailable_database_is_refunded_before_the_next_try(
         self, handles, other_database_outage
@@ -388,15 +388,15 @@ class TestUnavailableDatabase:
         self, handles, rabbitmq_url, length, other_database_outage
     ):
         options = broker_options(rabbitmq_url, CONCURRENCY=1, ACK_TIMEOUT=timedelta(seconds=1))
-        away = self.handler_on_the_other_database(handles, options)
+        unavailable = self.handler_on_the_other_database(handles, options)
 
-        with consuming([away], options) as consumer:
+        with consuming([unavailable], options) as consumer:
             wait_until(lambda: consumer._reception._outages["other"].ongoing)
             passed = monotonic() + options.longest_silence
             wait_until(lambda: monotonic() > passed and consumer._ticked_at > passed)
             assert consumer._holder is None or not consumer._holder.is_alive()
             other_database_outage.end()
-            wait_until(lambda: length(away) == 0)
+            wait_until(lambda: length(unavailable) == 0)
 
         assert InboxMessage.objects.using("other").count() == 10
 
@@ -425,10 +425,10 @@ def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers
     options = broker_options(rabbitmq_url, CONCURRENCY=1)
     for handler in (stuck, here):
         declare(handler, options)
-    twin = read(stuck, an_envelope(topic="stuck", biz_id="/tests#1"), options).row
+    concurrent = read(stuck, an_envelope(topic="stuck", biz_id="/tests#1"), options).row
     headers = {"cloudEvents:source": "/tests", "cloudEvents:type": "stuck", "cloudEvents:orderingkey": "key"}
     with transaction.atomic():
-        assert store.store_due("default", twin, options.TWIN_TIMEOUT)
+        assert store.store_due("default", concurrent, options.TWIN_TIMEOUT)
         for number in "123":
             send(rabbitmq_url, "stuck", {}, headers={**headers, "cloudEvents:id": number})
         with ExitStack() as stack:
@@ -705,10 +705,10 @@ class TestProcesses:
                 process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
             ) as process:
                 for _ in range(2):
-                    seen, told = effects_at(url), process.said().count("The database is away")
+                    seen, outages = effects_at(url), process.said().count("The database is away")
                     process.until(lambda seen=seen: effects_at(url) >= min(seen + 50, 900))
                     mortal_postgres.stop()
-                    process.until(lambda told=told: process.said().count("The database is away") > told)
+                    process.until(lambda outages=outages: process.said().count("The database is away") > outages)
                     mortal_postgres.start()
                 process.until(lambda: all_empty(length) and effects_at(url) >= 900)
                 process.terminate()

@@ -286,7 +286,7 @@ class TestForeignProducers:
         assert "no identity" in row.last_error
 
     def test_message_with_timestamp_out_of_range_is_handled_and_delays_no_other(self, handles, rabbitmq_url, length):
-        """An AMQP timestamp has 64 bits of seconds, which py-amqp converts to a datetime. This one is ignored."""
+        """An AMQP timestamp has 64 bits of seconds. One that no datetime can hold is ignored."""
         handler, options = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, options)
         send_with_timestamp(rabbitmq_url, 2**62)

@@ -301,7 +301,7 @@ class TestFailedAttempt:
         assert timedelta(minutes=25) < time_until_retry(row) <= timedelta(hours=1)
         assert bytes(row.body) == envelope.body
         assert effects() == 0
-        assert [(name, told["message_id"], told["handler"]) for name, told in said] == [
+        assert [(name, arguments["message_id"], arguments["handler"]) for name, arguments in said] == [
             ("message_retrying", envelope.id, handler.name)
         ]
 
