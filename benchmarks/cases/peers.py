@@ -33,7 +33,7 @@ UNCONFIRMED_SECONDS = 10.0
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
-    count = plan.choose(full=5_000, quick=3_000)
+    count = plan.choose(full=5_000, quick=1_500)
     with ExitStack() as stack:
         rabbit = _rabbit(lab, stack, record)
         ours = lab.new_project(rabbit)
