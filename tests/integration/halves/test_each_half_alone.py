@@ -90,14 +90,16 @@ class Project:
         (shop / "__init__.py").touch()
         (shop / "models.py").write_text(MODELS)
         (shop / "handlers.py").write_text(HANDLERS if half == "inbox" else "")
-        (directory / "shop_settings.py").write_text(
+        # A template process is kept for each name of a settings module, so projects must not share one.
+        settings = f"settings_of_{directory.name}"
+        (directory / f"{settings}.py").write_text(
             SETTINGS.format(half=half, database=str(self._database), options=half.upper(), given=given)
         )
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)]),
             "PYTHONWARNINGS": "error",
-            "DJANGO_SETTINGS_MODULE": "shop_settings",
+            "DJANGO_SETTINGS_MODULE": settings,
         }
 
     def manage(self, *arguments):
