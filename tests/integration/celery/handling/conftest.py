@@ -14,6 +14,7 @@ from celery import Celery, _state
 from inbox.celery import IdempotentTask
 from tests.crash import conftest as crash
 from tests.integration.celery.handling.project import make_app
+from tests.integration.celery.redelivery import takeover_settings
 from tests.support import ROOT
 from tests.support.workers import Process, as_environment
 
@@ -63,14 +64,17 @@ def tasks(app):
 
 @pytest.fixture
 def worker(broker, results, process_environment, tmp_path):
-    """Make workers: `with worker(pool="threads") as running`. It has begun to take tasks."""
+    """Make workers: `with worker(pool="threads") as running`. It has begun to take tasks.
+
+    A worker with `takes_over=True` is given what another worker has in hand.
+    """
     count = 0
 
-    def make(*, pool="prefork", concurrency=2, visibility_seconds=3600, database=None, **settings):
+    def make(*, pool="prefork", concurrency=2, takes_over=False, database=None, **settings):
         nonlocal count
         count += 1
-        if broker.startswith("redis"):
-            settings["broker_transport_options"] = {"visibility_timeout": visibility_seconds}
+        if takes_over:
+            settings |= takeover_settings(broker)
         given = {
             "CELERY_BROKER": broker,
             "CELERY_RESULTS": results,
@@ -173,6 +177,8 @@ def close(app):
     kombu.pools.reset()  # they are kombu's, one for each broker
     backend = app.backend
     if hasattr(backend, "result_consumer"):
+        # A result that outlives its test would connect again to unsubscribe, perhaps to a server that has ended.
+        backend.result_consumer.cancel_for = lambda task_id: None
         backend.result_consumer.stop()
         backend.client.close()
     app.close()

@@ -60,7 +60,7 @@ def test_a_worker_that_is_killed_in_the_middle(tasks, worker):
         running.until(lambda: begun("o-1"))
         running.kill()
     go_on("o-1")
-    with worker(visibility_seconds=1):
+    with worker(takes_over=True):
         assert result.get(**WAIT) == "done o-1"
 
     assert effects("o-1") == 1
@@ -72,7 +72,7 @@ def test_a_worker_that_is_killed_between_commit_and_acknowledgement(tasks, worke
         result = tasks["shop.work"].delay("o-1", "die with the worker after the commit")
         running.ends()
     assert effects("o-1") == 1
-    with worker(visibility_seconds=1):
+    with worker(takes_over=True):
         assert result.get(**WAIT) == "done o-1"
 
     assert effects("o-1") == 1
@@ -132,11 +132,10 @@ def test_on_quorum_queues(app, tasks, worker):
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
 def test_redis_delivers_a_long_task_again_while_it_runs(tasks, worker):
-    """Its transport looks for such messages some seconds after a start and then seldom, so a second worker is started."""
-    with worker(visibility_seconds=1) as running:
+    with worker() as running:
         result = tasks["shop.work"].delay("o-1", "wait for the word")
         running.until(lambda: begun("o-1"))
-        with worker(visibility_seconds=1) as other:
+        with worker(takes_over=True) as other:
             other.until(lambda: "comes again in" in running.said() + other.said())
             assert len(begun("o-1")) == 1
             go_on("o-1")
@@ -187,7 +186,7 @@ def test_a_chain_goes_on_after_a_duplicate_of_its_head(tasks, worker):
         result = flow.apply_async()
         running.ends()
     assert not effects("followed o-1")
-    with worker(concurrency=1, visibility_seconds=1):
+    with worker(concurrency=1, takes_over=True):
         result.get(**WAIT)
         flow.apply_async()
         wait_until(lambda: InboxMessage.objects.filter(handler="celery.shop.follow", duplicates=1).exists())

@@ -4,12 +4,10 @@ import pytest
 
 from outbox.models import OutboxMessage, State
 from tests.integration.celery.publishing.conftest import SECONDS, Worker, called, published
+from tests.integration.celery.redelivery import takeover_settings
 from tests.support.apps.effects.models import Unique
 from tests.support.deliveries import effects, wait_until
 from tests.support.relaying import relaying
-
-AT_ONCE = {"visibility_timeout": 1, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
-"""When Redis's transport gives what another worker has in hand to this one. RabbitMQ sees that worker's end."""
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 
@@ -29,8 +27,7 @@ class TestAWorkerThatIsKilled:
         assert effects("ended it") == 0
 
         Unique.objects.create(name="go it")
-        taking = {"broker_transport_options": AT_ONCE} if broker.startswith("redis") else {}
-        with Worker(broker, results, process_environment, tmp_path / "second.log", **taking) as second:
+        with Worker(broker, results, process_environment, tmp_path / "second.log", **takeover_settings(broker)) as second:
             second.until(lambda: effects("ended it"))
             assert result.get(timeout=SECONDS) == "it"
         assert published()[0].attempts == 1, "the broker gave it to the second, not the relay"
