@@ -51,7 +51,7 @@ def app(broker, results):
 
 @pytest.fixture
 def current():
-    """Make an app that of this process, as a project's own is: `current(app)`."""
+    """Make an app the current one of this process, as a project's own is: `current(app)`."""
     before = _state._tls.current_app
     yield lambda app: app.set_current()
     _state._set_current_app(before)
@@ -102,7 +102,7 @@ def migrated_mortal_database(mortal_database, process_environment):
 
 @pytest.fixture
 def local_app(settings):
-    """An app of this test's own: its broker and its results are in this process's memory."""
+    """An app whose broker and result backend are in this process's memory."""
     settings.INBOX = INBOX
     app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.broker_transport_options = {"polling_interval": 0.01}
@@ -125,7 +125,7 @@ def a_task(local_app):
 
 @pytest.fixture
 def sent(local_app):
-    """The messages that lie in the queue of the tasks."""
+    """Take the messages in the queue of the tasks."""
 
     def take():
         taken = []
@@ -156,7 +156,7 @@ class Worker(Process):
                 env=self._environment,
                 stdout=log,
                 stderr=log,
-                # So that it can be killed with the processes of its pool.
+                # A process group of its own, so that it is killed with the processes of its pool.
                 start_new_session=True,
             )
         self.until(lambda: " ready." in self.said())
@@ -173,7 +173,7 @@ class Worker(Process):
 
 
 def close(app):
-    """Leave no socket behind."""
+    """Close every connection of the app."""
     kombu.pools.reset()  # they are kombu's, one for each broker
     backend = app.backend
     if hasattr(backend, "result_consumer"):
