@@ -6,11 +6,13 @@ import threading
 from datetime import timedelta
 
 import pytest
+from django.core.management import call_command
 from django.db import connection
 
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
+from inbox.transactions import DatabaseAway
 from outbox.kernel.clock import monotonic
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
@@ -74,30 +76,30 @@ def is_settled(length):
 
 
 @pytest.fixture
-def impatient_broker(rabbitmq_server, rabbitmq_url):
-    """It closes the channel of a consumer that leaves a delivery unanswered for three seconds."""
+def short_consumer_timeout(rabbitmq_server, rabbitmq_url):
+    """RabbitMQ closes the channel of a consumer that does not acknowledge a delivery within three seconds."""
     given = {"consumer_timeout": "3000", "channel_tick_interval": "250"}
     # The broker must have started, and it lives longer than this test.
     before = {name: rabbitmq_server.evaluate(f"element(2, application:get_env(rabbit, {name})).") for name in given}
 
-    def be(values):
+    def configure(values):
         for name, value in values.items():
             rabbitmq_server.evaluate(f"application:set_env(rabbit, {name}, {value}).")
 
-    be(given)
+    configure(given)
     yield
-    be(before)
+    configure(before)
 
 
-@pytest.mark.usefixtures("impatient_broker")
-def test_a_run_that_outlasts_the_brokers_patience_is_run_once_and_its_copy_is_answered(consumer, job, is_settled, length):
+@pytest.mark.usefixtures("short_consumer_timeout")
+def test_run_longer_than_the_consumer_timeout_of_the_broker_is_not_repeated(consumer, job, is_settled, length):
     with consumer("a") as process:
         job("wait for the word")
         process.until(lambda: effects("begun job"))
-        # The channel is closed, the message comes again, and is told that it is being run.
+        # The channel is closed, and the message is redelivered and acknowledged, because its row is running.
         process.until(lambda: process.said().count("Consuming") == 2)
         process.until(lambda: length() == 0)
-        assert the_row().state == State.RUNNING, "the database has what the broker has not any more"
+        assert the_row().state == State.RUNNING, "the row keeps the message that the broker has no longer"
         assert effects("job") == 0
         Unique.objects.create(name="go job")
         process.until(lambda: effects("job") and is_settled())
@@ -108,8 +110,8 @@ def test_a_run_that_outlasts_the_brokers_patience_is_run_once_and_its_copy_is_an
     assert (the_row().state, the_row().duplicates, the_row().redeliveries) == (State.DONE, 1, 1)
 
 
-@pytest.mark.usefixtures("impatient_broker")
-def test_a_process_that_dies_after_that_has_its_message_run_by_another(consumer, job, is_settled, length):
+@pytest.mark.usefixtures("short_consumer_timeout")
+def test_message_of_a_process_killed_after_the_consumer_timeout_is_run_again(consumer, job, is_settled, length):
     with consumer("a") as process:
         job("wait for the word")
         process.until(lambda: process.said().count("Consuming") == 2 and length() == 0)
@@ -122,7 +124,7 @@ def test_a_process_that_dies_after_that_has_its_message_run_by_another(consumer,
     assert Effect.objects.get(name="job").detail == "2"
 
 
-def test_a_message_whose_process_is_killed_is_taken_over_when_its_lease_has_ended(consumer, job, is_settled):
+def test_message_of_a_killed_process_is_run_again_when_its_lease_has_ended(consumer, job, is_settled):
     with consumer("a") as process:
         job("die once")
         assert process.restarted_until(lambda: effects("job") and is_settled()) == 1
@@ -131,7 +133,7 @@ def test_a_message_whose_process_is_killed_is_taken_over_when_its_lease_has_ende
     assert effects("begun job") == 2
 
 
-def test_a_message_that_kills_its_process_each_time_runs_out_of_attempts(consumer, job, is_settled):
+def test_message_that_always_kills_its_process_is_dead_after_max_attempts(consumer, job, is_settled):
     with consumer("a") as process:
         job("die")
         ended = process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists() and is_settled())
@@ -140,21 +142,22 @@ def test_a_message_that_kills_its_process_each_time_runs_out_of_attempts(consume
     assert "never ended" in the_row().last_error
 
 
-def test_an_owner_that_was_frozen_past_its_lease_settles_nothing(consumer, job, is_settled):
-    with consumer("sleeper") as sleeper:
+def test_consumer_frozen_past_its_lease_settles_nothing(consumer, job, is_settled):
+    with consumer("frozen") as frozen:
         job("wait for the word")
-        sleeper.until(lambda: effects("begun job"))
-        sleeper.freeze()
+        frozen.until(lambda: effects("begun job"))
         with consumer("successor") as successor:
             successor.until(lambda: "Consuming" in successor.said())
-            # The broker still waits for the sleeper's answer, so these are duplicates. It deals them out in turn: one to each.
+            # Only now: with Redis the duplicates must arrive before the lease ends, or no row is stored.
+            frozen.freeze()
+            # The broker still waits for the frozen consumer to acknowledge, so these are duplicates, one for each consumer.
             for _ in range(2):
                 job("wait for the word")
             successor.until(lambda: effects("job"))
             settled = wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).values(*SETTLEMENT).first())
             Unique.objects.create(name="go job")
-            sleeper.thaw()
-            sleeper.until(lambda: "nothing was settled" in sleeper.said())
+            frozen.thaw()
+            frozen.until(lambda: "nothing was settled" in frozen.said())
             wait_until(is_settled)
 
     assert effects("job") == 2, "both have run; this is what a lease cannot prevent"
@@ -162,8 +165,8 @@ def test_an_owner_that_was_frozen_past_its_lease_settles_nothing(consumer, job, 
     assert settled["attempts"] == 2
 
 
-def test_a_database_that_does_not_answer_costs_no_lease_on_another(handles, lease_store):
-    """Its server accepts connections and is silent, so whoever extends a lease there waits for as long as that lasts."""
+def test_database_that_does_not_answer_costs_no_lease_on_another_database(handles, lease_store):
+    """Its server accepts connections and does not answer, so extending a lease there waits until it does."""
     begun, go_on = {"default": threading.Event(), "other": threading.Event()}, threading.Event()
 
     def handle(message):
@@ -186,8 +189,29 @@ def test_a_database_that_does_not_answer_costs_no_lease_on_another(handles, leas
     assert run.answer is Received.HANDLED
 
 
-def test_an_answer_to_taking_a_lease_that_is_lost_costs_neither_the_lease_nor_an_attempt(handles, process_environment):
-    """The row is committed, and whoever wrote it hears nothing of that; asking again, it finds its own lease."""
+def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settlement(handles, mortal_postgres, caplog):
+    def handle_and_kill_the_store(message):
+        ran.append(message.attempt)
+        mortal_postgres.kill()
+
+    ran = []
+    handler = handles(handle_and_kill_the_store, mode="lease", lease=timedelta(minutes=10))
+    envelope = an_envelope()
+    name = mortal_postgres.create_database().rpartition("/")[2]
+    with the_default_at(NAME=name, PORT=mortal_postgres.port):
+        call_command("migrate", verbosity=0)
+        with InAThread(lambda: deliver(handler, envelope)) as first:
+            wait_until(lambda: "cannot be written down yet" in caplog.text)
+            with pytest.raises(DatabaseAway):
+                deliver(handler, an_envelope())
+            mortal_postgres.start()
+        assert first.answer is Received.HANDLED
+        assert deliver(handler, envelope) is Received.DUPLICATE
+    assert ran == [1]
+
+
+def test_lost_answer_to_taking_a_lease_costs_neither_the_lease_nor_an_attempt(handles, process_environment):
+    """The row is committed and the connection is lost before the answer; asked again, the store finds this owner's lease."""
     ran = []
     handler = handles(lambda message: ran.append(message.biz_id), mode="lease", lease=timedelta(minutes=10))
     answer = losing_the_answer(
@@ -203,7 +227,7 @@ def test_an_answer_to_taking_a_lease_that_is_lost_costs_neither_the_lease_nor_an
     assert (row.state, row.attempts, row.fence, row.duplicates) == (State.DONE, 1, 1, 0)
 
 
-def test_a_step_that_must_not_be_repeated_and_was_interrupted_stops_the_message_for_a_person(consumer, job, is_settled):
+def test_interrupted_unrepeatable_step_makes_a_dead_letter(consumer, job, is_settled):
     with consumer("a") as process:
         job("die in a step once", repeatable=False)
         process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists() and is_settled())
@@ -213,7 +237,7 @@ def test_a_step_that_must_not_be_repeated_and_was_interrupted_stops_the_message_
     assert "'charge' was begun by an earlier attempt" in the_row().last_error
 
 
-def test_a_step_that_may_be_repeated_is(consumer, job, is_settled):
+def test_interrupted_repeatable_step_is_taken_again(consumer, job, is_settled):
     with consumer("a") as process:
         job("die in a step once", repeatable=True)
         process.restarted_until(lambda: effects("job") and is_settled())

@@ -1,8 +1,9 @@
-"""Per key one message at a time, each once, in the order of the queue, whatever happens on the way; and nothing stands still.
+"""Messages of a key are handled one at a time, once each, in the order of the queue, in random schedules; and no key is stuck.
 
-`Machine`: two consumers that take the queue in after each other, and while the older has not noticed; runners, an operator, and
-kills; each stopped at every step until it is its turn, or waiting for a lock that another holds. What it does is chosen by its
-seed. And then seeded bugs, to prove that the machine would find them.
+`Machine` runs two consumers, three runners and an operator, and kills them. The broker may give the queue to the second
+consumer before the first has noticed. Each actor stops at every step until the schedule resumes it, or waits for a lock that
+another holds. The seed is the schedule. The last test changes the product in ways that break the order, and proves that the
+schedules find each.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ GATES = {
 
 
 class Killed(BaseException):
-    """The process of this actor is gone."""
+    """The process of this actor has ended."""
 
 
 class Actor:
-    """A thread with a connection of its own that goes from gate to gate when it is told to, or waits for a lock on the way."""
+    """A thread with a connection of its own that goes from gate to gate when the machine resumes it, or waits for a lock."""
 
     here = threading.local()
 
@@ -151,7 +152,7 @@ class Actor:
             self._came.release()
 
     def _forget(self, pid):
-        """The server has undone what a killed one was at."""
+        """Wait until the server has rolled back what a killed actor was doing."""
         self.machine.forget(self)
         with connection.cursor() as cursor:
             gone = "SELECT NOT EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = %s AND pid <> pg_backend_pid())"
@@ -159,8 +160,8 @@ class Actor:
 
 
 @dataclass
-class Life:
-    """What a consumer knows: how far it has taken the queue in, and to where it was delivered."""
+class Progress:
+    """What a consumer knows: how far it has stored the queue, and how far the broker has delivered it."""
 
     taken: int
     delivered: int = 0
@@ -178,30 +179,30 @@ class Machine:
         self.queue = []
         self.acked = 0
         self._moods = random.Random(f"{self.seed}-moods")
-        self._is_kind = False
+        self._all_succeed = False
         self._running = {}
         self._lock = threading.Lock()
-        self._lives = {}
+        self._progress = {}
         self._names = 0
-        self.patience = 40
+        self.rounds_left = 40
 
     def __str__(self):
         return f"seed {self.seed}, step {self.step}"
 
     def run(self):
-        """Take all steps, then be kind to everybody; what went wrong is in `wrong`."""
+        """Take all steps, then let every handler succeed; what went wrong is in `wrong`."""
         consumers = [Actor(self, self._consume) for _ in range(2)]
         runners = [Actor(self, self._run_stored) for _ in range(3)]
         operator = Actor(self, self._operate)
         self._current = consumers[0]
-        self._lives = {actor: Life(0) for actor in consumers}
+        self._progress = {actor: Progress(0) for actor in consumers}
         actors = [*consumers, *runners, operator]
         try:
             while self.step < STEPS and not self.wrong:
                 self.step += 1
                 what = self.chance.choices(["go", "publish", "due", "fail over", "kill"], [80, 7, 6, 2, 2])[0]
                 if what == "go":
-                    self._let_somebody_go_on(actors)
+                    self._resume_an_actor(actors)
                 elif what == "publish":
                     self._publish()
                 elif what == "due":
@@ -217,7 +218,7 @@ class Machine:
                 actor.ends()
         return self.wrong
 
-    def _let_somebody_go_on(self, actors):
+    def _resume_an_actor(self, actors):
         ready = [actor for actor in actors if not actor.is_blocked() and (not actor.is_idle or self._has_work(actor))]
         if ready:
             actor = self.chance.choice(ready)
@@ -225,8 +226,8 @@ class Machine:
                 actor.goes_on()
 
     def _has_work(self, actor):
-        if life := self._lives.get(actor):
-            return life.taken < (len(self.queue) if actor is self._current else life.delivered)
+        if progress := self._progress.get(actor):
+            return progress.taken < (len(self.queue) if actor is self._current else progress.delivered)
         if actor.works_by == self._operate:
             return self.chance.random() < 0.2
         return store.next_due("default", [self.handler.name])
@@ -236,7 +237,7 @@ class Machine:
     def _publish(self):
         for _ in range(self.chance.choice([1, 3, 6])):
             if self.queue and self.chance.random() < 0.1:
-                self.queue.append(self.chance.choice(self.queue))  # somebody sends it again
+                self.queue.append(self.chance.choice(self.queue))  # sent again
                 continue
             name, key = f"{self._names:03}", self.chance.choice(KEYS)
             self._names += 1
@@ -244,38 +245,38 @@ class Machine:
             self.queue.append(an_envelope({}, biz_id=name, key=key, created_at=utcnow() - age))
 
     def _consume(self, actor):
-        life = self._lives[actor]
+        progress = self._progress[actor]
         if actor is self._current:
-            life.delivered = min(len(self.queue), max(life.delivered, life.taken + 8))
-        start, end = life.taken, min(life.delivered, life.taken + self.chance.randint(1, 5))
+            progress.delivered = min(len(self.queue), max(progress.delivered, progress.taken + 8))
+        start, end = progress.taken, min(progress.delivered, progress.taken + self.chance.randint(1, 5))
         if start == end:
             return
         part = [(read(self.handler, one, OPTIONS), False) for one in self.queue[start:end]]
         became = take_in(self.handler, part, OPTIONS)
-        life.taken = end
-        if actor is self._current and self._lives[actor] is life:
+        progress.taken = end
+        if actor is self._current and self._progress[actor] is progress:
             self.acked = max(self.acked, end)
         assert {*became} <= {Received.STORED, Received.DUPLICATE, Received.DEAD, Received.PUT_OFF}
 
     def _fail_over(self, actor):
-        """The broker takes the connection of the current one for lost; that one may not know it yet."""
+        """The broker gives the queue to another consumer; the current one may not have noticed yet."""
         if actor is not self._current:
             self._current = actor
-            self._lives[actor] = Life(self.acked)
+            self._progress[actor] = Progress(self.acked)
 
     def _kill(self, actor, consumers):
         if actor.is_idle or actor.blocked:
             return
         actor.dies()
         if actor in consumers:
-            self._lives[actor] = Life(self.acked)
+            self._progress[actor] = Progress(self.acked)
             self._fail_over(next(other for other in consumers if other is not actor))
 
     # ----------------------------------------------------------------------------------------------------- runners and operator
 
     def _run_stored(self, actor):
         runner = Runner(OPTIONS)
-        runner._swept_at = dict.fromkeys(["default"], float("inf"))  # the safety net would hide what is to be found
+        runner._swept_at = dict.fromkeys(["default"], float("inf"))  # the release of stuck keys would hide the errors
         runner._told = {"default"}
         runner._turn(raising=True)
 
@@ -283,14 +284,14 @@ class Machine:
         actor = _actor()
         with self._lock:
             if message.key and message.key in self._running.values():
-                self.wrong.append(f"{message.biz_id} runs beside another of {message.key!r}; {self}")
+                self.wrong.append(f"{message.biz_id} runs concurrently with another of {message.key!r}; {self}")
             self._running[actor] = message.key
         try:
             Effect.objects.create(name=message.biz_id, detail=message.key)
             if actor is not None:
                 for _ in range(self._moods.choice([1, 1, 5])):  # some take long
                     actor.stop_at("handling")
-            mood = "do" if self._is_kind else self._moods.choices(["do", "fail", "later", "reject"], [74, 10, 4, 12])[0]
+            mood = "do" if self._all_succeed else self._moods.choices(["do", "fail", "later", "reject"], [74, 10, 4, 12])[0]
             if mood == "fail":
                 raise ValueError("not this time")
             if mood == "later":
@@ -324,7 +325,7 @@ class Machine:
         waiting = InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING], next_attempt_at__isnull=False)
         some = [pk for pk in waiting.values_list("pk", flat=True) if self.chance.random() < 0.8]
         with connection.cursor() as cursor:
-            # Rows that somebody is running are left alone; a lock would be waited for.
+            # Rows that an actor is running are skipped: the update would wait for their locks.
             cursor.execute(
                 f"UPDATE {store.TABLE} SET next_attempt_at = statement_timestamp() WHERE next_attempt_at IS NOT NULL AND id IN "
                 f"(SELECT id FROM {store.TABLE} WHERE id = ANY(%s) FOR UPDATE SKIP LOCKED)",
@@ -334,19 +335,19 @@ class Machine:
     # ------------------------------------------------------------------------------------------------------------------ the end
 
     def _drain(self, actors):
-        """Nothing may stand still, and then everything is handled that nobody has skipped."""
-        self._is_kind = True
+        """No key may be stuck, and then every message is handled that the operator has not skipped."""
+        self._all_succeed = True
         while not all(actor.is_idle for actor in actors):
             for actor in actors:
                 if not actor.is_idle:
                     actor.goes_on()
-        while self._lives[self._current].taken < len(self.queue) or not self._current.is_idle:
+        while self._progress[self._current].taken < len(self.queue) or not self._current.is_idle:
             self._current.goes_on()
         released = store.release_stuck("default", [], None)
         if released.stuck:
-            self.wrong.append(f"{released.stuck} keys stood still; {self}")
-        while InboxMessage.objects.filter(state__in=OPEN).exists() and self.patience:
-            self.patience -= 1
+            self.wrong.append(f"{released.stuck} keys were stuck; {self}")
+        while InboxMessage.objects.filter(state__in=OPEN).exists() and self.rounds_left:
+            self.rounds_left -= 1
             for row in InboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
                 _ = store.retry("default", row) or store.override_age_fence("default", row)
             InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING]).update(next_attempt_at=DatabaseTime())
@@ -380,7 +381,7 @@ def _actor():
 
 @contextmanager
 def gates():
-    """Every actor stops where it turns from one step to the next."""
+    """Every actor stops before and after each step."""
 
     def gated(name, original):
         def function(*args, **kwargs):
@@ -415,33 +416,33 @@ def wrong_in(handles, seed, on_dead):
 
 @pytest.mark.parametrize("on_dead", ["block", "skip"])
 @pytest.mark.parametrize("schedule", [*range(3), "any"])
-def test_every_key_is_handled_in_order_in_any_schedule(handles, schedule, on_dead):
-    """Each once, never two at a time, none left standing."""
+def test_messages_of_a_key_are_handled_once_and_in_order_in_any_schedule(handles, schedule, on_dead):
+    """Never two at a time, and no key is stuck at the end."""
     seed = random.randrange(2**32) if schedule == "any" else schedule
 
     assert not wrong_in(handles, seed, on_dead), f"seed {seed}"
 
 
-def nothing(*args, **kwargs):
+def do_nothing(*args, **kwargs):
     return None
 
 
 BLOCK, SKIP = "block", "skip"
 MUTATIONS = {
-    "who adds looks without the gate": (BLOCK, lambda patch: patch.setattr(intake, "hold_gates", nothing)),
-    "who settles passes on without the gate": (
+    "storing does not lock the key": (BLOCK, lambda patch: patch.setattr(intake, "hold_gates", do_nothing)),
+    "settling does not lock the key": (
         BLOCK,
         lambda patch: (
             patch.setattr(sentinel, "is_usable", lambda connection: False),
             patch.setattr(sentinel, "GATE", "{gate}, {bound}::text"),
         ),
     ),
-    "nobody follows what is done": (BLOCK, lambda patch: patch.setattr(sentinel, "promote_next", nothing)),
-    "nobody follows what is skipped": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", nothing)),
-    "nobody follows what is passed over": (SKIP, lambda patch: patch.setattr(stored, "promote_next", nothing)),
-    "who follows a duplicate waits for it": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
-    "a retried one is always due": (BLOCK, lambda patch: patch.setattr(operating, "is_head", lambda *order: True)),
-    "a dead one does not hold its key": (
+    "done does not promote the next": (BLOCK, lambda patch: patch.setattr(sentinel, "promote_next", do_nothing)),
+    "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", do_nothing)),
+    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(stored, "promote_next", do_nothing)),
+    "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
+    "retry ignores the head": (BLOCK, lambda patch: patch.setattr(operating, "is_head", lambda *order: True)),
+    "dead does not block its key": (
         BLOCK,
         lambda patch: (
             patch.setattr(intake, "OPEN", ordering.OPEN.replace(", 'dead'", "")),
@@ -449,7 +450,7 @@ MUTATIONS = {
             patch.setattr(ordering, "_HEAD", ordering._HEAD.replace(", 'dead'", "")),
         ),
     ),
-    "what is out of order does not run alone": (
+    "out of order runs concurrently": (
         SKIP,
         lambda patch: patch.setattr(stored, "begun", lambda connection, order: ("'read committed', true", [])),
     ),
@@ -457,21 +458,21 @@ MUTATIONS = {
 
 
 FOUND_BY = {
-    "who settles passes on without the gate": 1,
-    "who follows a duplicate waits for it": 7,
-    "what is out of order does not run alone": 7,
+    "settling does not lock the key": 1,
+    "message after a duplicate waits": 7,
+    "out of order runs concurrently": 7,
 }
-"""The seed to begin with, for what the first ones do not find."""
+"""The seed to begin with, for mutations that the first seeds do not find."""
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.proof
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_machine_finds_the_bug(handles, monkeypatch, mutation):
+def test_random_schedules_find_the_mutation_of_ordered_handling(handles, monkeypatch, mutation):
     on_dead, mutate = MUTATIONS[mutation]
     mutate(monkeypatch)
 
     for seed in dict.fromkeys([FOUND_BY.get(mutation, 0), *range(24)]):
         if wrong_in(handles, seed, on_dead):
             return
-    pytest.fail("it went unnoticed")
+    pytest.fail("no schedule has found the mutation")

@@ -1,4 +1,4 @@
-"""Ordered handlers on a real RabbitMQ: one consumer at a time takes a queue in, and the order outlasts its end."""
+"""Ordered handlers on a real RabbitMQ: one consumer at a time reads a queue, and the order survives its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 from collections import defaultdict
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import kombu
 import pytest
@@ -69,8 +69,8 @@ def lengths(server, handler, options):
     return {name: length for name, length in server.queue_lengths(options.broker_url).items() if name.startswith(prefix)}
 
 
-class TestTheOrder:
-    def test_what_the_outbox_published_in_order_takes_effect_in_order(self, handles, rabbitmq_server, rabbitmq_url):
+class TestOrder:
+    def test_messages_published_in_order_take_effect_in_order(self, handles, rabbitmq_server, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=3)
         declared(handler, options)
         published(range(200))
@@ -83,32 +83,32 @@ class TestTheOrder:
         assert_each_once_and_in_order(200)
         assert set(InboxMessage.objects.values_list("state", "ordered", "duplicates")) == {(State.DONE, True, 0)}
 
-    def test_consumers_that_come_and_go_keep_it(self, handles, rabbitmq_url):
+    def test_restarting_consumers_keeps_the_order(self, handles, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=2)
         declared(handler, options)
         total = 800
         sending = threading.Thread(target=sent, args=[rabbitmq_url, range(total)])
         sending.start()
-        chance = random.Random(7)
+        chance, restarts = random.Random(7), 0
         try:
             while InboxMessage.objects.count() < total:
-                with ExitStack() as stack:
-                    consumers = [stack.enter_context(consuming([handler], options)) for _ in range(2)]
+                restarts += 1
+                with consuming([handler], options), consuming([handler], options):
                     seen = InboxMessage.objects.count()
                     some = min(total, seen + chance.randint(20, 120))
                     wait_until(lambda some=some: InboxMessage.objects.count() >= some)
-                    assert consumers
         finally:
             sending.join()
 
         with consuming([handler], options):
             wait_until(lambda: effects() == total)
 
+        assert restarts > 1, "one pair of consumers has read everything"
         assert_each_once_and_in_order(total)
         rows = InboxMessage.objects.order_by("pk").values_list("message_id", flat=True)
         assert [int(name) for name in rows] == list(range(total))
 
-    def test_the_queue_is_taken_in_by_one_consumer_at_a_time(self, handles, rabbitmq_url):
+    def test_ordered_queue_is_read_by_one_consumer_at_a_time(self, handles, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
         declared(handler, options)
 
@@ -122,7 +122,7 @@ class TestTheOrder:
         assert (first.received[Received.STORED], second.received.total()) == (40, 0)
         assert_each_once_and_in_order(40)
 
-    def test_what_comes_again_is_a_duplicate_and_holds_nobody_up(self, handles, rabbitmq_server, rabbitmq_url):
+    def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handles, rabbitmq_server, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
         declared(handler, options)
         sent(rabbitmq_url, [0, 1, 2, 0, 1, 2, 3])
@@ -135,7 +135,7 @@ class TestTheOrder:
         assert sum(InboxMessage.objects.values_list("duplicates", flat=True)) == 3
         assert_each_once_and_in_order(4)
 
-    def test_a_database_that_is_away_loses_and_mixes_up_nothing(self, handles, rabbitmq_url, monkeypatch):
+    def test_unavailable_database_loses_no_message_and_keeps_the_order(self, handles, rabbitmq_url, monkeypatch):
         handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
         declared(handler, options)
         sent(rabbitmq_url, range(60))
@@ -156,7 +156,7 @@ class TestTheOrder:
         rows = InboxMessage.objects.order_by("pk").values_list("message_id", flat=True)
         assert [int(name) for name in rows] == list(range(60))
 
-    def test_a_bug_while_storing_lets_nothing_past(self, handles, rabbitmq_url, monkeypatch, caplog):
+    def test_unexpected_error_while_storing_keeps_the_order(self, handles, rabbitmq_url, monkeypatch, caplog):
         handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
         declared(handler, options)
         sent(rabbitmq_url, range(30))
@@ -165,7 +165,7 @@ class TestTheOrder:
 
         def broken(*args, **kwargs):
             if next(failures, None) is not None:
-                raise ArithmeticError("nobody foresaw it")
+                raise ArithmeticError("on purpose")
             return original(*args, **kwargs)
 
         monkeypatch.setattr(store, "take_in", broken)
@@ -176,12 +176,12 @@ class TestTheOrder:
         assert "nothing goes past them" in caplog.text
 
 
-class TestAQueueThatCannotKeepIt:
+class TestUnsuitableQueue:
     @pytest.fixture(autouse=True)
-    def looked_at_often(self, monkeypatch):
+    def short_health_interval(self, monkeypatch):
         monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
 
-    def test_is_not_received_from_until_an_operator_has_deleted_it(self, handles, rabbitmq_url, caplog):
+    def test_queue_without_single_active_consumer_is_not_read_until_it_is_deleted(self, handles, rabbitmq_url, caplog):
         """The handler was not ordered before, so its queue feeds several consumers at once."""
         options = broker_options(rabbitmq_url)
         declare(handles(the_effect, name="changing"), options)
@@ -204,7 +204,7 @@ class TestAQueueThatCannotKeepIt:
 
         assert [record.levelno for record in caplog.records if "single active consumer" in record.message] == [logging.ERROR]
 
-    def test_is_told_about_when_it_differs_otherwise_and_used_as_it_is(self, handles, rabbitmq_url, caplog):
+    def test_queue_with_other_arguments_is_reported_and_used_as_it_is(self, handles, rabbitmq_url, caplog):
         handler = handles(the_effect, ordered=True)
         declared(handler, broker_options(rabbitmq_url, QUEUE_TYPE="classic"))
         options = broker_options(rabbitmq_url)
@@ -218,7 +218,7 @@ class TestAQueueThatCannotKeepIt:
 
 
 class TestPartitions:
-    def test_keys_are_spread_over_the_queues_and_keep_their_order(self, handles, rabbitmq_server, rabbitmq_url):
+    def test_partitions_spread_the_keys_and_keep_the_order_of_each(self, handles, rabbitmq_server, rabbitmq_url):
         handler = handles(the_effect, ordered=True, partitions=4)
         options = broker_options(rabbitmq_url, CONCURRENCY=3)
         declared(handler, options)
@@ -235,7 +235,7 @@ class TestPartitions:
         assert_each_once_and_in_order(300, keys=60)
         assert InboxMessage.objects.filter(duplicates=0, state=State.DONE).count() == 300
 
-    def test_a_key_is_always_found_in_the_same_queue(self, handles, rabbitmq_server, rabbitmq_url):
+    def test_all_messages_of_a_key_are_routed_to_one_partition(self, handles, rabbitmq_server, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
         declared(handler, options)
 
@@ -246,7 +246,7 @@ class TestPartitions:
         wait_until(lambda: sum(lengths(rabbitmq_server, handler, options).values()) == 60)
         assert sorted(lengths(rabbitmq_server, handler, options).values()) == [0, 0, 60]
 
-    def test_messages_without_a_key_are_handled(self, handles, rabbitmq_url):
+    def test_partitioned_handler_receives_messages_without_a_key(self, handles, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
         declared(handler, options)
         sent(rabbitmq_url, range(10), keys=0)
@@ -255,7 +255,7 @@ class TestPartitions:
         with consuming([handler], options):
             wait_until(lambda: effects() == 11)
 
-    def test_a_broker_that_cannot_hash_is_told_about_and_serves_the_other_handlers(
+    def test_missing_consistent_hash_plugin_is_reported_and_stops_only_partitioned_handlers(
         self, handles, rabbitmq_server, rabbitmq_url, caplog, monkeypatch
     ):
         monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
@@ -280,7 +280,7 @@ class TestPartitions:
 
         assert caplog.text.count("rabbitmq-plugins enable") == 1
 
-    def test_an_exchange_of_that_name_that_spreads_nothing_is_told_about(self, handles, rabbitmq_url):
+    def test_existing_exchange_of_another_type_is_refused_with_its_remedy(self, handles, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True, partitions=2), broker_options(rabbitmq_url)
         with kombu.Connection(rabbitmq_url) as connection:
             connection.default_channel.exchange_declare(queue_name(handler, options), "fanout", durable=True, auto_delete=False)
@@ -289,7 +289,7 @@ class TestPartitions:
             declared(handler, options)
 
     @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 3), (3, 1)])
-    def test_another_number_is_refused_while_the_queues_of_the_old_one_are_there(self, handles, rabbitmq_url, before, after):
+    def test_changed_number_of_partitions_is_refused_while_the_old_queues_exist(self, handles, rabbitmq_url, before, after):
         options = broker_options(rabbitmq_url)
         handler = handles(the_effect, ordered=True, partitions=before, name="changing")
         declared(handler, options)
@@ -306,16 +306,17 @@ class TestPartitions:
             connection.default_channel.exchange_delete(queue_name(handler, options))
         assert declared(changed, options) == ""
 
-    def test_some_that_were_left_behind_in_the_middle_of_declaring_are_completed(self, handles, rabbitmq_url):
+    def test_partially_declared_partitions_are_completed(self, handles, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
         with kombu.Connection(rabbitmq_url) as connection:
             queue_of(handler, options, 2)(connection.default_channel).declare()
 
         assert declared(handler, options) == ""
+        assert existing_queues(rabbitmq_url, handler, options) == [queue.name for queue in queues_of(handler, options)]
 
 
 def existing_queues(url, handler, options):
-    """Those of its queues that are there as they should be."""
+    """Those of its queues that exist with the right arguments."""
     with kombu.Connection(url) as connection:
         found = []
         for queue in queues_of(handler, options):

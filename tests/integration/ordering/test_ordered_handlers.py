@@ -1,4 +1,4 @@
-"""Ordered handlers: per key one at a time, in the order of arrival; keys side by side. Here without a broker."""
+"""Ordered handlers: the messages of a key one at a time, in the order of arrival; keys concurrently. Without a broker."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def in_the_order_of_their_effects():
 
 
 class Failing:
-    """A handler that fails for the messages called so."""
+    """A handler that fails for the messages of these names."""
 
     def __init__(self, *names, error=ValueError):
         self.names = set(names)
@@ -89,7 +89,7 @@ class Failing:
 
 
 class Waiting:
-    """A handler that waits in the middle of the message called so until it is told to go on."""
+    """A handler that waits in the middle of the messages of these names until `go` is set."""
 
     def __init__(self, *names):
         self.names = set(names)
@@ -110,8 +110,8 @@ def failed_out(given=OPTIONS):
 
 
 @everywhere
-class TestTakingIn:
-    def test_the_first_of_a_key_is_due_and_the_rest_wait_behind_it(self, handles):
+class TestStoring:
+    def test_first_message_of_a_key_is_due_and_the_rest_wait_behind_it(self, handles):
         handler = handles(the_effect, ordered=True)
 
         became = [*named(handler, "a1", "a2"), *named(handler, "b1", key="b"), *named(handler, "a3")]
@@ -120,7 +120,7 @@ class TestTakingIn:
         assert states("a1", "a2", "b1", "a3") == [State.RECEIVED, State.WAITING, State.RECEIVED, State.WAITING]
         assert not InboxMessage.objects.filter(state=State.WAITING, next_attempt_at__isnull=False).exists()
 
-    def test_they_are_run_in_their_order(self, handles):
+    def test_messages_of_a_key_are_run_in_their_order(self, handles):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1", "a2", "a3")
         named(handler, "a4")
@@ -130,7 +130,7 @@ class TestTakingIn:
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3", "a4"]
         assert not InboxMessage.objects.exclude(state=State.DONE).exists()
 
-    def test_their_rows_are_numbered_in_the_order_of_arrival(self, handles):
+    def test_rows_are_numbered_in_the_order_of_arrival(self, handles):
         handler = handles(the_effect, ordered=True)
         names = [f"m{number}" for number in range(150)]
 
@@ -138,7 +138,7 @@ class TestTakingIn:
 
         assert list(InboxMessage.objects.order_by("pk").values_list("biz_id", flat=True)) == names
 
-    def test_a_message_without_a_key_waits_for_nobody(self, handles):
+    def test_messages_without_a_key_do_not_wait_for_each_other(self, handles):
         handler = handles(the_effect, ordered=True)
 
         named(handler, "x1", "x2", key="")
@@ -146,7 +146,7 @@ class TestTakingIn:
         assert states("x1", "x2") == [State.RECEIVED, State.RECEIVED]
         assert not InboxMessage.objects.filter(ordered=True).exists()
 
-    def test_a_duplicate_is_counted_and_not_stored(self, handles):
+    def test_duplicate_is_counted_and_not_stored(self, handles):
         handler = handles(the_effect, ordered=True)
         first = a_message("a1")
         arrive(handler, first)
@@ -156,7 +156,7 @@ class TestTakingIn:
         row = the_row()
         assert (row.duplicates, row.redeliveries) == (1, 1)
 
-    def test_a_duplicate_in_the_same_transaction_is_counted(self, handles):
+    def test_duplicate_in_the_same_transaction_is_counted(self, handles):
         handler = handles(the_effect, ordered=True)
         first = a_message("a1")
 
@@ -166,7 +166,7 @@ class TestTakingIn:
         drain()
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
-    def test_what_follows_a_duplicate_of_something_done_is_the_head(self, handles):
+    def test_message_after_a_duplicate_of_a_done_one_is_the_head_of_its_key(self, handles):
         handler = handles(the_effect, ordered=True)
         first = a_message("a1")
         arrive(handler, first)
@@ -182,7 +182,7 @@ class TestTakingIn:
         drain()
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
-    def test_the_transaction_that_stores_them_is_all_or_nothing(self, handles, monkeypatch):
+    def test_failed_storing_stores_none_of_the_messages(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
         monkeypatch.setattr(store.intake, "_headless", lambda places, taken: 1 / 0)
 
@@ -193,8 +193,8 @@ class TestTakingIn:
 
 
 @everywhere
-class TestAHeadThatFails:
-    def test_keeps_the_rest_of_its_key_waiting_and_no_other_key(self, handles):
+class TestFailingHead:
+    def test_failing_head_blocks_its_key_and_no_other_key(self, handles):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2", "a3")
         named(handler, "b1", "b2", key="b")
@@ -204,7 +204,7 @@ class TestAHeadThatFails:
         assert states("a1", "a2", "a3", "b1", "b2") == ["retrying", "waiting", "waiting", "done", "done"]
         assert in_the_order_of_their_effects() == ["b1", "b2"]
 
-    def test_is_followed_by_the_rest_when_it_succeeds(self, handles):
+    def test_retried_head_that_succeeds_is_followed_by_the_rest_of_its_key(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         named(handler, "a1", "a2")
@@ -217,7 +217,7 @@ class TestAHeadThatFails:
 
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
-    def test_may_ask_for_a_later_time(self, handles):
+    def test_head_that_raises_retry_later_keeps_its_key_waiting(self, handles):
         behaviour = Failing("a1", error=lambda text: RetryLater(timedelta(hours=1), text))
         handler = handles(behaviour, ordered=True, name="ordered")
         named(handler, "a1", "a2")
@@ -226,7 +226,7 @@ class TestAHeadThatFails:
 
         assert states("a1", "a2") == ["retrying", "waiting"]
 
-    def test_and_dies_blocks_its_key(self, handles):
+    def test_dead_head_blocks_its_key(self, handles):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2")
 
@@ -237,7 +237,7 @@ class TestAHeadThatFails:
         assert states("a1", "a2", "a3") == ["dead", "waiting", "waiting"]
         assert in_the_order_of_their_effects() == []
 
-    def test_goes_first_when_an_operator_retries_it(self, handles):
+    def test_dead_head_that_an_operator_retries_is_handled_first(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         named(handler, "a1", "a2", "a3")
@@ -249,7 +249,7 @@ class TestAHeadThatFails:
 
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
-    def test_is_left_out_when_an_operator_skips_it(self, handles):
+    def test_dead_head_that_an_operator_skips_is_left_out(self, handles):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2", "a3")
         failed_out()
@@ -260,7 +260,7 @@ class TestAHeadThatFails:
 
         assert in_the_order_of_their_effects() == ["a2", "a3"]
 
-    def test_that_kills_its_process_is_dead_in_the_end_and_blocks_its_key(self, handles):
+    def test_head_that_kills_its_process_runs_out_of_attempts_and_blocks_its_key(self, handles):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1", "a2")
         for _ in range(OPTIONS.MAX_ATTEMPTS):
@@ -271,7 +271,7 @@ class TestAHeadThatFails:
 
         assert states("a1", "a2") == ["dead", "waiting"]
 
-    def test_whose_handler_committed_by_itself_blocks_its_key(self, handles):
+    def test_head_whose_handler_commits_its_transaction_is_dead_and_blocks_its_key(self, handles):
         def commits(message):
             the_effect(message)
             connection.connection.commit()
@@ -285,10 +285,10 @@ class TestAHeadThatFails:
 
 
 @everywhere
-class TestPassedOver:
-    """on_dead="skip": the others go on without a dead letter."""
+class TestOnDeadSkip:
+    """on_dead="skip": a key continues after a dead letter."""
 
-    def test_a_dead_letter_lets_the_next_follow(self, handles):
+    def test_on_dead_skip_continues_the_key_after_a_dead_letter(self, handles):
         handler = handles(Failing("a1"), ordered=True, on_dead="skip", name="ordered")
         named(handler, "a1", "a2", "a3")
 
@@ -299,7 +299,7 @@ class TestPassedOver:
         assert states("a1", "a2", "a3") == ["dead", "done", "done"]
         assert in_the_order_of_their_effects() == ["a2", "a3"]
 
-    def test_a_delivery_that_is_refused_has_no_place(self, handles):
+    def test_on_dead_skip_does_not_wait_for_a_refused_delivery(self, handles):
         handler = handles(the_effect, ordered=True, on_dead="skip")
 
         assert named(handler, "a1", refused="it cannot be read") == [Received.DEAD]
@@ -307,7 +307,7 @@ class TestPassedOver:
 
         assert states("a2") == [State.RECEIVED]
 
-    def test_an_operator_may_retry_it_later_out_of_order(self, handles):
+    def test_on_dead_skip_lets_an_operator_retry_a_dead_letter_out_of_order(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, on_dead="skip", name="ordered")
         named(handler, "a1", "a2")
@@ -319,7 +319,7 @@ class TestPassedOver:
 
         assert in_the_order_of_their_effects() == ["a2", "a1"]
 
-    def test_a_handler_that_begins_to_skip_passes_over_what_is_dead(self, handles, caplog):
+    def test_changing_a_handler_to_on_dead_skip_continues_blocked_keys(self, handles, caplog):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2", "a3")
         failed_out()
@@ -332,7 +332,7 @@ class TestPassedOver:
         assert states("a1", "a2", "a3") == ["dead", "done", "done"]
         assert "1 dead letters" in caplog.text
 
-    def test_what_committed_by_itself_is_passed_over_by_the_sweep(self, handles):
+    def test_on_dead_skip_continues_after_a_handler_that_commits_its_transaction(self, handles):
         def commits(message):
             the_effect(message)
             if message.biz_id == "a1":
@@ -348,10 +348,10 @@ class TestPassedOver:
 
 
 @everywhere
-class TestRefused:
-    """What cannot be read, or is too old, has its place like any other, and is dead there."""
+class TestRefusedDelivery:
+    """A message that cannot be read or is too old has its place in the order, as a dead letter."""
 
-    def test_it_blocks_its_key_from_its_place_on(self, handles, caplog):
+    def test_refused_delivery_blocks_the_later_messages_of_its_key(self, handles, caplog):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         assert named(handler, "a2", refused="it cannot be read") == [Received.DEAD]
@@ -365,7 +365,7 @@ class TestRefused:
         assert (dead.last_error, dead.key, dead.ordered) == ("it cannot be read", "a", True)
         assert "it cannot be read" in caplog.text
 
-    def test_it_waits_for_its_turn_when_it_is_retried_too_early(self, handles):
+    def test_refused_delivery_that_is_retried_too_early_waits_for_its_turn(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         old = a_message("a2", created_at=utcnow() - timedelta(days=40))
@@ -385,7 +385,7 @@ class TestRefused:
 
 @everywhere
 class TestOperators:
-    def test_one_that_waits_may_be_skipped(self, handles):
+    def test_operator_may_skip_a_waiting_message(self, handles):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2", "a3")
         drain()
@@ -397,13 +397,13 @@ class TestOperators:
 
         assert in_the_order_of_their_effects() == ["a3"]
 
-    def test_one_that_waits_cannot_be_retried(self, handles):
+    def test_operator_cannot_retry_a_waiting_message(self, handles):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2")
 
         assert not store.retry("default", the_row(biz_id="a2").pk)
 
-    def test_a_retrying_head_may_be_retried_now(self, handles):
+    def test_operator_may_retry_a_retrying_head_at_once(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         named(handler, "a1", "a2")
@@ -415,8 +415,8 @@ class TestOperators:
 
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
-    def test_a_late_name_that_another_has_lets_the_next_follow(self, handles):
-        """An unreadable delivery is retried after a deploy that can read it, and turns out to be known."""
+    def test_retried_message_that_proves_a_duplicate_is_skipped_and_its_key_continues(self, handles):
+        """An unreadable delivery is retried after a deploy that can read it, and its biz-id is that of another row."""
         readable = []
 
         def biz_id(message):
@@ -441,8 +441,8 @@ class TestOperators:
 
 
 @everywhere
-class TestWhenAHandlerChanges:
-    def test_to_ordered_what_is_stored_already_has_no_place_but_runs_alone(self, handles):
+class TestChangedHandler:
+    def test_messages_stored_before_a_handler_became_ordered_have_no_place_in_the_order(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, name="changing")
         deliver(handler, a_message("a1"))
@@ -456,7 +456,7 @@ class TestWhenAHandlerChanges:
 
         assert in_the_order_of_their_effects() == ["a2", "a3", "a1"]
 
-    def test_from_ordered_what_is_stored_keeps_its_order(self, handles):
+    def test_messages_stored_before_a_handler_became_unordered_keep_their_order(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, name="changing")
         named(handler, "a1", "a2", "a3")
@@ -472,8 +472,8 @@ class TestWhenAHandlerChanges:
 
 
 @everywhere
-class TestTheSafetyNet:
-    def test_a_key_that_waits_for_nobody_is_released_and_told_about(self, handles, caplog):
+class TestReleaseOfStuckKeys:
+    def test_key_whose_messages_wait_without_a_head_is_released_and_reported(self, handles, caplog):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1", "a2")
         named(handler, "b1", "b2", key="b")
@@ -484,7 +484,7 @@ class TestTheSafetyNet:
         assert sorted(in_the_order_of_their_effects()) == ["a2", "b1", "b2"]
         assert [r.levelno for r in caplog.records if "nothing was before them" in r.message] == [logging.ERROR]
 
-    def test_a_healthy_order_is_left_alone(self, handles, caplog):
+    def test_keys_that_wait_behind_a_head_are_not_released(self, handles, caplog):
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2")
         named(handler, "b1", key="b", refused="it cannot be read")
@@ -496,7 +496,7 @@ class TestTheSafetyNet:
         assert "nothing was before them" not in caplog.text
         assert sorted(states_of_all()) == ["dead", "retrying", "waiting", "waiting"]
 
-    def test_many_keys_are_looked_at_part_by_part(self, handles, monkeypatch):
+    def test_stuck_keys_are_released_in_bounded_steps(self, handles, monkeypatch):
         monkeypatch.setattr(ordering, "_KEYS_AT_ONCE", 3)
         handler = handles(Failing(), ordered=True, name="ordered")
         for key in "abcdefg":
@@ -522,7 +522,7 @@ def gates_waited_for():
 
 @contextmanager
 def paused(monkeypatch, module, name, *, after=True):
-    """The first call of this function stops, before or after it, until the test says `go`."""
+    """The first call of this function stops, before or after it, until the test sets `go`."""
     original, first = getattr(module, name), threading.Event()
     here, go = threading.Event(), threading.Event()
 
@@ -545,8 +545,8 @@ def paused(monkeypatch, module, name, *, after=True):
         go.set()
 
 
-class TestSideBySide:
-    def test_one_that_arrives_while_the_head_is_leaving_is_not_forgotten(self, handles, monkeypatch):
+class TestConcurrency:
+    def test_message_that_arrives_while_the_head_commits_is_promoted(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with paused(monkeypatch, sentinel, "promote_next") as (leaving, go), InAThread(drain):
@@ -559,7 +559,7 @@ class TestSideBySide:
 
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
-    def test_one_that_is_being_stored_while_the_head_leaves_is_not_forgotten(self, handles, monkeypatch):
+    def test_message_that_is_being_stored_while_the_head_commits_is_promoted(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with (
@@ -575,7 +575,7 @@ class TestSideBySide:
 
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
-    def test_a_handler_that_takes_its_time_holds_up_nobody_who_stores(self, handles):
+    def test_running_head_does_not_block_the_storing_of_its_key(self, handles):
         behaviour = Waiting("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         first = a_message("a1")
@@ -590,7 +590,7 @@ class TestSideBySide:
             behaviour.go.set()
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
-    def test_keys_run_side_by_side(self, handles):
+    def test_keys_are_handled_concurrently(self, handles):
         behaviour = Waiting("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         named(handler, "a1", "a2")
@@ -603,7 +603,7 @@ class TestSideBySide:
             assert in_the_order_of_their_effects() == ["b1", "b2"]
             behaviour.go.set()
 
-    def test_what_is_retried_out_of_order_never_runs_beside_another_of_its_key(self, handles):
+    def test_message_retried_out_of_order_never_runs_concurrently_with_its_key(self, handles):
         behaviour, failing = Waiting("a2"), Failing("a1")
 
         def handle(message):
@@ -623,13 +623,13 @@ class TestSideBySide:
 
             row = the_row(biz_id="a1")
             assert (row.state, row.attempts) == (State.RETRYING, 0)
-            assert row.next_attempt_at > asked_at + timedelta(seconds=0.4), "it rests"
+            assert row.next_attempt_at > asked_at + timedelta(seconds=0.4), "it backs off"
             behaviour.go.set()
         make_due()
         drain()
         assert in_the_order_of_their_effects() == ["a2", "a1"]
 
-    def test_one_that_an_operator_is_skipping_is_not_waited_for_by_its_successor(self, handles):
+    def test_message_that_is_being_skipped_does_not_block_its_successor(self, handles):
         handler = handles(the_effect, ordered=True)
         named(handler, "a1", "a2", "a3")
         row = the_row(biz_id="a2").pk
@@ -650,33 +650,33 @@ class TestSideBySide:
 
         assert in_the_order_of_their_effects() == ["a1", "a3"]
 
-    def test_a_process_that_is_frozen_while_it_stores_holds_up_its_keys_for_a_moment_only(self, handles, monkeypatch):
+    def test_process_frozen_while_it_stores_blocks_its_keys_for_a_bounded_time(self, handles, monkeypatch):
         monkeypatch.setattr(ordering, "_LONGEST_SLEEP_MS", 300)
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
         with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseAway):
-            with InAThread(lambda: named(handler, "a2")) as zombie:
+            with InAThread(lambda: named(handler, "a2")) as frozen_process:
                 assert frozen.wait(A_WHILE)
 
                 drain()
 
-                assert not zombie.ended
+                assert not frozen_process.ended
                 assert in_the_order_of_their_effects() == ["a1"]
                 assert named(handler, "a2") == [Received.STORED]
                 go.set()
-            assert zombie.answer == [Received.DUPLICATE]
+            assert frozen_process.answer == [Received.DUPLICATE]
         drain()
         assert in_the_order_of_their_effects() == ["a1", "a2"]
 
-    def test_twins_that_store_the_same_in_one_order_store_it_once_in_that_order(self, handles):
+    def test_concurrent_consumers_of_the_same_messages_store_each_once_and_in_order(self, handles):
         handler = handles(the_effect, ordered=True)
         messages = [a_message(f"{number}", key=f"key-{number % 5}") for number in range(100)]
-        patient = options(TWIN_TIMEOUT=timedelta(minutes=1))
+        long_timeout = options(TWIN_TIMEOUT=timedelta(minutes=1))
 
         def store_them(size):
             became = []
             for start in range(0, len(messages), size):
-                became += arrive(handler, *messages[start : start + size], given=patient)
+                became += arrive(handler, *messages[start : start + size], given=long_timeout)
             return Counter(became)
 
         became = sum(at_once([partial(store_them, size) for size in (1, 7, 10, 100)]), Counter())
@@ -688,20 +688,20 @@ class TestSideBySide:
         }
         assert states_of_all().count("received") == 5
 
-    def test_many_runners_and_much_that_arrives_keep_every_key_in_order(self, handles):
+    def test_several_runners_keep_the_order_of_every_key_while_messages_arrive(self, handles):
         behaviour = OneAtATime()
         handler = handles(behaviour, ordered=True, name="ordered")
-        patient = options(TWIN_TIMEOUT=timedelta(minutes=1), RETRY_BASE=timedelta(milliseconds=1))
+        long_timeout = options(TWIN_TIMEOUT=timedelta(minutes=1), RETRY_BASE=timedelta(milliseconds=1))
         arriving = threading.Event()
 
         def arrives():
             for start in range(0, 240, 8):
-                arrive(handler, *(a_message(f"{n}", key=f"key-{n % 6}") for n in range(start, start + 8)), given=patient)
+                arrive(handler, *(a_message(f"{n}", key=f"key-{n % 6}") for n in range(start, start + 8)), given=long_timeout)
             arriving.set()
 
         def runs():
             while not arriving.is_set() or InboxMessage.objects.exclude(state=State.DONE).exists():
-                drain(patient)
+                drain(long_timeout)
 
         at_once([arrives, runs, runs, runs])
 
@@ -719,7 +719,7 @@ def rows_waited_for():
 
 
 class OneAtATime:
-    """A handler that fails every fourth first attempt, and knows when two of a key meet in it."""
+    """A handler that fails every fourth first attempt and records two concurrent messages of a key."""
 
     def __init__(self):
         self.wrong = []
@@ -741,8 +741,8 @@ class OneAtATime:
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
-class TestUnderStricterIsolation:
-    def test_what_came_while_the_handler_ran_follows_all_the_same(self, handles, level):
+class TestStricterIsolation:
+    def test_message_stored_while_the_head_runs_is_handled_under_stricter_isolation(self, handles, level):
         behaviour = Waiting("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
@@ -754,7 +754,7 @@ class TestUnderStricterIsolation:
 
             assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
 
-    def test_failures_and_operators_keep_the_order(self, handles, level):
+    def test_skip_and_retry_keep_the_order_under_stricter_isolation(self, handles, level):
         behaviour = Failing("a1")
         handler = handles(behaviour, ordered=True, name="ordered")
         with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
@@ -769,13 +769,13 @@ class TestUnderStricterIsolation:
 
 
 @everywhere
-class TestWithoutABroker:
+class TestLocalTransport:
     @pytest.fixture(autouse=True)
     def local(self):
         with override_settings(OUTBOX={"BROKER_URL": "local://"}, INBOX={"RETRY_BASE": timedelta(hours=1)}):
             yield
 
-    def test_what_is_published_in_order_is_handled_in_order(self, handles):
+    def test_local_transport_handles_messages_of_a_key_in_order(self, handles):
         behaviour = Failing("3")
         handles(behaviour, ordered=True, name="ordered")
         with transaction.atomic():
@@ -791,7 +791,7 @@ class TestWithoutABroker:
             key: list(range(key, 30, 3)) for key in range(3)
         }
 
-    def test_a_message_that_cannot_be_read_blocks_its_key(self, handles):
+    def test_local_transport_blocks_the_key_of_an_unreadable_message(self, handles):
         def biz_id(message):
             return message.payload["name"]
 
@@ -805,8 +805,8 @@ class TestWithoutABroker:
         assert states_of_all() == ["done", "dead", "waiting"]
 
 
-class TestTheCost:
-    """Of a full table: what is read must not grow with what waits."""
+class TestRowsRead:
+    """A full table: the number of rows that are read must not grow with the backlog."""
 
     @pytest.fixture
     def a_backlog(self, handles):
@@ -826,23 +826,23 @@ class TestTheCost:
             cursor.execute(f"VACUUM ANALYZE {store.TABLE}")
         return handler
 
-    def test_what_is_read_does_not_grow_with_what_waits(self, a_backlog):
+    def test_rows_read_do_not_grow_with_the_backlog(self, a_backlog):
         (due,) = InboxMessage.objects.filter(biz_id="500").values_list("pk", flat=True)
         fetched = rows_read(
             {
-                "take in": lambda: named(a_backlog, *(f"x{n}" for n in range(50)), key="key-7"),
+                "store": lambda: named(a_backlog, *(f"x{n}" for n in range(50)), key="key-7"),
                 "run": lambda: run_stored(*claim_next([a_backlog], "default", OPTIONS), OPTIONS),
                 "skip": lambda: store.skip("default", due, "not wanted"),
-                "look after": lambda: store.release_stuck("default", [], None),
+                "release": lambda: store.release_stuck("default", [], None),
             }
         )
 
         assert in_the_order_of_their_effects() == ["0"]
         assert states("1000", "1500") == ["received", "received"]
-        assert fetched["take in"] < 4 * 50, fetched
+        assert fetched["store"] < 4 * 50, fetched
         assert fetched["run"] < 30, fetched
         assert fetched["skip"] < 30, fetched
-        assert fetched["look after"] <= 2 * 1000, fetched
+        assert fetched["release"] <= 2 * 1000, fetched
 
 
 def rows_read(actions):

@@ -1,11 +1,11 @@
-"""Per key, the first publication of each message is in the order of the rows, whatever happens on the way.
+"""Per key, the first publication of each message is in the order of the rows, in known difficult cases and random schedules.
 
 The promise is made for messages whose transactions were serialised: the earlier one had committed when the later one was
 published. `strict_order` makes that so; without it two transactions that are open together promise nothing about each other.
 
-First the ways to break it that were found one by one, each as it goes. Then `Machine`: writers, relays, an operator and a
-broker at random, on a real PostgreSQL, each relay stopped at every step of its round until it is its turn; so a schedule is
-its seed. And at last seeded bugs, to prove that the machine would find them.
+The first tests are errors that were found one by one. Then `Machine` runs writers, relays, an operator and a broker at random,
+on a real PostgreSQL. Each relay stops at every step of its round until the schedule resumes it, so the seed is the schedule.
+The last test changes the product in ways that break the order, and proves that the schedules find each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outbox.models import SHARDS, OutboxMessage, State
 from outbox.relay import passes
 from outbox.relay.passes import Pass
 from outbox.store import claiming
-from tests.integration.ordering.test_strict_order import Step
+from tests.integration.ordering.test_strict_order import OpenTransaction
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
 
@@ -51,7 +51,7 @@ def peer():
 
 
 class Time:
-    """What the floors of a relay take for the time: it goes as usual, and leaps when the test wants it to."""
+    """The clock of a relay's floors: the real one, which the test can move forward."""
 
     def __init__(self):
         self.leapt = 0.0
@@ -100,10 +100,10 @@ def rounds(relay, number, time, seconds=0.3):
         time.leapt += seconds
 
 
-class TestASuccessorDoesNotOvertake:
-    """Each of these did once, for one reason."""
+class TestKnownWaysToOvertake:
+    """Each of these was an error of an earlier version."""
 
-    def test_a_head_that_is_promoted_after_the_look(self, peer, time, relay_of):
+    def test_a_message_does_not_overtake_a_retried_one_that_became_ready_after_the_look(self, peer, time, relay_of):
         relay = relay_of(RETRY_BASE=HOUR, RETRY_CAP=HOUR)
         peer.script = lambda message: [lambda: peer.nack(message)]
         head = published(key=KEY)
@@ -118,7 +118,7 @@ class TestASuccessorDoesNotOvertake:
 
         assert arrived(peer, head, successor) == ids([head, successor])
 
-    def test_one_that_is_released_after_the_look(self, peer, time, relay_of):
+    def test_a_message_does_not_overtake_a_waiting_one_that_became_ready_after_the_look(self, peer, time, relay_of):
         relay = relay_of()
         head = published(key=KEY)
         set_columns(head, state=State.DEAD)
@@ -132,9 +132,9 @@ class TestASuccessorDoesNotOvertake:
 
         assert arrived(peer, first, second) == ids([first, second])
 
-    def test_one_that_was_committed_below_the_floor(self, peer, time, relay_of):
+    def test_a_message_does_not_overtake_one_that_was_committed_below_the_floor(self, peer, time, relay_of):
         relay = relay_of()
-        slow = Step()
+        slow = OpenTransaction()
         first = slow.publishes(KEY).result(SECONDS)
         for _ in range(5):
             published(key=NEIGHBOUR)
@@ -148,23 +148,23 @@ class TestASuccessorDoesNotOvertake:
 
         assert arrived(peer, first, second) == ids([first, second])
 
-    def test_one_that_was_committed_after_the_look(self, peer):
-        slow = Step()
+    def test_a_message_does_not_overtake_one_that_was_committed_after_the_look(self, peer):
+        slow = OpenTransaction()
         first = slow.publishes(KEY).result(SECONDS)
         published(key=NEIGHBOUR)
-        sight = store.look("default")
+        found = store.look("default")
         slow.commits()
         slow.ends().shutdown()
         second = published(key=KEY, strict_order=True)
 
         with connected(peer.url) as transport:
             single = Pass("default", transport, quick())
-            single.run(sight.busy, 500)
+            single.run(found.busy, 500)
             single.run(store.look("default").busy, 500)
 
         assert arrived(peer, first, second) == ids([first, second])
 
-    def test_one_that_was_left_out_because_of_a_crowd_aside(self, peer, time, relay_of):
+    def test_a_message_does_not_overtake_one_left_out_for_messages_of_higher_priority(self, peer, time, relay_of):
         relay = relay_of(BATCH_SIZE=8)  # four of each of the two shards
 
         def crowd():
@@ -184,7 +184,7 @@ class TestASuccessorDoesNotOvertake:
 
         assert arrived(peer, first, second) == ids([first, second])
 
-    def test_one_that_lies_deep_in_the_stream(self, peer, time, relay_of):
+    def test_a_message_does_not_overtake_one_behind_a_full_batch_of_its_shard(self, peer, time, relay_of):
         relay = relay_of(BATCH_SIZE=8)
         published(key="elsewhere")
         for _ in range(12):
@@ -226,11 +226,11 @@ class Written:
 
 
 class Killed(BaseException):
-    """The process of this relay is gone."""
+    """The process of this relay has ended."""
 
 
 class Actor:
-    """A relay in a thread and on connections of its own, which goes from gate to gate when it is told to."""
+    """A relay in a thread and on connections of its own, which goes from gate to gate when the machine resumes it."""
 
     here = threading.local()
 
@@ -340,7 +340,7 @@ class Machine:
         self.wrong = []
         self._answers = random.Random(f"{seed}-answers")
         self._late = []
-        self._is_kind = False
+        self._all_taken = False
         self._messages = {}
         self._open = {}
         self._strict = {}
@@ -361,7 +361,7 @@ class Machine:
         return relay
 
     def run(self):
-        """Take all steps, then be kind to everybody; what went wrong is in `wrong`."""
+        """Take all steps, then confirm every message; what went wrong is in `wrong`."""
         self.peer.script = self._arrived
         with ExitStack() as stack:
             stack.callback(self._abandon)
@@ -384,7 +384,7 @@ class Machine:
                 self._write_at_once(key)
             return
         if len(self._open) < 3 and self.chance.random() < 0.5:
-            self._open[Step()] = []
+            self._open[OpenTransaction()] = []
         if self._open:
             owner = self.chance.choice(list(self._open))
             message = self._publish(
@@ -403,7 +403,7 @@ class Machine:
     def _publish(self, key, publish_there, owner):
         strict = bool(key) and self.chance.random() < 0.5
         if strict and self._strict.get(key, owner) is not owner:
-            return None  # it would wait for the one who has the order of this key
+            return None  # it would wait for the transaction that holds the order of this key
         if strict and owner is not None:
             self._strict[key] = owner
         options = {"key": key, "strict_order": strict}
@@ -490,7 +490,9 @@ class Machine:
     def _answer(self, arrived):
         peer = self.peer
         how = (
-            "take" if self._is_kind else self._answers.choices(["take", "nack", "return", "late", "drop"], [70, 12, 6, 4, 4])[0]
+            "take"
+            if self._all_taken
+            else self._answers.choices(["take", "nack", "return", "late", "drop"], [70, 12, 6, 4, 4])[0]
         )
         match how:
             case "take":
@@ -500,7 +502,7 @@ class Machine:
             case "return":
                 peer.return_message(arrived)
                 peer.ack(arrived)
-            case "late":  # with the next message that comes, on whatever connection; until then the relay waits in vain
+            case "late":  # with the next message that comes, on whatever connection; until then the relay waits
                 self._late.append(arrived)
             case "drop":
                 if self._answers.random() < 0.5:
@@ -514,8 +516,8 @@ class Machine:
     # --------------------------------------------------------------------------------------------------------------- the end
 
     def _drain(self):
-        """With a kind broker, everything goes out that was committed and not cancelled."""
-        self._is_kind = True
+        """When the broker confirms everything, each message is published that was committed and not cancelled."""
+        self._all_taken = True
         for actor in self._actors:
             actor.ends_its_round()
         while self._open:
@@ -547,7 +549,7 @@ class Machine:
 
 @contextmanager
 def gates():
-    """Every relay that is an actor stops where it turns from one step to the next."""
+    """Every relay that is an actor stops before and after each step."""
 
     def gated(name, original):
         def function(*args, **kwargs):
@@ -573,7 +575,7 @@ def wrong_in(peer, seed):
 
 
 @pytest.mark.parametrize("schedule", [*range(9), "any"])
-def test_a_successor_never_overtakes_in_any_schedule(peer, schedule):
+def test_messages_of_a_key_are_published_in_order_in_any_schedule(peer, schedule):
     """None lost, none too early, none after its rollback or cancellation, none before one that precedes it in its key."""
     seed = random.randrange(2**32) if schedule == "any" else schedule
 
@@ -598,34 +600,34 @@ def held_by(patch, condition):
 
 
 MUTATIONS = {
-    "nothing holds a key": lambda patch: held_by(patch, "false"),
-    "what was not read is forgotten": lambda patch: patch.setattr(claiming, "_without_overtakers", lambda rows, each: rows),
+    "no message blocks its key": lambda patch: held_by(patch, "false"),
+    "unread messages are ignored": lambda patch: patch.setattr(claiming, "_without_overtakers", lambda rows, each: rows),
     "floors do not wait for writers": lambda patch: patch.setattr(store, "writers", lambda alias: frozenset()),
     "the claim begins where the look did": lambda patch: patch.setattr(
         store,
         "look",
         mutated(claiming.look, "min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1)", "first.get(shard, 1) - 1"),
     ),
-    "all messages of a key travel together": lambda patch: patch.setattr(passes, "waves", lambda batch: [list(batch)]),
-    "a failure does not stop its key": lambda patch: patch.setattr(
+    "messages of a key are sent together": lambda patch: patch.setattr(passes, "waves", lambda batch: [list(batch)]),
+    "failure does not block its key": lambda patch: patch.setattr(
         Pass, "_send", mutated(Pass._send, "stopped_keys.update", "set().update")
     ),
-    "dead ones do not hold": lambda patch: held_by(patch, claiming._HELD.replace(", 'dead'", "")),
-    "waiting ones do not hold": lambda patch: held_by(patch, claiming._HELD.replace(", 'waiting'", "")),
+    "dead does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'dead'", "")),
+    "waiting does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'waiting'", "")),
 }
 
 
 SEEDS = sorted(range(24), key=lambda seed: seed not in {2, 6, 8, 11})
-"""First those that find what is hard to find."""
+"""First those that find the most difficult mutations."""
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_the_machine_finds_the_bug(peer, monkeypatch, mutation):
+def test_random_schedules_find_the_mutation_of_ordered_publishing(peer, monkeypatch, mutation):
     MUTATIONS[mutation](monkeypatch)
 
     for seed in SEEDS:
         if wrong_in(peer, seed):
             return
         OutboxMessage.objects.all().delete()
-    pytest.fail("it went unnoticed")
+    pytest.fail("no schedule has found the mutation")

@@ -25,15 +25,15 @@ pytestmark = pytest.mark.django_db(transaction=True)
 KEY, OTHER = "customer-1", "customer-2"
 
 
-def regret(what):
-    """Do it, and undo it, while the transaction around it goes on."""
+def rolled_back_in_a_savepoint(what):
+    """Call `what` in a savepoint and roll that back."""
     with transaction.atomic():
         what()
         transaction.set_rollback(True)
 
 
-class Step:
-    """A transaction in a thread and on a connection of its own, taken step by step."""
+class OpenTransaction:
+    """A transaction in its own thread and on its own connection, step by step."""
 
     def __init__(self):
         self._thread = ThreadPoolExecutor(1)
@@ -61,15 +61,15 @@ class Step:
 
 @pytest.fixture
 def begun():
-    """Begin a transaction; whatever becomes of the test, none of them stays open."""
+    """Begin transactions; all of them end with the test."""
     transactions = []
 
     def begin():
-        transactions.append(Step())
+        transactions.append(OpenTransaction())
         return transactions[-1]
 
     yield begin
-    # All are told before the first is waited for: they may be waiting for each other.
+    # All are asked to end before the first is waited for: they may be waiting for each other.
     for thread in [begun.ends() for begun in transactions]:
         thread.shutdown()
 
@@ -104,8 +104,12 @@ def many(**options):
     return publish_many([Draft(TOPIC, {}, **options)] * 20)[0]
 
 
-class TestWithoutIt:
-    def test_the_positions_of_a_key_may_be_in_another_order_than_the_commits(self, begun):
+async def async_few(**options):
+    return (await apublish_many([Draft(TOPIC, {}, **options)]))[0]
+
+
+class TestWithoutStrictOrder:
+    def test_without_strict_order_positions_and_commits_of_a_key_may_differ_in_order(self, begun):
         """What strict_order is for: a relay that looks in between publishes the later message first."""
         early, late = begun(), begun()
         first, second = done(early.publishes(strict_order=False)), done(late.publishes(strict_order=False))
@@ -118,9 +122,13 @@ class TestWithoutIt:
         assert first.position < second.position
 
 
-class TestASecondTransaction:
-    @pytest.mark.parametrize("way", [partial(publish, TOPIC, {}), few, many], ids=["publish", "publish_many", "copied"])
-    def test_waits_until_the_first_has_committed(self, begun, way):
+class TestSecondTransaction:
+    @pytest.mark.parametrize(
+        "way",
+        [partial(publish, TOPIC, {}), few, many, async_to_sync(partial(apublish, TOPIC, {})), async_to_sync(async_few)],
+        ids=["publish", "publish_many", "copied", "apublish", "apublish_many"],
+    )
+    def test_second_transaction_of_a_key_waits_until_the_first_has_committed(self, begun, way):
         one, other = begun(), begun()
         first = done(one.publishes())
         second = other.does(way, key=KEY, strict_order=True)
@@ -134,7 +142,7 @@ class TestASecondTransaction:
         assert row_of(first).created_at < row_of(done(second)).created_at, "the clock is read after the wait"
 
     @pytest.mark.parametrize("way", [few, many], ids=["publish_many", "copied"])
-    def test_waits_for_a_first_that_published_many(self, begun, way):
+    def test_second_transaction_of_a_key_waits_for_a_first_that_published_many(self, begun, way):
         one, other = begun(), begun()
         done(one.does(way, key=KEY, strict_order=True))
         second = other.publishes()
@@ -143,7 +151,7 @@ class TestASecondTransaction:
         one.commits()
         assert done(second).position > OutboxMessage.objects.latest("pk").pk
 
-    def test_goes_on_when_the_first_is_rolled_back(self, begun):
+    def test_second_transaction_of_a_key_proceeds_when_the_first_is_rolled_back(self, begun):
         one, other = begun(), begun()
         done(one.publishes())
         second = other.publishes()
@@ -155,10 +163,10 @@ class TestASecondTransaction:
 
         assert [row.message_id for row in OutboxMessage.objects.all()] == [done(second).id]
 
-    def test_goes_on_when_the_first_regrets_only_this_message(self, begun):
+    def test_rolling_back_the_only_message_to_a_savepoint_frees_the_order_of_its_key(self, begun):
         """A savepoint that is rolled back takes its rows along, so there is nothing left to be in order with."""
         one, other = begun(), begun()
-        done(one.does(regret, in_order))
+        done(one.does(rolled_back_in_a_savepoint, in_order))
         second = done(other.publishes())
         again = one.publishes()
 
@@ -166,34 +174,34 @@ class TestASecondTransaction:
         other.commits()
         assert done(again).position > second.position
 
-    def test_keeps_waiting_when_the_first_regrets_something_later(self, begun):
+    def test_rolling_back_a_later_message_to_a_savepoint_keeps_the_order_of_its_key(self, begun):
         one, other = begun(), begun()
         done(one.does(in_order))
-        done(one.does(regret, in_order))
+        done(one.does(rolled_back_in_a_savepoint, in_order))
 
         assert waits(other.publishes())
 
-    def test_of_another_topic_waits_too(self, begun):
+    def test_second_transaction_of_a_key_waits_across_topics(self, begun):
         """An order is that of a key, whatever its messages are about."""
         one, other = begun(), begun()
         done(one.publishes())
 
         assert waits(other.publishes(topic="other.topic"))
 
-    def test_of_another_key_does_not_wait(self, begun):
+    def test_second_transaction_of_another_key_does_not_wait(self, begun):
         one, other = begun(), begun()
         done(one.publishes())
 
         assert done(other.publishes(OTHER)).created
 
-    def test_that_does_not_ask_for_it_does_not_wait(self, begun):
+    def test_publishing_without_strict_order_does_not_wait(self, begun):
         one, other = begun(), begun()
         done(one.publishes())
 
         assert done(other.publishes(strict_order=False)).created
-        assert done(one.publishes()).created, "nor does the first, for itself"
+        assert done(one.publishes()).created, "the first transaction does not wait for itself"
 
-    def test_does_not_wait_when_it_has_no_message_to_write(self, begun):
+    def test_publish_many_without_a_strict_message_does_not_wait(self, begun):
         one, other = begun(), begun()
         done(one.publishes())
 
@@ -202,7 +210,7 @@ class TestASecondTransaction:
 
 
 class TestSeveralKeys:
-    def test_taken_by_two_in_opposite_orders_are_a_deadlock_that_the_database_resolves(self, begun):
+    def test_keys_taken_in_opposite_orders_by_two_calls_end_in_one_deadlock_error(self, begun):
         one, other = begun(), begun()
         done(one.publishes(KEY))
         done(other.publishes(OTHER))
@@ -216,8 +224,8 @@ class TestSeveralKeys:
         (one, other)[lost].rolls_back()
         assert done(crossed[1 - lost]).created
 
-    def test_of_one_call_are_taken_in_one_order_however_they_are_named(self, begun):
-        """The first key of that order is held while both come: were one to take its own first, they would be crossed."""
+    def test_keys_of_one_call_are_locked_in_one_order_whatever_their_order_in_the_call(self, begun):
+        """The first key in lock order is held while both calls arrive: in the order of the arguments they would deadlock."""
         first, second = sorted([KEY, OTHER], key=lambda key: zlib.crc32(key.encode()))
         holder, one, other = begun(), begun(), begun()
         done(holder.publishes(first))
@@ -232,27 +240,36 @@ class TestSeveralKeys:
 
         assert done(backwards) is None
 
-    def test_of_publish_many_are_taken_before_the_first_row_is_written(self, begun):
+    def test_publish_many_locks_its_keys_before_it_writes_the_first_row(self, begun):
         one, other = begun(), begun()
         done(one.publishes(OTHER))
         drafts = [Draft(TOPIC, {}, key=KEY, unique=True, biz_id="u"), Draft(TOPIC, {}, key=OTHER, strict_order=True)]
 
         later = other.does(publish_many, drafts)
         assert waits(later)
-        unhindered = published(key=KEY, biz_id="u", unique=True)
+        while_it_waits = published(key=KEY, biz_id="u", unique=True)
         one.commits()
 
-        assert unhindered.created
+        assert while_it_waits.created
         assert not done(later)[0].created
 
 
-def test_its_locks_are_no_locks_of_shards():
-    assert writing.ORDER_SPACE != LOCK_SPACE
-    assert -(2**31) <= writing.ORDER_SPACE < 2**31
+def test_order_locks_are_outside_the_lock_space_of_shards(begun):
+    done(begun().publishes())
+
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT DISTINCT classid::bigint FROM pg_locks WHERE locktype = 'advisory' AND granted "
+            "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+        )
+        spaces = [space for (space,) in cursor.fetchall()]
+
+    assert spaces == [writing.ORDER_SPACE % 2**32]
+    assert LOCK_SPACE % 2**32 not in spaces
 
 
 @pytest.mark.every_database
-def test_it_writes_the_row_that_is_written_without_it():
+def test_strict_order_writes_the_same_row():
     rows = [row_of(published(payload={"n": 1}, key=KEY, biz_id="b", strict_order=strict)) for strict in (False, True)]
 
     for name in ("topic", "key", "shard", "state", "priority"):
@@ -261,7 +278,7 @@ def test_it_writes_the_row_that_is_written_without_it():
 
 
 @pytest.mark.every_database
-def test_async_code_asks_for_it_in_the_same_words():
+def test_apublish_and_apublish_many_accept_strict_order():
     with transaction.atomic():
         message = async_to_sync(apublish)(TOPIC, {}, key=KEY, strict_order=True)
         [draft] = async_to_sync(apublish_many)([Draft(TOPIC, {}, key=KEY, strict_order=True)])
@@ -291,10 +308,10 @@ class Writer:
             self._transaction(f"{self.name}-{turn}")
 
     def _transaction(self, name):
-        kind = self._random.choice([self._one, self._one, self._many, self._one_after_a_regret])
+        kind = self._random.choice([self._one, self._one, self._many, self._one_after_a_rollback])
         with transaction.atomic():
             keys = kind(name)
-            self._dawdle()
+            self._pause()
             numbers = {(key, name): self._number(key) for key in sorted(keys)}
             undone = self._random.random() < 0.2
             transaction.set_rollback(undone)
@@ -311,12 +328,12 @@ class Writer:
         publish_many([Draft(TOPIC, {}, key=key, biz_id=name, strict_order=True) for key in keys])
         return set(keys)
 
-    def _one_after_a_regret(self, name):
-        regret(partial(self._one, "regretted"))
-        self._dawdle()
+    def _one_after_a_rollback(self, name):
+        rolled_back_in_a_savepoint(partial(self._one, "rolled back"))
+        self._pause()
         return self._one(name)
 
-    def _dawdle(self):
+    def _pause(self):
         time.sleep(self._random.choice([0, 0, 0.001, 0.005, 0.02]))
 
     def _number(self, key):
@@ -329,7 +346,7 @@ class Writer:
 
 @pytest.mark.every_database
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_many_writers_do_at_once_the_order_of_a_key_is_the_order_of_its_commits(seed):
+def test_positions_of_a_key_follow_its_commits_with_many_concurrent_writers(seed):
     Effect.objects.bulk_create(Effect(name=key, detail="0") for key in Writer.KEYS)
     start = threading.Barrier(6)
     writers = [Writer(f"writer-{n}", seed, start) for n in range(6)]
@@ -340,5 +357,5 @@ def test_whatever_many_writers_do_at_once_the_order_of_a_key_is_the_order_of_its
     numbers = {name: number for writer in writers for name, number in writer.numbers.items()}
     for key in Writer.KEYS:
         commits = [numbers[key, row.biz_id] for row in OutboxMessage.objects.filter(key=key).order_by("pk")]
-        assert len(set(commits)) >= 5, "there was something to keep in order"
+        assert len(set(commits)) >= 5, "too few messages to have an order"
         assert all(earlier <= later for earlier, later in pairwise(commits))

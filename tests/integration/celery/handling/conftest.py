@@ -14,6 +14,7 @@ from celery import Celery, _state
 from inbox.celery import IdempotentTask
 from tests.crash import conftest as crash
 from tests.integration.celery.handling.project import make_app
+from tests.integration.celery.redelivery import takeover_settings
 from tests.support import ROOT
 from tests.support.workers import Process, as_environment
 
@@ -50,7 +51,7 @@ def app(broker, results):
 
 @pytest.fixture
 def current():
-    """Make an app that of this process, as a project's own is: `current(app)`."""
+    """Make an app the current one of this process, as a project's own is: `current(app)`."""
     before = _state._tls.current_app
     yield lambda app: app.set_current()
     _state._set_current_app(before)
@@ -63,14 +64,17 @@ def tasks(app):
 
 @pytest.fixture
 def worker(broker, results, process_environment, tmp_path):
-    """Make workers: `with worker(pool="threads") as running`. It has begun to take tasks."""
+    """Make workers: `with worker(pool="threads") as running`. It has begun to take tasks.
+
+    A worker with `takes_over=True` is given what another worker has in hand.
+    """
     count = 0
 
-    def make(*, pool="prefork", concurrency=2, visibility_seconds=3600, database=None, **settings):
+    def make(*, pool="prefork", concurrency=2, takes_over=False, database=None, **settings):
         nonlocal count
         count += 1
-        if broker.startswith("redis"):
-            settings["broker_transport_options"] = {"visibility_timeout": visibility_seconds}
+        if takes_over:
+            settings |= takeover_settings(broker)
         given = {
             "CELERY_BROKER": broker,
             "CELERY_RESULTS": results,
@@ -98,7 +102,7 @@ def migrated_mortal_database(mortal_database, process_environment):
 
 @pytest.fixture
 def local_app(settings):
-    """An app of this test's own: its broker and its results are in this process's memory."""
+    """An app whose broker and result backend are in this process's memory."""
     settings.INBOX = INBOX
     app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.broker_transport_options = {"polling_interval": 0.01}
@@ -121,7 +125,7 @@ def a_task(local_app):
 
 @pytest.fixture
 def sent(local_app):
-    """The messages that lie in the queue of the tasks."""
+    """Take the messages in the queue of the tasks."""
 
     def take():
         taken = []
@@ -152,7 +156,7 @@ class Worker(Process):
                 env=self._environment,
                 stdout=log,
                 stderr=log,
-                # So that it can be killed with the processes of its pool.
+                # A process group of its own, so that it is killed with the processes of its pool.
                 start_new_session=True,
             )
         self.until(lambda: " ready." in self.said())
@@ -169,10 +173,12 @@ class Worker(Process):
 
 
 def close(app):
-    """Leave no socket behind."""
+    """Close every connection of the app."""
     kombu.pools.reset()  # they are kombu's, one for each broker
     backend = app.backend
     if hasattr(backend, "result_consumer"):
+        # A result that outlives its test would connect again to unsubscribe, perhaps to a server that has ended.
+        backend.result_consumer.cancel_for = lambda task_id: None
         backend.result_consumer.stop()
         backend.client.close()
     app.close()

@@ -1,7 +1,7 @@
 """Celery tasks like those of a shop, and the apps that know them.
 
-What a task does is said by its arguments. It says that it has begun, and hears that it may go on, through rows that are not in
-its own transaction.
+The arguments say what a task does. Through rows outside its own transaction it reports that it has begun, and waits until it is
+released.
 """
 
 import os
@@ -25,7 +25,7 @@ def make_app(broker, results, **settings):
 
 @idempotent_task(name="shop.charge", biz_id="order.id")
 def charge(order, amount=Decimal(0)):
-    """The plain case: its answer holds what only kombu's JSON can say."""
+    """The plain case: its result holds a type that only kombu's JSON can carry."""
     Effect.objects.create(name=order["id"], detail=str(amount))
     return {"charged": amount, "by": os.getpid()}
 
@@ -67,21 +67,21 @@ def by_itself(self, order_id):
 
 @idempotent_task(name="shop.follow")
 def follow(before, order_id):
-    """The next of a chain. Nothing but its task id tells that it is the same."""
+    """The next task of a chain, deduplicated on its task id."""
     Effect.objects.create(name=f"followed {order_id}", detail=str(before))
 
 
 @shared_task(name="shop.bare", acks_late=True, reject_on_worker_lost=True)
 def bare(order_id):
-    """The same without us."""
-    _wait_for_the_word(None, order_id)
+    """The same task without the inbox."""
+    _wait_until_released(None, order_id)
 
 
 def _work(task, order_id):
     Effect.objects.create(name=order_id)
 
 
-def _wait_for_the_word(task, order_id):
+def _wait_until_released(task, order_id):
     _work(task, order_id)
     Effect.objects.using("other").create(name=f"begun {order_id}", detail=str(os.getpid()))
     wait_until(lambda: Unique.objects.using("other").filter(name=f"go {order_id}").exists())
@@ -95,7 +95,7 @@ def _swallow(task, order_id):
 
 
 def _die(task, order_id):
-    """Until it has been mended."""
+    """Kills its process until the row `mended` exists."""
     _work(task, order_id)
     if not Unique.objects.using("other").filter(name="mended").exists():
         Effect.objects.using("other").create(name=f"died {order_id}")
@@ -103,7 +103,7 @@ def _die(task, order_id):
 
 
 def _die_with_the_worker_after_the_commit(task, order_id):
-    """Once: the delivery that comes after must live to say so."""
+    """At the first delivery only: the next one is a duplicate and does not run the function."""
     _work(task, order_id)
     transaction.on_commit(lambda: os.killpg(os.getpgid(0), 9))
 
@@ -120,7 +120,7 @@ def _fail(task, order_id):
 
 WAYS = {
     "work": _work,
-    "wait for the word": _wait_for_the_word,
+    "wait until released": _wait_until_released,
     "swallow an IntegrityError": _swallow,
     "die": _die,
     "die with the worker after the commit": _die_with_the_worker_after_the_commit,
@@ -129,11 +129,11 @@ WAYS = {
 }
 
 
-def go_on(order_id):
+def release(order_id):
     Unique.objects.using("other").create(name=f"go {order_id}")
 
 
 def begun(order_id):
-    """The processes in which it has begun, in their order."""
+    """The ids of the processes in which it has begun, in order."""
     rows = Effect.objects.using("other").filter(name=f"begun {order_id}").order_by("pk")
     return [int(pid) for pid in rows.values_list("detail", flat=True)]

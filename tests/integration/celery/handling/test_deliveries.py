@@ -1,4 +1,4 @@
-"""What becomes of one delivery of a task, traced as a worker's process traces it, without a worker."""
+"""One delivery of a task, traced as a worker's process traces it, without a worker."""
 
 import hashlib
 import json
@@ -23,14 +23,14 @@ from outbox.models import OutboxMessage
 from tests.integration.celery.handling.conftest import INBOX, close
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.deliveries import A_WHILE, InAThread, effects, the_row, wait_until
+from tests.support.deliveries import A_WHILE, effects, the_row
 
 pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
 committing = pytest.mark.django_db(transaction=True)
 
 
 @pytest.fixture
-def heard():
+def signals_sent():
     """The signals of the inbox, in their order."""
     said = []
 
@@ -50,8 +50,8 @@ def the_effect(order_id, amount=0):
     return {"order": order_id}
 
 
-class TestIdentity:
-    def test_without_a_biz_id_it_is_the_task_id(self, a_task):
+class TestBizId:
+    def test_default_biz_id_is_the_task_id(self, a_task):
         task = a_task(the_effect)
 
         deliver(task, 1, task_id="t-1")
@@ -73,14 +73,14 @@ class TestIdentity:
             (lambda *args: len(args), ["o-1"], {"amount": 3}, "2"),
         ],
     )
-    def test_it_is_an_argument_however_passed_or_what_a_function_makes_of_them(self, a_task, biz_id, args, kwargs, known_as):
+    def test_biz_id_is_an_argument_a_path_into_one_or_the_result_of_a_function(self, a_task, biz_id, args, kwargs, known_as):
         task = a_task(the_effect, biz_id=biz_id)
 
         assert deliver(task, *args, kwargs=kwargs)[0] == states.SUCCESS
 
         assert the_row().biz_id == known_as
 
-    def test_a_bound_task_and_one_that_takes_any_keyword(self, a_task):
+    def test_biz_id_of_a_bound_task_may_be_in_its_variable_keyword_arguments(self, a_task):
         def bound(self, *numbers, **named):
             return [self.request.id, list(numbers), named]
 
@@ -92,16 +92,27 @@ class TestIdentity:
         assert the_row().biz_id == "o-1"
         assert json.loads(bytes(the_row().body)) == {"numbers": [1, 2], "tenant": {"order": "o-1"}, "x": None}
 
-    @pytest.mark.parametrize("order", [{}, {"id": None}, {"id": ""}, {"id": ["o-1"]}, {"id": True}, None])
-    def test_what_names_nothing_fails_and_leaves_nothing(self, a_task, order):
+    @pytest.mark.parametrize(
+        ("order", "expected"),
+        [
+            ({}, LookupError),
+            (None, LookupError),
+            ({"id": None}, TypeError),
+            ({"id": ""}, TypeError),
+            ({"id": ["o-1"]}, TypeError),
+            ({"id": True}, TypeError),
+        ],
+        ids=str,
+    )
+    def test_delivery_without_a_usable_biz_id_fails_and_leaves_no_row(self, a_task, order, expected):
         task = a_task(the_effect, biz_id="order_id.id")
 
         state, error = deliver(task, order)
 
-        assert (state, type(error)) in [(states.FAILURE, TypeError), (states.FAILURE, LookupError)]
+        assert (state, type(error)) == (states.FAILURE, expected)
         assert (effects(), InboxMessage.objects.count()) == (0, 0)
 
-    def test_two_tasks_do_not_share_their_ids(self, a_task):
+    def test_biz_ids_of_two_tasks_are_independent(self, a_task):
         deliver(a_task(the_effect, name="tests.one"), 1, task_id="t-1")
         deliver(a_task(the_effect, name="tests.two"), 1, task_id="t-1")
 
@@ -111,7 +122,7 @@ class TestIdentity:
             ("celery.tests.two", "celery.tests.two"),
         }
 
-    def test_ids_of_any_length(self, a_task):
+    def test_ids_of_any_length_are_deduplicated(self, a_task):
         def take(order_id):
             the_effect(1)
 
@@ -123,8 +134,8 @@ class TestIdentity:
         assert (effects(), the_row().duplicates) == (1, 1)
 
 
-class TestMistakes:
-    def test_a_biz_id_that_is_no_argument(self, a_task):
+class TestRefusedDeclarations:
+    def test_biz_id_that_is_not_an_argument_is_refused(self, a_task):
         with pytest.raises(ValueError, match=r"'ordre_id', and it has no such argument: order_id, amount"):
             idempotent_task(biz_id="ordre_id")(the_effect)
         with pytest.raises(ValueError, match="no such argument"):
@@ -132,30 +143,30 @@ class TestMistakes:
         with pytest.raises(ValueError, match="no such argument"):
             a_task(the_effect, biz_id="ordre_id")
 
-    def test_a_biz_id_that_is_nothing_of_the_kind(self):
+    def test_biz_id_that_is_neither_text_nor_function_is_refused(self):
         with pytest.raises(TypeError, match=r"is 17: it must be a path"):
             idempotent_task(biz_id=17)(the_effect)
 
-    def test_an_early_acknowledgement(self, a_task):
+    def test_acks_late_false_is_refused(self, a_task):
         with pytest.raises(ValueError, match="a worker that dies would lose it"):
             idempotent_task(acks_late=False)(the_effect)
         with pytest.raises(ValueError, match="acks_late=False"):
             a_task(the_effect, acks_late=False)
 
-    def test_a_death_that_is_acknowledged(self, a_task):
+    def test_reject_on_worker_lost_false_is_refused(self, a_task):
         with pytest.raises(ValueError, match="when its process dies in the middle"):
             idempotent_task(reject_on_worker_lost=False)(the_effect)
         with pytest.raises(ValueError, match="reject_on_worker_lost=False"):
             a_task(the_effect, reject_on_worker_lost=False)
 
-    def test_many_calls_inside_one_task(self, a_task):
+    def test_map_starmap_and_chunks_are_refused(self, a_task):
         task = a_task(the_effect)
 
         for refused in (lambda: task.map([1, 2]), lambda: task.starmap([(1, 2)]), lambda: task.chunks([(1, 2)], 1)):
             with pytest.raises(NotCallable, match="Use a group of signatures"):
                 refused()
 
-    def test_a_coroutine_function(self, a_task):
+    def test_coroutine_function_is_refused(self, a_task):
         async def later(order_id):
             pass
 
@@ -165,8 +176,8 @@ class TestMistakes:
         assert not InboxMessage.objects.exists()
 
 
-class TestTheDecorator:
-    def test_it_passes_on_what_celery_takes(self, local_app, current):
+class TestDecorator:
+    def test_decorator_passes_base_and_options_to_celery(self, local_app, current):
         class Base(Task):
             color = "red"
 
@@ -184,14 +195,14 @@ class TestTheDecorator:
         with pytest.raises(TypeError, match="order_id"):
             task.delay()
 
-    def test_called_as_a_function_it_is_that_function(self, a_task):
+    def test_calling_the_task_as_a_function_only_calls_the_function(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
 
         assert [task("o-1"), task("o-1")] == [{"order": "o-1"}] * 2
 
         assert (effects(), InboxMessage.objects.count()) == (2, 0)
 
-    def test_a_task_class(self, local_app):
+    def test_task_class_derived_from_idempotent_task_is_deduplicated(self, local_app):
         class Charge(IdempotentTask):
             name = "tests.charge"
             biz_id = "order_id"
@@ -205,7 +216,7 @@ class TestTheDecorator:
         assert [deliver(task, "o-1"), deliver(task, "o-1")] == [(states.SUCCESS, "tests.charge")] * 2
         assert effects() == 1
 
-    def test_through_the_outbox_as_well(self, a_task):
+    def test_task_that_is_idempotent_and_an_outbox_task_writes_an_outbox_row(self, a_task):
         class Both(IdempotentTask, OutboxTask):
             pass
 
@@ -221,7 +232,7 @@ class TestTheDecorator:
 
 class TestAnotherDatabase:
     @pytest.mark.django_db(databases=["default", "other"])
-    def test_row_and_effect_are_there(self, a_task):
+    def test_row_and_effect_are_in_the_database_of_using(self, a_task):
         def take(order_id):
             Effect.objects.using("other").create(name=order_id)
 
@@ -235,7 +246,7 @@ class TestAnotherDatabase:
 
 
 class TestDuplicates:
-    def test_it_answers_as_the_first_did(self, a_task):
+    def test_duplicate_returns_what_the_first_run_returned(self, a_task):
         def charge(order_id):
             Effect.objects.create(name=order_id)
             return {"at": datetime(2030, 1, 2, tzinfo=UTC), "id": uuid.UUID(int=1), "of": Decimal("1.50"), "list": (1, None)}
@@ -249,7 +260,7 @@ class TestDuplicates:
 
     @pytest.mark.parametrize("redelivered", [False, True])
     @pytest.mark.parametrize("returned", [None, 0, "", [], "ä 🍰", 1e22])
-    def test_every_answer_that_json_has(self, a_task, returned, redelivered):
+    def test_every_json_result_is_returned_to_a_duplicate(self, a_task, returned, redelivered):
         def answer(order_id):
             return returned
 
@@ -259,7 +270,7 @@ class TestDuplicates:
             assert deliver(task, "o-1", redelivered=redelivered, chain=[]) == (states.SUCCESS, returned)
 
     @pytest.mark.parametrize("returned", [object(), float("nan"), "a\0b", "\ud800", {1, 2}])
-    def test_an_answer_that_cannot_be_kept_is_missed_only_by_a_task_that_waits_for_it(self, local_app, a_task, returned):
+    def test_result_that_is_not_json_fails_only_duplicates_with_a_task_waiting_for_it(self, local_app, a_task, returned):
         def answer(order_id):
             return returned
 
@@ -282,19 +293,19 @@ class TestDuplicates:
     @pytest.mark.parametrize(
         ("task_id", "redelivered", "cause"), [("t-1", True, "redelivery"), ("t-1", False, "resend"), ("t-2", False, "business")]
     )
-    def test_each_is_counted_by_its_cause_and_told(self, a_task, heard, task_id, redelivered, cause):
+    def test_duplicate_is_counted_and_signalled_with_its_cause(self, a_task, signals_sent, task_id, redelivered, cause):
         task = a_task(the_effect, biz_id="order_id")
         deliver(task, "o-1", task_id="t-1")
 
         deliver(task, "o-1", task_id=task_id, redelivered=redelivered)
 
         names = {"handler": "celery.tests.task", "message_id": task_id, "biz_id": "o-1", "cause": cause}
-        assert [name for name, _ in heard] == ["message_handled", "duplicate_suppressed"]
-        assert heard[1][1] == names
+        assert [name for name, _ in signals_sent] == ["message_handled", "duplicate_suppressed"]
+        assert signals_sent[1][1] == names
         row = the_row()
         assert (row.duplicates, row.redeliveries, row.resends) == (1, cause == "redelivery", cause == "resend")
 
-    def test_other_arguments_under_the_same_id_are_told(self, a_task, heard):
+    def test_duplicate_with_other_arguments_is_a_conflict(self, a_task, signals_sent):
         task = a_task(the_effect, biz_id="order_id")
         deliver(task, "o-1", 5)
 
@@ -304,9 +315,9 @@ class TestDuplicates:
 
         assert the_row().conflicts == 1
         assert json.loads(bytes(the_row().conflicting_body)) == {"order_id": "o-1", "amount": 6}
-        assert "conflicting_duplicate" in dict(heard)
+        assert "conflicting_duplicate" in dict(signals_sent)
 
-    def test_arguments_that_are_not_json_are_kept_for_people_and_never_conflict(self, a_task):
+    def test_arguments_that_are_not_json_are_stored_as_text_and_never_conflict(self, a_task):
         def take(order_id, thing):
             pass
 
@@ -322,7 +333,7 @@ class TestDuplicates:
 
 class TestFailures:
     @committing
-    def test_nothing_is_left_and_the_next_delivery_runs(self, a_task, heard):
+    def test_failed_task_leaves_no_row_and_the_next_delivery_runs(self, a_task, signals_sent):
         fails = [True]
 
         def sometimes(order_id):
@@ -332,14 +343,14 @@ class TestFailures:
 
         task = a_task(sometimes, biz_id="order_id")
         state, error = deliver(task, "o-1")
-        assert (state, str(error), effects(), InboxMessage.objects.count(), heard) == (states.FAILURE, "no", 0, 0, [])
+        assert (state, str(error), effects(), InboxMessage.objects.count(), signals_sent) == (states.FAILURE, "no", 0, 0, [])
 
         fails.clear()
         assert deliver(task, "o-1")[0] == states.SUCCESS
         assert effects() == 1
 
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_an_error_of_the_database_that_was_swallowed(self, a_task, redelivered):
+    def test_task_that_swallows_a_database_error_fails(self, a_task, redelivered):
         def swallow(order_id):
             the_effect(order_id)
             Unique.objects.create(name="x")
@@ -354,7 +365,7 @@ class TestFailures:
 
     @committing
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_a_transaction_that_the_task_ended_itself_is_a_dead_letter(self, a_task, redelivered):
+    def test_task_that_commits_its_transaction_is_a_dead_letter(self, a_task, redelivered):
         def commit(order_id):
             the_effect(order_id)
             connections["default"].connection.commit()
@@ -368,8 +379,8 @@ class TestFailures:
         assert (again, type(refusal)) == (states.FAILURE, NotRun)
         assert (the_row().state, effects()) == (State.DEAD, 1)
 
-    def test_a_commit_that_fails_is_seen_by_autoretry(self, a_task, sent, monkeypatch):
-        """As a deferred constraint does: the function has returned by then."""
+    def test_failed_commit_is_retried_by_autoretry(self, a_task, sent, monkeypatch):
+        """As with a deferred constraint: the function has returned by then."""
 
         def refuse(*args):
             raise ConnectionResetError("at the commit")
@@ -383,7 +394,7 @@ class TestFailures:
 
     @pytest.mark.parametrize("raised", ["retry", "ignore", "reject"])
     @pytest.mark.parametrize("redelivered", [False, True])
-    def test_what_celery_is_told_rolls_back_and_leaves_nothing(self, a_task, raised, redelivered, sent):
+    def test_retry_ignore_and_reject_roll_back_and_leave_no_row(self, a_task, raised, redelivered, sent):
         def tell(self, order_id):
             the_effect(order_id)
             if raised == "retry":
@@ -396,7 +407,7 @@ class TestFailures:
         assert (effects(), InboxMessage.objects.count()) == (0, 0)
         assert len(sent()) == (raised == "retry")
 
-    def test_what_it_publishes_names_its_cause_and_rolls_back_with_it(self, a_task):
+    def test_messages_published_by_a_task_name_its_ids_and_roll_back_with_it(self, a_task):
         def order(order_id):
             publish("shop.order.placed", {"order": order_id})
             if order_id == "bad":
@@ -411,7 +422,7 @@ class TestFailures:
         assert (the_row().correlation_id, the_row().causation_id) == ("root", "p-1")
 
     @committing
-    def test_an_on_commit_hook_that_fails_does_not_undo_a_success(self, a_task, caplog):
+    def test_failing_on_commit_hook_does_not_undo_a_success(self, a_task, caplog):
         def hook(order_id):
             the_effect(order_id)
             transaction.on_commit(lambda: 1 / 0)
@@ -422,11 +433,11 @@ class TestFailures:
         assert "failed after the effect" in caplog.text
 
 
-class TestPoison:
-    """What happens when no failure can be told, because the process is gone: an attempt was counted, and that is all."""
+class TestWorkerDeaths:
+    """A worker process that dies cannot store a failure: only the attempt that was counted before the run remains."""
 
     def killed(self, task, *args):
-        """As a worker leaves it that dies over a message that comes again."""
+        """The state that a worker leaves when it dies over a redelivered message."""
         with pytest.raises(SystemExit):
             deliver(task, *args, task_id="t-1", redelivered=True)
 
@@ -442,13 +453,13 @@ class TestPoison:
 
         return a_task(die, biz_id="order_id")
 
-    def test_a_fresh_delivery_is_not_counted(self, poison):
+    def test_worker_death_at_a_first_delivery_is_not_counted(self, poison):
         with pytest.raises(SystemExit):
             deliver(poison, "o-1")
 
         assert not InboxMessage.objects.exists()
 
-    def test_it_is_open_while_there_are_attempts_and_then_dead(self, poison, heard):
+    def test_task_that_kills_its_worker_is_a_dead_letter_after_max_attempts(self, poison, signals_sent):
         for attempt in (1, 2, 3):
             self.killed(poison, "o-1")
             assert (the_row().state, the_row().attempts) == (State.RECEIVED, attempt)
@@ -458,16 +469,16 @@ class TestPoison:
         assert (state, type(error)) == (states.FAILURE, NotRun)
         assert (the_row().state, the_row().attempts, effects()) == (State.DEAD, 3, 0)
         assert "It was begun 3 times and never ended" in the_row().last_error
-        assert [name for name, _ in heard] == ["message_dead"]
+        assert [name for name, _ in signals_sent] == ["message_dead"]
 
-    def test_any_delivery_runs_what_is_open(self, poison):
+    def test_another_delivery_of_the_biz_id_runs_a_received_row(self, poison):
         self.killed(poison, "o-1")
         self.deadly = False
 
         assert deliver(poison, "o-1", task_id="t-2") == (states.SUCCESS, "mended")
         assert (the_row().state, the_row().attempts, the_row().duplicates, effects()) == (State.DONE, 2, 0, 1)
 
-    def test_an_ordinary_failure_clears_the_count(self, a_task):
+    def test_ordinary_failure_after_a_worker_death_deletes_the_row(self, a_task):
         def fail(order_id):
             raise {"killed": SystemExit, "failing": ValueError}[self.way]("no")
 
@@ -479,7 +490,7 @@ class TestPoison:
         assert deliver(task, "o-1", redelivered=True)[0] == states.FAILURE
         assert not InboxMessage.objects.exists()
 
-    def test_a_dead_letter_is_not_retried_by_autoretry(self, a_task, sent):
+    def test_delivery_of_a_dead_letter_is_not_retried_by_autoretry(self, a_task, sent):
         task = a_task(the_effect, biz_id="order_id", autoretry_for=[Exception])
         deliver(task, "o-1")
         InboxMessage.objects.update(state=State.DEAD, last_error="because")
@@ -490,7 +501,7 @@ class TestPoison:
         assert "as dead (because)" in str(error)
         assert sent() == []
 
-    def test_what_an_operator_skipped_is_not_run(self, poison):
+    def test_delivery_of_a_skipped_row_is_not_run(self, poison):
         self.killed(poison, "o-1")
         store.skip("default", the_row().pk, "not wanted")
 
@@ -499,39 +510,8 @@ class TestPoison:
         assert (state, "skipped: not wanted" in str(error), the_row().duplicates) == (states.FAILURE, True, 1)
 
 
-class TestTwins:
-    @committing
-    def test_one_that_is_at_work_sends_the_other_away_with_a_copy_to_come_later(self, a_task, sent):
-        if connections["default"].vendor != "postgresql":
-            pytest.skip("SQLite has one writer: the twin waits for the end of the first")
-        go = []
-
-        def wait(order_id):
-            the_effect(order_id)
-            go.append("begun")
-            wait_until(lambda: "go" in go)
-
-        task = a_task(wait, biz_id="order_id", max_retries=0)
-        with InAThread(lambda: deliver(task, "o-1", task_id="t-1")) as first:
-            wait_until(lambda: go)
-            state, reason = deliver(task, "o-1", task_id="t-2", retries=5, inbox_sent_at="2026-01-02T00:00:00+00:00")
-            again, _ = deliver(task, "o-1", task_id="t-1", redelivered=True)
-            go.append("go")
-
-        assert first.answer[0] == states.SUCCESS
-        assert (state, again, str(reason)) == (
-            states.IGNORED,
-            states.IGNORED,
-            "another delivery of the same business id is at work",
-        )
-        copies = sent()
-        headers = copies[0].headers
-        assert [copy.headers["id"] for copy in copies] == ["t-2", "t-1"]
-        assert (headers["retries"], headers["inbox_sent_at"], headers["task"]) == (5, "2026-01-02T00:00:00+00:00", "tests.task")
-        assert headers["eta"]
-        assert effects() == 1
-
-    def test_a_copy_that_cannot_be_sent_goes_back_to_the_broker(self, a_task, monkeypatch):
+class TestConcurrentDuplicates:
+    def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued(self, a_task, monkeypatch):
         task = a_task(the_effect, biz_id="order_id")
 
         def busy(*args, **kwargs):
@@ -548,8 +528,8 @@ class TestTwins:
         assert (state, reject.requeue) == (states.REJECTED, True)
 
     @committing
-    def test_a_copy_is_there_before_its_delivery_is_acknowledged(self, rabbitmq_url, settings, monkeypatch):
-        """What is published to an exchange that is gone raises nothing, unless one waits for the broker's confirm."""
+    def test_copy_of_a_concurrent_duplicate_is_confirmed_before_the_acknowledgement(self, rabbitmq_url, settings, monkeypatch):
+        """Publishing to a missing exchange raises nothing unless the publisher waits for the confirm."""
         settings.INBOX = INBOX
 
         def busy(*args, **kwargs):
@@ -558,7 +538,7 @@ class TestTwins:
         monkeypatch.setattr(store, "begin_fresh", busy)
         app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)
         task = app.task(the_effect, base=IdempotentTask, name="tests.task", shared=False, biz_id="order_id")
-        of_an_exchange = {"exchange": "gone", "routing_key": "x", "priority": None, "redelivered": False}
+        of_an_exchange = {"exchange": "missing", "routing_key": "x", "priority": None, "redelivered": False}
         try:
             state, reject = deliver(task, "o-1", delivery_info=of_an_exchange)
             assert (state, reject.requeue) == (states.REJECTED, True)
@@ -573,11 +553,11 @@ class TestTwins:
             close(app)
 
 
-class TestAge:
-    def sent(self, **ago):
+class TestMessageAge:
+    def sent_at(self, **ago):
         return (datetime.now(UTC) - timedelta(**ago)).isoformat()
 
-    def test_calls_say_when_they_were_made_and_retries_keep_it(self, a_task, sent):
+    def test_retries_keep_the_time_of_the_first_call(self, a_task, sent):
         def again(self):
             self.retry(countdown=0)
 
@@ -590,53 +570,55 @@ class TestAge:
         assert first.headers["inbox_sent_at"] == second.headers["inbox_sent_at"]
         assert datetime.fromisoformat(first.headers["inbox_sent_at"]).tzinfo
 
-    def test_one_that_is_older_than_the_window_is_quarantined(self, a_task, heard):
+    def test_delivery_older_than_the_deduplication_window_is_quarantined(self, a_task, signals_sent):
         task = a_task(the_effect, biz_id="order_id")
 
-        state, error = deliver(task, "o-1", inbox_sent_at=self.sent(days=31))
+        state, error = deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))
 
         assert (state, type(error), effects()) == (states.FAILURE, NotRun, 0)
         row = the_row()
         assert (row.state, row.quarantined, row.attempts) == (State.DEAD, True, 0)
         assert "past the deduplication window" in row.last_error
-        assert [name for name, _ in heard] == ["message_dead"]
+        assert [name for name, _ in signals_sent] == ["message_dead"]
 
-    def test_one_that_is_older_and_known_still_is_a_duplicate(self, a_task):
+    def test_old_delivery_whose_row_still_exists_is_a_duplicate(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
-        deliver(task, "o-1", inbox_sent_at=self.sent(days=1))
+        deliver(task, "o-1", inbox_sent_at=self.sent_at(days=1))
 
-        assert deliver(task, "o-1", inbox_sent_at=self.sent(days=31)) == (states.SUCCESS, {"order": "o-1"})
+        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31)) == (states.SUCCESS, {"order": "o-1"})
         assert the_row().duplicates == 1
 
-    def test_an_operators_override_runs_it(self, a_task):
+    def test_quarantined_delivery_runs_after_an_operators_override(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
-        deliver(task, "o-1", inbox_sent_at=self.sent(days=31))
+        deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))
         assert not store.retry("default", the_row().pk)
         assert store.override_age_fence("default", the_row().pk)
 
-        assert deliver(task, "o-1", inbox_sent_at=self.sent(days=31))[0] == states.SUCCESS
+        assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))[0] == states.SUCCESS
         assert (the_row().state, effects()) == (State.DONE, 1)
 
     @pytest.mark.parametrize("eta", [{"days": 1}, {"days": 29}])
-    def test_a_task_that_waited_for_its_time_is_as_old_as_that(self, a_task, eta):
+    def test_age_of_a_task_with_an_eta_counts_from_its_eta(self, a_task, eta):
         eta = (datetime.now(UTC) - timedelta(days=eta["days"] - 0.5)).isoformat()
 
-        assert deliver(a_task(the_effect), "o-1", inbox_sent_at=self.sent(days=400), eta=eta)[0] == states.SUCCESS
+        assert deliver(a_task(the_effect), "o-1", inbox_sent_at=self.sent_at(days=400), eta=eta)[0] == states.SUCCESS
+        assert effects() == 1
 
     @pytest.mark.parametrize("said", [None, "", "yesterday", 17, "2020-01-01T00:00:00", {}])
-    def test_one_that_does_not_say_is_run(self, a_task, said):
+    def test_delivery_without_a_readable_call_time_is_run(self, a_task, said):
         assert deliver(a_task(the_effect), "o-1", inbox_sent_at=said)[0] == states.SUCCESS
+        assert effects() == 1
 
 
-class TestEager:
-    def test_it_is_deduplicated_and_answers(self, a_task):
+class TestEagerMode:
+    def test_eager_task_is_deduplicated_and_returns_its_result(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
 
         assert [task.apply(["o-1"]).get(), task.apply(["o-1"]).get()] == [{"order": "o-1"}] * 2
         assert (effects(), the_row().duplicates) == (1, 1)
 
     @committing
-    def test_inside_a_transaction_it_is_part_of_it(self, local_app, a_task):
+    def test_eager_task_inside_a_transaction_is_part_of_it(self, local_app, a_task):
         local_app.conf.task_always_eager = True
         task = a_task(the_effect, biz_id="order_id")
 
@@ -651,7 +633,7 @@ class TestEager:
             task.delay("o-1")
         assert (effects(), the_row().state) == (1, State.DONE)
 
-    def test_a_failure_rolls_back_its_own_part(self, a_task):
+    def test_failed_eager_task_rolls_back_its_own_savepoint_only(self, a_task):
         def fail(order_id):
             the_effect(order_id)
             raise ValueError("no")
@@ -666,7 +648,7 @@ class TestEager:
         assert not InboxMessage.objects.exists()
 
     @pytest.mark.parametrize("autoretry_for", [[], [ValueError]])
-    def test_a_retry_runs_after_the_rollback(self, a_task, autoretry_for):
+    def test_eager_retry_runs_after_the_rollback(self, a_task, autoretry_for):
         def again(self, order_id):
             the_effect(order_id, self.request.retries)
             if not self.request.retries:
@@ -681,8 +663,8 @@ class TestEager:
         assert [effect.detail for effect in Effect.objects.all()] == ["1"]
 
 
-class TestInsideATestCase(TestCase):
-    def test_a_task_runs_once(self):
+class TestInsideDjangoTestCase(TestCase):
+    def test_task_inside_django_testcase_has_one_effect(self):
         app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False)
         self.addCleanup(close, app)
         task = app.task(the_effect, base=IdempotentTask, biz_id="order_id", name="tests.inside", shared=False)

@@ -1,4 +1,4 @@
-"""What an operator may do about the row of a task: Celery runs it, so it is sent again."""
+"""An operator's retry of a row of a task: Celery runs tasks, so it is sent again."""
 
 import json
 
@@ -26,8 +26,8 @@ HANDLER = "celery.tests.task"
 
 
 @pytest.fixture
-def deadly(a_task, local_app, current):
-    """A task that is a dead letter: it ended its worker's process each time. `deadly()` is its row."""
+def dead_letter(a_task, local_app, current):
+    """Make a dead letter of a task that killed its worker's process each time: `dead_letter()` is its row."""
     current(local_app)
 
     def die(order_id, *more, how="badly"):
@@ -55,7 +55,7 @@ def operator():
 
 @pytest.fixture
 def act(operator):
-    """Carry out an action of the admin on a row, and what was said."""
+    """Carry out an action of the admin on a row; the messages that it shows."""
 
     def do(action, row, **fields):
         data = {"action": action, "_selected_action": [row.pk], **fields}
@@ -65,9 +65,9 @@ def act(operator):
     return do
 
 
-def test_a_retry_sends_it_as_it_was_sent(deadly, sent, a_task):
+def test_retry_sends_the_task_with_its_arguments_headers_and_chain(dead_letter, sent, a_task):
     follow = a_task(the_effect, name="tests.follow").s().set(task_id="f-1")
-    row = deadly(chain=[follow], root_id="root", parent_id="p", timelimit=[20, 10], tenant="acme", expires="2020-01-01")
+    row = dead_letter(chain=[follow], root_id="root", parent_id="p", timelimit=[20, 10], tenant="acme", expires="2020-01-01")
 
     assert resending(store.retry)("default", row.pk)
 
@@ -83,16 +83,16 @@ def test_a_retry_sends_it_as_it_was_sent(deadly, sent, a_task):
     assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
 
 
-def test_in_the_admin(deadly, act, sent):
-    row = deadly()
+def test_admin_retry_sends_the_task_again(dead_letter, act, sent):
+    row = dead_letter()
 
     assert "due for a retry now" in act("retry", row)[0]
 
     assert (the_row().state, len(sent())) == (State.RETRYING, 1)
 
 
-def test_in_the_admin_while_the_broker_is_away(deadly, act, local_app):
-    row = deadly()
+def test_admin_retry_with_an_unavailable_broker_leaves_the_row_and_shows_the_error(dead_letter, act, local_app):
+    row = dead_letter()
     local_app.conf.update(broker_url="amqp://127.0.0.1:1//", task_publish_retry=False)
 
     [said] = act("retry", row)
@@ -101,8 +101,8 @@ def test_in_the_admin_while_the_broker_is_away(deadly, act, local_app):
     assert the_row().state == State.DEAD
 
 
-def test_by_the_command(deadly, sent, capsys):
-    deadly()
+def test_inbox_retry_sends_the_task_again(dead_letter, sent, capsys):
+    dead_letter()
 
     call_command("inbox_retry", "--handler", HANDLER, verbosity=0)
 
@@ -110,8 +110,8 @@ def test_by_the_command(deadly, sent, capsys):
     assert (the_row().state, len(sent())) == (State.RETRYING, 1)
 
 
-def test_by_the_command_where_no_app_is_known(deadly, local_app):
-    deadly()
+def test_inbox_retry_without_a_celery_app_fails_and_leaves_the_row(dead_letter, local_app):
+    dead_letter()
     local_app.conf.broker_url = None
 
     with pytest.raises(CommandError, match=r"1 Celery tasks stay as they were: .* no Celery app with a broker_url"):
@@ -120,7 +120,7 @@ def test_by_the_command_where_no_app_is_known(deadly, local_app):
     assert the_row().state == State.DEAD
 
 
-def test_an_override_of_the_age_fence_sends_it_too(a_task, local_app, current, sent):
+def test_inbox_retry_with_override_age_fence_sends_the_task_and_its_delivery_runs(a_task, local_app, current, sent):
     current(local_app)
 
     def take(order_id):
@@ -137,8 +137,8 @@ def test_an_override_of_the_age_fence_sends_it_too(a_task, local_app, current, s
     assert (the_row().state, effects()) == (State.DONE, 1)
 
 
-def test_one_that_was_never_delivered_twice_is_sent_by_its_arguments(local_app, current, sent):
-    """A row that no careful attempt has written: how it was sent is not known."""
+def test_retry_of_a_row_without_stored_headers_sends_its_arguments(local_app, current, sent):
+    """A first delivery stores no headers, so how the task was sent is not known."""
     current(local_app)
     row = a_row(body=json.dumps({"order_id": "o-1"}).encode(), content_type="application/json")
 
@@ -148,7 +148,7 @@ def test_one_that_was_never_delivered_twice_is_sent_by_its_arguments(local_app, 
     assert (message.headers["id"], message.payload[1]) == ("t-1", {"order_id": "o-1"})
 
 
-def test_one_whose_arguments_cannot_be_sent_stays(local_app, current):
+def test_retry_of_a_row_whose_arguments_were_not_json_is_refused(local_app, current):
     current(local_app)
     row = a_row(body=b"{'order_id': <object>}", content_type="text/plain")
 
@@ -163,8 +163,8 @@ def a_row(**columns):
     return InboxMessage.objects.create(**given, received_at="2026-01-01T00:00:00Z", **columns)
 
 
-def test_what_is_not_due_any_more_is_not_sent(deadly, sent):
-    row = deadly()
+def test_retry_of_a_skipped_row_sends_nothing(dead_letter, sent):
+    row = dead_letter()
     store.skip("default", row.pk, "no")
 
     assert not resending(store.retry)("default", row.pk)
@@ -172,7 +172,7 @@ def test_what_is_not_due_any_more_is_not_sent(deadly, sent):
     assert sent() == []
 
 
-def test_a_retried_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, local_app, current, sent):
+def test_resent_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, local_app, current, sent):
     current(local_app)
     raised = [SystemExit(13)]
 
@@ -201,7 +201,7 @@ def test_a_retried_task_that_fails_is_a_dead_letter_with_its_new_error(a_task, l
     ],
     ids=str,
 )
-def test_a_retried_task_that_autoretry_gives_up_is_a_dead_letter(a_task, local_app, current, sent, options):
+def test_resent_task_that_autoretry_does_not_retry_is_a_dead_letter(a_task, local_app, current, sent, options):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
     resending(store.retry)("default", the_row().pk)
@@ -218,29 +218,29 @@ def test_a_retried_task_that_autoretry_gives_up_is_a_dead_letter(a_task, local_a
 
 
 @pytest.mark.parametrize(("raised", "state"), [(Ignore(), "IGNORED"), (Reject("bad", requeue=False), "REJECTED")], ids=str)
-def test_a_retried_task_that_takes_itself_away_is_a_dead_letter(a_task, local_app, current, raised, state):
+def test_resent_task_that_raises_ignore_or_reject_is_a_dead_letter(a_task, local_app, current, raised, state):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
     resending(store.retry)("default", the_row().pk)
 
-    def leave(order_id):
+    def stop(order_id):
         raise raised
 
-    assert deliver(a_task(leave, biz_id="order_id"), "o-1", task_id="t-1")[0] == state
+    assert deliver(a_task(stop, biz_id="order_id"), "o-1", task_id="t-1")[0] == state
     assert the_row().state == State.DEAD
     assert type(raised).__name__ in the_row().last_error
 
 
-def test_a_retried_task_whose_rejection_autoretry_takes_for_a_failure_stays_open(a_task, local_app, current, sent):
+def test_resent_task_whose_reject_is_retried_by_autoretry_stays_retrying(a_task, local_app, current, sent):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
     resending(store.retry)("default", the_row().pk)
     sent()
 
-    def leave(order_id):
+    def stop(order_id):
         raise Reject("bad", requeue=False)
 
-    task = a_task(leave, biz_id="order_id", autoretry_for=[Exception], max_retries=1)
+    task = a_task(stop, biz_id="order_id", autoretry_for=[Exception], max_retries=1)
 
     assert deliver(task, "o-1", task_id="t-1")[0] == "RETRY"
     assert (the_row().state, len(sent())) == (State.RETRYING, 1)
@@ -249,8 +249,8 @@ def test_a_retried_task_whose_rejection_autoretry_takes_for_a_failure_stays_open
 
 
 @pytest.mark.django_db(transaction=True)
-def test_one_that_ended_its_own_transaction_is_sent_again_as_it_was_sent(a_task, local_app, current, sent):
-    """At its first delivery, of which nothing had been written down."""
+def test_retry_of_a_task_that_committed_its_transaction_sends_it_with_headers_and_chain(a_task, local_app, current, sent):
+    """At its first delivery, before which nothing had been stored."""
     current(local_app)
 
     def commit(order_id):
@@ -268,7 +268,7 @@ def test_one_that_ended_its_own_transaction_is_sent_again_as_it_was_sent(a_task,
 
 
 @pytest.mark.parametrize("by_autoretry", [False, True])
-def test_a_retried_task_that_celery_tries_again_stays_open(a_task, local_app, current, by_autoretry):
+def test_resent_task_that_celery_retries_stays_retrying(a_task, local_app, current, by_autoretry):
     current(local_app)
     a_row(body=b"{}", content_type="application/json")
     resending(store.retry)("default", the_row().pk)
@@ -288,7 +288,7 @@ def test_a_retried_task_that_celery_tries_again_stays_open(a_task, local_app, cu
     assert (the_row().state, the_row().duplicates) == (State.DONE, 0)
 
 
-def test_messages_of_handlers_are_retried_as_ever(handles, sent):
+def test_retry_of_a_message_of_a_handler_sends_no_task(handles, sent):
     def fail(message):
         raise ValueError("no")
 
@@ -298,14 +298,14 @@ def test_messages_of_handlers_are_retried_as_ever(handles, sent):
     assert sent() == []
 
 
-def test_open_rows_of_tasks_are_no_orphans(deadly):
-    resending(store.retry)("default", deadly().pk)
+def test_retrying_rows_of_tasks_are_not_orphans(dead_letter):
+    resending(store.retry)("default", dead_letter().pk)
 
     assert store.orphans("default", []) == {}
 
 
-def test_a_handler_of_messages_with_the_name_of_a_task_does_not_take_its_rows(deadly, handles):
+def test_message_handler_named_like_a_task_does_not_claim_its_rows(dead_letter, handles):
     handler = handles(the_effect, name="tests.task")
-    resending(store.retry)("default", deadly().pk)
+    resending(store.retry)("default", dead_letter().pk)
 
     assert store.claim_due("default", [handler.name], OPTIONS.REDELIVERY_AFTER) is None

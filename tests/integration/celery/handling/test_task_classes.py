@@ -1,4 +1,4 @@
-"""Task classes of a project's own, and functions that call themselves: what Celery allows, an idempotent task allows."""
+"""A project's own task classes and tasks that call themselves work as in Celery."""
 
 import pytest
 from celery import Celery, Task, states
@@ -37,7 +37,7 @@ def decorated(local_app, current):
 
 
 class Client(Task):
-    """Celery's own example: made once in each process, with what its tasks share."""
+    """Celery's own example: one instance in each process, with state that its tasks share."""
 
     def __init__(self):
         self.users = {"george": "password"}
@@ -48,14 +48,14 @@ class Wrapped(Task):
         return super().__call__(*args, **kwargs)
 
 
-class Patient(Task):
+class AutoRetrying(Task):
     autoretry_for = (Exception,)
     dont_autoretry_for = (ValueError,)
     max_retries = 3
 
 
 class TestBaseClasses:
-    def test_init_of_the_base_is_called(self, decorated):
+    def test_init_of_the_base_class_is_called(self, decorated):
         def look(self, order_id):
             the_effect(order_id)
             return self.users["george"]
@@ -65,7 +65,7 @@ class TestBaseClasses:
         assert [deliver(task, "o-1"), deliver(task, "o-1")] == [(states.SUCCESS, "password")] * 2
         assert effects() == 1
 
-    def test_an_init_that_calls_no_super_does_not_switch_it_off(self, a_task):
+    def test_task_class_whose_init_does_not_call_super_is_still_idempotent(self, a_task):
         class Sloppy(IdempotentTask):
             def __init__(self):
                 self.users = {}
@@ -77,18 +77,18 @@ class TestBaseClasses:
 
         assert effects() == 1
 
-    def test_what_the_base_does_not_retry_is_not_retried(self, decorated, sent):
+    def test_dont_autoretry_for_of_the_base_class_is_respected(self, decorated, sent):
         def fail(order_id):
             raise ValueError("no")
 
-        task = decorated(fail, name="shared.fail", base=Patient, biz_id="order_id")
+        task = decorated(fail, name="shared.fail", base=AutoRetrying, biz_id="order_id")
 
         assert deliver(task, "o-1")[0] == states.FAILURE
         assert sent() == []
 
     @pytest.mark.parametrize("worker", [False, True])
     @pytest.mark.parametrize("eager", [False, True])
-    def test_a_call_of_the_base_that_calls_on_is_a_delivery_still(self, a_task, worker, eager):
+    def test_task_whose_base_overrides_call_is_still_deduplicated(self, a_task, worker, eager):
         class Both(IdempotentTask, Wrapped):
             pass
 
@@ -106,7 +106,7 @@ class TestBaseClasses:
 
         assert (effects(), the_row().duplicates) == (1, 1)
 
-    def test_a_project_may_make_every_task_of_its_app_one(self, current):
+    def test_idempotent_task_as_task_cls_makes_every_task_idempotent(self, current):
         app = Celery("tests", broker="memory://", backend="cache+memory://", set_as_current=False, task_cls=IdempotentTask)
         current(app)
         task = idempotent_task(name="shared.of_the_class", biz_id="order_id")(the_effect)
@@ -119,7 +119,7 @@ class TestBaseClasses:
         assert effects() == 2
         app.close()
 
-    def test_the_task_class_of_the_app_is_the_base(self, current):
+    def test_task_cls_of_the_app_is_the_default_base(self, current):
         class Shop(OutboxTask):
             color = "red"
 
@@ -134,10 +134,10 @@ class TestBaseClasses:
         app.close()
 
 
-class TestADirectCall:
+class TestDirectCall:
     @pytest.mark.parametrize("worker", [False, True])
     @pytest.mark.parametrize("eager", [False, True])
-    def test_of_itself_is_a_call_of_the_function(self, a_task, worker, eager):
+    def test_task_that_calls_itself_directly_only_calls_the_function(self, a_task, worker, eager):
         def count(self, order_id, depth=0):
             the_effect(f"{order_id}/{depth}")
             return self(order_id, depth + 1) if depth < 2 else depth
@@ -157,7 +157,7 @@ class TestADirectCall:
 
 class TestRetries:
     @pytest.mark.parametrize("dont_autoretry_for", [(), (ValueError,)])
-    def test_what_is_not_run_is_not_retried_whatever_is_excepted(self, a_task, sent, dont_autoretry_for):
+    def test_not_run_is_never_retried_by_autoretry(self, a_task, sent, dont_autoretry_for):
         task = a_task(the_effect, biz_id="order_id", autoretry_for=(Exception,), dont_autoretry_for=dont_autoretry_for)
         deliver(task, "o-1")
         InboxMessage.objects.update(state=State.DEAD, last_error="because")
@@ -166,7 +166,7 @@ class TestRetries:
 
         assert (state, type(error), sent()) == (states.FAILURE, NotRun, [])
 
-    def test_what_cannot_be_sent_again_goes_back_to_the_broker_whatever_is_retried(self, a_task, monkeypatch):
+    def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued_despite_autoretry(self, a_task, monkeypatch):
         def busy(*args, **kwargs):
             raise store.TwinBusy
 
@@ -178,8 +178,8 @@ class TestRetries:
 
         assert (state, isinstance(reject, Reject), reject.requeue) == (states.REJECTED, True, True)
 
-    def test_arguments_that_a_run_has_changed_are_whole_again_for_the_next(self, a_task):
-        """A transaction that collided is run again at once, and Celery knows nothing of that."""
+    def test_transaction_that_is_run_again_gets_the_original_arguments(self, a_task):
+        """A transaction that failed to serialise is run again at once, without Celery."""
         collide = [True]
 
         def pay(order, lines):
@@ -195,7 +195,7 @@ class TestRetries:
         assert deliver(task, {"id": "o-1"}, kwargs={"lines": []}) == (states.SUCCESS, [{}, ["changed"]])
         assert [effect.name for effect in Effect.objects.all()] == ["o-1"]
 
-    def test_a_copy_that_comes_later_has_the_arguments_that_came(self, a_task, sent, monkeypatch):
+    def test_copy_of_a_delivery_has_the_original_arguments(self, a_task, sent, monkeypatch):
         def pay(lines):
             lines.append("changed")
             monkeypatch.setattr(store, "is_reachable", lambda alias: False)

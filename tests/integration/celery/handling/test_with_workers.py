@@ -1,4 +1,4 @@
-"""Real workers on RabbitMQ and on Redis: sent twice, delivered twice, killed in the middle. Each effect happens once."""
+"""Real workers on RabbitMQ and on Redis: tasks sent twice, delivered twice, killed in the middle. Each effect happens once."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimit
 from django.core.management import call_command
 
 from inbox.models import InboxMessage, State
-from tests.integration.celery.handling.project import begun, go_on
+from tests.integration.celery.handling.project import begun, release
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import effects, the_row, wait_until
 
@@ -19,7 +19,7 @@ WAIT = {"timeout": 60, "interval": 0.05}
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
-def test_sent_eight_times_under_eight_ids_it_happens_once(tasks, worker, pool):
+def test_task_sent_eight_times_under_eight_ids_has_one_effect(tasks, worker, pool):
     with worker(pool=pool, concurrency=4):
         sent = [tasks["shop.charge"].delay({"id": "o-1"}) for _ in range(8)]
         answers = [result.get(**WAIT) for result in sent]
@@ -30,13 +30,13 @@ def test_sent_eight_times_under_eight_ids_it_happens_once(tasks, worker, pool):
     assert (row.handler, row.biz_id, row.state, row.duplicates, row.conflicts) == ("celery.shop.charge", "o-1", "done", 7, 0)
 
 
-def test_a_child_of_the_pool_that_is_killed_in_the_middle(tasks, worker):
+def test_task_whose_pool_process_is_killed_in_the_middle_has_one_effect(tasks, worker):
     with worker() as running:
-        result = tasks["shop.work"].delay("o-1", "wait for the word")
+        result = tasks["shop.work"].delay("o-1", "wait until released")
         [victim] = running.until(lambda: begun("o-1"))
         os.kill(victim, signal.SIGKILL)
         running.until(lambda: len(begun("o-1")) == 2)
-        go_on("o-1")
+        release("o-1")
 
         assert result.get(**WAIT) == "done o-1"
 
@@ -44,7 +44,7 @@ def test_a_child_of_the_pool_that_is_killed_in_the_middle(tasks, worker):
     assert the_row().state == State.DONE
 
 
-def test_a_child_of_the_pool_that_dies_after_the_commit(tasks, worker):
+def test_task_whose_pool_process_dies_after_the_commit_has_one_effect(tasks, worker):
     with worker():
         result = tasks["shop.work"].delay("o-1", "die after the commit")
 
@@ -54,40 +54,40 @@ def test_a_child_of_the_pool_that_dies_after_the_commit(tasks, worker):
     assert (the_row().duplicates, the_row().redeliveries) == (1, 1)
 
 
-def test_a_worker_that_is_killed_in_the_middle(tasks, worker):
+def test_task_whose_worker_is_killed_in_the_middle_has_one_effect(tasks, worker):
     with worker() as running:
-        result = tasks["shop.work"].delay("o-1", "wait for the word")
+        result = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
         running.kill()
-    go_on("o-1")
-    with worker(visibility_seconds=1):
+    release("o-1")
+    with worker(takes_over=True):
         assert result.get(**WAIT) == "done o-1"
 
     assert effects("o-1") == 1
     assert the_row().state == State.DONE
 
 
-def test_a_worker_that_is_killed_between_commit_and_acknowledgement(tasks, worker):
+def test_task_whose_worker_is_killed_between_commit_and_acknowledgement_has_one_effect(tasks, worker):
     with worker() as running:
         result = tasks["shop.work"].delay("o-1", "die with the worker after the commit")
         running.ends()
     assert effects("o-1") == 1
-    with worker(visibility_seconds=1):
+    with worker(takes_over=True):
         assert result.get(**WAIT) == "done o-1"
 
     assert effects("o-1") == 1
     assert (the_row().duplicates, the_row().redeliveries) == (1, 1)
 
 
-def test_a_twin_that_is_at_work_is_waited_for_outside_the_worker(tasks, worker):
-    """A task that may not retry at all: waiting for its twin is none."""
+def test_concurrent_duplicate_is_sent_again_until_the_first_is_done(tasks, worker):
+    """Waiting for the first delivery is not a retry: this task has `max_retries=0`."""
     with worker() as running:
-        first = tasks["shop.work"].delay("o-1", "wait for the word")
+        first = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
-        second = tasks["shop.work"].delay("o-1", "wait for the word")
+        second = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: running.said().count("comes again in") >= 3)
         assert len(begun("o-1")) == 1
-        go_on("o-1")
+        release("o-1")
 
         assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
 
@@ -96,14 +96,14 @@ def test_a_twin_that_is_at_work_is_waited_for_outside_the_worker(tasks, worker):
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_twin_whose_copy_cannot_be_sent_stays_with_the_broker(tasks, worker, pool):
-    """It came as pickle and holds what JSON does not, and a task is sent again as it is usually sent."""
+def test_concurrent_duplicate_that_cannot_be_sent_again_stays_with_the_broker(tasks, worker, pool):
+    """It came as pickle and holds a set, and the copy would be sent as JSON, the serialiser of the task."""
     with worker(pool=pool, accept_content=["json", "pickle"]) as running:
-        first = tasks["shop.work"].delay("o-1", "wait for the word")
+        first = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
         second = tasks["shop.work"].apply_async(["o-1", {"a set"}], serializer="pickle")
         running.until(lambda: "cannot be sent again" in running.said())
-        go_on("o-1")
+        release("o-1")
 
         assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
 
@@ -111,18 +111,18 @@ def test_a_twin_whose_copy_cannot_be_sent_stays_with_the_broker(tasks, worker, p
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-def test_on_quorum_queues(app, tasks, worker):
-    """There Celery has RabbitMQ do the delaying, in whole seconds."""
+def test_kill_concurrent_duplicate_and_countdown_on_quorum_queues_have_one_effect(app, tasks, worker):
+    """On quorum queues RabbitMQ delays the messages of Celery, by whole seconds."""
     quorum = {"task_default_queue_type": "quorum", "task_default_exchange_type": "topic"}
     app.conf.update(quorum)
     with worker(**quorum) as running:
-        first = tasks["shop.work"].delay("o-1", "wait for the word")
+        first = tasks["shop.work"].delay("o-1", "wait until released")
         [victim] = running.until(lambda: begun("o-1"))
-        second = tasks["shop.work"].delay("o-1", "wait for the word")
+        second = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: running.said().count("comes again in") >= 2)
         os.kill(victim, signal.SIGKILL)
         running.until(lambda: len(begun("o-1")) == 2)
-        go_on("o-1")
+        release("o-1")
 
         assert [first.get(**WAIT), second.get(**WAIT)] == ["done o-1"] * 2
         assert tasks["shop.try_again"].apply_async(["o-2"], countdown=1).get(**WAIT) == 1
@@ -131,15 +131,14 @@ def test_on_quorum_queues(app, tasks, worker):
 
 
 @pytest.mark.parametrize("broker", ["redis"], indirect=True)
-def test_redis_delivers_a_long_task_again_while_it_runs(tasks, worker):
-    """Its transport looks for such messages some seconds after a start and then seldom, so a second worker is started."""
-    with worker(visibility_seconds=1) as running:
-        result = tasks["shop.work"].delay("o-1", "wait for the word")
+def test_task_that_redis_redelivers_while_it_runs_has_one_effect(tasks, worker):
+    with worker() as running:
+        result = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
-        with worker(visibility_seconds=1) as other:
+        with worker(takes_over=True) as other:
             other.until(lambda: "comes again in" in running.said() + other.said())
             assert len(begun("o-1")) == 1
-            go_on("o-1")
+            release("o-1")
             assert result.get(**WAIT) == "done o-1"
             wait_until(lambda: the_row().duplicates)
 
@@ -147,7 +146,7 @@ def test_redis_delivers_a_long_task_again_while_it_runs(tasks, worker):
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_retry_is_no_duplicate_of_the_try_that_failed(tasks, worker, pool):
+def test_retry_is_not_a_duplicate_of_the_failed_attempt(tasks, worker, pool):
     with worker(pool=pool):
         assert tasks["shop.try_again"].delay("o-1").get(**WAIT) == 1
         assert tasks["shop.by_itself"].delay("o-2").get(**WAIT) == 1
@@ -157,7 +156,7 @@ def test_a_retry_is_no_duplicate_of_the_try_that_failed(tasks, worker, pool):
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_task_whose_result_is_ignored(tasks, worker, pool):
+def test_task_with_ignore_result_has_one_effect_for_each_task_id(tasks, worker, pool):
     with worker(pool=pool) as running:
         tasks["shop.quietly"].apply_async(["o-1"], task_id="t-1")
         tasks["shop.quietly"].apply_async(["o-1"], task_id="t-1")
@@ -168,7 +167,7 @@ def test_a_task_whose_result_is_ignored(tasks, worker, pool):
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_task_that_swallows_an_error_of_the_database_is_no_success(tasks, worker, pool):
+def test_task_that_swallows_a_database_error_fails_and_its_next_call_runs(tasks, worker, pool):
     with worker(pool=pool):
         result = tasks["shop.work"].delay("o-1", "swallow an IntegrityError")
         with pytest.raises(Exception, match="its transaction can no longer commit"):
@@ -179,7 +178,7 @@ def test_a_task_that_swallows_an_error_of_the_database_is_no_success(tasks, work
         assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
 
 
-def test_a_chain_goes_on_after_a_duplicate_of_its_head(tasks, worker):
+def test_chain_continues_after_a_duplicate_of_its_head(tasks, worker):
     """The worker dies between the head's commit and the sending of the next, and then the whole chain is sent once more."""
     flow = chain(tasks["shop.work"].s("o-1", "die with the worker after the commit"), tasks["shop.follow"].s("o-1"))
     flow.freeze()
@@ -187,7 +186,7 @@ def test_a_chain_goes_on_after_a_duplicate_of_its_head(tasks, worker):
         result = flow.apply_async()
         running.ends()
     assert not effects("followed o-1")
-    with worker(concurrency=1, visibility_seconds=1):
+    with worker(concurrency=1, takes_over=True):
         result.get(**WAIT)
         flow.apply_async()
         wait_until(lambda: InboxMessage.objects.filter(handler="celery.shop.follow", duplicates=1).exists())
@@ -196,7 +195,7 @@ def test_a_chain_goes_on_after_a_duplicate_of_its_head(tasks, worker):
     assert Effect.objects.get(name="followed o-1").detail == "done o-1"
 
 
-def test_a_chord_is_complete_although_a_process_died_over_one_and_two_are_the_same(tasks, worker):
+def test_chord_completes_with_a_killed_pool_process_and_duplicate_members(tasks, worker):
     work = tasks["shop.work"]
     with worker():
         header = [work.s("o-1", "die after the commit"), work.s("o-2"), work.s("o-2")]
@@ -207,14 +206,14 @@ def test_a_chord_is_complete_although_a_process_died_over_one_and_two_are_the_sa
     assert Effect.objects.get(name="followed all").detail == "['done o-1', 'done o-2', 'done o-2']"
 
 
-def test_a_task_that_kills_its_worker_ends_as_a_dead_letter_until_an_operator_sends_it_again(app, current, tasks, worker):
+def test_task_that_kills_its_worker_is_a_dead_letter_that_an_operator_can_send_again(app, current, tasks, worker):
     current(app)
     with worker() as running:
         result = tasks["shop.work"].apply_async(["o-1", "die"], link=tasks["shop.follow"].s("o-1"))
         with pytest.raises(Exception, match="never ended"):
             result.get(**WAIT)
         dead = the_row()
-        # The first delivery is not counted: nothing was known against it.
+        # The first delivery is not counted: the attempts are counted from the first redelivery.
         assert (dead.state, dead.attempts, Effect.objects.using("other").filter(name="died o-1").count()) == ("dead", 3, 4)
         with pytest.raises(Exception, match="was not run"):
             tasks["shop.work"].delay("o-1").get(**WAIT)
@@ -227,7 +226,7 @@ def test_a_task_that_kills_its_worker_ends_as_a_dead_letter_until_an_operator_se
     assert effects("o-1") == 1
 
 
-def test_a_failure_leaves_nothing_and_a_second_call_is_a_first(tasks, worker):
+def test_failed_task_leaves_no_row_and_its_next_call_runs(tasks, worker):
     with worker():
         with pytest.raises(ValueError, match="no"):
             tasks["shop.work"].delay("o-1", "fail").get(**WAIT)
@@ -238,19 +237,19 @@ def test_a_failure_leaves_nothing_and_a_second_call_is_a_first(tasks, worker):
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
 @pytest.mark.parametrize("limit", ["soft_time_limit", "time_limit"])
-def test_a_time_limit_is_a_failure_that_leaves_nothing(tasks, worker, limit):
+def test_task_that_exceeds_its_time_limit_leaves_no_effect_and_its_next_call_runs(tasks, worker, limit):
     with worker():
         with pytest.raises((SoftTimeLimitExceeded, TimeLimitExceeded)):
-            tasks["shop.work"].apply_async(["o-1", "wait for the word"], **{limit: 2}).get(**WAIT)
+            tasks["shop.work"].apply_async(["o-1", "wait until released"], **{limit: 2}).get(**WAIT)
         assert tasks["shop.work"].delay("o-1").get(**WAIT) == "done o-1"
 
     assert effects("o-1") == 1
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-def test_a_hard_time_limit_of_a_delivery_that_came_again_leaves_its_row_to_the_next(tasks, worker):
+def test_hard_time_limit_of_a_redelivered_task_leaves_its_row_for_the_next_call(tasks, worker):
     with worker() as running:
-        result = tasks["shop.work"].apply_async(["o-1", "wait for the word"], time_limit=8)
+        result = tasks["shop.work"].apply_async(["o-1", "wait until released"], time_limit=8)
         running.until(lambda: begun("o-1"))
         running.kill()
     with worker():
@@ -265,9 +264,9 @@ def test_a_hard_time_limit_of_a_delivery_that_came_again_leaves_its_row_to_the_n
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-def test_a_task_that_is_revoked_while_it_runs_is_rolled_back(app, tasks, worker):
+def test_task_that_is_revoked_while_it_runs_is_rolled_back(app, tasks, worker):
     with worker() as running:
-        result = tasks["shop.work"].delay("o-1", "wait for the word")
+        result = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
         app.control.revoke(result.id, terminate=True, signal="SIGKILL")
         with pytest.raises(TaskRevokedError):
@@ -278,31 +277,31 @@ def test_a_task_that_is_revoked_while_it_runs_is_rolled_back(app, tasks, worker)
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
-def test_a_plain_task_with_late_acknowledgement_does_it_twice(tasks, worker):
-    """What all this is for."""
+def test_plain_task_with_acks_late_has_two_effects_when_its_process_is_killed(tasks, worker):
+    """The control: without the inbox the effect happens twice."""
     with worker() as running:
         result = tasks["shop.bare"].delay("o-1")
         [victim] = running.until(lambda: begun("o-1"))
         os.kill(victim, signal.SIGKILL)
-        go_on("o-1")
+        release("o-1")
         result.get(**WAIT)
 
     assert effects("o-1") == 2
 
 
-def test_a_database_that_is_killed_in_the_middle_fails_nobody(tasks, worker, mortal_postgres, migrated_mortal_database):
-    """Its tasks go back to the broker until it is there again."""
+def test_tasks_survive_a_database_that_is_killed_while_they_run(tasks, worker, mortal_postgres, migrated_mortal_database):
+    """Their messages return to the broker until the database is available again."""
     with worker(database=migrated_mortal_database) as running:
-        in_the_middle = tasks["shop.work"].delay("o-1", "wait for the word")
+        in_the_middle = tasks["shop.work"].delay("o-1", "wait until released")
         running.until(lambda: begun("o-1"))
         mortal_postgres.kill()
-        come_later = [tasks["shop.charge"].delay({"id": f"o-{n}"}) for n in (2, 3)]
+        sent_meanwhile = [tasks["shop.charge"].delay({"id": f"o-{n}"}) for n in (2, 3)]
         running.until(lambda: running.said().count("the database is away") >= 2)
-        go_on("o-1")
+        release("o-1")
         running.until(lambda: in_the_middle.id in running.said().partition("comes again")[2])
         mortal_postgres.start()
 
         assert in_the_middle.get(**WAIT) == "done o-1"
-        assert all(result.get(**WAIT) for result in come_later)
+        assert all(result.get(**WAIT) for result in sent_meanwhile)
 
     assert [effects(f"o-{n}") for n in (1, 2, 3)] == [1, 1, 1]

@@ -18,7 +18,7 @@ from tests.support import ROOT
 from tests.support.deliveries import wait_until
 from tests.support.workers import Process
 
-QUEUES = ("celery", "aside")
+QUEUES = ("celery", "second")
 SECONDS = 60
 """How long a result may take."""
 
@@ -38,7 +38,7 @@ def results(redis_server):
 
 @pytest.fixture
 def make():
-    """Make apps that are closed in the end: `make(broker, **settings)`. Their results come from nowhere."""
+    """Make apps that are closed after the test: `make(broker, **settings)`. By default they get no results."""
     made = []
 
     def build(broker, results="cache+memory://", **settings):
@@ -46,7 +46,7 @@ def make():
         return made[-1]
 
     yield build
-    gc.collect()  # a result that is collected later would ask its backend to forget it
+    gc.collect()  # a result that is collected later would unsubscribe at its backend
     for app in made:
         close(app)
 
@@ -108,17 +108,17 @@ def called(call):
 
 
 def published():
-    """All rows, once the relay has written down what the broker said."""
+    """All rows, once the relay has stored the confirms of the broker."""
     wait_until(lambda: not OutboxMessage.objects.exclude(state=State.PUBLISHED).exists())
     return list(OutboxMessage.objects.order_by("pk"))
 
 
 def close(app):
-    """Leave no socket behind."""
+    """Close every connection of the app."""
     kombu.pools.reset()  # they are kombu's, one for each broker
     backend = app.backend
     if hasattr(backend, "result_consumer"):
-        # A result that outlives its test would ask a server that is gone to forget it, again and again.
+        # A result that outlives its test would connect again to unsubscribe, perhaps to a server that has ended.
         backend.result_consumer.cancel_for = lambda task_id: None
         backend.result_consumer.stop()
         backend.client.connection_pool.disconnect()

@@ -64,7 +64,7 @@ def elaborate(*args, **kwargs):
 
 @_task(bind=True)
 def look(self):
-    """What the worker was told of this call."""
+    """What the worker knows about this call."""
     request = self.request
     return {
         "id": request.id,
@@ -95,7 +95,7 @@ def order(self, name, *, fails=False):
 
 @_task(bind=True, max_retries=3)
 def try_again(self, name):
-    """Asks for a retry inside its transaction, which that rolls back."""
+    """Calls `self.retry()` inside its transaction, which that rolls back."""
     with transaction.atomic():
         Effect.objects.create(name=f"tried {name}", detail=str(self.request.retries))
         if self.request.retries < 2:
@@ -103,11 +103,11 @@ def try_again(self, name):
 
 
 @_task(bind=True)
-def hand_on(self, name):
-    """Puts another task in its place inside a transaction, which that rolls back."""
+def replace_itself(self, name):
+    """Replaces itself by another task inside a transaction, which the replacement rolls back."""
     with transaction.atomic():
         Effect.objects.create(name=f"replaced {name}")
-        raise self.replace(self.app.tasks["tests.write"].si(f"in its place {name}"))
+        raise self.replace(self.app.tasks["tests.write"].si(f"replacement of {name}"))
 
 
 @_task(base=Once, bind=True, biz_id="order_id", max_retries=3)
@@ -119,8 +119,8 @@ def charge(self, order_id, *, retries=0):
 
 
 @_task(acks_late=True)
-def wait_for_the_word(name):
-    """Says that it has begun, and ends when the test says so."""
+def wait_until_released(name):
+    """Stores that it has begun, and ends when the test releases it."""
     Effect.objects.create(name=f"begun {name}")
     wait_until(lambda: Unique.objects.filter(name=f"go {name}").exists())
     Effect.objects.create(name=f"ended {name}")

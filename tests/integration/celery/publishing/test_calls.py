@@ -1,4 +1,4 @@
-"""What a call inside a transaction writes, and when it writes nothing. No broker is there: none is asked."""
+"""The row that a call inside a transaction writes, and the calls that write none. No broker runs: none is needed."""
 
 import subprocess
 import sys
@@ -25,9 +25,9 @@ from tests.support.relaying import drained, set_columns
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
-NOBODY = "amqp://guest:guest@127.0.0.1:1//"
+NO_BROKER = "amqp://guest:guest@127.0.0.1:1//"
 TASK_ID = "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10"
-AMQP = {"BROKER_URL": NOBODY}
+AMQP = {"BROKER_URL": NO_BROKER}
 REDIS = {"BROKER_URL": "redis://127.0.0.1:1/0"}
 
 
@@ -38,7 +38,7 @@ def _outbox(settings):
 
 @pytest.fixture
 def app(make):
-    return make(NOBODY, task_publish_retry=False, broker_connection_timeout=1)
+    return make(NO_BROKER, task_publish_retry=False, broker_connection_timeout=1)
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def called(task, *args, **options):
         return task.apply_async(args, **options)
 
 
-class TestACall:
-    def test_writes_a_row_whose_id_is_that_of_the_task(self, add):
+class TestCall:
+    def test_apply_async_writes_a_row_with_the_task_id(self, add):
         result = called(add, 1, 2)
 
         row = the_row()
@@ -73,21 +73,21 @@ class TestACall:
         assert (row.topic, row.key, row.state) == ("celery.tests.add", "", State.READY)
         assert bytes(row.body) == b'[[1, 2], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
 
-    def test_by_delay_is_the_same(self, add):
+    def test_delay_writes_a_row_with_the_task_id(self, add):
         with transaction.atomic():
             result = add.delay(1, y=2)
 
         assert the_row().biz_id == result.id
         assert wire_of(the_row()).headers["kwargsrepr"] == "{'y': 2}"
 
-    def test_that_is_rolled_back_was_never_made(self, add):
+    def test_call_in_a_transaction_that_is_rolled_back_leaves_no_row(self, add):
         with suppress(ZeroDivisionError), transaction.atomic():
             add.delay(1, 2)
             raise ZeroDivisionError
 
         assert rows() == []
 
-    def test_in_a_savepoint_that_is_rolled_back_was_never_made(self, add):
+    def test_call_in_a_savepoint_that_is_rolled_back_leaves_no_row(self, add):
         with transaction.atomic():
             add.delay(1, 2)
             with suppress(ZeroDivisionError), transaction.atomic():
@@ -96,17 +96,19 @@ class TestACall:
 
         assert wire_of(the_row()).headers["argsrepr"] == "(1, 2)"
 
-    def test_outside_of_a_transaction_is_celerys_own(self, add):
+    def test_call_outside_a_transaction_goes_to_the_broker(self, add):
         with pytest.raises(OperationalError):
             add.delay(1, 2)
 
         assert rows() == []
 
-    def test_in_the_transaction_of_another_database_is_celerys_own(self, add):
+    def test_call_in_a_transaction_of_another_database_goes_to_the_broker(self, add):
         with transaction.atomic(using="other"), pytest.raises(OperationalError):
             add.delay(1, 2)
 
-    def test_may_take_the_outbox_of_another_database(self, app):
+        assert (rows(), rows("other")) == ([], [])
+
+    def test_outbox_using_writes_the_row_to_another_database(self, app):
         def nothing():
             pass
 
@@ -118,21 +120,21 @@ class TestACall:
 
         assert (len(rows("other")), rows()) == (1, [])
 
-    def test_that_is_eager_runs_at_once_and_writes_no_row(self, make):
-        app = make(NOBODY, task_always_eager=True)
+    def test_eager_call_runs_at_once_and_writes_no_row(self, make):
+        app = make(NO_BROKER, task_always_eager=True)
 
         with transaction.atomic():
             assert app.tasks["tests.add"].delay(1, 2).get() == 3
 
         assert rows() == []
 
-    def test_after_the_commit_is_celerys_own(self, add):
+    def test_delay_on_commit_goes_to_the_broker(self, add):
         with pytest.raises(OperationalError), transaction.atomic():
             add.delay_on_commit(1, 2)
 
         assert rows() == []
 
-    def test_asks_no_broker_whatever_it_is_given(self, app, add):
+    def test_call_with_a_connection_or_producer_does_not_use_them(self, app, add):
         with transaction.atomic(), app.connection_for_write() as connection, app.amqp.producer_pool.acquire() as producer:
             add.apply_async([1, 2], connection=connection)
             add.apply_async([1, 2], producer=producer, retry=True, retry_policy={"max_retries": 100})
@@ -150,21 +152,21 @@ class TestACall:
         ],
         ids=["chain", "group", "chord", "chain with a group"],
     )
-    def test_of_many_writes_a_row_for_each_that_can_begin(self, canvas, count, app):
+    def test_canvas_writes_a_row_for_each_task_that_can_start(self, canvas, count, app):
         with transaction.atomic():
             canvas(app.tasks["tests.add"], app.tasks["tests.total"]).apply_async()
 
         assert [row.topic for row in rows()] == ["celery.tests.add"] * count
 
 
-class TestTheName:
-    def test_that_is_no_uuid_is_the_biz_id_and_the_message_id_another(self, add):
+class TestTaskId:
+    def test_task_id_that_is_not_a_uuid_is_the_biz_id_only(self, add):
         called(add, 1, 2, task_id="order-17")
 
         assert the_row().biz_id == wire_of(the_row()).headers["id"] == "order-17"
         assert isinstance(the_row().message_id, UUID)
 
-    def test_may_be_given_twice(self, add):
+    def test_task_id_may_be_used_twice(self, add):
         with transaction.atomic():
             for _ in range(3):
                 add.apply_async([1, 2], task_id=TASK_ID)
@@ -174,20 +176,21 @@ class TestTheName:
         assert str(rows()[0].message_id) == TASK_ID
 
     @pytest.mark.parametrize("task_id", ["x" * 300, "a\0b", "{0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10}"])
-    def test_may_be_odd(self, task_id, settings, add):
+    def test_task_id_of_any_text_is_sent_unchanged(self, task_id, settings, add):
         settings.OUTBOX = REDIS
         called(add, 1, 2, task_id=task_id)
 
         assert wire_of(the_row()).headers["id"] == task_id
+        assert str(the_row().message_id) != task_id
 
-    def test_of_the_cause_is_kept(self, add):
+    def test_ids_of_the_current_cause_are_stored_with_the_row(self, add):
         with caused_by(Cause(message_id="cause", correlation_id="first", traceparent="00-trace")):
             called(add, 1, 2)
 
         row = the_row()
         assert (row.causation_id, row.correlation_id, row.traceparent) == ("cause", "first", "00-trace")
 
-    def test_of_the_family_is_the_cause_otherwise(self, add):
+    def test_parent_id_and_root_id_are_stored_as_the_cause(self, add):
         called(add, 1, 2, root_id="root", parent_id="parent", headers={"traceparent": "00-given"})
 
         row = the_row()
@@ -195,7 +198,7 @@ class TestTheName:
 
 
 class TestTimes:
-    def test_a_countdown_is_an_instant_from_now_at_which_the_row_is_due(self, add):
+    def test_countdown_schedules_the_row_from_the_time_of_the_call(self, add):
         before = datetime.now(tz=UTC)
         called(add, 1, 2, countdown=600)
         after = datetime.now(tz=UTC)
@@ -215,21 +218,21 @@ class TestTimes:
         ],
         ids=str,
     )
-    def test_an_eta_is_when_the_row_is_due_and_stays_in_the_message(self, eta, due, add):
+    def test_eta_schedules_the_row_and_stays_in_the_message(self, eta, due, add):
         called(add, 1, 2, eta=eta)
 
         assert the_row().deliver_at == datetime.fromisoformat(due)
         assert wire_of(the_row()).headers["eta"] == (eta if isinstance(eta, str) else eta.isoformat())
 
     @pytest.mark.parametrize("past", [{"countdown": 0}, {"countdown": -5}, {"eta": datetime(2020, 1, 1, tzinfo=UTC)}], ids=str)
-    def test_what_is_past_is_due_now(self, past, add):
+    def test_past_eta_or_countdown_makes_the_row_ready(self, past, add):
         called(add, 1, 2, **past)
 
         assert (the_row().state, the_row().deliver_at) == (State.READY, None)
 
-    def test_a_delay_needs_no_exchange_of_celerys_own(self, make):
-        """Celery sends a task with an eta through exchanges that delay it, once a queue is a quorum queue."""
-        app = make(NOBODY, task_default_queue_type="quorum", task_default_exchange_type="topic")
+    def test_delayed_call_does_not_use_the_delayed_delivery_exchanges_of_celery(self, make):
+        """Celery routes a task with an eta through exchanges that delay it when a queue is a quorum queue."""
+        app = make(NO_BROKER, task_default_queue_type="quorum", task_default_exchange_type="topic")
         with transaction.atomic():
             app.tasks["tests.add"].apply_async([1, 2], countdown=600)
 
@@ -238,14 +241,14 @@ class TestTimes:
         assert the_row().state == State.SCHEDULED
 
     @pytest.mark.parametrize("end", [timedelta(hours=1), 3600, "2100-01-01T12:00:00+00:00"], ids=str)
-    def test_the_end_of_a_task_is_that_of_its_row(self, end, add):
+    def test_expires_of_a_task_is_that_of_its_row(self, end, add):
         expires = datetime.now(tz=UTC) + end if isinstance(end, timedelta) else end
         called(add, 1, 2, expires=expires)
 
-        told = datetime.fromisoformat(wire_of(the_row()).headers["expires"])
-        assert abs(the_row().expires_at - told) < timedelta(seconds=30), "it is counted by the database's clock"
+        sent = datetime.fromisoformat(wire_of(the_row()).headers["expires"])
+        assert abs(the_row().expires_at - sent) < timedelta(seconds=30), "the row counts by the database's clock"
 
-    def test_the_end_does_not_move_when_the_task_is_delayed(self, add):
+    def test_expires_counts_from_the_call_when_the_task_is_delayed(self, add):
         called(add, 1, 2, countdown=600, expires=900)
 
         row = the_row()
@@ -255,7 +258,7 @@ class TestTimes:
     @pytest.mark.parametrize(
         "options", [{"expires": datetime(2020, 1, 1, tzinfo=UTC)}, {"countdown": 600, "expires": 60}], ids=str
     )
-    def test_a_task_that_would_run_after_its_end_is_not_sent(self, options, add):
+    def test_expired_task_is_not_sent(self, options, add):
         result = called(add, 1, 2, **options)
         an_hour_passes(the_row())
 
@@ -275,12 +278,12 @@ def claimed():
 
 class TestPriority:
     @pytest.mark.parametrize(("given", "kept"), [(0, 0), (4, 4), (9, 9), (200, 9)])
-    def test_is_that_of_the_row(self, given, kept, add):
+    def test_priority_of_the_task_is_that_of_the_row_up_to_nine(self, given, kept, add):
         called(add, 1, 2, priority=given)
 
         assert (the_row().priority, wire_of(the_row()).priority) == (kept, given)
 
-    def test_is_left_to_the_broker_where_nine_may_be_the_lowest(self, settings, add):
+    def test_priority_does_not_order_rows_of_other_brokers_than_rabbitmq(self, settings, add):
         settings.OUTBOX = REDIS
         called(add, 1, 2, priority=9)
 
@@ -288,7 +291,7 @@ class TestPriority:
 
 
 class TestSignals:
-    def test_of_celery_come_at_the_call_and_may_change_what_is_sent(self, add):
+    def test_publish_signals_of_celery_are_sent_at_the_call_and_may_change_the_message(self, add):
         heard = []
 
         def before(sender, headers, properties, **_):
@@ -309,39 +312,39 @@ class TestSignals:
         assert heard == ["before tests.add", "after tests.add, 1 row"]
         assert (wire_of(the_row()).headers["tenant"], wire_of(the_row()).properties["app_id"]) == ("acme", "shop")
 
-    def test_the_event_task_sent_is_not_sent(self, make):
-        app = make(NOBODY, task_send_sent_event=True)
+    def test_task_sent_event_is_not_sent(self, make):
+        app = make(NO_BROKER, task_send_sent_event=True)
 
         called(app.tasks["tests.add"], 1, 2)
 
         assert the_row().topic == "celery.tests.add"
 
 
-class TestIsRefused:
+class TestRefusedCalls:
     @pytest.fixture(autouse=True)
     def _nothing_is_written(self):
         yield
         assert rows() == []
 
-    def test_a_body_over_the_limit(self, settings, add):
+    def test_body_over_the_limit_is_refused(self, settings, add):
         settings.OUTBOX = {**AMQP, "BODY_LIMIT_BYTES": 1000}
         with pytest.raises(PayloadTooLarge, match=r"tests\.add are 1\d\d\d bytes as application/json"):
             called(add, "x" * 1000, 2)
 
     @pytest.mark.parametrize("value", [object(), UUID(TASK_ID), 2**64, "x" * 200_000], ids=["object", "UUID", "2**64", "large"])
-    def test_a_header_that_the_broker_has_no_type_or_room_for(self, value, add):
+    def test_header_that_rabbitmq_cannot_carry_is_refused(self, value, add):
         with pytest.raises(InvalidMessage, match=r"tests\.add cannot be written to the outbox"):
             called(add, 1, 2, headers={"tenant": value})
 
-    def test_a_name_that_is_too_long(self, add):
+    def test_reply_to_that_is_too_long_is_refused(self, add):
         with pytest.raises(InvalidMessage):
             called(add, 1, 2, reply_to="x" * 256)
 
-    def test_the_first_protocol(self, make):
+    def test_task_protocol_1_is_refused(self, make):
         with pytest.raises(InvalidMessage, match="task_protocol is 1"):
-            called(make(NOBODY, task_protocol=1).tasks["tests.add"], 1, 2)
+            called(make(NO_BROKER, task_protocol=1).tasks["tests.add"], 1, 2)
 
-    def test_what_cannot_be_serialised_and_the_transaction_goes_on(self, add):
+    def test_arguments_that_cannot_be_serialised_are_refused_and_the_transaction_continues(self, add):
         with transaction.atomic():
             with pytest.raises(EncodeError):
                 add.delay(object(), 1)
@@ -349,13 +352,13 @@ class TestIsRefused:
 
         assert Effect.objects.filter(name="goes on").exists()
 
-    def test_a_wrong_number_of_arguments(self, add):
+    def test_wrong_number_of_arguments_is_refused(self, add):
         with pytest.raises(TypeError):
             called(add, 1, 2, 3)
 
 
-class TestTheRow:
-    def test_can_be_cancelled_and_requeued(self, add):
+class TestRow:
+    def test_row_of_a_call_can_be_cancelled_and_requeued(self, add):
         called(add, 1, 2, countdown=600)
 
         assert store.cancel("default", the_row().pk)
@@ -365,7 +368,7 @@ class TestTheRow:
         assert store.requeue("default", rows()[1].pk)
         assert [row.state for row in rows()] == [State.CANCELLED, State.READY]
 
-    def test_is_refused_by_the_transport_that_has_no_broker(self, settings, add):
+    def test_local_transport_refuses_the_row_of_a_call(self, settings, add):
         settings.OUTBOX = {}
         called(add, 1, 2)
         drained("local://")
@@ -373,30 +376,33 @@ class TestTheRow:
         assert the_row().state == State.RETRYING
         assert "celery.tests.add is in the form of another protocol" in the_row().last_error
 
-    def test_is_found_in_the_admin_by_the_name_or_the_id_of_the_task(self, add):
+    def test_admin_finds_the_row_by_the_name_or_the_id_of_the_task(self, add):
         called(add, 1, 2, task_id=TASK_ID)
         client, found = somebody(VIEW), {the_row().pk}
 
         assert shown(client, q="tests.add") == shown(client, q="celery.tests.*") == shown(client, q=TASK_ID) == found
         assert shown(client, q="tests.write") == set()
 
-    def test_shows_in_the_admin_what_is_sent_where(self, add):
-        called(add, 1, 2, queue="aside", headers={"tenant": "acme"})
+    def test_admin_shows_the_routing_and_the_headers_of_the_call(self, add):
+        called(add, 1, 2, queue="second", headers={"tenant": "acme"})
 
         page = Page(somebody(VIEW).get(reverse(DETAIL, args=[the_row().pk])))
 
-        for expected in ('"routing_key": "aside"', '"tenant": "acme"', '"argsrepr": "(1, 2)"', '"callbacks": null'):
+        for expected in ('"routing_key": "second"', '"tenant": "acme"', '"argsrepr": "(1, 2)"', '"callbacks": null'):
             assert expected in page.text
 
     @pytest.mark.parametrize(
-        "wire", ["", "{", "[]", '"text"', "{}", "[" * 100_000], ids=["nothing", "cut", "list", "text", "empty", "deep"]
+        "wire",
+        ["", "{", "[]", '"text"', "{}", "[" * 100_000],
+        ids=["empty text", "truncated", "list", "text", "empty object", "deep"],
     )
-    def test_is_shown_even_if_somebody_has_made_it_unreadable(self, wire, add):
+    def test_admin_shows_a_row_whose_wire_form_is_unreadable(self, wire, add):
         called(add, 1, 2, serializer="pickle")
         OutboxMessage.objects.update(wire=wire)
+        client = somebody(VIEW)
 
-        Page(somebody(VIEW).get(reverse(DETAIL, args=[the_row().pk])))
-        Page(somebody(VIEW).get(reverse(LIST)))
+        assert "celery.tests.add" in Page(client.get(reverse(DETAIL, args=[the_row().pk]))).text
+        assert "celery.tests.add" in Page(client.get(reverse(LIST))).text
 
 
 class Named:
@@ -407,10 +413,10 @@ class Named:
 
 
 @pytest.mark.django_db
-class TestInADjangoTestCase:
+class TestInDjangoTestCase:
     pytestmark = pytest.mark.django_db(transaction=False)
 
-    def test_only_a_transaction_of_the_code_under_test_counts(self, add):
+    def test_transaction_of_the_test_case_does_not_count(self, add):
         with pytest.raises(OperationalError):
             add.delay(1, 2)
         called(add, 1, 2)
@@ -418,12 +424,12 @@ class TestInADjangoTestCase:
         assert len(rows()) == 1
 
 
-def test_the_class_can_be_imported_before_django_is_set_up():
+def test_outbox_task_can_be_imported_before_django_setup():
     code = "from outbox.celery import OutboxTask; from celery import Celery; Celery(task_cls=OutboxTask).finalize()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={"PATH": ""})
 
 
-def test_the_class_can_be_named_by_a_text(make):
-    app = make(NOBODY, task_cls="outbox.celery:OutboxTask")
+def test_task_cls_accepts_the_import_path_of_outbox_task(make):
+    app = make(NO_BROKER, task_cls="outbox.celery:OutboxTask")
 
     assert isinstance(app.tasks["celery.chord_unlock"], OutboxTask)

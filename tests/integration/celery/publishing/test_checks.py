@@ -9,13 +9,13 @@ from outbox.celery import OutboxTask
 RABBITMQ = "amqp://user:secret@rabbit.example//"
 
 
-def nothing():
+def do_nothing():
     pass
 
 
 @pytest.fixture
-def told(settings):
-    """What the checks say of an app that has a task."""
+def checks_of(settings):
+    """The messages of the checks about an app that has a task, by their ids."""
 
     apps = []
 
@@ -24,7 +24,7 @@ def told(settings):
         app = Celery("checked", broker=broker, set_as_current=False)
         apps.append(app)
         app.conf.broker_transport_options = transport_options
-        app.task(nothing, base=OutboxTask, name="tests.nothing", shared=False).name  # noqa: B018 - it is made when it is used
+        app.task(do_nothing, base=OutboxTask, name="tests.nothing", shared=False).name  # noqa: B018 - it is made when it is used
         return {found.id: found.msg for found in run_checks() if "'checked'" in found.msg}
 
     yield ask
@@ -44,8 +44,8 @@ def told(settings):
         ("redis://localhost", "redis://127.0.0.1:6379/0"),
     ],
 )
-def test_one_broker_is_one_however_it_is_named(outbox, broker, told):
-    assert told(outbox, broker) == {}
+def test_same_broker_under_two_urls_passes_the_check(outbox, broker, checks_of):
+    assert checks_of(outbox, broker) == {}
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_one_broker_is_one_however_it_is_named(outbox, broker, told):
         ("local://", RABBITMQ),
     ],
 )
-def test_two_brokers_are_told_of_without_their_passwords(outbox, broker, told):
-    [(check, words)] = told(outbox, broker).items()
+def test_different_brokers_raise_w004_without_their_passwords(outbox, broker, checks_of):
+    [(check, words)] = checks_of(outbox, broker).items()
 
     assert check == "outbox.W004"
     assert "secret" not in words
     assert outbox.partition("://")[0] in words
 
 
-def test_the_default_app_is_asked_while_no_task_has_been_made(settings, monkeypatch):
+def test_default_app_is_checked_when_no_task_exists(settings, monkeypatch):
     settings.OUTBOX = {"BROKER_URL": RABBITMQ}
     app = Celery("the default one", broker="amqp://other.example", set_as_current=False)
     monkeypatch.setattr(_state, "default_app", app)
@@ -79,12 +79,12 @@ def test_the_default_app_is_asked_while_no_task_has_been_made(settings, monkeypa
     assert "'the default one'" in found.msg
 
 
-def test_names_that_the_relay_does_not_know_are_told_of(told):
-    found = told("redis://localhost", "redis://localhost", global_keyprefix="shop:", visibility_timeout=60)
+def test_transport_options_that_rename_queues_raise_w005(checks_of):
+    found = checks_of("redis://localhost", "redis://localhost", global_keyprefix="shop:", visibility_timeout=60)
 
     assert list(found) == ["outbox.W005"]
     assert "has global_keyprefix, which" in found["outbox.W005"]
 
 
-def test_on_rabbitmq_there_are_no_such_names(told):
-    assert told(RABBITMQ, RABBITMQ, global_keyprefix="shop:") == {}
+def test_transport_options_of_rabbitmq_raise_no_w005(checks_of):
+    assert checks_of(RABBITMQ, RABBITMQ, global_keyprefix="shop:") == {}

@@ -1,15 +1,13 @@
-"""Workers that are killed, or not there yet, and tasks that are not lost."""
+"""Tasks are not lost when a worker is killed or not started yet."""
 
 import pytest
 
 from outbox.models import OutboxMessage, State
 from tests.integration.celery.publishing.conftest import SECONDS, Worker, called, published
+from tests.integration.celery.redelivery import takeover_settings
 from tests.support.apps.effects.models import Unique
 from tests.support.deliveries import effects, wait_until
 from tests.support.relaying import relaying
-
-AT_ONCE = {"visibility_timeout": 1, "unacked_restore_interval": 1, "unacked_restore_throttle": 1}
-"""When Redis's transport gives what another worker has in hand to this one. RabbitMQ sees that worker's end."""
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 
@@ -20,39 +18,44 @@ def relay(broker):
         yield
 
 
-class TestAWorkerThatIsKilled:
-    def test_in_mid_task_leaves_it_to_another(self, broker, tasks, results, process_environment, tmp_path, relay):
-        with Worker(broker, results, process_environment, tmp_path / "first.log") as first:
-            first.until(first.is_ready)
-            result = called(lambda: tasks["tests.wait_for_the_word"].delay("it"))
-            first.until(lambda: effects("begun it"))
-        assert effects("ended it") == 0
+def test_task_of_a_worker_killed_in_the_middle_is_run_by_another_worker(
+    broker, tasks, results, process_environment, tmp_path, relay
+):
+    with Worker(broker, results, process_environment, tmp_path / "first.log") as first:
+        first.until(first.is_ready)
+        result = called(lambda: tasks["tests.wait_until_released"].delay("it"))
+        first.until(lambda: effects("begun it"))
+    assert effects("ended it") == 0
 
-        Unique.objects.create(name="go it")
-        taking = {"broker_transport_options": AT_ONCE} if broker.startswith("redis") else {}
-        with Worker(broker, results, process_environment, tmp_path / "second.log", **taking) as second:
-            second.until(lambda: effects("ended it"))
-            assert result.get(timeout=SECONDS) == "it"
-        assert published()[0].attempts == 1, "the broker gave it to the second, not the relay"
-
-    def test_before_it_took_any_finds_them_when_it_is_back(self, broker, tasks, results, process_environment, tmp_path, relay):
-        with Worker(broker, results, process_environment, tmp_path / "first.log") as first:
-            first.until(first.is_ready)
-        pending = called(lambda: [tasks["tests.write"].delay(f"n{n}") for n in range(20)])
-        published()
-
-        with Worker(broker, results, process_environment, tmp_path / "second.log"):
-            for n, result in enumerate(pending):
-                assert result.get(timeout=SECONDS) == f"n{n}"
-        assert effects() == 20
+    Unique.objects.create(name="go it")
+    with Worker(broker, results, process_environment, tmp_path / "second.log", **takeover_settings(broker)) as second:
+        second.until(lambda: effects("ended it"))
+        assert result.get(timeout=SECONDS) == "it"
+    assert published()[0].attempts == 1, "the broker has redelivered it, not the relay"
 
 
-def test_a_call_from_before_the_first_worker_waits_for_its_queue(rabbitmq_url, make, results, process_environment, tmp_path):
-    """Nothing is lost, and nothing is given up, while the queue is not there."""
+def test_tasks_published_while_no_worker_runs_are_run_by_the_next_worker(
+    broker, tasks, results, process_environment, tmp_path, relay
+):
+    with Worker(broker, results, process_environment, tmp_path / "first.log") as first:
+        first.until(first.is_ready)
+    pending = called(lambda: [tasks["tests.write"].delay(f"n{n}") for n in range(20)])
+    published()
+
+    with Worker(broker, results, process_environment, tmp_path / "second.log"):
+        for n, result in enumerate(pending):
+            assert result.get(timeout=SECONDS) == f"n{n}"
+    assert effects() == 20
+
+
+def test_call_made_before_its_queue_exists_is_retried_until_a_worker_declares_it(
+    rabbitmq_url, make, results, process_environment, tmp_path
+):
+    """The row stays retrying while the queue does not exist."""
     tasks = make(rabbitmq_url, results).tasks
     with relaying(rabbitmq_url):
         result = called(lambda: tasks["tests.write"].delay("early"))
-        # It says something else while it is put off because of its topic.
+        # The last error is another one while the topic is paused.
         refused = OutboxMessage.objects.filter(attempts__gt=3, last_error__contains="there is no queue 'celery'")
         wait_until(refused.filter(state=State.RETRYING).exists)
 
@@ -61,7 +64,9 @@ def test_a_call_from_before_the_first_worker_waits_for_its_queue(rabbitmq_url, m
             assert result.get(timeout=SECONDS) == "early"
 
 
-def test_a_delayed_task_for_quorum_queues_waits_once(rabbitmq_url, make, results, process_environment, tmp_path):
+def test_delayed_task_for_quorum_queues_is_delayed_by_the_outbox_only(
+    rabbitmq_url, make, results, process_environment, tmp_path
+):
     settings = {"task_default_queue_type": "quorum", "task_default_exchange_type": "topic", "worker_detect_quorum_queues": True}
     tasks = make(rabbitmq_url, results, **settings).tasks
     worker = Worker(rabbitmq_url, results, process_environment, tmp_path / "worker.log", **settings)

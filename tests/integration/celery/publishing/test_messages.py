@@ -1,4 +1,4 @@
-"""What the relay sends is what Celery itself would have sent for the same call, to the last header."""
+"""The relay sends exactly the message that Celery would have sent for the same call, plus a message id."""
 
 import base64
 import json
@@ -29,14 +29,14 @@ OF_TOPICS = kombu.Queue("of-topics", TOPICS, "shop.#")
 NAMED = [
     OF_TOPICS,
     kombu.Queue("celery", kombu.Exchange("celery"), "celery"),
-    kombu.Queue("aside", kombu.Exchange("aside"), "aside"),
+    kombu.Queue("second", kombu.Exchange("second"), "second"),
     kombu.Queue("transient", kombu.Exchange("transient", delivery_mode="transient"), "transient"),
     kombu.Queue("prioritised", kombu.Exchange("prioritised"), "prioritised", max_priority=9),
 ]
 
 
 class Rabbit:
-    """Reads what lies in a queue, with nothing added or taken away."""
+    """Takes the messages of a queue, unchanged."""
 
     def __init__(self, url):
         self._connection = kombu.Connection(url)
@@ -74,25 +74,25 @@ class Redis:
 
 
 @pytest.fixture
-def lying(broker):
-    """What lies in a queue of the broker."""
+def queued(broker):
+    """Take the messages of a queue of the broker: `queued(queue)`."""
     reader = Rabbit(broker) if broker.startswith("amqp") else Redis(broker)
     yield reader.take
     reader.close()
 
 
 @pytest.fixture
-def both_ways(broker, lying):
+def both_ways(broker, queued):
     """What one call puts into a queue, sent by Celery and carried by the outbox; the queue is declared by the first."""
 
     def compare(call, queue="celery"):
         call()
-        by_celery = lying(queue)
+        by_celery = queued(queue)
         with transaction.atomic():
             call()
-        assert lying(queue) == [], "nothing is sent before the commit"
+        assert queued(queue) == [], "nothing is sent before the commit"
         drained(broker)
-        by_outbox = lying(queue)
+        by_outbox = queued(queue)
         assert len(by_celery) == len(by_outbox) > 0
         return [
             SimpleNamespace(by_celery=one, by_outbox=other, carried_id=carried_id(other))
@@ -103,12 +103,12 @@ def both_ways(broker, lying):
 
 
 def carried_id(message):
-    """The one thing that is added: the message id, by which the relay knows a message that is returned."""
+    """The only addition: the message id, by which the relay recognises a returned message."""
     return message.get("properties", message).pop("message_id")
 
 
 def without_ids(message):
-    """Ids that are drawn at each call read as the same."""
+    """Replace the ids that each call generates."""
     if "key" in message:
         message["body"] = base64.b64decode(message["body"]).decode()
     text = json.dumps(message, default=str, sort_keys=True)
@@ -116,43 +116,43 @@ def without_ids(message):
 
 
 OPTIONS = {
-    "nothing": {},
-    "a queue": {"queue": "aside"},
-    "a priority": {"queue": "prioritised", "priority": 7},
+    "no option": {},
+    "queue": {"queue": "second"},
+    "priority": {"queue": "prioritised", "priority": 7},
     "priority 0": {"priority": 0},
     "headers": {"headers": {"tenant": "ä 🍰", "nested": {"none": None, "list": [1, 2.5, True, {"deep": "x"}]}, "big": 2**40}},
     "odd headers": {"headers": {"nul": "a\0b", "at": LONG_AGO, "amount": Decimal("1.10"), "raw": b"\xff\x00", "float": 1e16}},
-    "an eta that is past": {"eta": LONG_AGO},
-    "an end": {"expires": SOON},
-    "an eta and an end": {"eta": LONG_AGO, "expires": SOON},
+    "past eta": {"eta": LONG_AGO},
+    "expires": {"expires": SOON},
+    "past eta and expires": {"eta": LONG_AGO, "expires": SOON},
     "pickle": {"serializer": "pickle"},
     "yaml": {"serializer": "yaml"},
     "compression": {"compression": "zlib"},
     "pickle and compression": {"serializer": "pickle", "compression": "bzip2"},
-    "limits": {"time_limit": 30, "soft_time_limit": 20},
-    "no result": {"ignore_result": True},
-    "a place in a family": {"root_id": "root", "parent_id": "parent", "group_id": "group", "group_index": 3},
-    "another name": {"shadow": "tests.shadow"},
-    "what people see": {"argsrepr": "(secret)", "kwargsrepr": "{}"},
+    "time limits": {"time_limit": 30, "soft_time_limit": 20},
+    "ignore_result": {"ignore_result": True},
+    "root, parent and group": {"root_id": "root", "parent_id": "parent", "group_id": "group", "group_index": 3},
+    "shadow": {"shadow": "tests.shadow"},
+    "argsrepr and kwargsrepr": {"argsrepr": "(secret)", "kwargsrepr": "{}"},
     "stamps": {"stamped_headers": ["stamp"], "stamp": ["a", "b"]},
-    "a reply queue": {"reply_to": "somebody"},
-    "a retry": {"retries": 2},
-    "transient": {"delivery_mode": "transient"},
-    "a transient queue": {"queue": "transient"},
-    "a topic": {"exchange": "topics", "routing_key": "shop.order", "exchange_type": "topic", "declare": [OF_TOPICS]},
-    "a queue of topics": {"queue": "of-topics", "routing_key": "shop.payment"},
-    "an exchange object": {
+    "reply_to": {"reply_to": "replies"},
+    "retries": {"retries": 2},
+    "transient message": {"delivery_mode": "transient"},
+    "transient queue": {"queue": "transient"},
+    "topic exchange": {"exchange": "topics", "routing_key": "shop.order", "exchange_type": "topic", "declare": [OF_TOPICS]},
+    "queue of a topic exchange": {"queue": "of-topics", "routing_key": "shop.payment"},
+    "exchange object": {
         "exchange": TOPICS,
         "routing_key": "shop.x",
         "exchange_type": "topic",
         "declare": [OF_TOPICS],
     },
-    "a name and a type": {"type": "of AMQP", "app_id": "shop", "timestamp": 1_600_000_000},
+    "AMQP properties": {"type": "of AMQP", "app_id": "shop", "timestamp": 1_600_000_000},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_call_is_sent_with_every_option_as_celery_sends_it(name, broker, make, both_ways):
+def test_outbox_sends_every_option_of_a_call_as_celery_does(name, broker, make, both_ways):
     app = make(broker, task_queues=NAMED)
     options = OPTIONS[name]
     queue = options.get("queue", "of-topics" if "exchange" in options else "celery")
@@ -196,7 +196,7 @@ LINKS = {
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_what_is_to_follow_is_sent_as_celery_sends_it(name, app, both_ways):
+def test_outbox_sends_links_and_canvas_as_celery_does(name, app, both_ways):
     messages = both_ways(lambda: LINKS[name](app.tasks))
 
     for message in messages:
@@ -215,7 +215,7 @@ def test_what_is_to_follow_is_sent_as_celery_sends_it(name, app, both_ways):
     ],
     ids=str,
 )
-def test_a_call_obeys_the_settings_of_the_app(settings, broker, make, both_ways):
+def test_outbox_follows_the_settings_of_the_app_as_celery_does(settings, broker, make, both_ways):
     app = make(broker, **settings)
 
     [message] = both_ways(lambda: app.tasks["tests.add"].apply_async([1, 2], task_id=TASK_ID), "usual")
@@ -225,10 +225,10 @@ def test_a_call_obeys_the_settings_of_the_app(settings, broker, make, both_ways)
 
 
 @pytest.mark.parametrize("broker", ["rabbitmq", "redis"], indirect=True)
-def test_a_call_to_everybody_reaches_them(broker, make):
-    """Celery's own call does not on Redis, where a process that has not declared an exchange takes it for a direct one."""
-    app = make(broker, task_queues=[Broadcast("everybody", queue="everybody-1")])
-    [everybody] = app.amqp.queues.values()
+def test_broadcast_call_reaches_its_queues(broker, make):
+    """Celery's own call does not on Redis: a process that has not declared an exchange treats it as a direct one."""
+    app = make(broker, task_queues=[Broadcast("broadcast", queue="broadcast-1")])
+    [broadcast] = app.amqp.queues.values()
     arrived = []
     with kombu.Connection(broker) as connection:
 
@@ -237,18 +237,18 @@ def test_a_call_to_everybody_reaches_them(broker, make):
                 connection.drain_events(timeout=0.1)
             return bool(arrived)
 
-        with connection.Consumer(everybody, on_message=lambda message: (arrived.append(message), message.ack())):
+        with connection.Consumer(broadcast, on_message=lambda message: (arrived.append(message), message.ack())):
             listen()  # Redis's transport subscribes when it first looks
             with transaction.atomic():
-                app.tasks["tests.add"].apply_async([1, 2], queue="everybody", task_id=TASK_ID)
+                app.tasks["tests.add"].apply_async([1, 2], queue="broadcast", task_id=TASK_ID)
             drained(broker)
             wait_until(listen)
 
     [message] = arrived
-    assert (message.headers["id"], message.delivery_info["exchange"]) == (TASK_ID, "everybody")
+    assert (message.headers["id"], message.delivery_info["exchange"]) == (TASK_ID, "broadcast")
 
 
-def test_an_app_whose_every_task_is_one_sends_its_built_in_ones_so_too(broker, make, both_ways):
+def test_outbox_task_as_task_cls_sends_built_in_tasks_through_the_outbox(broker, make, both_ways):
     app = make(broker, task_cls=OutboxTask)
     call = app.tasks["tests.add"].chunks([(1, 2), (3, 4), (5, 6)], 2).group().apply_async
 
@@ -257,7 +257,7 @@ def test_an_app_whose_every_task_is_one_sends_its_built_in_ones_so_too(broker, m
     assert [without_ids(message.by_outbox) for message in messages] == [without_ids(message.by_celery) for message in messages]
 
 
-def test_a_time_to_live_that_rabbitmq_would_refuse_is_left_to_the_worker(rabbitmq_url, make):
+def test_expires_beyond_the_limit_of_rabbitmq_stays_in_the_headers_only(rabbitmq_url, make):
     app = make(rabbitmq_url)
     declare(rabbitmq_url, kombu.Queue("celery"))
     with transaction.atomic():

@@ -1,4 +1,4 @@
-"""Messages in the form of another protocol, on their way to real brokers: to queues that are there, and to others."""
+"""Messages in the form of another protocol on real brokers: to queues and exchanges that exist, and to others."""
 
 import uuid
 from contextlib import contextmanager
@@ -74,8 +74,8 @@ class Work:
         return taken
 
 
-class TestOnEveryBroker:
-    def test_is_put_into_its_queue_as_it_is(self, broker):
+class TestEveryBroker:
+    def test_message_reaches_its_queue_unchanged(self, broker):
         with Work(broker) as work, connected(broker) as transport:
             sent = transport.send([a_parcel()], soon())
             [message] = work.take(1)
@@ -92,7 +92,7 @@ class TestOnEveryBroker:
             "delivery_mode": 2,
         }
 
-    def test_goes_with_events_in_one_batch(self, broker):
+    def test_messages_and_events_are_confirmed_in_one_batch(self, broker):
         with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
             parcels = [an_event(1), a_parcel(2), an_event(3), a_parcel(4, exchange="tasks")]
             sent = transport.send(parcels, soon())
@@ -102,14 +102,14 @@ class TestOnEveryBroker:
         assert outcomes(sent) == dict.fromkeys((1, 2, 3, 4), Outcome.CONFIRMED)
 
     @pytest.mark.parametrize("body", [b"", b"\x80\x04\xff\x00", b"x" * 300_000], ids=["empty", "bytes", "large"])
-    def test_carries_any_body(self, broker, body):
+    def test_any_body_is_carried(self, broker, body):
         with Work(broker) as work, connected(broker) as transport:
             transport.send([a_parcel(body=body, content_type="application/x-anything", content_encoding="binary")], soon())
             [message] = work.take(1)
 
         assert (message.body or b"") == body
 
-    def test_finds_its_queue_by_a_topic(self, broker):
+    def test_topic_exchange_routes_the_message_or_it_is_returned(self, broker):
         topics = kombu.Exchange("topics", "topic")
         with Work(broker, topics, "shop.#") as work, connected(broker) as transport:
             of_topics = {"exchange": "topics", "exchange_type": "topic"}
@@ -122,22 +122,22 @@ class TestOnEveryBroker:
         assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.RETURNED}
         assert "no queue is bound to exchange 'topics' for topic 'bank.work'" in sent.verdicts[2].reason
 
-    def test_comes_back_from_an_exchange_that_is_not_there_and_the_others_do_not_mind(self, broker):
-        nowhere = f"nowhere-{uuid.uuid4()}"
+    def test_message_to_a_missing_exchange_is_returned_and_the_rest_of_the_batch_is_confirmed(self, broker):
+        missing = f"missing-{uuid.uuid4()}"
         with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
-            parcels = [a_parcel(1), a_parcel(2, exchange=nowhere), an_event(3), a_parcel(4, exchange=nowhere), a_parcel(5)]
+            parcels = [a_parcel(1), a_parcel(2, exchange=missing), an_event(3), a_parcel(4, exchange=missing), a_parcel(5)]
             sent = transport.send(parcels, soon())
             again = transport.send([an_event(6), a_parcel(7)], soon())
             work.take(3)
             queue.take(2)
 
-        back, there = Outcome.RETURNED, Outcome.CONFIRMED
-        assert outcomes(sent) == {1: there, 2: back, 3: there, 4: back, 5: there}
-        assert nowhere in sent.verdicts[2].reason
+        returned, confirmed = Outcome.RETURNED, Outcome.CONFIRMED
+        assert outcomes(sent) == {1: confirmed, 2: returned, 3: confirmed, 4: returned, 5: confirmed}
+        assert missing in sent.verdicts[2].reason
         assert sent.broken is None
-        assert outcomes(again) == {6: there, 7: there}
+        assert outcomes(again) == {6: confirmed, 7: confirmed}
 
-    def test_is_sent_as_soon_as_its_exchange_is_there(self, broker):
+    def test_message_is_confirmed_once_its_exchange_exists(self, broker):
         exchange = kombu.Exchange(f"later-{uuid.uuid4()}", "direct")
         with connected(broker) as transport:
             before = transport.send([a_parcel(exchange=exchange.name)], soon())
@@ -147,8 +147,12 @@ class TestOnEveryBroker:
 
         assert (outcomes(before), outcomes(after)) == ({1: Outcome.RETURNED}, {1: Outcome.CONFIRMED})
 
-    @pytest.mark.parametrize("wire", ["", "{", "[]", "{}", '{"exchange": 1}', "[" * 100_000], ids=range(6))
-    def test_that_somebody_has_made_unreadable_is_refused_alone(self, broker, wire):
+    @pytest.mark.parametrize(
+        "wire",
+        ["", "{", "[]", "{}", '{"exchange": 1}', "[" * 100_000],
+        ids=["empty text", "truncated", "list", "empty object", "wrong type", "deep"],
+    )
+    def test_unreadable_wire_form_is_refused_and_the_rest_of_the_batch_is_confirmed(self, broker, wire):
         with Queue(broker) as queue, connected(broker) as transport:
             sent = transport.send([an_event(1), a_parcel(2)._replace(wire=wire), an_event(3)], soon())
             queue.take(2)
@@ -156,8 +160,8 @@ class TestOnEveryBroker:
         assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.REFUSED, 3: Outcome.CONFIRMED}
 
 
-class TestOnRabbitMQ:
-    def test_comes_back_from_a_queue_that_is_not_there(self, rabbitmq_url):
+class TestRabbitMQ:
+    def test_message_to_a_missing_queue_is_returned(self, rabbitmq_url):
         with Queue(rabbitmq_url) as queue, connected(rabbitmq_url) as transport:
             sent = transport.send([a_parcel(1), an_event(2)], soon())
             queue.take(1)
@@ -165,7 +169,7 @@ class TestOnRabbitMQ:
         assert outcomes(sent) == {1: Outcome.RETURNED, 2: Outcome.CONFIRMED}
         assert sent.verdicts[1].reason == "unroutable: there is no queue 'work'"
 
-    def test_comes_back_after_its_exchange_was_deleted(self, rabbitmq_url):
+    def test_message_to_a_deleted_exchange_is_returned_after_a_reconnect(self, rabbitmq_url):
         with Work(rabbitmq_url) as work, connected(rabbitmq_url) as transport:
             transport.send([a_parcel(exchange="tasks")], soon())
             work.take(1)
@@ -177,8 +181,8 @@ class TestOnRabbitMQ:
         assert (broken.suspicious, "404" in broken.broken) == (True, True)
         assert outcomes(after) == {1: Outcome.RETURNED, 2: Outcome.CONFIRMED}
 
-    def test_that_may_not_be_written_to_its_exchange_is_refused_alone(self, rabbitmq_server, rabbitmq_url):
-        """The broker says so by closing the channel; one by one it becomes clear which message it meant."""
+    def test_message_to_an_exchange_without_write_permission_is_refused_alone(self, rabbitmq_server, rabbitmq_url):
+        """RabbitMQ closes the channel for it; sending one by one shows which message it refused."""
         with (
             Work(rabbitmq_url),
             writing_only_to(rabbitmq_server, rabbitmq_url, "^outbox$"),
@@ -207,7 +211,7 @@ class TestOnRabbitMQ:
         ],
         ids=str,
     )
-    def test_is_written_as_py_amqp_would(self, changes):
+    def test_frames_are_those_of_py_amqp(self, changes):
         parcel = a_parcel(body=b"x" * 10_000, **changes)
         wire = Wire.from_text(parcel.wire)
 

@@ -37,7 +37,7 @@ def results(redis_server):
 
 @pytest.fixture(scope="module")
 def workers(broker):
-    """Those that outlast their test."""
+    """The workers that several tests use."""
     running = []
     yield running
     for worker in running:
@@ -67,8 +67,8 @@ def running(worker, relay):
 
 
 @pytest.mark.usefixtures("running")
-class TestACall:
-    def test_runs_once_with_the_id_it_was_given(self, tasks):
+class TestCall:
+    def test_committed_call_runs_once_with_its_task_id(self, tasks):
         with transaction.atomic():
             result = tasks["tests.write"].delay("one", detail="ä 🍰")
             assert result.id
@@ -78,7 +78,7 @@ class TestACall:
         assert [effect.detail for effect in Effect.objects.filter(name="one")] == ["ä 🍰"]
         assert len(published()) == 1
 
-    def test_that_is_rolled_back_never_runs(self, tasks):
+    def test_rolled_back_call_never_runs(self, tasks):
         with suppress(ZeroDivisionError), transaction.atomic():
             tasks["tests.write"].delay("rolled back")
             raise ZeroDivisionError
@@ -88,11 +88,11 @@ class TestACall:
         assert [result.get(timeout=SECONDS) for result in after] == ["after 0", "after 1", "after 2"]
         assert effects("rolled back") == 0
 
-    def test_carries_everything_to_the_worker(self, tasks):
+    def test_every_option_of_a_call_reaches_the_worker(self, tasks):
         soon = datetime.now(tz=UTC) + timedelta(hours=1)
         result = called(
             lambda: tasks["tests.look"].apply_async(
-                queue="aside",
+                queue="second",
                 priority=5,
                 expires=soon,
                 group_id="a group",
@@ -115,26 +115,26 @@ class TestACall:
             "tenant": "acme",
             "nested": {"none": None, "list": [1, {"x": True}]},
             "priority": 5,
-            "routing_key": "aside",
+            "routing_key": "second",
             "ignore_result": False,
             "stamps": {"stamp": ["a"]},
         }
 
     @pytest.mark.parametrize("options", [{"serializer": "pickle"}, {"compression": "zlib"}], ids=str)
-    def test_is_read_in_any_form(self, options, tasks):
+    def test_worker_reads_every_serializer_and_compression(self, options, tasks):
         assert called(lambda: tasks["tests.add"].apply_async([1, 2], **options)).get(timeout=SECONDS) == 3
 
-    def test_that_is_delayed_waits_in_the_outbox_and_not_in_the_worker(self, tasks):
+    def test_delayed_call_waits_in_the_outbox(self, tasks):
         with transaction.atomic():
             result = tasks["tests.look"].apply_async(countdown=1)
             assert OutboxMessage.objects.get().state == State.SCHEDULED
 
-        told = result.get(timeout=SECONDS)
+        seen = result.get(timeout=SECONDS)
 
         [row] = published()
-        assert row.settled_at >= row.deliver_at == datetime.fromisoformat(told["eta"])
+        assert row.settled_at >= row.deliver_at == datetime.fromisoformat(seen["eta"])
 
-    def test_that_comes_after_its_end_does_not_run(self, tasks):
+    def test_expired_call_does_not_run(self, tasks):
         with transaction.atomic():
             tasks["tests.write"].apply_async(["too late"], countdown=1.5, expires=1)
 
@@ -142,7 +142,7 @@ class TestACall:
         called(lambda: tasks["tests.add"].delay(1, 2)).get(timeout=SECONDS)
         assert effects("too late") == 0
 
-    def test_from_within_a_task_commits_with_what_the_task_did(self, tasks):
+    def test_call_inside_a_task_commits_with_the_transaction_of_the_task(self, tasks):
         called(lambda: tasks["tests.order"].delay("fails", fails=True)).get(timeout=SECONDS, propagate=False)
         called(lambda: tasks["tests.order"].delay("works")).get(timeout=SECONDS)
 
@@ -151,26 +151,26 @@ class TestACall:
         assert (followed.causation_id, followed.correlation_id) == (works.biz_id, works.biz_id)
         assert effects("ordered fails") == effects("followed fails") == 0
 
-    def test_for_a_retry_survives_the_transaction_that_the_retry_rolls_back(self, tasks):
+    def test_retry_survives_the_rollback_that_it_causes(self, tasks):
         called(lambda: tasks["tests.try_again"].delay("it")).get(timeout=SECONDS)
 
         assert [effect.detail for effect in Effect.objects.filter(name="tried it")] == ["2"]
 
-    def test_for_a_replacement_survives_the_transaction_that_it_rolls_back(self, tasks):
-        result = called(lambda: tasks["tests.hand_on"].delay("it"))
+    def test_replacement_survives_the_rollback_that_it_causes(self, tasks):
+        result = called(lambda: tasks["tests.replace_itself"].delay("it"))
 
-        assert result.get(timeout=SECONDS) == "in its place it"
-        assert (effects("replaced it"), effects("in its place it")) == (0, 1)
+        assert result.get(timeout=SECONDS) == "replacement of it"
+        assert (effects("replaced it"), effects("replacement of it")) == (0, 1)
 
 
 @pytest.mark.usefixtures("running")
 class TestBothHalves:
-    def test_a_message_that_the_relay_sends_twice_has_one_effect(self, tasks):
+    def test_task_that_the_relay_sends_twice_has_one_effect(self, tasks):
         result = called(lambda: tasks["tests.charge"].delay("o-1"))
         assert result.get(timeout=SECONDS) == "o-1"
         published()
 
-        OutboxMessage.objects.update(state=State.READY)  # as if the relay had died before it wrote down what the broker said
+        OutboxMessage.objects.update(state=State.READY)  # as if the relay had died before it stored the confirm
 
         wait_until(lambda: InboxMessage.objects.filter(duplicates=1).exists())
         assert effects("charged o-1") == 1
@@ -181,39 +181,39 @@ class TestBothHalves:
         assert first.get(timeout=SECONDS) == second.get(timeout=SECONDS) == "o-2"
         assert effects("charged o-2") == 1
 
-    def test_a_retry_survives_the_transaction_that_it_rolls_back(self, tasks):
+    def test_retry_of_an_idempotent_outbox_task_survives_the_rollback(self, tasks):
         assert called(lambda: tasks["tests.charge"].delay("o-3", retries=2)).get(timeout=SECONDS) == "o-3"
 
         assert [effect.detail for effect in Effect.objects.filter(name="charged o-3")] == ["2"]
 
 
 @pytest.mark.usefixtures("running")
-class TestSeveral:
-    def test_in_a_chain_follow_each_other(self, tasks):
+class TestCanvas:
+    def test_tasks_of_a_chain_run_in_turn(self, tasks):
         result = called(
             lambda: chain(tasks["tests.add"].s(1, 2), tasks["tests.add"].s(3), tasks["tests.add"].s(4)).apply_async()
         )
 
         assert (result.get(timeout=SECONDS), result.parent.get(), result.parent.parent.get()) == (10, 6, 3)
 
-    def test_that_are_linked_follow_it(self, tasks):
+    def test_linked_task_runs_after_its_task(self, tasks):
         called(lambda: tasks["tests.write"].apply_async(["first"], link=tasks["tests.write"].si("linked")))
 
         wait_until(lambda: effects("linked"))
         assert effects("first") == 1
 
-    def test_in_a_group_run_each(self, tasks):
+    def test_every_task_of_a_group_runs(self, tasks):
         result = called(lambda: group(tasks["tests.add"].s(n, n) for n in range(5)).apply_async())
 
         assert result.get(timeout=SECONDS) == [0, 2, 4, 6, 8]
         assert OutboxMessage.objects.count() == 5
 
-    def test_in_a_chord_come_together(self, tasks):
+    def test_body_of_a_chord_gets_all_results(self, tasks):
         result = called(lambda: chord([tasks["tests.add"].s(n, n) for n in range(5)])(tasks["tests.total"].s()))
 
         assert result.get(timeout=SECONDS) == 20
 
-    def test_that_are_rolled_back_never_run(self, tasks):
+    def test_rolled_back_chord_never_runs(self, tasks):
         with suppress(ZeroDivisionError), transaction.atomic():
             chord([tasks["tests.write"].s(f"part {n}") for n in range(3)])(tasks["tests.write"].si("whole"))
             raise ZeroDivisionError
