@@ -1,9 +1,9 @@
 """Management commands as processes that a test may kill.
 
-`Forked` starts in some ten milliseconds, because its interpreter has imported and set up Django already: it is forked from a
-template, one for each settings module (see `template`). Apart from that it is a process like any other: with an environment,
-settings and connections of its own, ended by SIGKILL at any instruction, leaving through the interpreter's own end.
-`executed` starts a fresh interpreter, for the tests that are about starting, and for settings outside of `tests`.
+A `Forked` process starts in some ten milliseconds, because its interpreter has imported and set up Django already: it is
+forked from a template, one for each settings module (see `template`). Apart from that it is a process like any other: with an
+environment, settings and connections of its own, ended by SIGKILL at any instruction, leaving through the interpreter's own
+end. A fresh interpreter runs what a template cannot stand for: settings that are not below `tests`, a preloaded library.
 
 The idea is that of multiprocessing's forkserver, which cannot be used here: its children import the parent's `__main__`, which
 is pytest, and nothing in them reads Django's settings again.
@@ -28,20 +28,23 @@ from tests.support import ROOT
 
 READ_AT_IMPORT = ("DJANGO_SETTINGS_MODULE", "LEASE_SECONDS")
 """Environment variables that modules read while they are imported: another value needs another template."""
+PRELOADING = {"LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
 NUMBER = struct.Struct("!q")
 """A process id or a wait status, as a keeper writes it."""
 INHERITED = ("HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR")
 
 
-def executed(command: list[str], *, environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """`django-admin <command>` in a fresh interpreter, which takes most of a second of processor time."""
+def start(command: list[str], *, environment: dict[str, str], log: Path) -> Forked | subprocess.Popen[bytes]:
+    """`django-admin <command>`, which appends what it says to `log`."""
+    if environment["DJANGO_SETTINGS_MODULE"].startswith("tests.") and not PRELOADING & environment.keys():
+        return Forked(command, environment=environment, log=log)
     with log.open("ab") as output:
         arguments = [sys.executable, "-m", "django", *command]
         return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
 
 
 class Forked:
-    """`django-admin <command>`, forked from a template; the methods are those of `subprocess.Popen` that tests use."""
+    """A command forked from a template; the methods are those of `subprocess.Popen` that tests use."""
 
     def __init__(self, command: list[str], *, environment: dict[str, str], log: Path) -> None:
         self.args = command

@@ -20,9 +20,9 @@ from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers import Handler
 from outbox.kernel.loop import StopRequest, Watchdog
+from tests.support import processes
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import A_WHILE, wait_until
-from tests.support.processes import Forked
 
 EXCHANGE = "outbox"
 GROUP = "tests"
@@ -118,7 +118,7 @@ class Process:
             self._process.wait()
 
     def start(self):
-        self._process = Forked([*self._command], environment=self._environment, log=self.log)
+        self._process = processes.start([*self._command], environment=self._environment, log=self.log)
         return self
 
     def terminate(self):

@@ -30,7 +30,7 @@ from outbox.models import OutboxMessage
 from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write
 from tests.support.crash.oracle import Verdict, rows_due, verdict
-from tests.support.processes import Forked
+from tests.support.processes import Forked, start
 from tests.support.workers import catches
 
 PATIENCE_SECONDS = 60.0
@@ -46,10 +46,10 @@ class Worker:
     command: list[str]
     environment: dict[str, str]
     log: Path
-    process: Forked = field(init=False)
+    process: Forked | subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.process = Forked(self.command, environment=self.environment, log=self.log)
+        self.process = start(self.command, environment=self.environment, log=self.log)
 
     @property
     def is_alive(self) -> bool:
