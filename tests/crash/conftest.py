@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from django.db import connection, connections
 
-from tests.support import ROOT
 from tests.support.crash.world import World
+from tests.support.workers import migrate
 
 SECONDS = 300
 """For a test that says nothing of its own: it starts many processes, and on a slow machine each of them takes long."""
@@ -37,7 +35,7 @@ def local_world(process_environment, tmp_path):
 def mortal_world(mortal_postgres, mortal_database, process_environment, rabbitmq_server, rabbitmq_url, tmp_path):
     """A database on a server that may be killed, for the processes and for the test itself."""
     environment = {**process_environment, "DATABASE_URL": mortal_database}
-    subprocess.run([sys.executable, "-m", "django", "migrate", "-v0"], cwd=ROOT, env=environment, check=True)
+    migrate(environment, tmp_path / "migrate.log")
     yield from _world(environment, tmp_path, rabbitmq_server, rabbitmq_url)
 
 

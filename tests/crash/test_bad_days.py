@@ -333,6 +333,7 @@ class Backlog:
         connection.close()
 
 
+@pytest.mark.proof
 def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_afterwards(world, witness, record_property):
     """Relays are alternately terminated and killed for 15 seconds; then three stay, and each gets its share."""
     relays = [world.relay(), world.relay()]

@@ -1,4 +1,4 @@
-"""Management commands as processes that a test may kill.
+"""Management commands and Celery workers as processes that a test may kill.
 
 A `Forked` process starts in some ten milliseconds, because its interpreter has imported and set up Django already: it is
 forked from a template, one for each settings module (see `template`). Apart from that it is a process like any other: with an
@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.support import ROOT
 
-READ_AT_IMPORT = ("DJANGO_SETTINGS_MODULE", "LEASE_SECONDS")
+READ_AT_IMPORT = ("DJANGO_SETTINGS_MODULE", "LEASE_SECONDS", "C_FORCE_ROOT")
 """Environment variables that modules read while they are imported: another value needs another template."""
 PRELOADING = {"LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
 NUMBER = struct.Struct("!q")
@@ -35,12 +35,19 @@ INHERITED = ("HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR")
 
 
 def start(command: list[str], *, environment: dict[str, str], log: Path) -> Forked | subprocess.Popen[bytes]:
-    """`django-admin <command>`, which appends what it says to `log`."""
+    """`python -m <command>` at the head of a process group of its own, which appends what it says to `log`."""
     if environment["DJANGO_SETTINGS_MODULE"].startswith("tests.") and not PRELOADING & environment.keys():
         return Forked(command, environment=environment, log=log)
     with log.open("ab") as output:
-        arguments = [sys.executable, "-m", "django", *command]
-        return subprocess.Popen(arguments, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 class Forked:

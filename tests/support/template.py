@@ -10,8 +10,10 @@ status to the test.
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
+import runpy
 import socket
 import sys
 from typing import Any, NoReturn
@@ -23,7 +25,6 @@ import kombu.transport.pyamqp
 import kombu.transport.redis  # noqa: F401 - so that no child has to
 from django.apps import apps
 from django.conf import settings
-from django.core.management import execute_from_command_line
 from django.db import connections
 from django.utils.functional import empty
 
@@ -32,16 +33,17 @@ from tests.support.processes import NUMBER
 
 def main() -> None:
     django.setup()
-    command = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
     # This is the child, and it ends as any Python program ends.
-    sys.argv = ["django-admin", *command]
-    execute_from_command_line(sys.argv)
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
 def _serve(requests: socket.socket) -> list[str]:
     """Fork a child for every request. Returns in the child, which has become what was asked for, with its command."""
     while True:
-        message, (answers, output) = _next_request(requests)
+        request, (answers, output) = _next_request(requests)
+        if request["command"][0] == "celery":
+            importlib.import_module("celery.bin.worker")  # here, so that the next one need not
         if intermediate := os.fork():
             os.close(answers)
             os.close(output)
@@ -54,16 +56,16 @@ def _serve(requests: socket.socket) -> list[str]:
             os.close(output)
             _keep(child, answers)
         os.close(answers)
-        return _become(json.loads(message), output)
+        return _become(request, output)
 
 
-def _next_request(requests: socket.socket) -> tuple[bytes, list[int]]:
+def _next_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
     message, descriptors, _, _ = socket.recv_fds(requests, 1 << 16, 2)
     while message and not message.endswith(b"\n"):
         message += requests.recv(1 << 16)
     if not message:
         os._exit(0)
-    return message, descriptors
+    return json.loads(message), descriptors
 
 
 def _keep(child: int, answers: int) -> NoReturn:
@@ -76,7 +78,8 @@ def _keep(child: int, answers: int) -> NoReturn:
 
 
 def _become(request: dict[str, Any], output: int) -> list[str]:
-    """Take on the environment, the output and the settings of a freshly started process."""
+    """Take on the process group, the environment, the output and the settings of a freshly started process."""
+    os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, place in ((null, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, place)

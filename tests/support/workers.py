@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -102,10 +103,12 @@ def length_of(server, handler, options):
 class Process:
     """`manage.py <command>` in a process of its own, for `with`: nothing outlives its test."""
 
+    module = "django"
+
     def __init__(self, environment, log, *command):
         self.log = log
         self._environment = environment
-        self._command = command
+        self._command = [self.module, *command]
         self._process = None
         self.exits = []
 
@@ -118,7 +121,7 @@ class Process:
             self._process.wait()
 
     def start(self):
-        self._process = processes.start([*self._command], environment=self._environment, log=self.log)
+        self._process = processes.start(self._command, environment=self._environment, log=self.log)
         return self
 
     def terminate(self):
@@ -179,6 +182,33 @@ class Process:
         # Every start takes its time.
         wait_until(met, within=1.5 * A_WHILE)
         return len(self.exits)
+
+
+class CeleryWorker(Process):
+    """`celery -A <app> worker <arguments>`, which is killed with the processes of its pool."""
+
+    module = "celery"
+
+    def __init__(self, app, environment, log, *arguments):
+        quiet = ["--without-gossip", "--without-mingle", "--loglevel", "INFO"]
+        super().__init__({**environment, "C_FORCE_ROOT": "yes"}, log, "-A", app, "worker", *arguments, *quiet)
+
+    def __exit__(self, *exc_info):
+        self.kill()
+
+    def kill(self):
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def is_ready(self):
+        return " ready." in self.said()
+
+
+def migrate(environment, log):
+    """Make the tables of the environment's default database."""
+    process = processes.start(["django", "migrate", "-v0"], environment=environment, log=log)
+    assert process.wait(A_WHILE) == 0, log.read_text()
 
 
 def catches(pid, number):

@@ -49,7 +49,7 @@ class Worker:
     process: Forked | subprocess.Popen[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.process = start(self.command, environment=self.environment, log=self.log)
+        self.process = start(["django", *self.command], environment=self.environment, log=self.log)
 
     @property
     def is_alive(self) -> bool:

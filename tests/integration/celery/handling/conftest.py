@@ -1,10 +1,6 @@
 """Brokers, an app whose tasks can be called, and real workers."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from datetime import timedelta
 
 import kombu.pools
@@ -15,8 +11,7 @@ from inbox.celery import IdempotentTask
 from tests.crash import conftest as crash
 from tests.integration.celery.handling.project import make_app
 from tests.integration.celery.redelivery import takeover_settings
-from tests.support import ROOT
-from tests.support.workers import Process, as_environment
+from tests.support.workers import CeleryWorker, as_environment, migrate
 
 INBOX = {
     "MAX_ATTEMPTS": 3,
@@ -79,7 +74,6 @@ def worker(broker, results, process_environment, tmp_path):
             "CELERY_BROKER": broker,
             "CELERY_RESULTS": results,
             "CELERY_SETTINGS": json.dumps(settings),
-            "C_FORCE_ROOT": "yes",
         }
         environment = {
             **process_environment,
@@ -94,9 +88,9 @@ def worker(broker, results, process_environment, tmp_path):
 
 
 @pytest.fixture
-def migrated_mortal_database(mortal_database, process_environment):
+def migrated_mortal_database(mortal_database, process_environment, tmp_path):
     environment = {**process_environment, "DATABASE_URL": mortal_database}
-    subprocess.run([sys.executable, "-m", "django", "migrate", "-v0"], cwd=ROOT, env=environment, check=True)
+    migrate(environment, tmp_path / "migrate.log")
     return mortal_database
 
 
@@ -139,37 +133,17 @@ def sent(local_app):
     return take
 
 
-class Worker(Process):
-    """`celery worker`; nothing of it outlives its test."""
+class Worker(CeleryWorker):
+    """It has begun to take tasks."""
 
     def __init__(self, environment, log, pool, concurrency):
-        super().__init__(environment, log)
-        self._arguments = ["--pool", pool, "--concurrency", str(concurrency)]
+        arguments = ["--pool", pool, "--concurrency", str(concurrency)]
+        super().__init__("tests.integration.celery.handling.worker", environment, log, *arguments)
 
     def start(self):
-        command = ["celery", "-A", "tests.integration.celery.handling.worker", "worker", *self._arguments]
-        quiet = ["--without-gossip", "--without-mingle", "--loglevel", "INFO"]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *command, *quiet],
-                cwd=ROOT,
-                env=self._environment,
-                stdout=log,
-                stderr=log,
-                # A process group of its own, so that it is killed with the processes of its pool.
-                start_new_session=True,
-            )
-        self.until(lambda: " ready." in self.said())
+        super().start()
+        self.until(self.is_ready)
         return self
-
-    def __exit__(self, *exc_info):
-        self.kill()
-
-    def kill(self):
-        """SIGKILL to the worker and to the processes of its pool, at once."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
 
 
 def close(app):

@@ -2,10 +2,6 @@
 
 import gc
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import kombu
 import kombu.pools
@@ -14,9 +10,8 @@ from django.db import transaction
 
 from outbox.models import OutboxMessage, State
 from tests.integration.celery.publishing.project import make_app
-from tests.support import ROOT
 from tests.support.deliveries import wait_until
-from tests.support.workers import Process
+from tests.support.workers import CeleryWorker
 
 QUEUES = ("celery", "second")
 SECONDS = 60
@@ -62,44 +57,13 @@ def tasks(broker, results, make):
     return make(broker, results).tasks
 
 
-class Worker(Process):
-    """`celery worker` with a pool of two processes; nothing of it outlives its test."""
+class Worker(CeleryWorker):
+    """With a pool of two processes."""
 
     def __init__(self, broker, results, environment, log, **settings):
-        given = {
-            "CELERY_BROKER": broker,
-            "CELERY_RESULTS": results,
-            "CELERY_SETTINGS": json.dumps(settings),
-            "C_FORCE_ROOT": "yes",
-        }
-        super().__init__({**environment, **given}, log)
-
-    def start(self):
-        command = ["celery", "-A", "tests.integration.celery.publishing.worker", "worker"]
-        pool = ["--pool", "prefork", "--concurrency", "2"]
-        quiet = ["--queues", ",".join(QUEUES), "--without-gossip", "--without-mingle", "--loglevel", "INFO"]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", *command, *pool, *quiet],
-                cwd=ROOT,
-                env=self._environment,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(self, *exc_info):
-        self.kill()
-
-    def kill(self):
-        """SIGKILL to the worker and to the processes of its pool."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-
-    def is_ready(self):
-        return " ready." in self.said()
+        given = {"CELERY_BROKER": broker, "CELERY_RESULTS": results, "CELERY_SETTINGS": json.dumps(settings)}
+        pool = ["--pool", "prefork", "--concurrency", "2", "--queues", ",".join(QUEUES)]
+        super().__init__("tests.integration.celery.publishing.worker", {**environment, **given}, log, *pool)
 
 
 def called(call):
