@@ -31,8 +31,8 @@ from outbox.models import SHARDS, OutboxMessage, State
 from outbox.relay import passes
 from outbox.relay.passes import Pass
 from outbox.store import claiming
-from tests.integration.ordering.test_strict_order import OpenTransaction
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -3,7 +3,6 @@
 import threading
 import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from functools import partial
 from itertools import pairwise
@@ -11,18 +10,19 @@ from random import Random
 
 import pytest
 from asgiref.sync import async_to_sync
-from django.db import OperationalError, connection, connections, transaction
+from django.db import OperationalError, connection, transaction
 
 from outbox import Draft, apublish, apublish_many, publish, publish_many
 from outbox.models import OutboxMessage
 from outbox.store import writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect
+from tests.support.open_transactions import KEY, OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, eventually, in_threads, published, row_of
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-KEY, OTHER = "customer-1", "customer-2"
+OTHER = "customer-2"
 
 
 def rolled_back_in_a_savepoint(what):
@@ -30,33 +30,6 @@ def rolled_back_in_a_savepoint(what):
     with transaction.atomic():
         what()
         transaction.set_rollback(True)
-
-
-class OpenTransaction:
-    """A transaction in its own thread and on its own connection, step by step."""
-
-    def __init__(self):
-        self._thread = ThreadPoolExecutor(1)
-        self._atomic = transaction.atomic()
-        self.does(self._atomic.__enter__).result(SECONDS)
-
-    def does(self, what, *arguments, **options):
-        """Begin it; its end is the future's."""
-        return self._thread.submit(what, *arguments, **options)
-
-    def publishes(self, key=KEY, *, topic=TOPIC, strict_order=True):
-        return self.does(publish, topic, {}, key=key, strict_order=strict_order)
-
-    def commits(self):
-        self.does(self._atomic.__exit__, None, None, None).result(SECONDS)
-
-    def rolls_back(self):
-        self.does(transaction.set_rollback, True).result(SECONDS)
-        self.commits()
-
-    def ends(self):
-        self._thread.submit(connections.close_all)
-        return self._thread
 
 
 @pytest.fixture

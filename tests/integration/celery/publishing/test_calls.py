@@ -18,8 +18,8 @@ from outbox.celery import OutboxTask
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, State
-from tests.integration.admin.test_outbox_pages import DETAIL, LIST, VIEW, Page, shown, somebody
 from tests.support import ROOT
+from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, somebody
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import drained, set_columns
 

@@ -1,0 +1,39 @@
+"""Transactions that publish with a key, each on a connection of its own, in whatever order a test wants."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from django.db import connections, transaction
+
+from outbox import publish
+from tests.support.relaying import SECONDS, TOPIC
+
+KEY = "customer-1"
+
+
+class OpenTransaction:
+    """A transaction in its own thread and on its own connection, step by step."""
+
+    def __init__(self):
+        self._thread = ThreadPoolExecutor(1)
+        self._atomic = transaction.atomic()
+        self.does(self._atomic.__enter__).result(SECONDS)
+
+    def does(self, what, *arguments, **options):
+        """Begin it; its end is the future's."""
+        return self._thread.submit(what, *arguments, **options)
+
+    def publishes(self, key=KEY, *, topic=TOPIC, strict_order=True):
+        return self.does(publish, topic, {}, key=key, strict_order=strict_order)
+
+    def commits(self):
+        self.does(self._atomic.__exit__, None, None, None).result(SECONDS)
+
+    def rolls_back(self):
+        self.does(transaction.set_rollback, True).result(SECONDS)
+        self.commits()
+
+    def ends(self):
+        self._thread.submit(connections.close_all)
+        return self._thread
