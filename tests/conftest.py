@@ -19,12 +19,19 @@ hypothesis.settings.register_profile("tests", deadline=None, suppress_health_che
 hypothesis.settings.load_profile("tests")
 
 
+LONG_FIRST = ("crash", "demo", "integration/celery", "integration/leases", "integration/servers", "unit/test_docs.py")
+"""Where tests take seconds: begun last, one of them would keep a worker busy when the others have nothing left to do."""
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Deselect tests that are marked `only_sqlite` on another database. A skip would hide them among those that may pass."""
     if config.getoption("--db") != "sqlite":
         deselected = [item for item in items if item.get_closest_marker("only_sqlite")]
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if not item.get_closest_marker("only_sqlite")]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: not item.path.relative_to(ROOT / "tests").as_posix().startswith(LONG_FIRST))
 
 
 @pytest.fixture(scope="session")
