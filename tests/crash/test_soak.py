@@ -110,7 +110,7 @@ def test_every_message_is_accounted_for_at_every_moment(world):
 
     with world.load(producers=2, kinds=TIMED), nemesis.at_work():
         for _ in range(10):
-            world.wait_until(lambda: nemesis.kills.total() > 0, "somebody was killed")
+            world.wait_until(lambda: nemesis.kills.total() > 0, "a process was killed")
             before = world.published()
             world.wait_until(lambda before=before: world.published() > before, "more was published")
             states, due = world.snapshot()

@@ -43,7 +43,7 @@ class Page(HTMLParser):
         return [(tag, *attributes) for tag, attributes in self.elements]
 
 
-def somebody(*codenames):
+def staff_client(*codenames):
     """A client of a member of staff with these permissions and no others."""
     user = User.objects.create_user(f"staff{User.objects.count()}", is_staff=True)
     user.user_permissions.set(Permission.objects.filter(codename__in=codenames))

@@ -96,7 +96,7 @@ def relay(url):
 
 
 def length_of(server, handler, options):
-    """How many messages RabbitMQ still holds for the handler, those in somebody's hands included; None without a queue."""
+    """How many messages RabbitMQ still holds for the handler, unacknowledged ones included; None without a queue."""
     return server.queue_lengths(options.broker_url).get(queue_name(handler, options))
 
 

@@ -9,7 +9,7 @@ from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.kernel.clock import utcnow
 from outbox.models import State, TrailEntry
-from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, somebody
+from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -59,7 +59,7 @@ def words(page):
 def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
     row, _ = a_life()
 
-    text = words(Page(somebody(VIEW, VIEW_INBOX).get(reverse(DETAIL, args=[row.pk]))))
+    text = words(Page(staff_client(VIEW, VIEW_INBOX).get(reverse(DETAIL, args=[row.pk]))))
 
     history = text[text.index("Life") :]
     steps = ("Ready", "Ready → ↻ Retrying", "refused by the broker", "Retrying → ▸ Ready", "Ready → ✓ Published", "Received")
@@ -71,7 +71,7 @@ def test_message_page_shows_its_history_in_time_order_with_process_and_reason():
 
 def test_inbox_page_shows_the_same_history_and_the_two_pages_link_to_each_other():
     row, received = a_life()
-    client = somebody(VIEW, VIEW_INBOX)
+    client = staff_client(VIEW, VIEW_INBOX)
 
     here = Page(client.get(reverse(DETAIL, args=[row.pk])))
     there = Page(client.get(reverse("admin:inbox_inboxmessage_change", args=[received.pk])))
@@ -88,7 +88,7 @@ def test_history_hides_the_app_that_the_user_may_not_view_and_says_so(half):
     if half == "inbox":
         page = reverse("admin:inbox_inboxmessage_change", args=[received.pk])
 
-    text = words(Page(somebody(VIEW if half == "outbox" else VIEW_INBOX).get(page)))
+    text = words(Page(staff_client(VIEW if half == "outbox" else VIEW_INBOX).get(page)))
 
     hidden, seen = ("no such article", "refused by the broker") if half == "outbox" else ("refused by", "no such article")
     assert hidden not in text
@@ -100,7 +100,7 @@ def test_history_text_adds_no_element():
     shapes = []
     for text in ("harm/less", NASTY):  # as often broken into lines
         row, _ = a_life(reason=text, process=text)
-        page = Page(somebody(VIEW).get(reverse(DETAIL, args=[row.pk])))
+        page = Page(staff_client(VIEW).get(reverse(DETAIL, args=[row.pk])))
         assert text in page.text
         shapes.append(page.shape)
 

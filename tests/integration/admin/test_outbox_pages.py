@@ -34,7 +34,7 @@ from tests.support.admin_pages import (
     act,
     said,
     shown,
-    somebody,
+    staff_client,
     state_of,
 )
 from tests.support.heartbeats import a_beat, a_relay
@@ -50,7 +50,7 @@ class TestMessageList:
     def test_list_shows_state_topic_age_attempts_and_first_line_of_the_error(self):
         a_message(State.RETRYING, ago=timedelta(minutes=3), attempts=17, last_error="refused by broker\nand more")
 
-        text = Page(somebody(VIEW).get(reverse(LIST))).text
+        text = Page(staff_client(VIEW).get(reverse(LIST))).text
 
         for expected in ("Retrying", "shop.order.placed", "order-0", "3 min ago", "17", "refused by broker"):
             assert expected in text
@@ -59,7 +59,7 @@ class TestMessageList:
     def test_list_shows_the_time_until_due_and_the_exact_instant_on_hover(self):
         row = a_message(State.SCHEDULED, due_ago=-timedelta(minutes=50, seconds=50))
 
-        page = Page(somebody(VIEW).get(reverse(LIST)))
+        page = Page(staff_client(VIEW).get(reverse(LIST)))
 
         assert "due in 50 min" in page.text
         assert row.available_at.isoformat() in [found["datetime"] for found in page.all("time")]
@@ -67,7 +67,7 @@ class TestMessageList:
     def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
         for _ in range(60):
             a_message(State.DEAD)
-        client = somebody(VIEW, REQUEUE, CANCEL)
+        client = staff_client(VIEW, REQUEUE, CANCEL)
         client.get(reverse(LIST))
 
         with django_assert_num_queries(
@@ -82,7 +82,7 @@ class TestMessageList:
 
     def test_list_stops_counting_at_its_limit_and_says_that_there_are_more(self, monkeypatch):
         monkeypatch.setattr(acting_admin.BoundedPaginator, "LIMIT", 3)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
         for _ in range(3):
             a_message()
         assert "There are more" not in Page(client.get(reverse(LIST))).text
@@ -92,7 +92,7 @@ class TestMessageList:
         assert "There are more: only the first 3" in Page(client.get(reverse(LIST))).text
 
     def test_list_requires_the_view_permission(self):
-        assert somebody().get(reverse(LIST)).status_code == 403
+        assert staff_client().get(reverse(LIST)).status_code == 403
 
 
 class TestMessageSearch:
@@ -104,16 +104,16 @@ class TestMessageSearch:
     def test_search_finds_a_message_id_with_or_without_dashes(self, form):
         row, _ = a_message(), a_message()
 
-        assert shown(somebody(VIEW), q=form(row.message_id)) == {row.pk}
+        assert shown(staff_client(VIEW), q=form(row.message_id)) == {row.pk}
 
     def test_search_finds_a_biz_id_that_looks_like_a_message_id(self):
         row, _ = a_message(biz_id=str(uuid.uuid4())), a_message()
 
-        assert shown(somebody(VIEW), q=row.biz_id) == {row.pk}
+        assert shown(staff_client(VIEW), q=row.biz_id) == {row.pk}
 
     def test_search_matches_biz_ids_and_topics_exactly(self):
         one, ten = a_message(biz_id="order-1"), a_message(biz_id="order-10", topic="shop.order")
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, q="order-1") == {one.pk}
         assert shown(client, q="shop.order") == {ten.pk}
@@ -121,7 +121,7 @@ class TestMessageSearch:
 
     def test_search_term_that_ends_with_a_star_matches_a_prefix(self):
         one, ten, other = a_message(biz_id="order-1"), a_message(biz_id="order-10"), a_message(topic="a", biz_id="b")
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, q="order-1*") == {one.pk, ten.pk}
         assert shown(client, q="shop.*") == {one.pk, ten.pk}
@@ -139,12 +139,12 @@ class TestMessageSearch:
     def test_search_for_unusual_input_finds_nothing_and_does_not_fail(self, odd):
         a_message()
 
-        assert shown(somebody(VIEW), q=odd) == set()
+        assert shown(staff_client(VIEW), q=odd) == set()
 
     def test_search_for_a_null_character_is_refused_with_a_message(self):
         a_message()
 
-        response = somebody(VIEW).get(reverse(LIST), {"q": "a\x00b"})
+        response = staff_client(VIEW).get(reverse(LIST), {"q": "a\x00b"})
 
         assert "Null characters are not allowed" in Page(response).text
 
@@ -161,7 +161,7 @@ class TestMessageFilters:
             a_message(state, ago=LONG_AGO)
         undecided, unasked = a_message(State.STUCK, due_ago=-LONG_AGO), a_message(State.PREPARED, due_ago=LONG_AGO)
         a_message(State.PREPARED)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, stuck="any") == {
             *(row.pk for row in (dead, retrying, overdue, forgotten, behind, undecided, unasked))
@@ -170,7 +170,7 @@ class TestMessageFilters:
 
     def test_stuck_filter_uses_the_stuck_after_setting(self, settings):
         settings.OUTBOX = {"STUCK_AFTER": timedelta(hours=1)}
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
         a_message(due_ago=timedelta(minutes=50))
         overdue = a_message(due_ago=timedelta(minutes=70))
 
@@ -179,7 +179,7 @@ class TestMessageFilters:
 
     def test_state_filter_selects_one_state_and_ignores_an_unknown_one(self):
         dead, ready, waiting = (a_message(state) for state in (State.DEAD, State.READY, State.WAITING))
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert shown(client, state="dead") == {dead.pk}
         assert shown(client, state="waiting") == {waiting.pk}
@@ -187,12 +187,12 @@ class TestMessageFilters:
 
     @pytest.mark.parametrize("lookup", ["topic", "body__contains", "last_error__regex"])
     def test_column_lookups_in_the_query_string_are_refused(self, lookup):
-        assert somebody(VIEW).get(reverse(LIST), {lookup: "a\x00"}).status_code == 400
+        assert staff_client(VIEW).get(reverse(LIST), {lookup: "a\x00"}).status_code == 400
 
 
 class TestDetailPage:
     def page(self, row, *codenames):
-        return Page(somebody(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
+        return Page(staff_client(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
 
     def test_detail_page_shows_payload_headers_error_message_id_and_times(self):
         row = a_message(
@@ -215,7 +215,7 @@ class TestDetailPage:
 
     def test_detail_page_is_read_only(self):
         row = a_message(State.DEAD)
-        client = somebody(VIEW, REQUEUE, CANCEL)
+        client = staff_client(VIEW, REQUEUE, CANCEL)
         page = self.page(row, REQUEUE, CANCEL)
 
         assert not page.all("input", name="_save")
@@ -245,7 +245,7 @@ class TestDetailPage:
 
     def test_detail_page_truncates_a_large_payload_and_says_so(self):
         body = json.dumps({"text": "é" * 300_000}, ensure_ascii=False).encode()
-        response = somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))
+        response = staff_client(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))
 
         assert len(response.content) < 64 * 1024 + 60_000
         assert f"Only the first 64 kB are shown. The body has {len(body):,} bytes." in Page(response).text
@@ -263,7 +263,7 @@ class TestDetailPage:
     def test_action_on_the_detail_page_redirects_back_to_it(self):
         row = a_message(State.DEAD)
 
-        response = act(somebody(VIEW, REQUEUE), "requeue", row, own_page="yes")
+        response = act(staff_client(VIEW, REQUEUE), "requeue", row, own_page="yes")
 
         assert response.url == reverse(DETAIL, args=[row.pk])
         assert state_of(row) == State.READY
@@ -273,7 +273,7 @@ class TestBlockedOrderingKey:
     """A message that failed blocks the later ones of its key, and the pages of both say so."""
 
     def page(self, row):
-        return Page(somebody(VIEW, CANCEL).get(reverse(DETAIL, args=[row.pk])))
+        return Page(staff_client(VIEW, CANCEL).get(reverse(DETAIL, args=[row.pk])))
 
     @pytest.mark.parametrize("failed", [State.DEAD, State.RETRYING])
     def test_waiting_message_links_to_the_first_failed_message_of_its_key(self, failed):
@@ -312,7 +312,7 @@ class TestBlockedOrderingKey:
     def test_page_of_a_waiting_message_reads_one_blocking_row_without_its_body(self):
         a_message(State.DEAD, key="a")
         row = a_message(State.WAITING, key="a")
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         with CaptureQueriesContext(connection) as queries:
             client.get(reverse(DETAIL, args=[row.pk]))
@@ -326,7 +326,7 @@ class TestBlockedOrderingKey:
         row = a_message(State.WAITING, key="a")
         assert {found["value"] for found in self.page(row).all("input", name="action")} == {"cancel"}
 
-        act(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes")
+        act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 
         assert state_of(row) == State.CANCELLED
 
@@ -335,7 +335,7 @@ class TestMessageTextIsEscaped:
     """Every text in a message comes from outside and is shown as text only."""
 
     def pages(self, row):
-        client = somebody(VIEW, REQUEUE, CANCEL)
+        client = staff_client(VIEW, REQUEUE, CANCEL)
         return [
             Page(client.get(reverse(LIST))),
             Page(client.get(reverse(DETAIL, args=[row.pk]))),
@@ -357,7 +357,8 @@ class TestMessageTextIsEscaped:
 
     def test_body_that_is_not_json_adds_no_element(self):
         harmless, nasty = (
-            Page(somebody(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk]))) for body in (b"harmless", NASTY.encode())
+            Page(staff_client(VIEW).get(reverse(DETAIL, args=[a_message(body=body).pk])))
+            for body in (b"harmless", NASTY.encode())
         )
 
         assert NASTY in nasty.text
@@ -366,7 +367,7 @@ class TestMessageTextIsEscaped:
     def test_bidirectional_control_characters_are_shown_as_escapes(self):
         a_message(biz_id="order-\u202e1")
 
-        text = Page(somebody(VIEW).get(reverse(LIST))).text
+        text = Page(staff_client(VIEW).get(reverse(LIST))).text
 
         assert "\u202e" not in text
         assert "order-\\u202e1" in text
@@ -378,7 +379,7 @@ class TestPermissions:
     )
     def test_action_without_its_permission_is_neither_offered_nor_done(self, action, others):
         row = a_message(State.DEAD)
-        client = somebody(VIEW, *others)
+        client = staff_client(VIEW, *others)
 
         assert action not in {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")}
         act(client, action, row, confirmed="yes")
@@ -390,7 +391,7 @@ class TestPermissions:
     def test_action_is_offered_to_a_user_with_its_permission(self, action, permission):
         a_message(State.DEAD)
 
-        offered = {found.get("value") for found in Page(somebody(VIEW, permission).get(reverse(LIST))).all("option")}
+        offered = {found.get("value") for found in Page(staff_client(VIEW, permission).get(reverse(LIST))).all("option")}
 
         assert offered == {"", action}
 
@@ -407,7 +408,7 @@ class TestPermissions:
         row = a_message(State.DEAD)
         url = reverse(LIST) + f"?action=requeue&_selected_action={row.pk}"
 
-        somebody(VIEW, REQUEUE).get(url)
+        staff_client(VIEW, REQUEUE).get(url)
 
         assert state_of(row) == State.DEAD
 
@@ -423,7 +424,7 @@ class TestPermissions:
 class TestRequeue:
     def test_requeue_reports_each_message_and_logs_the_user(self):
         dead, published = a_message(State.DEAD), a_message(State.PUBLISHED)
-        client = somebody(VIEW, REQUEUE)
+        client = staff_client(VIEW, REQUEUE)
 
         response = act(client, "requeue", dead, published)
 
@@ -443,7 +444,7 @@ class TestRequeue:
         row = a_message(State.DEAD)
         OutboxMessage.objects.filter(pk=row.pk).update(state=State.PUBLISHED)
 
-        response = act(somebody(VIEW, REQUEUE), "requeue", row, query="?state=dead")
+        response = act(staff_client(VIEW, REQUEUE), "requeue", row, query="?state=dead")
 
         assert [level for level, _ in said(response)] == ["warning"]
         assert "it is published now" in said(response)[0][1]
@@ -453,7 +454,7 @@ class TestRequeue:
         row, stays = a_message(State.DEAD), a_message(State.DEAD)
         OutboxMessage.objects.filter(pk=row.pk).delete()
 
-        response = act(somebody(VIEW, REQUEUE), "requeue", row, stays)
+        response = act(staff_client(VIEW, REQUEUE), "requeue", row, stays)
 
         assert ("warning", f"Message number {row.pk}: not requeued: it is gone") in said(response)
         assert state_of(stays) == State.READY
@@ -462,7 +463,7 @@ class TestRequeue:
         dead = [a_message(State.DEAD) for _ in range(19)]
         rest = [a_message(State.PUBLISHED) for _ in range(12)] + [a_message(State.CANCELLED)]
 
-        report = said(act(somebody(VIEW, REQUEUE), "requeue", *dead, *rest))
+        report = said(act(staff_client(VIEW, REQUEUE), "requeue", *dead, *rest))
 
         assert report[:2] == [
             ("success", "19 of 32 messages requeued."),
@@ -474,7 +475,7 @@ class TestRequeue:
     def test_requeue_of_all_matching_messages_is_refused_above_the_limit(self, monkeypatch):
         monkeypatch.setattr(OutboxMessageAdmin, "ACTION_LIMIT", 2)
         rows = [a_message(State.DEAD) for _ in range(3)]
-        client = somebody(VIEW, REQUEUE)
+        client = staff_client(VIEW, REQUEUE)
 
         refused = act(client, "requeue", rows[0], query="?state=dead", select_across="1")
         assert [level for level, _ in said(refused)] == ["error"]
@@ -495,7 +496,7 @@ class TestRequeue:
 
         monkeypatch.setattr(store, "requeue", fails_for_the_first)
 
-        report = said(act(somebody(VIEW, REQUEUE), "requeue", first, second))
+        report = said(act(staff_client(VIEW, REQUEUE), "requeue", first, second))
 
         assert [level for level, _ in report] == ["error", "success"]
         assert "the database said canceling statement" in report[0][1]
@@ -508,7 +509,7 @@ class TestRequeue:
             raise DatabaseError("disk full")
 
         monkeypatch.setattr(OutboxMessageAdmin, "log_change", cannot_write)
-        response = act(somebody(VIEW, REQUEUE), "requeue", row)
+        response = act(staff_client(VIEW, REQUEUE), "requeue", row)
 
         assert [level for level, _ in said(response)] == ["error"]
         assert "disk full" in said(response)[0][1]
@@ -519,7 +520,7 @@ class TestCancel:
     def test_cancel_asks_for_confirmation_and_lists_the_selected_messages(self):
         row = a_message(State.SCHEDULED)
 
-        response = act(somebody(VIEW, CANCEL), "cancel", row)
+        response = act(staff_client(VIEW, CANCEL), "cancel", row)
 
         page = Page(response)
         assert str(row.message_id) in page.text
@@ -528,7 +529,7 @@ class TestCancel:
 
     def test_confirmed_cancel_reports_messages_published_in_the_meantime(self):
         late, published = a_message(State.SCHEDULED), a_message(State.READY)
-        client = somebody(VIEW, CANCEL)
+        client = staff_client(VIEW, CANCEL)
         act(client, "cancel", late, published, query="?stuck=any")
         OutboxMessage.objects.filter(pk=published.pk).update(state=State.PUBLISHED)
 
@@ -542,14 +543,14 @@ class TestCancel:
         row = a_message(State.READY)
         monkeypatch.setattr(store, "cancel", lambda alias, position, *, reason: False)
 
-        response = act(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes")
+        response = act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 
         assert said(response)[0][1].endswith("not cancelled: it is ready now, and somebody has it in hand; try again")
 
     def test_cancel_confirmation_lists_the_messages_selected_across_pages(self):
         rows = [a_message(State.DEAD) for _ in range(3)]
 
-        page = Page(act(somebody(VIEW, CANCEL), "cancel", rows[0], query="?state=dead", select_across="1"))
+        page = Page(act(staff_client(VIEW, CANCEL), "cancel", rows[0], query="?state=dead", select_across="1"))
 
         assert {found["value"] for found in page.all("input", name="_selected_action")} == {str(row.pk) for row in rows}
         assert not page.all("input", name="select_across")
@@ -558,7 +559,7 @@ class TestCancel:
         row = a_message(State.DEAD)
         OutboxMessage.objects.all().delete()
 
-        assert "None of them is there any more" in Page(act(somebody(VIEW, CANCEL), "cancel", row)).text
+        assert "None of them is there any more" in Page(act(staff_client(VIEW, CANCEL), "cancel", row)).text
 
 
 @pytest.mark.django_db(databases=["default", "other"])
@@ -604,7 +605,7 @@ class TestStateCounts:
         for state in (State.DEAD, State.DEAD, State.READY):
             a_message(state)
 
-        page = Page(somebody(VIEW).get(reverse(LIST)))
+        page = Page(staff_client(VIEW).get(reverse(LIST)))
 
         for state, words in (("dead", "Dead (2)"), ("ready", "Ready (1)"), ("published", "Published (0)")):
             assert words in page.text
@@ -613,7 +614,7 @@ class TestStateCounts:
 
 class TestRelayList:
     def page(self):
-        return Page(somebody(VIEW_RELAYS).get(reverse(RELAYS)))
+        return Page(staff_client(VIEW_RELAYS).get(reverse(RELAYS)))
 
     def test_relay_list_shows_process_version_state_ages_and_rate(self):
         a_relay()
@@ -668,7 +669,7 @@ class TestRelayList:
 
     def test_relay_pages_are_read_only(self):
         relay = a_relay()
-        client = somebody(VIEW_RELAYS)
+        client = staff_client(VIEW_RELAYS)
 
         assert "Working" in Page(client.get(reverse(RELAY, args=[relay.id]))).text
         assert not self.page().all("input", name="_selected_action")
@@ -678,12 +679,12 @@ class TestRelayList:
         assert RelayHeartbeat.objects.get().host == "relay-1"
 
     def test_relay_list_requires_the_view_permission(self):
-        assert somebody(VIEW).get(reverse(RELAYS)).status_code == 403
+        assert staff_client(VIEW).get(reverse(RELAYS)).status_code == 403
 
     def test_relay_list_query_count_does_not_grow_with_rows(self, django_assert_num_queries):
         for pid in range(50):
             a_relay(pid=pid)
-        client = somebody(VIEW_RELAYS)
+        client = staff_client(VIEW_RELAYS)
         client.get(reverse(RELAYS))
 
         with django_assert_num_queries(7):  # session, user, permissions (2), does one run, count, rows

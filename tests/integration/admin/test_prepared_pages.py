@@ -26,7 +26,7 @@ from tests.support.admin_pages import (
     act,
     listed,
     said,
-    somebody,
+    staff_client,
     state_of,
 )
 
@@ -51,7 +51,7 @@ def undecided(state=State.PREPARED, *, topic=CHECKED, **columns):
 
 
 def page_of(row, *codenames):
-    return Page(somebody(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
+    return Page(staff_client(VIEW, *codenames).get(reverse(DETAIL, args=[row.pk])))
 
 
 def trail_of(row):
@@ -60,15 +60,15 @@ def trail_of(row):
 
 class TestPreparedList:
     def page(self, **query):
-        return Page(somebody(VIEW).get(reverse(PREPARED), query))
+        return Page(staff_client(VIEW).get(reverse(PREPARED), query))
 
     def test_list_shows_only_undecided_messages_with_stuck_ones_first(self):
         prepared, stuck = undecided(), undecided(State.STUCK)
         for state in set(State) - {State.PREPARED, State.STUCK}:
             a_message(state)
 
-        assert listed(somebody(VIEW), PREPARED) == [stuck.pk, prepared.pk]
-        assert listed(somebody(VIEW), PREPARED, state="stuck") == [stuck.pk]
+        assert listed(staff_client(VIEW), PREPARED) == [stuck.pk, prepared.pk]
+        assert listed(staff_client(VIEW), PREPARED, state="stuck") == [stuck.pk]
         assert {"Prepared (1)", "Stuck (1)"} <= {line.strip() for line in self.page().text.splitlines()}
         assert "Dead (" not in self.page().text
 
@@ -91,7 +91,7 @@ class TestPreparedList:
         assert "No prepared message waits for a decision." in self.page().text
 
     def test_list_requires_the_view_permission(self):
-        assert somebody(DECIDE).get(reverse(PREPARED)).status_code == 403
+        assert staff_client(DECIDE).get(reverse(PREPARED)).status_code == 403
 
     def test_message_text_adds_no_element_to_the_prepared_list(self):
         shapes = []
@@ -106,7 +106,7 @@ class TestPreparedList:
 
     def test_message_list_warns_about_stuck_prepared_messages(self):
         undecided()
-        everything = somebody(VIEW)
+        everything = staff_client(VIEW)
         assert "A person must decide" not in Page(everything.get(reverse(LIST))).text
 
         undecided(State.STUCK)
@@ -119,7 +119,7 @@ class TestDecision:
     @pytest.mark.parametrize(("action", "became"), [("commit", State.READY), ("roll_back", State.ROLLED_BACK)])
     def test_decision_asks_for_confirmation_and_records_the_user_and_the_reason(self, state, action, became):
         row = undecided(state)
-        client = somebody(VIEW, DECIDE)
+        client = staff_client(VIEW, DECIDE)
 
         assert str(row.message_id) in Page(on_the_list(client, action, row)).text
         assert state_of(row) == state
@@ -131,7 +131,7 @@ class TestDecision:
 
     def test_decision_reports_a_message_that_was_decided_in_the_meantime(self):
         row = undecided()
-        client = somebody(VIEW, DECIDE)
+        client = staff_client(VIEW, DECIDE)
         on_the_list(client, "commit", row)
         OutboxMessage.objects.filter(pk=row.pk).update(state=State.ROLLED_BACK)
 
@@ -144,7 +144,7 @@ class TestDecision:
     def test_ask_again_makes_the_next_check_due_now(self):
         stuck, prepared = undecided(State.STUCK, attempts=LIMIT), undecided(attempts=2, due_ago=-timedelta(hours=1))
 
-        on_the_list(somebody(VIEW, DECIDE), "ask_again", stuck, prepared)
+        on_the_list(staff_client(VIEW, DECIDE), "ask_again", stuck, prepared)
 
         for row in (stuck, prepared):
             row.refresh_from_db()
@@ -156,7 +156,7 @@ class TestDecision:
     @pytest.mark.parametrize("action", ["commit", "roll_back", "ask_again"])
     def test_decision_requires_its_own_permission(self, action):
         row = undecided(State.STUCK)
-        client = somebody(VIEW, REQUEUE, RESCHEDULE, CANCEL)
+        client = staff_client(VIEW, REQUEUE, RESCHEDULE, CANCEL)
 
         on_the_list(client, action, row, confirmed="yes")
 

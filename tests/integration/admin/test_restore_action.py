@@ -17,7 +17,7 @@ from tests.support.admin_pages import (
     act,
     said,
     shown,
-    somebody,
+    staff_client,
     state_of,
 )
 
@@ -37,7 +37,7 @@ def ahead(**columns):
 def test_restore_asks_for_confirmation_and_previews_the_result_for_each_message():
     rows = [cancelled(), ahead(), a_message(State.PUBLISHED)]
 
-    page = Page(act(somebody(VIEW, RESTORE), "restore", *rows))
+    page = Page(act(staff_client(VIEW, RESTORE), "restore", *rows))
 
     for expected in ("Overdue: it is sent at once.", "Scheduled again, due in", "In this state it stays as it is."):
         assert page.text.count(expected) == 1
@@ -48,7 +48,7 @@ def test_restore_asks_for_confirmation_and_previews_the_result_for_each_message(
 def test_restore_with_overdue_messages_records_the_user_and_the_reason():
     late, later = cancelled(), ahead()
 
-    act(somebody(VIEW, RESTORE), "restore", late, later, confirmed="yes", overdue="on", reason="cancelled by mistake")
+    act(staff_client(VIEW, RESTORE), "restore", late, later, confirmed="yes", overdue="on", reason="cancelled by mistake")
 
     assert (state_of(late), state_of(later)) == (State.READY, State.SCHEDULED)
     reason = f"by {User.objects.get().username} in the admin: cancelled by mistake"
@@ -59,7 +59,7 @@ def test_restore_with_overdue_messages_records_the_user_and_the_reason():
 def test_restore_without_overdue_messages_leaves_them_and_says_so():
     late, later = cancelled(), ahead()
 
-    response = act(somebody(VIEW, RESTORE), "restore", late, later, confirmed="yes")
+    response = act(staff_client(VIEW, RESTORE), "restore", late, later, confirmed="yes")
 
     assert (state_of(late), state_of(later)) == (State.CANCELLED, State.SCHEDULED)
     assert said(response)[0][1].endswith("not restored: it is overdue, and such messages were to be left")
@@ -69,7 +69,7 @@ def test_restore_without_overdue_messages_leaves_them_and_says_so():
 def test_restore_requires_its_own_permission():
     row = cancelled()
 
-    act(somebody(VIEW, REQUEUE, CANCEL), "restore", row, confirmed="yes", overdue="on")
+    act(staff_client(VIEW, REQUEUE, CANCEL), "restore", row, confirmed="yes", overdue="on")
 
     assert state_of(row) == State.CANCELLED
 
@@ -78,4 +78,4 @@ def test_search_finds_a_biz_id_in_every_topic():
     rows = {row.pk for topic in ("a", "b", "c") for row in [a_message(topic=topic, biz_id="order-1")]}
     a_message(topic="a", biz_id="order-2")
 
-    assert shown(somebody(VIEW), q="order-1") == rows
+    assert shown(staff_client(VIEW), q="order-1") == rows

@@ -26,7 +26,7 @@ from tests.support.admin_pages import (
     act,
     listed,
     said,
-    somebody,
+    staff_client,
     state_of,
 )
 
@@ -47,14 +47,14 @@ def scheduled(due_in=HOUR, **columns):
 @every_database
 class TestScheduledList:
     def page(self, **query):
-        return Page(somebody(VIEW).get(reverse(SCHEDULED), query))
+        return Page(staff_client(VIEW).get(reverse(SCHEDULED), query))
 
     def test_list_shows_only_scheduled_messages_in_the_order_they_become_due(self):
         rows = {hours: scheduled(hours * HOUR) for hours in (3, 1, 2)}
         for state in set(State) - {State.SCHEDULED}:
             a_message(state)
 
-        assert in_the_list(somebody(VIEW)) == [rows[1].pk, rows[2].pk, rows[3].pk]
+        assert in_the_list(staff_client(VIEW)) == [rows[1].pk, rows[2].pk, rows[3].pk]
 
     def test_list_shows_due_time_delay_age_key_priority_and_expiry(self):
         scheduled(
@@ -80,13 +80,13 @@ class TestScheduledList:
         row = scheduled()
 
         assert self.page().all("a", href=reverse(DETAIL, args=[row.pk]))
-        there = somebody(VIEW).get(reverse("admin:outbox_scheduledmessage_change", args=[row.pk]))
+        there = staff_client(VIEW).get(reverse("admin:outbox_scheduledmessage_change", args=[row.pk]))
         assert there.url == reverse(DETAIL, args=[row.pk])
 
     def test_due_filter_and_search_select_scheduled_messages(self):
         late = scheduled(-outbox_options().STUCK_AFTER - HOUR)
         soon, later = scheduled(timedelta(seconds=30), biz_id="order-soon"), scheduled(2 * HOUR)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert in_the_list(client, due="overdue") == [late.pk]
         assert in_the_list(client, due="minute") == [late.pk, soon.pk]
@@ -110,9 +110,9 @@ class TestScheduledList:
     def test_list_requires_the_view_permission_and_offers_only_permitted_actions(self):
         scheduled()
 
-        assert somebody(RESCHEDULE, CANCEL).get(reverse(SCHEDULED)).status_code == 403
-        assert not Page(somebody(VIEW).get(reverse(SCHEDULED))).all("option")
-        offered = {found.get("value") for found in Page(somebody(VIEW, RESCHEDULE).get(reverse(SCHEDULED))).all("option")}
+        assert staff_client(RESCHEDULE, CANCEL).get(reverse(SCHEDULED)).status_code == 403
+        assert not Page(staff_client(VIEW).get(reverse(SCHEDULED))).all("option")
+        offered = {found.get("value") for found in Page(staff_client(VIEW, RESCHEDULE).get(reverse(SCHEDULED))).all("option")}
         assert offered == {"", "publish_now", "reschedule"}
 
     def test_message_text_adds_no_element_to_the_scheduled_list(self):
@@ -135,7 +135,7 @@ def test_list_query_reads_the_due_index_without_sorting(query, django_assert_num
         for now in repeat(utcnow(), 5000)
     )
     connection.cursor().execute("ANALYZE outbox_outboxmessage")
-    client = somebody(VIEW)
+    client = staff_client(VIEW)
     client.get(reverse(SCHEDULED))
 
     with django_assert_num_queries(7) as queries:  # session, user, permissions (2), what is overdue, count, rows
@@ -154,7 +154,7 @@ class TestPublishNow:
     def test_publish_now_asks_for_confirmation(self):
         row = scheduled()
 
-        page = Page(on_the_list(somebody(VIEW, RESCHEDULE), "publish_now", row))
+        page = Page(on_the_list(staff_client(VIEW, RESCHEDULE), "publish_now", row))
 
         assert "What is sent cannot be taken back." in page.text
         assert str(row.message_id) in page.text
@@ -162,7 +162,7 @@ class TestPublishNow:
 
     def test_publish_now_makes_scheduled_messages_ready_and_reports_the_others(self):
         row, sent = scheduled(), scheduled()
-        client = somebody(VIEW, RESCHEDULE)
+        client = staff_client(VIEW, RESCHEDULE)
         OutboxMessage.objects.filter(pk=sent.pk).update(state=State.PUBLISHED)
 
         response = on_the_list(client, "publish_now", row, sent, confirmed="yes", reason="customer called")
@@ -180,7 +180,7 @@ class TestPublishNow:
     def test_publish_now_requires_the_reschedule_permission(self):
         row = scheduled()
 
-        on_the_list(somebody(VIEW, CANCEL), "publish_now", row, confirmed="yes")
+        on_the_list(staff_client(VIEW, CANCEL), "publish_now", row, confirmed="yes")
 
         assert state_of(row) == State.SCHEDULED
         assert not TrailEntry.objects.exists()
@@ -189,7 +189,7 @@ class TestPublishNow:
 @every_database
 class TestReschedule:
     def reschedule(self, *rows, **fields):
-        return on_the_list(somebody(VIEW, RESCHEDULE), "reschedule", *rows, **fields)
+        return on_the_list(staff_client(VIEW, RESCHEDULE), "reschedule", *rows, **fields)
 
     @pytest.mark.parametrize(("written", "delay"), [("30m", HOUR / 2), (" 90 S", timedelta(seconds=90)), ("2d", 48 * HOUR)])
     def test_reschedule_by_a_delay_counts_from_now(self, written, delay):
@@ -250,14 +250,14 @@ class TestReschedule:
     def test_reschedule_confirmation_shows_which_messages_stay_as_they_are(self):
         ready, published = a_message(State.READY), a_message(State.PUBLISHED)
 
-        page = Page(act(somebody(VIEW, RESCHEDULE), "reschedule", ready, published, page=LIST))
+        page = Page(act(staff_client(VIEW, RESCHEDULE), "reschedule", ready, published, page=LIST))
 
         assert page.text.count("In this state it stays as it is.") == 1
 
     def test_reschedule_from_the_message_page_redirects_back_to_it(self):
         row = scheduled()
 
-        response = act(somebody(VIEW, RESCHEDULE), "reschedule", row, confirmed="yes", delay="1d", own_page="yes")
+        response = act(staff_client(VIEW, RESCHEDULE), "reschedule", row, confirmed="yes", delay="1d", own_page="yes")
 
         assert response.url == reverse(DETAIL, args=[row.pk])
 
@@ -266,7 +266,7 @@ class TestReschedule:
 def test_cancel_from_the_scheduled_list_records_the_user_and_the_reason():
     row = scheduled()
 
-    on_the_list(somebody(VIEW, CANCEL), "cancel", row, confirmed="yes", reason="ordered twice")
+    on_the_list(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes", reason="ordered twice")
 
     assert state_of(row) == State.CANCELLED
     assert TrailEntry.objects.get().reason == f"by {User.objects.get().username} in the admin: ordered twice"

@@ -19,7 +19,7 @@ from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, State
 from tests.support import ROOT
-from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, somebody
+from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import drained, set_columns
 
@@ -378,7 +378,7 @@ class TestRow:
 
     def test_admin_finds_the_row_by_the_name_or_the_id_of_the_task(self, add):
         called(add, 1, 2, task_id=TASK_ID)
-        client, found = somebody(VIEW), {the_row().pk}
+        client, found = staff_client(VIEW), {the_row().pk}
 
         assert shown(client, q="tests.add") == shown(client, q="celery.tests.*") == shown(client, q=TASK_ID) == found
         assert shown(client, q="tests.write") == set()
@@ -386,7 +386,7 @@ class TestRow:
     def test_admin_shows_the_routing_and_the_headers_of_the_call(self, add):
         called(add, 1, 2, queue="second", headers={"tenant": "acme"})
 
-        page = Page(somebody(VIEW).get(reverse(DETAIL, args=[the_row().pk])))
+        page = Page(staff_client(VIEW).get(reverse(DETAIL, args=[the_row().pk])))
 
         for expected in ('"routing_key": "second"', '"tenant": "acme"', '"argsrepr": "(1, 2)"', '"callbacks": null'):
             assert expected in page.text
@@ -399,7 +399,7 @@ class TestRow:
     def test_admin_shows_a_row_whose_wire_form_is_unreadable(self, wire, add):
         called(add, 1, 2, serializer="pickle")
         OutboxMessage.objects.update(wire=wire)
-        client = somebody(VIEW)
+        client = staff_client(VIEW)
 
         assert "celery.tests.add" in Page(client.get(reverse(DETAIL, args=[the_row().pk]))).text
         assert "celery.tests.add" in Page(client.get(reverse(LIST))).text
