@@ -24,11 +24,11 @@ demo: $(VENV)/.demo ## run the demo shop
 	$(BIN)/python manage.py migrate --verbosity 0 --database savings
 	$(BIN)/python manage.py demo
 
-test: $(VENV)/.dev ## the whole suite on PostgreSQL, then its portable part on SQLite
+test: $(VENV)/.test ## the suite on PostgreSQL, then its portable part on SQLite
 	$(PYTEST) -m 'not proof'
 	$(PYTEST) -m 'every_database and not proof' --db sqlite
 
-proof: $(VENV)/.dev ## what takes long by its nature: soaks, seeded bugs, twenty processes, order under kills
+proof: $(VENV)/.test ## what takes long by its nature: soaks, outages, seeded bugs, order under kills
 	$(PYTEST) -m proof
 	$(PYTEST) -m 'every_database and proof' --db sqlite
 
@@ -41,7 +41,7 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
 
-bench: $(VENV)/.dev ## measure beside raw limits and peers; BENCH="relay --quick" for a part
+bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)
 
 docs: $(VENV)/.dev ## serve the documentation, rebuilt as it is written
@@ -59,6 +59,10 @@ $(VENV)/.demo: $(VENV)/.made
 	$(PIP) --editable '.[demo,postgres,redis]'
 	touch $@
 
+$(VENV)/.test: $(VENV)/.made
+	$(PIP) --editable '.[test]'
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.made
 	$(PIP) --editable '.[dev]'
-	touch $@
+	touch $@ $(VENV)/.test

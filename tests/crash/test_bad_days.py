@@ -26,6 +26,8 @@ from tests.support.servers import FaultProxy
 
 logger = logging.getLogger(__name__)
 
+pytestmark = pytest.mark.proof
+
 NEVER = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
 """No deadline ends within the time limit of a test."""
 SOON = {"BATCH_DEADLINE": 1, "WATCHDOG": 300}
@@ -333,7 +335,6 @@ class Backlog:
         connection.close()
 
 
-@pytest.mark.proof
 def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_afterwards(world, witness, record_property):
     """Relays are alternately terminated and killed for 15 seconds; then three stay, and each gets its share."""
     relays = [world.relay(), world.relay()]

@@ -20,7 +20,7 @@ from outbox.celery import OutboxTask
 from tests.support.deliveries import wait_until
 from tests.support.relaying import drained
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 TASK_ID = "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10"
 SOON, LONG_AGO = datetime.now(tz=UTC) + timedelta(days=20), datetime(2020, 5, 17, 8, 30, tzinfo=UTC)
