@@ -20,7 +20,8 @@ hypothesis.settings.load_profile("tests")
 
 
 LONG_FIRST = ("crash", "demo", "integration/celery", "integration/leases", "integration/servers", "unit/test_docs.py")
-"""Where tests take seconds: begun last, one of them would keep a worker busy when the others have nothing left to do."""
+"""Where tests take seconds. The first worker begins with them and the others take from it when they have run out of short ones:
+so the last minute has something for each of them."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -44,7 +45,7 @@ def postgres_server(pytestconfig):
 @pytest.fixture(scope="session")
 def rabbitmq_server():
     """A test may kill it: the next one that asks for `rabbitmq_url` finds it running again."""
-    with RabbitServer() as server:
+    with RabbitServer(spins=False) as server:
         yield server
 
 

@@ -1,9 +1,10 @@
 """Management commands and Celery workers as processes that a test may kill.
 
-A `Forked` process starts in some ten milliseconds, because its interpreter has imported and set up Django already: it is
-forked from a template, one for each settings module (see `template`). Apart from that it is a process like any other: with an
+On Linux a process starts in some ten milliseconds, because its interpreter has imported and set up Django already: it is forked
+from a template, one for each settings module (see `template`). Apart from that it is a process like any other: with an
 environment, settings and connections of its own, ended by SIGKILL at any instruction, leaving through the interpreter's own
-end. A fresh interpreter runs what a template cannot stand for: settings that are not below `tests`, a preloaded library.
+end. It shares the template's hash seed. A fresh interpreter runs what no template can stand for: settings that are not below
+`tests`, a preloaded library, other options of Python.
 
 The idea is that of multiprocessing's forkserver, which cannot be used here: its children import the parent's `__main__`, which
 is pytest, and nothing in them reads Django's settings again.
@@ -12,6 +13,7 @@ is pytest, and nothing in them reads Django's settings again.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -28,15 +30,15 @@ from tests.support import ROOT
 
 READ_AT_IMPORT = ("DJANGO_SETTINGS_MODULE", "LEASE_SECONDS", "C_FORCE_ROOT")
 """Environment variables that modules read while they are imported: another value needs another template."""
-PRELOADING = {"LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
-NUMBER = struct.Struct("!q")
-"""A process id or a wait status, as a keeper writes it."""
 INHERITED = ("HOME", "LANG", "PATH", "PYTHONPATH", "TMPDIR")
+END_SECONDS = 10.0
+NUMBER = struct.Struct("!q")
+"""A process id or an exit status, on the way from a template to its test."""
 
 
 def start(command: list[str], *, environment: dict[str, str], log: Path) -> Forked | subprocess.Popen[bytes]:
     """`python -m <command>` at the head of a process group of its own, which appends what it says to `log`."""
-    if environment["DJANGO_SETTINGS_MODULE"].startswith("tests.") and not PRELOADING & environment.keys():
+    if sys.platform == "linux" and _has_a_template(environment):
         return Forked(command, environment=environment, log=log)
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -50,6 +52,17 @@ def start(command: list[str], *, environment: dict[str, str], log: Path) -> Fork
         )
 
 
+def _has_a_template(environment: dict[str, str]) -> bool:
+    ours = _of_the_interpreter(dict(os.environ)) == _of_the_interpreter(environment)
+    return ours and environment["DJANGO_SETTINGS_MODULE"].startswith("tests.")
+
+
+def _of_the_interpreter(environment: dict[str, str]) -> dict[str, str]:
+    """What Python and the loader read before a program begins, and what a child cannot read again."""
+    read_again = {"PYTHONFAULTHANDLER", "PYTHONPATH"}
+    return {name: value for name, value in environment.items() if name.startswith(("LD_", "PYTHON")) and name not in read_again}
+
+
 class Forked:
     """A command forked from a template; the methods are those of `subprocess.Popen` that tests use."""
 
@@ -58,11 +71,15 @@ class Forked:
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._answers, theirs = socket.socketpair()
-        with theirs, log.open("ab") as output, _asking:
-            request = {"command": command, "environment": environment}
-            _template_for(environment).ask(request, theirs.fileno(), output.fileno())
-            theirs.close()  # now the end of the keeper is the end of the stream
-            self.pid = self._read()
+        try:
+            with theirs, log.open("ab") as output, _asking:
+                request = {"command": command, "environment": environment}
+                _template_for(environment).ask(request, theirs.fileno(), output.fileno())
+                theirs.close()  # now the end of the keeper is the end of the stream
+                self.pid = self._read()
+        except BaseException:
+            self._answers.close()
+            raise
 
     def poll(self) -> int | None:
         return self._result(0.0)
@@ -76,7 +93,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -88,7 +106,7 @@ class Forked:
         if self.returncode is None and _readable(self._answers, timeout):
             with self._lock:
                 if self.returncode is None:
-                    self.returncode = os.waitstatus_to_exitcode(self._read())
+                    self.returncode = self._read()
                     self._answers.close()
         return self.returncode
 
@@ -96,7 +114,7 @@ class Forked:
         # Eight bytes that were written at once do not come in parts.
         data = self._answers.recv(NUMBER.size)
         if len(data) != NUMBER.size:
-            raise RuntimeError(f"the process that waits for {self.args} has died")
+            raise RuntimeError(f"the template of {self.args}, or the process that waits for it, has died")
         number: int = NUMBER.unpack(data)[0]
         return number
 
@@ -124,12 +142,21 @@ class _Template:
             )
         atexit.register(self.close)
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
     def ask(self, request: dict[str, Any], *descriptors: int) -> None:
         socket.send_fds(self._requests, [json.dumps(request).encode() + b"\n"], list(descriptors))
 
     def close(self) -> None:
+        """It ends at the end of its requests; its children end with the sockets of this process."""
         self._requests.close()
-        self._process.wait()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
 
 _templates: dict[tuple[str, ...], _Template] = {}
@@ -140,7 +167,7 @@ _asking = threading.Lock()
 def _template_for(environment: dict[str, str]) -> _Template:
     fixed = {name: environment[name] for name in READ_AT_IMPORT if name in environment}
     key = tuple(f"{name}={value}" for name, value in fixed.items())
-    if key not in _templates:
+    if key not in _templates or not _templates[key].is_alive:
         inherited = {name: environment[name] for name in INHERITED if name in environment}
-        _templates[key] = _Template({**inherited, **fixed})
+        _templates[key] = _Template({**inherited, **_of_the_interpreter(environment), **fixed})
     return _templates[key]

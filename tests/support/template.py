@@ -2,18 +2,23 @@
 
     python -m tests.support.template FD
 
-It reads requests from the socket FD until the test process is gone. For each of them it forks a keeper, and the keeper forks
-the child and waits for it: so the template has nothing to wait for, and the keeper tells the child's process id and its wait
-status to the test.
+It reads requests from the socket FD until the test process has ended. For each of them it forks a keeper, and the keeper forks
+the child. The child writes its process id to the test, the keeper its exit status. When the test process ends first, however
+that happens, the keeper kills the child's process group.
+
+Linux only: it waits with process file descriptors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
 import runpy
+import select
+import signal
 import socket
 import sys
 from typing import Any, NoReturn
@@ -42,21 +47,18 @@ def _serve(requests: socket.socket) -> list[str]:
     """Fork a child for every request. Returns in the child, which has become what was asked for, with its command."""
     while True:
         request, (answers, output) = _next_request(requests)
+        _reap_keepers()
         if request["command"][0] == "celery":
             importlib.import_module("celery.bin.worker")  # here, so that the next one need not
-        if intermediate := os.fork():
+        if os.fork():
             os.close(answers)
             os.close(output)
-            os.waitpid(intermediate, 0)
             continue
         requests.close()
-        if os.fork():
-            os._exit(0)
         if child := os.fork():
             os.close(output)
             _keep(child, answers)
-        os.close(answers)
-        return _become(request, output)
+        return _become(request, answers, output)
 
 
 def _next_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -68,18 +70,33 @@ def _next_request(requests: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return json.loads(message), descriptors
 
 
+def _reap_keepers() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+
+
 def _keep(child: int, answers: int) -> NoReturn:
-    os.write(answers, NUMBER.pack(child))
-    _, status = os.waitpid(child, 0)
-    try:
-        os.write(answers, NUMBER.pack(status))
-    finally:
-        os._exit(0)
+    both = select.poll()
+    both.register(ended := os.pidfd_open(child), select.POLLIN)
+    both.register(answers, select.POLLHUP)
+    while ended not in dict(both.poll()):
+        # Only the test's end of the socket can hang up. Before the child leads its group there is no such group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    # The child stays in the process table until its status is written: a signal that is late must not hit another process.
+    how = os.waitid(os.P_PIDFD, ended, os.WEXITED | os.WNOWAIT)
+    assert how is not None
+    with contextlib.suppress(OSError):
+        os.write(answers, NUMBER.pack(how.si_status if how.si_code == os.CLD_EXITED else -how.si_status))
+    os._exit(0)
 
 
-def _become(request: dict[str, Any], output: int) -> list[str]:
+def _become(request: dict[str, Any], answers: int, output: int) -> list[str]:
     """Take on the process group, the environment, the output and the settings of a freshly started process."""
     os.setsid()
+    os.write(answers, NUMBER.pack(os.getpid()))
+    os.close(answers)
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, place in ((null, 0), (output, 1), (output, 2)):
         os.dup2(descriptor, place)

@@ -216,6 +216,8 @@ def catches(pid, number):
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
+        if Path("/proc/self").exists():
+            return False  # it has ended
         time.sleep(1)  # no /proc on this system, and no other way to see it
         return True
     mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")

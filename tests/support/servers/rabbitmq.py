@@ -64,9 +64,14 @@ end || Queue <- rabbit_amqqueue:list(%s)].
 class RabbitServer(PrivateServer):
     name: ClassVar[str] = "RabbitMQ"
 
-    def __init__(self, **settings: str) -> None:
-        """`settings` are lines of rabbitmq.conf, beside ours; `__` stands for the dot in a key."""
+    def __init__(self, *, spins: bool = True, **settings: str) -> None:
+        """`settings` are lines of rabbitmq.conf, beside ours; `__` stands for the dot in a key.
+
+        By default Erlang's schedulers spin a little before they sleep, which serves a message sooner. Where many nodes share
+        few processors they take them from each other.
+        """
         super().__init__()
+        self._spins = spins
         self._settings = {key.replace("__", "."): value for key, value in settings.items()}
         self._epmd_port = free_port()
         self._distribution_port = free_port()
@@ -171,8 +176,7 @@ class RabbitServer(PrivateServer):
             "ERL_EPMD_PORT": str(self._epmd_port),
             "ERL_EPMD_ADDRESS": LOOPBACK,
             "ERL_CRASH_DUMP_SECONDS": "0",
-            # Idle schedulers sleep at once, instead of spinning on a processor that the tests want.
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "+sbwt none +sbwtdcpu none +sbwtdio none",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "" if self._spins else "+sbwt none +sbwtdcpu none +sbwtdio none",
             "RUNNING_UNDER_SYSTEMD": "true",  # the script becomes the server, instead of staying as its parent
             "RABBITMQ_NODENAME": NODE,
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
