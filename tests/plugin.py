@@ -23,12 +23,13 @@ from tests.support.servers.private import remove, scratch_directory
 Engine = Literal["postgres", "sqlite"]
 
 FETCHED_FOR = {
-    "postgres_server": binaries.postgres,
-    "_mortal_postgres": binaries.postgres,
-    "pgbouncer": binaries.pgbouncer,
-    "rabbitmq_server": binaries.rabbitmq,
-    "redis_server": binaries.redis,
-    "skewed_by": binaries.faketime,
+    "postgres_server": [binaries.postgres],
+    "_mortal_postgres": [binaries.postgres],
+    "pgbouncer": [binaries.pgbouncer],
+    "rabbitmq_server": [binaries.rabbitmq],
+    "redis_server": [binaries.redis],
+    "broker": [binaries.rabbitmq, binaries.redis],  # it asks for either by its name
+    "skewed_by": [binaries.faketime],
 }
 
 postgres = pytest.StashKey[PostgresServer]()
@@ -66,10 +67,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly:
         return
     wanted = {name for item in session.items for name in getattr(item, "fixturenames", [])}
-    for fixture, fetch in FETCHED_FOR.items():
-        if fixture in wanted:
-            with contextlib.suppress(ServerUnavailable):  # the fixture says it again, in the test that needs the server
-                fetch()
+    if session.config.stash.get(postgres, None) and any(item.get_closest_marker("django_db") for item in session.items):
+        wanted.add("postgres_server")
+    for fetch in {fetch for fixture, fetches in FETCHED_FOR.items() if fixture in wanted for fetch in fetches}:
+        with contextlib.suppress(ServerUnavailable):  # the fixture says it again, in the test that needs the server
+            fetch()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,6 +2,8 @@
 
 A takeover does not wait for a deadline: tests that show this set deadlines longer than the test's own time limit. How long the
 takeover took is written to the log and to the report, and not asserted.
+
+Most of them wait for deadlines and watchdogs to end, so they are run by `make proof`.
 """
 
 from __future__ import annotations
