@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,7 +22,7 @@ from tests.support.servers.private import remove, scratch_directory
 
 Engine = Literal["postgres", "sqlite"]
 
-FETCHED_FOR = {
+FETCHED_FOR: dict[str, list[Callable[[], object]]] = {
     "postgres_server": [binaries.postgres],
     "_mortal_postgres": [binaries.postgres],
     "pgbouncer": [binaries.pgbouncer],
