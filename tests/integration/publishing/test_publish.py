@@ -104,7 +104,7 @@ class TestPublishOutsideTransaction:
 
         assert not OutboxMessage.objects.exists()
 
-    def test_transaction_on_another_database_does_not_count(self):
+    def test_publish_is_refused_inside_a_transaction_of_another_database(self):
         with (
             transaction.atomic(),
             pytest.raises(PublishedOutsideTransaction, match=r"'other'.*atomic\(using='other'\)"),
