@@ -18,7 +18,7 @@ from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, 
 from outbox.kernel.context import Cause, caused_by
 from outbox.models import SHARDS, OutboxMessage, State
 from tests.support.apps.effects.models import Effect
-from tests.support.relaying import TOPIC, eventually, in_threads, published, row_of
+from tests.support.relaying import SECONDS, TOPIC, eventually, in_threads, published, row_of
 
 # Most of these need no real commit. Those that look from another thread say so.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
@@ -320,9 +320,10 @@ class TestUnique:
     @committed
     @pytest.mark.parametrize("ending", ["commits", "rolls back"])
     def test_unique_waits_for_the_outcome_of_a_concurrent_duplicate(self, ending):
-        answers = []
+        answers, begun = [], threading.Event()
 
         def publish_duplicate():
+            begun.set()
             with transaction.atomic():
                 answers.append(publish(TOPIC, {}, biz_id="order-1", unique=True))
 
@@ -330,6 +331,7 @@ class TestUnique:
             first = publish(TOPIC, {}, biz_id="order-1", unique=True)
             second = threading.Thread(target=lambda: (publish_duplicate(), connections.close_all()))
             second.start()
+            assert begun.wait(SECONDS)
             if connection.vendor == "postgresql":
                 eventually(a_session_waits_for_a_lock)
             assert not answers
