@@ -258,6 +258,16 @@ class TestStoredMessage:
 
         assert OutboxMessage.objects.values("shard").distinct().count() == SHARDS
 
+    def test_messages_without_a_key_spread_over_all_shards(self):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}) for _ in range(2_000)])
+
+        assert OutboxMessage.objects.values("shard").distinct().count() == SHARDS
+
+    def test_number_of_shards_is_64(self):
+        """With another number, the next message of a key could have another shard than the last and overtake it."""
+        assert SHARDS == 64
+
 
 class TestUnique:
     def test_unique_returns_the_first_message_and_writes_no_second(self):
