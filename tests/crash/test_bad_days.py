@@ -438,7 +438,7 @@ def test_consumers_that_join_take_their_part_of_a_backlog(world, record_property
 @pytest.mark.parametrize(
     ("bug", "complaint"), [("settles_before_the_confirm", "lost"), ("sends_later_messages_of_a_key_first", "came after")]
 )
-def test_the_witness_finds_a_seeded_bug(world, witness, bug, complaint):
+def test_order_witness_reports_a_lost_or_overtaking_message_of_a_seeded_bug(world, witness, bug, complaint):
     """Proof that the witness can fail: a relay with a seeded bug, and a connection cut at the wrong moment."""
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         relay = working_relay(world, bug=bug, broker_url=proxy.through(world.broker_url))

@@ -39,7 +39,7 @@ def everything_as_it_must_be():
     effect("rescheduled", DUE_AT + MOMENT)
 
 
-def test_it_finds_nothing_wrong_where_nothing_is():
+def test_oracle_reports_no_fault_in_a_correct_run():
     everything_as_it_must_be()
 
     found = verdict()
@@ -49,7 +49,7 @@ def test_it_finds_nothing_wrong_where_nothing_is():
     assert not found.overtaken
 
 
-def test_it_accounts_for_every_row_by_how_it_must_end():
+def test_oracle_counts_the_expected_rows_of_each_final_state():
     everything_as_it_must_be()
 
     due = rows_due()
@@ -61,7 +61,7 @@ def test_it_accounts_for_every_row_by_how_it_must_end():
 @pytest.mark.parametrize(
     "name", ["cancelled", EXPIRES + "1", "withdrawn", "forgotten", "never committed", CHAINED + "plain", CHAINED + "chain-2"]
 )
-def test_an_effect_of_what_must_have_none_is_a_ghost(name):
+def test_effect_without_a_committed_operation_is_reported_as_ghost(name):
     everything_as_it_must_be()
     effect(name)
 
@@ -94,7 +94,7 @@ def test_a_second_effect_is_a_double(name):
 
 
 @pytest.mark.parametrize(("name", "at"), [("delayed", DUE_AT - MOMENT), ("rescheduled", DUE_AT)])
-def test_an_effect_before_its_instant_is_early(name, at):
+def test_effect_before_its_due_time_is_reported_as_early(name, at):
     """A rescheduled message is early before its second instant, though the first has come."""
     everything_as_it_must_be()
     Effect.objects.filter(name=name).update(at=at)
@@ -105,7 +105,7 @@ def test_an_effect_before_its_instant_is_early(name, at):
     assert found.early == {name}
 
 
-def test_an_effect_is_punctual_that_comes_soon_after_its_instant_or_before():
+def test_effect_within_the_tolerance_counts_as_punctual():
     committed(*(Fact.NOT_BEFORE.of(name, DUE_AT) for name in ("early", "on time", "late")), "early", "on time", "late")
     effect("early", DUE_AT - MOMENT)
     effect("on time", DUE_AT + MOMENT)
@@ -114,7 +114,7 @@ def test_an_effect_is_punctual_that_comes_soon_after_its_instant_or_before():
     assert punctual(within=MOMENT) == 2
 
 
-def test_what_was_cancelled_once_due_may_have_one_effect_and_no_more():
+def test_message_cancelled_after_its_due_time_may_have_at_most_one_effect():
     everything_as_it_must_be()
 
     effect("cancelled late")

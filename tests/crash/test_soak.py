@@ -30,7 +30,7 @@ def _checked_soon(settings):
     settings.OUTBOX = {"CHECK_AFTER": timedelta(seconds=1)}
 
 
-def test_two_relays_and_two_consumers_are_killed_at_random(world, record_property):
+def test_random_kills_of_relays_and_consumers_lose_and_double_no_message(world, record_property):
     """Every message ends as the business decided: delayed, prioritised, cancelled, rescheduled, expired and prepared ones."""
     fleet = [world.relay(outbox=ASK_SOON), world.relay(outbox=ASK_SOON), world.consumer(), world.consumer()]
     nemesis = Nemesis(world, fleet)
@@ -64,7 +64,7 @@ def test_two_relays_and_two_consumers_are_killed_at_random(world, record_propert
 
 
 @pytest.mark.every_database
-def test_processes_without_broker_are_killed_at_random(local_world, record_property):
+def test_random_kills_without_a_broker_lose_and_double_no_message(local_world, record_property):
     fleet = [local_world.relay(outbox=ASK_SOON), local_world.consumer()]
     nemesis = Nemesis(local_world, fleet)
 

@@ -196,7 +196,7 @@ def test_a_transfer_that_is_not_in_both_books_once_or_in_neither_is_found(books,
         ({"suppressed": 3}, "4 duplicates were injected and only 3 suppressed"),
     ],
 )
-def test_any_other_fault_fails_the_run_with_its_complaint(fault, complaint):
+def test_audit_fails_on_each_other_fault_and_reports_it(fault, complaint):
     result = audit(replace(FLAWLESS_RUN, **fault))
 
     assert result.problems == (complaint,)
@@ -225,7 +225,7 @@ def test_any_other_fault_fails_the_run_with_its_complaint(fault, complaint):
         ({"kills": 1}, "1 of 2 kills fired"),
     ],
 )
-def test_a_run_that_proves_nothing_fails(emptiness, complaint):
+def test_audit_fails_a_run_in_which_a_required_event_never_occurred(emptiness, complaint):
     result = audit(replace(FLAWLESS_RUN, **emptiness))
 
     assert result.problems == (complaint,)

@@ -37,7 +37,7 @@ def test_a_number_that_stays_the_same_is_stalled_when_its_time_is_over(clock, de
     assert detector.stalled(7)
 
 
-def test_every_change_begins_the_time_again(clock, detector):
+def test_stall_timer_restarts_on_every_change(clock, detector):
     for number in range(10):
         assert not detector.stalled(number)
         clock.now += LIMIT - 0.1
@@ -65,7 +65,7 @@ def run_to_the_end(code, **options):
     return closing(process)
 
 
-def test_a_process_that_is_to_run_has_failed_when_it_ends():
+def test_process_expected_to_keep_running_fails_when_it_exits():
     with run_to_the_end("") as relay, pytest.raises(ProcessFailed, match="ended with 0"):
         relay.check()
 

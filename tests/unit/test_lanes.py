@@ -87,7 +87,7 @@ class TestBatch:
 
         assert numbers(lane.take(110.0)) == [0, 1]
 
-    def test_an_incomplete_batch_is_taken_at_once_in_a_hurry(self):
+    def test_incomplete_batch_is_taken_at_once_while_draining(self):
         lane = a_lane(2, batch=3, batch_wait=timedelta(seconds=10))
 
         assert lane.seconds_left(0.0, hurry=True) == 0
@@ -180,7 +180,7 @@ class TestShedding:
         yield lane
         shedder.saw(0)
 
-    def test_while_shedding_only_sifted_deliveries_are_taken(self, shedding):
+    def test_while_shedding_only_messages_checked_and_kept_are_taken(self, shedding):
         assert (shedding.take(0.0), shedding.seconds_left(0.0)) == ([], NEVER)
 
         sifted = shedding.take_to_sift(0.0)

@@ -50,6 +50,12 @@ def test_an_unknown_option_is_refused_with_the_list_of_known_options(name):
     assert "Known options: COUNT, INTERVAL, NAMES, ON, SHARE." in problem
 
 
+@pytest.mark.parametrize("name", ["SHARDS", "SHARD_COUNT", "shards"])
+def test_the_number_of_shards_cannot_be_set(name):
+    with pytest.raises(InvalidOptions, match=f"OUTBOX has no option '{name}'"):
+        options.parse(OutboxOptions, "OUTBOX", {name: 64})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [

@@ -204,7 +204,7 @@ def test_a_batch_is_run_when_its_wait_is_over():
     assert work.done == [("tests.pool", [1, 2])]
 
 
-def test_an_incomplete_batch_is_run_at_once_in_a_hurry():
+def test_incomplete_batch_is_run_at_once_while_draining():
     lane, work = a_lane(batch=10, batch_wait=timedelta(hours=1)), Work()
     with running([lane], receive=work) as pool:
         pool.put(lane, a_delivery(lane))
@@ -327,7 +327,7 @@ def test_a_ring_runs_stored_messages_at_once():
         wait_until(lambda: store.ran == 3)
 
 
-def test_at_rest_is_called_each_time_a_thread_runs_out_of_work():
+def test_idle_callback_is_called_whenever_a_worker_has_no_work():
     lane, work, done_at_rest = a_lane(), Work(), []
     with running([lane], receive=work, at_rest=lambda: done_at_rest.append(len(work.done))) as pool:
         for number in range(3):

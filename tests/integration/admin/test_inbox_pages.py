@@ -99,6 +99,18 @@ class TestMessageList:
         for expected in ("Retrying", "shop.reserve_stock", "3 min ago", "due in 23 h", ">7<", "no stock"):
             assert expected in text
 
+    def test_list_links_to_each_state_with_its_number_of_messages(self):
+        for state in (State.DEAD, State.DEAD, State.RETRYING):
+            a_message(state)
+        client = staff_client(VIEW)
+
+        response = client.get(reverse(LIST))
+
+        for state, words, number in (("dead", "Dead (2)", 2), ("retrying", "Retrying (1)", 1), ("done", "Done (0)", 0)):
+            assert words in text_of(response)
+            assert f'href="?state={state}"' in html(response)
+            assert len(shown(client, state=state)) == number
+
     def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
         for _ in range(60):
             a_message()

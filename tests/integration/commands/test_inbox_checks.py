@@ -61,6 +61,26 @@ def test_handler_on_an_unknown_database_is_an_error(handles):
     assert problem.is_serious()
 
 
+class NoInboxOnOther:
+    """A router that keeps the tables of the inbox out of the database `other`."""
+
+    def allow_migrate(self, db, app_label, **hints):
+        return False if (db, app_label) == ("other", "inbox") else None
+
+
+def test_handler_on_a_database_that_the_routers_keep_the_inbox_out_of_is_an_error(handles):
+    handles(the_effect, using="other", name="tests.there")
+    handles(the_effect, name="tests.here")
+    assert "inbox.E002" not in found()
+
+    with override_settings(DATABASE_ROUTERS=[NoInboxOnOther()]):
+        problem = found()["inbox.E002"]
+
+    assert "tests.there" in problem.msg
+    assert "'other'" in problem.msg
+    assert problem.is_serious()
+
+
 def test_outbox_and_inbox_on_different_brokers_is_a_warning(handles):
     with override_settings(OUTBOX={"BROKER_URL": "amqp://user:secret@host//"}, INBOX={"BROKER_URL": "local://"}):
         problem = found()["inbox.W001"]
@@ -106,8 +126,18 @@ def test_handler_without_biz_id_behind_a_broker_is_reported_on_deployment(handle
     with override_settings(OUTBOX={"BROKER_URL": "amqp://host//"}, INBOX={"GROUP": "shop"}):
         problem = found(deploy=True)["inbox.I001"]
 
+        assert "inbox.I001" not in found()
+
+    assert problem.level == checks.INFO
     assert "tests.keyless" in problem.msg
     assert "tests.keyed" not in problem.msg
+
+
+def test_handler_without_biz_id_is_not_reported_without_a_broker(handles):
+    handles(the_effect)
+    for outbox in ({}, {"BROKER_URL": "local://"}):
+        with override_settings(OUTBOX=outbox, INBOX={"GROUP": "shop"}):
+            assert "inbox.I001" not in found(deploy=True)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import uuid
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import psycopg
 import pytest
 from asgiref.sync import sync_to_async
 from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -117,6 +119,19 @@ class TestFreshDelivery:
         assert bytes(row.body) == envelope.body
         assert row.settled_at >= row.received_at
 
+    def test_first_statement_of_a_fresh_delivery_inserts_the_inbox_row(self, handles):
+        handler, table = handles(the_effect), InboxMessage._meta.db_table
+        deliver(handler)
+
+        with CaptureQueriesContext(connection) as captured:
+            assert deliver(handler) is Received.HANDLED
+
+        begin, first, *_ = [query["sql"] for query in captured]
+        assert begin.startswith("BEGIN")
+        before, _, after = first.partition(f"INSERT INTO {table} (")
+        assert after, first
+        assert table not in before, "the statement that inserts does not read the table first"
+
     def test_handler_gets_the_message_as_it_was_sent(self, handles):
         got = []
         envelope = an_envelope({"total": "9.90"}, key="k", headers={"n": 1}, correlation_id="c", causation_id="d")
@@ -189,6 +204,29 @@ class TestFreshDelivery:
         assert Effect.objects.using("other").count() == 1
         assert InboxMessage.objects.using("other").get().state == State.DONE
         assert not InboxMessage.objects.exists()
+
+
+def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(handles, tmp_path):
+    """Django's cursors do not see prepared statements, so this one reads what libpq sends."""
+    handler = handles(the_effect)
+    deliver(handler)
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT statement FROM pg_prepared_statements WHERE name = 'inbox_begin'")
+        [(statement,)] = cursor.fetchall()
+
+    pgconn = connection.connection.pgconn
+    with (tmp_path / "trace").open("w") as trace:
+        pgconn.trace(trace.fileno())
+        pgconn.set_trace_flags(psycopg.pq.Trace.SUPPRESS_TIMESTAMPS)
+        try:
+            assert deliver(handler) is Received.HANDLED
+        finally:
+            pgconn.untrace()
+
+    sent = [line for line in (tmp_path / "trace").read_text().splitlines() if re.match(r"F\s.*\s(Query|Parse|Bind)\s", line)]
+    assert '"BEGIN"' in sent[0]
+    assert '"inbox_begin"' in sent[1]
+    assert re.search(rf" AS INSERT INTO {InboxMessage._meta.db_table} ", statement)
 
 
 @pytest.mark.every_database

@@ -194,7 +194,7 @@ class TestSlowStatement:
         assert (the_row().state, effects()) == (State.RETRYING, 0)
         assert "took longer than its timeout" in the_row().last_error
 
-    def test_swallowed_cancellation_of_a_statement_is_no_success(self, handles):
+    def test_handler_that_swallows_a_cancelled_statement_still_fails(self, handles):
         def handle(message):
             the_effect(message)
             with contextlib.suppress(DatabaseError), connection.cursor() as cursor:

@@ -581,7 +581,7 @@ class TestHeartbeat:
 
 
 class TestSteps:
-    def test_steps_are_taken_once_over_all_attempts(self, leased, given):
+    def test_step_runs_once_over_all_attempts(self, leased, given):
         taken = []
 
         def handle(message):
@@ -693,7 +693,7 @@ class TestSteps:
         assert taken == []
         assert "mode='lease'" in the_row().last_error
 
-    def test_async_step_is_taken_once_over_all_attempts(self, leased, given):
+    def test_async_step_runs_once_over_all_attempts(self, leased, given):
         taken, results = [], []
 
         async def charge():

@@ -468,7 +468,7 @@ FOUND_BY = {
 @pytest.mark.timeout(300)
 @pytest.mark.proof
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_random_schedules_find_the_mutation_of_ordered_handling(handles, monkeypatch, mutation):
+def test_model_check_of_handling_order_detects_each_seeded_bug(handles, monkeypatch, mutation):
     on_dead, mutate = MUTATIONS[mutation]
     mutate(monkeypatch)
 

@@ -442,7 +442,7 @@ class TestOperators:
 
 @everywhere
 class TestChangedHandler:
-    def test_messages_stored_before_a_handler_became_ordered_have_no_place_in_the_order(self, handles):
+    def test_messages_stored_before_a_handler_became_ordered_do_not_block_later_ones(self, handles):
         behaviour = Failing("a1")
         handler = handles(behaviour, name="changing")
         deliver(handler, a_message("a1"))

@@ -103,7 +103,7 @@ def rounds(relay, number, time, seconds=0.3):
 class TestKnownWaysToOvertake:
     """Each of these was an error of an earlier version."""
 
-    def test_a_message_does_not_overtake_a_retried_one_that_became_ready_after_the_look(self, peer, time, relay_of):
+    def test_a_message_does_not_overtake_a_retried_one_that_became_ready_after_the_shards_were_read(self, peer, time, relay_of):
         relay = relay_of(RETRY_BASE=HOUR, RETRY_CAP=HOUR)
         peer.script = lambda message: [lambda: peer.nack(message)]
         head = published(key=KEY)
@@ -118,7 +118,7 @@ class TestKnownWaysToOvertake:
 
         assert arrived(peer, head, successor) == ids([head, successor])
 
-    def test_a_message_does_not_overtake_a_waiting_one_that_became_ready_after_the_look(self, peer, time, relay_of):
+    def test_a_message_does_not_overtake_a_waiting_one_that_became_ready_after_the_shards_were_read(self, peer, time, relay_of):
         relay = relay_of()
         head = published(key=KEY)
         set_columns(head, state=State.DEAD)
@@ -148,7 +148,7 @@ class TestKnownWaysToOvertake:
 
         assert arrived(peer, first, second) == ids([first, second])
 
-    def test_a_message_does_not_overtake_one_that_was_committed_after_the_look(self, peer):
+    def test_a_message_does_not_overtake_one_that_was_committed_after_the_shards_were_read(self, peer):
         slow = OpenTransaction()
         first = slow.publishes(KEY).result(SECONDS)
         published(key=NEIGHBOUR)
@@ -623,7 +623,7 @@ SEEDS = sorted(range(24), key=lambda seed: seed not in {2, 6, 8, 11})
 
 @pytest.mark.proof
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_random_schedules_find_the_mutation_of_ordered_publishing(peer, monkeypatch, mutation):
+def test_model_check_of_publishing_order_detects_each_seeded_bug(peer, monkeypatch, mutation):
     MUTATIONS[mutation](monkeypatch)
 
     for seed in SEEDS:

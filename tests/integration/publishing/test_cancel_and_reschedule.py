@@ -109,7 +109,7 @@ class TestCancel:
 
         assert state_of(message) == State.SCHEDULED
 
-    def test_cancel_on_another_database(self):
+    def test_cancel_with_using_affects_that_database_only(self):
         message = published(using="other", delay=HOUR)
 
         assert cancel(message.id) == Decision(Outcome.TOO_LATE, "")
@@ -225,11 +225,13 @@ class TestReschedule:
                 reschedule(message.id, **options)
         assert is_about(row_of(message).available_at, timezone.now() + HOUR)
 
-    def test_reschedule_by_topic_and_biz_id(self):
+    def test_reschedule_by_topic_and_biz_id_leaves_other_messages(self):
         message = published(biz_id="order-1", delay=HOUR)
+        others = [published(biz_id="order-2", delay=HOUR), published(topic="other", biz_id="order-1", delay=HOUR)]
 
         assert reschedule(topic=TOPIC, biz_id="order-1", delay=2 * HOUR).outcome == "rescheduled"
         assert is_about(row_of(message).available_at, timezone.now() + 2 * HOUR)
+        assert all(is_about(row_of(other).available_at, timezone.now() + HOUR) for other in others)
 
 
 @every_database

@@ -234,11 +234,13 @@ class TestDecision:
 
         assert states() == [State.ROLLED_BACK, State.READY]
 
-    def test_prepare_and_commit_on_another_database(self):
-        half = prepare(TOPIC, {}, using="other")
-        half.commit()
+    def test_prepare_and_commit_with_using_affect_that_database_only(self):
+        here, there = prepare(TOPIC, {}), prepare(TOPIC, {}, using="other")
+        there.commit()
 
-        assert state_of(half, "other") == State.READY
+        assert state_of(there, "other") == State.READY
+        assert state_of(here) == State.PREPARED
+        assert not OutboxMessage.objects.filter(message_id=there.id).exists()
 
     def test_committed_message_takes_its_place_in_the_order_of_its_key(self):
         first, half, last = published(key="k"), prepare(TOPIC, {}, key="k"), published(key="k")

@@ -18,7 +18,7 @@ from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, 
 from outbox.kernel.context import Cause, caused_by
 from outbox.models import SHARDS, OutboxMessage, State
 from tests.support.apps.effects.models import Effect
-from tests.support.relaying import TOPIC, eventually, in_threads, published, row_of
+from tests.support.relaying import SECONDS, TOPIC, eventually, in_threads, published, row_of
 
 # Most of these need no real commit. Those that look from another thread say so.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
@@ -104,7 +104,7 @@ class TestPublishOutsideTransaction:
 
         assert not OutboxMessage.objects.exists()
 
-    def test_transaction_on_another_database_does_not_count(self):
+    def test_publish_is_refused_inside_a_transaction_of_another_database(self):
         with (
             transaction.atomic(),
             pytest.raises(PublishedOutsideTransaction, match=r"'other'.*atomic\(using='other'\)"),
@@ -258,6 +258,16 @@ class TestStoredMessage:
 
         assert OutboxMessage.objects.values("shard").distinct().count() == SHARDS
 
+    def test_messages_without_a_key_spread_over_all_shards(self):
+        with transaction.atomic():
+            publish_many([Draft(TOPIC, {}) for _ in range(2_000)])
+
+        assert OutboxMessage.objects.values("shard").distinct().count() == SHARDS
+
+    def test_number_of_shards_is_64(self):
+        """With another number, the next message of a key could have another shard than the last and overtake it."""
+        assert SHARDS == 64
+
 
 class TestUnique:
     def test_unique_returns_the_first_message_and_writes_no_second(self):
@@ -320,9 +330,10 @@ class TestUnique:
     @committed
     @pytest.mark.parametrize("ending", ["commits", "rolls back"])
     def test_unique_waits_for_the_outcome_of_a_concurrent_duplicate(self, ending):
-        answers = []
+        answers, begun = [], threading.Event()
 
         def publish_duplicate():
+            begun.set()
             with transaction.atomic():
                 answers.append(publish(TOPIC, {}, biz_id="order-1", unique=True))
 
@@ -330,6 +341,7 @@ class TestUnique:
             first = publish(TOPIC, {}, biz_id="order-1", unique=True)
             second = threading.Thread(target=lambda: (publish_duplicate(), connections.close_all()))
             second.start()
+            assert begun.wait(SECONDS)
             if connection.vendor == "postgresql":
                 eventually(a_session_waits_for_a_lock)
             assert not answers

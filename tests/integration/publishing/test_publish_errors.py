@@ -253,3 +253,11 @@ def test_any_valid_arguments_are_stored_as_given(payload, headers, topic, key):
         message = publish(topic, payload, headers=headers, key=key)
 
     assert_stored(message, payload, headers, topic, key)
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("priority", [0, 1, 9])
+def test_priority_and_biz_id_are_stored_as_given(priority):
+    row = row_of(published(priority=priority, biz_id="order-1"))
+
+    assert (row.priority, row.biz_id) == (priority, "order-1")

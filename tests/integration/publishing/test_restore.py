@@ -197,11 +197,12 @@ class TestRestore:
             restore(dead.id, states=["dead", "published"])
 
     @pytest.mark.django_db(databases=["default", "other"])
-    def test_restore_on_another_database(self):
+    def test_restore_with_using_affects_that_database_only(self):
         message = published(using="other", delay=HOUR)
         assert cancel(message.id, using="other")
 
         assert not restore(message.id)
+        assert state_of(message, "other") == State.CANCELLED
         assert restore(message.id, using="other")
         assert state_of(message, "other") == State.SCHEDULED
 

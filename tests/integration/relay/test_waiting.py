@@ -380,7 +380,7 @@ class TestOvertaking:
         assert arrived(peer) == ["1", "2", "3"]
 
     @pytest.mark.parametrize("before", [State.DEAD, State.RETRYING])
-    def test_head_requeued_between_look_and_claim_is_not_overtaken(self, before):
+    def test_head_requeued_between_reading_the_shards_and_claiming_is_not_overtaken(self, before):
         head, second = some("head", "next")
         set_columns(head, state=before, available_at=DatabaseTime(HOUR))
         busy = store.look("default").busy
@@ -392,7 +392,7 @@ class TestOvertaking:
 
         assert [row.position for row in rows if not row.held] == [head.position, second.position]
 
-    def test_messages_released_between_look_and_claim_are_not_overtaken(self):
+    def test_messages_released_between_reading_the_shards_and_claiming_are_not_overtaken(self):
         first, second, third = some("1", "2", "3")
         for message in (first, second):
             set_columns(message, state=State.WAITING)

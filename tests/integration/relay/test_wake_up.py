@@ -294,7 +294,7 @@ class TestInThisProcess:
             assert bell.wait(SECONDS, stop)
 
     @pytest.mark.every_database
-    def test_no_ring_within_the_process_is_withheld(self):
+    def test_every_commit_wakes_a_relay_in_the_same_process(self):
         bell, stop = Bell(), StopRequest()
         with doorbell.heard_in_this_process("default", [bell]):
             for _ in range(3):
