@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -23,8 +23,8 @@ _GIVEN_UP_AMONG = 8
 """One transfer in so many waits until the checker has given it up, and comes too late."""
 
 
-def run(name: str, stop: threading.Event, tell: Callable[[str], None]) -> None:
-    """Transfer until `stop`.
+def run(name: str, stop: Callable[[], bool], tell: Callable[[str], None]) -> None:
+    """Transfer until `stop()`.
 
     Args:
         name: of the run, whose accounts are used.
@@ -32,7 +32,7 @@ def run(name: str, stop: threading.Event, tell: Callable[[str], None]) -> None:
     """
     rng = random.Random(os.getpid())
     count = 0
-    while not stop.is_set():
+    while not stop():
         transfer = f"{name}-{os.getpid()}-{count}"
         pause = partial(_hesitate, rng, stop, until_decided=transfer if count % _GIVEN_UP_AMONG == 0 else "")
         count += 1
@@ -44,8 +44,9 @@ def run(name: str, stop: threading.Event, tell: Callable[[str], None]) -> None:
             tell(f"{SENT} {transfer}")
 
 
-def _hesitate(rng: random.Random, stop: threading.Event, *, until_decided: str) -> None:
-    stop.wait(rng.uniform(0, LONGEST_HESITATION_SECONDS))
+def _hesitate(rng: random.Random, stop: Callable[[], bool], *, until_decided: str) -> None:
+    time.sleep(rng.uniform(0, LONGEST_HESITATION_SECONDS))
     while until_decided and not Withdrawal.objects.filter(transfer=until_decided).exists():
-        if stop.wait(0.1):
+        if stop():
             return
+        time.sleep(0.1)

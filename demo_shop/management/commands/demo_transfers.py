@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
@@ -16,10 +15,11 @@ class Command(BaseCommand):
         parser.add_argument("run", help="the run, whose accounts are used")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        # No threading.Event: the code that the signal interrupts may hold its lock, and setting it would wait for ever.
+        asked: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
         self._tell("Transferring until SIGTERM.")
-        transfers.run(options["run"], stop, self._tell)
+        transfers.run(options["run"], lambda: bool(asked), self._tell)
 
     def _tell(self, line: str) -> None:
         self.stdout.write(line)
