@@ -190,8 +190,8 @@ def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles,
     Effect.objects.all().delete()
     world = World(
         plain=handles(do_what_the_payload_says, name="tests.plain"),
-        ordered=handles(do_what_the_payload_says, name="tests.support.apps.ordered", ordered=True),
-        leased=handles(do_what_the_payload_says, name="tests.support.apps.leased", mode="lease"),
+        ordered=handles(do_what_the_payload_says, name="tests.ordered", ordered=True),
+        leased=handles(do_what_the_payload_says, name="tests.leased", mode="lease"),
     )
     for name, arguments in steps:
         getattr(world, name)(**arguments)

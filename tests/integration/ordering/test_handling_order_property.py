@@ -406,12 +406,12 @@ def wrong_in(handles, seed, on_dead):
     InboxMessage.objects.all().delete()
     Effect.objects.all().delete()
     machine = Machine(None, seed)
-    machine.handler = handles(machine.handle, ordered=True, on_dead=on_dead, name="tests.support.apps.ordered")
+    machine.handler = handles(machine.handle, ordered=True, on_dead=on_dead, name="tests.ordered")
     try:
         with gates():
             return machine.run()
     finally:
-        registry.remove("tests.support.apps.ordered")
+        registry.remove("tests.ordered")
 
 
 @pytest.mark.parametrize("on_dead", ["block", "skip"])
