@@ -13,8 +13,8 @@ import pytest
 
 from inbox.handlers import Handler
 from tests.support import ROOT
-from tests.support.deliveries import wait_until
 from tests.support.relaying import Queue
+from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, broker_options, length_of, send
 
 TOPIC = "shop.order.placed"

@@ -24,7 +24,8 @@ from inbox.reading import read
 from inbox.shedding import receive_shed
 from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect, wait_until
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect
+from tests.support.waiting import wait_until
 from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True)]

@@ -57,11 +57,11 @@ from tests.support.deliveries import (
     effects,
     the_effect,
     the_row,
-    wait_until,
 )
 from tests.support.loads import a_delivery
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 from tests.support.workers import (
     CONFIRMED,
     EXCHANGE,

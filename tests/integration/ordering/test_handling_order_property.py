@@ -31,7 +31,8 @@ from inbox.transactions import DatabaseAway
 from outbox.kernel.clock import DatabaseTime, monotonic, utcnow
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import an_envelope, options, wait_until
+from tests.support.deliveries import an_envelope, options
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 

@@ -30,7 +30,6 @@ from tests.support.relaying import (
     TOPIC,
     connected,
     drained,
-    eventually,
     ids,
     in_hand,
     one_pass,
@@ -40,6 +39,7 @@ from tests.support.relaying import (
 )
 from tests.support.relaying import waiting as anything_waits
 from tests.support.servers import PgBouncer
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -161,7 +161,7 @@ def test_several_relays_publish_every_message_once_and_every_key_in_order(peer):
     messages = a_backlog()
 
     with relaying(peer.url, relays=4, BATCH_SIZE=20):
-        eventually(lambda: not anything_waits())
+        wait_until(lambda: not anything_waits())
 
     assert Counter(ids(peer.published)) == Counter(ids(messages))
     keys = {str(message.id): n % 20 for n, message in enumerate(messages) if n % 2}
@@ -195,7 +195,7 @@ def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environ
             with transaction.atomic():
                 return len(in_hand()) == 5
 
-        eventually(free)
+        wait_until(free)
     finally:
         process.kill()
         process.wait()
@@ -210,7 +210,7 @@ def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, han
     a_backlog()
     published(delay=timedelta(seconds=0.2))
     with relaying(peer.url, relays=2, timed=True, BATCH_SIZE=50):
-        eventually(lambda: not anything_waits())
+        wait_until(lambda: not anything_waits())
     for _ in range(5):
         deliver(handler)
     with connected(peer.url) as transport:
@@ -279,8 +279,8 @@ class TestDoorbell:
     def test_listener_behind_the_pooler_warns_and_does_not_listen(self, pgbouncer, bell, never, log):
         """The LISTEN would stay on a server connection that another client gets next."""
         with Listener("default", [bell], OutboxOptions()).listening():
-            eventually(lambda: "There is a pooler before the database 'default'" in log.text)
-            eventually(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
+            wait_until(lambda: "There is a pooler before the database 'default'" in log.text)
+            wait_until(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
 
         assert not bell.wait(0, never)
         assert left_behind(pgbouncer) == set()

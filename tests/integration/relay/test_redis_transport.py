@@ -11,7 +11,6 @@ from tests.support.relaying import (
     TOPIC,
     Queue,
     connected,
-    eventually,
     ids,
     published,
     relaying,
@@ -22,6 +21,7 @@ from tests.support.relaying import (
 )
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 
 
 def a_parcel(position=1, topic=TOPIC, **attributes):
@@ -102,14 +102,14 @@ class TestUnavailableServer:
     def test_relay_waits_for_the_server_without_counting_an_attempt(self, redis_url, proxy, caplog):
         with Queue(redis_url) as queue, relaying(proxy.through(redis_url)):
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             proxy.refuse()
             proxy.cut()
             second = published()
-            eventually(lambda: "The broker is away" in caplog.text)
+            wait_until(lambda: "The broker is away" in caplog.text)
             assert (state_of(second), row_of(second).attempts) == (State.READY, 0)
             proxy.accept()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
             assert set(ids(queue.take(2))) == set(ids([first, second]))
         assert caplog.text.count("The broker is away") == 1
@@ -120,12 +120,12 @@ class TestUnavailableServer:
             pass
         with relaying(redis_url):
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             redis_server.kill()
             second = published()
-            eventually(lambda: "The broker is away" in caplog.text)
+            wait_until(lambda: "The broker is away" in caplog.text)
             redis_server.start()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         with Queue(redis_url) as queue:
             assert set(ids(queue.take(2))) == set(ids([first, second]))

@@ -16,7 +16,6 @@ from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     connected,
     drained,
-    eventually,
     ids,
     in_threads,
     published,
@@ -26,6 +25,7 @@ from tests.support.relaying import (
     states,
     waiting,
 )
+from tests.support.waiting import wait_until
 
 # The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
@@ -190,11 +190,11 @@ class TestRelay:
         take(theirs)
 
         with relaying(peer.url):
-            eventually(lambda: "SQLite takes one relay at a time" in caplog.text)
+            wait_until(lambda: "SQLite takes one relay at a time" in caplog.text)
             assert not peer.published
             assert theirs.holder() in caplog.text
             theirs.release()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert caplog.text.count("SQLite takes one relay at a time") == 1
 
@@ -243,6 +243,6 @@ class TestRelay:
             published()
 
         with relaying(peer.url, relays=2, BATCH_SIZE=5):
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert len(peer.published) == len(set(ids(peer.published))) == 20

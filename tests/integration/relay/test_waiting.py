@@ -16,7 +16,6 @@ from tests.support.relaying import (
     TOPIC,
     connected,
     drained,
-    eventually,
     in_hand,
     in_threads,
     one_pass,
@@ -27,6 +26,7 @@ from tests.support.relaying import (
     state_of,
     states,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -200,7 +200,7 @@ class TestEndOfWaiting:
 
         peer.script = at_first_not
         with relaying(peer.url):
-            eventually(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
 
         assert arrived(peer) == ["0", "0", *map(str, range(20))]
 
@@ -297,7 +297,7 @@ class TestReleasing:
         OutboxMessage.objects.update(state=State.WAITING)
 
         with relaying(peer.url, BATCH_SIZE=7):
-            eventually(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
 
         for key in range(keys):
             assert [int(name) for name in arrived(peer) if int(name) % keys == key] == list(range(key, keys * each, keys))
@@ -332,7 +332,7 @@ class TestReleasing:
 
         with relaying(peer.url, BATCH_SIZE=4), in_threads(release_all, release_all):
             try:
-                eventually(lambda: set(states()) == {State.PUBLISHED})
+                wait_until(lambda: set(states()) == {State.PUBLISHED})
             finally:
                 done.set()
 

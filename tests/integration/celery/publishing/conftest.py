@@ -10,7 +10,7 @@ from django.db import transaction
 
 from outbox.models import OutboxMessage, State
 from tests.integration.celery.publishing.project import make_app
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 from tests.support.workers import CeleryWorker
 
 QUEUES = ("celery", "second")
