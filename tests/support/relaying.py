@@ -11,7 +11,7 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
-from outbox import publish, store
+from outbox import Draft, publish, publish_many, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -58,6 +58,24 @@ def waiting(using="default"):
 def set_columns(message, using="default", **columns):
     """Put a row into a state it takes long to get into."""
     assert OutboxMessage.objects.using(using).filter(message_id=message.id).update(**columns) == 1
+
+
+def in_state(state, **options):
+    """A committed message in a state it takes long to get into."""
+    message = published(**options)
+    set_columns(message, state=state)
+    return message
+
+
+def a_backlog(count, keys=20):
+    """So many committed messages; every second one has a key."""
+    with transaction.atomic():
+        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
+
+
+def outcomes(sent):
+    """What became of each position of a batch."""
+    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
 
 
 def soon(seconds=SECONDS):

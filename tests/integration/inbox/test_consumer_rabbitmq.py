@@ -39,12 +39,6 @@ SHORT = timedelta(milliseconds=200)
 
 
 @pytest.fixture
-def proxy(rabbitmq_server):
-    with FaultProxy("127.0.0.1", rabbitmq_server.start().port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def length(rabbitmq_server, rabbitmq_url):
     """How many messages the broker holds for a handler, unacknowledged ones included."""
     return lambda handler, options=None: length_of(rabbitmq_server, handler, options or broker_options(rabbitmq_url))

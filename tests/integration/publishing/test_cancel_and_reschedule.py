@@ -29,6 +29,7 @@ from tests.support.relaying import (
     drained,
     ids,
     in_hand,
+    in_state,
     in_threads,
     published,
     relaying,
@@ -46,12 +47,6 @@ A_MOMENT = timedelta(minutes=5)
 CANCELLED = Decision(Outcome.CANCELLED, State.CANCELLED)
 OPEN = [State.SCHEDULED, State.READY, State.RETRYING, State.WAITING]
 ENDED = [State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK]
-
-
-def in_state(state, **options):
-    message = published(**options)
-    set_columns(message, state=state)
-    return message
 
 
 def a_session_waits_for(lock):

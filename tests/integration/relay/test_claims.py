@@ -25,10 +25,10 @@ from outbox.relay.floors import Floors
 from outbox.store import Busy, Failure, Place, RelayedMessage, Settlement, claiming, operating, writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     SECONDS,
     TOPIC,
+    a_backlog,
     connected,
     drained,
     ids,
@@ -49,17 +49,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 A_LOT = 400
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-def a_backlog(count=A_LOT, keys=20):
-    with transaction.atomic():
-        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
 
 
 def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
@@ -85,7 +74,7 @@ def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_publ
 
 
 def test_concurrent_claims_never_share_a_row():
-    a_backlog()
+    a_backlog(A_LOT)
     guard, held, overlaps, rounds = threading.Lock(), Counter(), [], []
 
     def claim_and_settle():
@@ -148,7 +137,7 @@ def claimed_elsewhere():
 
 
 def test_two_concurrent_relays_publish_every_message_once(peer):
-    messages = a_backlog()
+    messages = a_backlog(A_LOT)
 
     with relaying(peer.url, relays=2, BATCH_SIZE=20) as relays:
         wait_until(lambda: peer.connections == 2)
@@ -160,7 +149,7 @@ def test_two_concurrent_relays_publish_every_message_once(peer):
 
 
 def test_two_concurrent_relays_keep_the_order_of_every_key(peer):
-    messages = a_backlog()
+    messages = a_backlog(A_LOT)
 
     with relaying(peer.url, relays=2, BATCH_SIZE=7):
         wait_until(lambda: not waiting())

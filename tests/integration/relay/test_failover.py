@@ -37,12 +37,6 @@ SECRETS = ("first-secret", "second-secret", "third-secret")
 
 
 @pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-@pytest.fixture
 def second():
     with FakeAmqpPeer() as peer:
         yield peer

@@ -9,7 +9,6 @@ from django.db import OperationalError, ProgrammingError, connection
 
 from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, State
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     Queue,
     drained,
@@ -37,12 +36,6 @@ BACK = "The broker is back"
 @pytest.fixture(autouse=True)
 def warnings_captured(caplog):
     caplog.set_level(logging.WARNING)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from django.db import connection, connections, transaction
 
 from inbox.models import InboxMessage
 from inbox.store.buckets import lease_tokens
-from outbox import Draft, doorbell, publish_many
+from outbox import doorbell
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
 from outbox.kernel.loop import Bell, StopRequest
@@ -24,10 +24,9 @@ from outbox.models import State
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     SECONDS,
-    TOPIC,
+    a_backlog,
     connected,
     drained,
     ids,
@@ -62,17 +61,6 @@ def pooled(pgbouncer, transactional_db):
     doorbell._rings.clear()
     with an_alias("direct"), the_default_at(PORT=pgbouncer.port):
         yield pgbouncer
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-def a_backlog(count=A_LOT, keys=20):
-    with transaction.atomic():
-        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
 
 
 def connected_directly():
@@ -158,7 +146,7 @@ def test_failed_handler_is_retried(handles):
 
 
 def test_several_relays_publish_every_message_once_and_every_key_in_order(peer):
-    messages = a_backlog()
+    messages = a_backlog(A_LOT)
 
     with relaying(peer.url, relays=4, BATCH_SIZE=20):
         wait_until(lambda: not anything_waits())
@@ -207,7 +195,7 @@ def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environ
 
 def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, handles):
     handler = handles(the_effect)
-    a_backlog()
+    a_backlog(A_LOT)
     published(delay=timedelta(seconds=0.2))
     with relaying(peer.url, relays=2, timed=True, BATCH_SIZE=50):
         wait_until(lambda: not anything_waits())

@@ -12,6 +12,7 @@ from tests.support.relaying import (
     Queue,
     connected,
     ids,
+    outcomes,
     published,
     relaying,
     row_of,
@@ -26,10 +27,6 @@ from tests.support.waiting import wait_until
 
 def a_parcel(position=1, topic=TOPIC, **attributes):
     return Parcel(position=position, envelope=Envelope(id=f"m{position}", topic=topic, body=b"{}", **attributes))
-
-
-def outcomes(sent):
-    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from outbox.kernel.clock import DatabaseTime
 from outbox.models import RelayLease, State
 from outbox.relay.passes import Pass
 from outbox.store import Lease, LeaseLost, Settlement
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     connected,
     drained,
@@ -31,12 +30,6 @@ from tests.support.waiting import wait_until
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
 DURATION = timedelta(minutes=5)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture

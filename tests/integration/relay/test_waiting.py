@@ -11,7 +11,6 @@ from django.db import connection, connections, transaction
 from outbox import Draft, publish_many, store
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import OutboxMessage, State
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     TOPIC,
     connected,
@@ -33,18 +32,6 @@ pytestmark = pytest.mark.django_db(transaction=True)
 HOUR = timedelta(hours=1)
 NEVER = {"RETRY_BASE": HOUR, "RETRY_CAP": HOUR}
 """A failed head stays where it is while the test looks."""
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def transport(peer):
-    with connected(peer.url) as transport:
-        yield transport
 
 
 def some(*names, key="k", **options):

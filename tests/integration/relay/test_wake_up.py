@@ -349,12 +349,14 @@ def listening_backends(outside):
     return [pid for (pid,) in found]
 
 
-class TestListening:
-    @pytest.fixture(autouse=True)
-    def short_pauses(self, monkeypatch, caplog):
-        caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
+@pytest.fixture
+def short_pauses(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
 
+
+@pytest.mark.usefixtures("short_pauses")
+class TestListening:
     def test_listener_hears_another_session_and_rings_every_bell(self, outside, never):
         one, other = Bell(), Bell()
         with a_listener(one, other):
@@ -413,12 +415,8 @@ class TestListening:
             assert not doorbell._in_this_process
 
 
+@pytest.mark.usefixtures("short_pauses")
 class TestListenerOutage:
-    @pytest.fixture(autouse=True)
-    def short_pauses(self, monkeypatch, caplog):
-        caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
-
     @pytest.fixture
     def proxy(self):
         with FaultProxy("127.0.0.1", int(connection.settings_dict["PORT"])) as proxy, an_alias("through", PORT=proxy.port):

@@ -15,7 +15,7 @@ from outbox.kernel.transport import Outcome, Parcel
 from outbox.kernel.wire import Wire
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire
-from tests.support.relaying import TOPIC, Queue, connected, soon
+from tests.support.relaying import TOPIC, Queue, connected, outcomes, soon
 from tests.support.waiting import wait_until
 
 TASKS = kombu.Exchange("tasks", "direct")
@@ -43,10 +43,6 @@ def a_parcel(position=1, body=b"[[], {}, {}]", **changes):
 
 def an_event(position=1):
     return Parcel(position=position, envelope=Envelope(id=str(uuid.uuid4()), topic=TOPIC, body=b"{}"))
-
-
-def outcomes(sent):
-    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
 
 
 class Work:
