@@ -28,7 +28,7 @@ test: $(VENV)/.test ## the suite on PostgreSQL, then its portable part on SQLite
 	$(PYTEST) -m 'not proof'
 	$(PYTEST) -m 'every_database and not proof' --db sqlite
 
-proof: $(VENV)/.test ## what takes long by its nature: soaks, outages, seeded bugs, order under kills
+proof: $(VENV)/.test ## what takes long by its nature: soaks, bad days of the relay, seeded bugs, order under kills
 	$(PYTEST) -m proof
 	$(PYTEST) -m 'every_database and proof' --db sqlite
 

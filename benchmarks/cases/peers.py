@@ -7,13 +7,12 @@ keys is judged for ours only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 from uuid import UUID
 
-from benchmarks.lab.arrivals import Arrivals, collect, fresh_queue, queued
+from benchmarks.lab.arrivals import Arrivals, collect, fresh_queue, in_queue
 from benchmarks.lab.peers import CELERY_OUTBOX, OUTBOX_PATTERN, PROCRASTINATE, Peer, PeerUnavailable
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.project import Project
@@ -21,6 +20,7 @@ from benchmarks.lab.record import Record, Verdict
 from benchmarks.lab.relays import drain_preloaded
 from benchmarks.lab.servers import Lab
 from benchmarks.lab.stomp import StompRabbitServer
+from benchmarks.lab.waiting import Stalled, wait_for
 from benchmarks.lab.workload import many_customers
 from tests.support.servers import RabbitServer, ServerFailed
 
@@ -28,8 +28,6 @@ OURS = "outbox_relay"
 TRIAL = 3_000
 TRIALS = 2
 """Of each setting, not one after the other, so that a moment's noise does not choose a slower one for a peer."""
-UNCONFIRMED_SECONDS = 10.0
-"""How long messages that nobody confirms may take to show up in the queue."""
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
@@ -102,9 +100,8 @@ def _verdict(project: Project, peer: Peer, committed: list[tuple[str, int]], fau
     count = len(committed)
     if peer.read is None:
         return Verdict(peer.name, correct=not faults, detail=faults or f"{count:,} committed, {count:,} done")
-    deadline = time.monotonic() + UNCONFIRMED_SECONDS
-    while queued(project) < count and time.monotonic() < deadline:
-        time.sleep(0.05)
+    with suppress(Stalled):  # messages that nobody confirmed may be lost, and the arrivals tell which
+        wait_for(in_queue(project, count))
     arrivals = collect(project, Arrivals(), peer.read)
     faults = faults or arrivals.faults((UUID(message_id), number) for message_id, number in committed)
     detail = faults or f"{count:,} committed, {arrivals.taken:,} arrived; order not judged"

@@ -26,7 +26,7 @@ class Stalled(Exception):
     """A benchmark waited for what did not come. The first line of the message says for what, and what was counted instead."""
 
     def __init__(self, what: str, project: Project, *processes: Process) -> None:
-        super().__init__(f"{what}: {account(project)}{_logs(*processes)}")
+        super().__init__(f"{what}: {_account(project)}{_logs(*processes)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,6 +163,14 @@ def until(what: str, condition: Callable[[], bool], *processes: Process, seconds
 def _movement(project: Project) -> Hashable:
     """Changes whenever a row is inserted or a message comes or goes; what a process does that only waits does not change it."""
     return project.database.numbers_drawn(), tuple(sorted(project.queue_lengths().items()))
+
+
+def _account(project: Project) -> str:
+    """What a server has lost may be the reason why nothing moves: an account that fails must not take its place."""
+    try:
+        return account(project)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told in the message
+        return f"no account, because of {type(error).__name__}: {error}"
 
 
 def _logs(*processes: Process) -> str:

@@ -14,7 +14,8 @@ from inbox.leasing.stores import Consumed, Held, Kept, Lease, Wanted
 from inbox.models import State
 from inbox.reading import read
 from inbox.store import Failure
-from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row, wait_until
+from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 

@@ -16,7 +16,7 @@ from outbox.kernel.envelope import Envelope, from_delivery
 from outbox.kernel.transport import Outcome, Parcel
 from outbox.models import State
 from outbox.transports import open_transport
-from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, published, quick, row_of, soon, state_of
+from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, outcomes, published, quick, row_of, soon, state_of
 from tests.unit.test_envelope import VECTORS, envelope_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
@@ -75,10 +75,6 @@ def place(request):
 def transport(place):
     with connected(place.url) as transport:
         yield transport
-
-
-def outcomes(sent):
-    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
 
 
 class TestEveryTransport:

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
-from django.db import connection, connections
 
+from tests.support import mortal
 from tests.support.crash.world import World
 from tests.support.workers import migrate
 
 SECONDS = 300
 """For a test that says nothing of its own: it starts many processes, and on a slow machine each of them takes long."""
+
+mortal_database = mortal.mortal_database
 
 
 def pytest_collection_modifyitems(items):
@@ -37,22 +38,6 @@ def mortal_world(mortal_postgres, mortal_database, process_environment, rabbitmq
     environment = {**process_environment, "DATABASE_URL": mortal_database}
     migrate(environment, tmp_path / "migrate.log")
     yield from _world(environment, tmp_path, rabbitmq_server, rabbitmq_url)
-
-
-@pytest.fixture
-def mortal_database(mortal_postgres, transactional_db):
-    """For this test, `default` is a database on the server that may be killed; its URL."""
-    url = mortal_postgres.create_database()
-    there = {"HOST": "127.0.0.1", "PORT": mortal_postgres.port, "NAME": urlsplit(url).path[1:], "USER": "postgres"}
-    settings = connections.settings["default"]
-    usual = {name: settings[name] for name in there}
-    connection.close()
-    connection.settings_dict.update(there)
-    settings.update(there)
-    yield url
-    connection.close()
-    connection.settings_dict.update(usual)
-    settings.update(usual)
 
 
 def _world(environment, directory, rabbit, broker_url):

@@ -1,4 +1,7 @@
-"""The outbox's pages in the admin, as a browser and a member of staff see them."""
+"""Pages in the admin, as a browser and a member of staff see them.
+
+Messages and lists are those of the outbox; `Page`, `staff_client` and `said` serve for the pages of both apps.
+"""
 
 import json
 from datetime import timedelta

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,9 +20,9 @@ from outbox.kernel.clock import DatabaseTime, utcnow
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
+from tests.support.waiting import A_WHILE, wait_until  # noqa: F401 - wait_until is imported from here, too
 
 TOPIC = "shop.order.placed"
-A_WHILE = 60.0
 
 OPTIONS = InboxOptions(
     MAX_ATTEMPTS=3,
@@ -90,15 +89,6 @@ def run_to_the_end(given=OPTIONS):
             return
         drain(given)
     raise AssertionError(f"still not settled: {list(InboxMessage.objects.filter(state__in=DUE))}")
-
-
-def wait_until(condition, within=A_WHILE):
-    """What `condition` answered when it came true."""
-    deadline = time.monotonic() + within
-    while not (answer := condition()):
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
-    return answer
 
 
 def at_once(jobs):

@@ -8,8 +8,9 @@ import psycopg
 from django.db import connection
 
 from tests.support.aliases import the_default_at
-from tests.support.deliveries import A_WHILE, InAThread, wait_until
+from tests.support.deliveries import A_WHILE, InAThread
 from tests.support.servers import FaultProxy
+from tests.support.waiting import wait_until
 
 
 def losing_the_answer(environment, *, before, call, written):

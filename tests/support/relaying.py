@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -12,7 +11,7 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
-from outbox import publish, store
+from outbox import Draft, publish, publish_many, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -22,11 +21,12 @@ from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
 from outbox.transports import amqp, open_transport
+from tests.support.waiting import wait_until
 
 EXCHANGE = "outbox"
 TOPIC = "shop.order.placed"
 SECONDS = 60.0
-"""How long a condition may take to come true before the test gives up on it."""
+"""How long a healthy broker, or a thread, may take before the test gives up on it."""
 A_GLANCE = 0.05
 
 
@@ -60,13 +60,22 @@ def set_columns(message, using="default", **columns):
     assert OutboxMessage.objects.using(using).filter(message_id=message.id).update(**columns) == 1
 
 
-def eventually(condition, seconds=SECONDS):
-    """Wait until the condition holds, and return what it said."""
-    deadline = monotonic() + seconds
-    while not (answer := condition()):
-        assert monotonic() < deadline, f"waited {seconds} s in vain"
-        time.sleep(0.01)
-    return answer
+def in_state(state, **options):
+    """A committed message in a state it takes long to get into."""
+    message = published(**options)
+    set_columns(message, state=state)
+    return message
+
+
+def a_backlog(count, keys=20):
+    """So many committed messages; every second one has a key."""
+    with transaction.atomic():
+        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
+
+
+def outcomes(sent):
+    """What became of each position of a batch."""
+    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
 
 
 def soon(seconds=SECONDS):
@@ -215,7 +224,7 @@ class Queue:
     def take(self, count):
         """Wait for so many messages."""
         taken = []
-        eventually(lambda: taken.extend(self.take_all()) or len(taken) >= count)
+        wait_until(lambda: taken.extend(self.take_all()) or len(taken) >= count)
         return taken
 
 

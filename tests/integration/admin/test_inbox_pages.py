@@ -8,9 +8,7 @@ from datetime import timedelta
 
 import pytest
 from django.contrib.admin.models import LogEntry
-from django.contrib.auth.models import Permission, User
-from django.contrib.messages import get_messages
-from django.test import Client
+from django.contrib.auth.models import User
 from django.urls import reverse
 
 from inbox.conf import inbox_options
@@ -18,6 +16,7 @@ from inbox.handlers import Handler, registry
 from inbox.models import InboxMessage, State, Step, TrailEntry
 from outbox.kernel.clock import utcnow
 from tests.support import ROOT
+from tests.support.admin_pages import said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -27,15 +26,6 @@ VIEW, RETRY, SKIP = "view_inboxmessage", "retry_inboxmessage", "skip_inboxmessag
 OVERRIDE = "override_inboxmessage"
 LONG_AGO = timedelta(days=1)
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>"
-
-
-def staff_client(*codenames):
-    """A client of a member of staff with these permissions and no others."""
-    user = User.objects.create_user(f"staff{User.objects.count()}", is_staff=True)
-    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
-    client = Client()
-    client.force_login(user)
-    return client
 
 
 def a_message(state=State.DEAD, *, payload=None, received_ago=timedelta(), next_ago=None, **columns):
@@ -65,10 +55,6 @@ def shown(client, **query):
 def act(client, action, *rows, query="", **fields):
     data = {"action": action, "_selected_action": [row.pk for row in rows], **fields}
     return client.post(reverse(LIST) + query, data)
-
-
-def notices_of(response):
-    return [(message.level_tag, message.message) for message in get_messages(response.wsgi_request)]
 
 
 def html(response):
@@ -393,7 +379,7 @@ class TestRetry:
 
         response = act(client, "retry", dead, done, query="?state=dead")
 
-        (level, words), (other_level, other_words) = notices_of(response)
+        (level, words), (other_level, other_words) = said(response)
         assert (level, other_level) == ("success", "warning")
         assert words == f"Message {dead.message_id} (shop.order.placed order-0, shop.reserve_stock): due for a retry now"
         assert other_words.endswith("not due for a retry now: it is done now")
@@ -414,8 +400,8 @@ class TestRunningMessage:
 
         response = act(client, action, running, ended, confirmed="yes", reason="because")
 
-        assert [level for level, _ in notices_of(response)] == ["warning", "success"]
-        assert notices_of(response)[0][1].endswith("it is running now, and somebody has it in hand; try again")
+        assert [level for level, _ in said(response)] == ["warning", "success"]
+        assert said(response)[0][1].endswith("it is running now, and somebody has it in hand; try again")
         assert (state_of(running), state_of(ended)) == (State.RUNNING, becomes)
         assert list(InboxMessage.objects.order_by("pk").values_list("fence", flat=True)) == [2, 3]
 
@@ -451,8 +437,8 @@ class TestSkip:
 
         response = act(client, "skip", dead, done, query="?stuck=any", confirmed="yes", reason="a test order")
 
-        assert [level for level, _ in notices_of(response)] == ["success", "warning"]
-        assert notices_of(response)[1][1].endswith("not skipped: it is done now")
+        assert [level for level, _ in said(response)] == ["success", "warning"]
+        assert said(response)[1][1].endswith("not skipped: it is done now")
         assert (state_of(dead), state_of(done)) == (State.SKIPPED, State.DONE)
         assert "a test order" in InboxMessage.objects.get(pk=dead.pk).last_error
         assert LogEntry.objects.get().change_message == "Skipped: a test order"
@@ -494,7 +480,7 @@ class TestOverrideOfTheMaximumAge:
     def test_retry_does_not_run_a_quarantined_message(self):
         row = a_message(quarantined=True)
 
-        ((level, words),) = notices_of(act(staff_client(VIEW, RETRY, SKIP), "retry", row))
+        ((level, words),) = said(act(staff_client(VIEW, RETRY, SKIP), "retry", row))
 
         assert level == "warning"
         assert words.endswith("it is in quarantine, and only “Retry past the age fence…” runs it")
@@ -534,7 +520,7 @@ class TestOverrideOfTheMaximumAge:
             reason="not in the books of May",
         )
 
-        (level, words), (other_level, other_words) = notices_of(response)
+        (level, words), (other_level, other_words) = said(response)
         assert (level, other_level) == ("success", "warning")
         assert words.endswith("due past the age fence now")
         assert other_words.endswith("it is not in quarantine, so “Retry now” runs it")
@@ -547,7 +533,7 @@ class TestOverrideOfTheMaximumAge:
         client = staff_client(VIEW, OVERRIDE)
         decide = {"confirmed": "yes", "reason": "the books"}
 
-        levels = [notices_of(act(client, "override_age_fence", row, **decide))[-1][0] for _ in range(2)]
+        levels = [said(act(client, "override_age_fence", row, **decide))[-1][0] for _ in range(2)]
 
         assert levels == ["success", "warning"]
         assert LogEntry.objects.count() == 1

@@ -10,7 +10,7 @@ import time
 
 import redis
 
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 
 VISIBILITY_SECONDS = 1
 UNACKNOWLEDGED = "unacked_index"

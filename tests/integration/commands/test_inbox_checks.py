@@ -98,12 +98,12 @@ def test_outbox_and_inbox_on_the_same_broker_passes(handles):
 
 def test_ordered_handler_on_a_broker_that_does_not_keep_order_is_an_error(handles):
     handles(the_effect)
-    handles(the_effect, ordered=True, name="tests.support.apps.ordered")
+    handles(the_effect, ordered=True, name="tests.ordered")
     redis = {"BROKER_URL": "redis://user:secret@host/0"}
     with override_settings(OUTBOX=redis, INBOX={"GROUP": "shop"}):
         problem = found()["inbox.E006"]
 
-    assert "tests.support.apps.ordered" in problem.msg
+    assert "tests.ordered" in problem.msg
     assert "secret" not in problem.msg
 
 
@@ -149,7 +149,7 @@ def test_handler_that_may_outlast_the_consumer_timeout_is_a_warning(handles, giv
     handles(the_effect, name="tests.slow", **given)
     handles(the_effect, name="tests.quick", timeout=timedelta(minutes=1), group_commit=15)
     handles(the_effect, name="tests.unbounded")
-    handles(the_effect, name="tests.support.apps.ordered", ordered=True, timeout=given["timeout"] * 20)
+    handles(the_effect, name="tests.ordered", ordered=True, timeout=given["timeout"] * 20)
 
     assert "inbox.W004" not in found()
     with override_settings(INBOX={"BROKER_URL": "amqp://host//"}):

@@ -16,7 +16,8 @@ from inbox.models import InboxMessage, State
 from inbox.ordering import take_in
 from inbox.reading import read
 from outbox.kernel.clock import DatabaseTime, utcnow
-from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row, wait_until
+from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 

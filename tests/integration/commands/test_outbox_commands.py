@@ -22,7 +22,8 @@ from outbox.relay.service import serve
 from outbox.store import SILENT_AFTER
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.heartbeats import a_relay
-from tests.support.relaying import eventually, ids, published, row_of, set_columns, state_of, states
+from tests.support.relaying import ids, published, row_of, set_columns, state_of, states
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
@@ -341,9 +342,9 @@ class TestRelayProcess:
     def test_relay_runs_until_a_signal_and_exits_with_0(self, environment, peer, number):
         with a_process(environment, "outbox_relay") as process:
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             second = published()
-            eventually(lambda: state_of(second) == State.PUBLISHED)
+            wait_until(lambda: state_of(second) == State.PUBLISHED)
             process.send_signal(number)
             out, _ = process.communicate(timeout=60)
 

@@ -13,8 +13,8 @@ import pytest
 
 from inbox.handlers import Handler
 from tests.support import ROOT
-from tests.support.deliveries import wait_until
 from tests.support.relaying import Queue
+from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, broker_options, length_of, send
 
 TOPIC = "shop.order.placed"
@@ -90,16 +90,15 @@ class Project:
         (shop / "__init__.py").touch()
         (shop / "models.py").write_text(MODELS)
         (shop / "handlers.py").write_text(HANDLERS if half == "inbox" else "")
-        # A template process is kept for each name of a settings module, so projects must not share one.
-        settings = f"settings_of_{directory.name}"
-        (directory / f"{settings}.py").write_text(
+        # Not below `tests`: each command runs in a fresh interpreter, see `tests.support.processes.start`.
+        (directory / "project_settings.py").write_text(
             SETTINGS.format(half=half, database=str(self._database), options=half.upper(), given=given)
         )
         self._environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)]),
             "PYTHONWARNINGS": "error",
-            "DJANGO_SETTINGS_MODULE": settings,
+            "DJANGO_SETTINGS_MODULE": "project_settings",
         }
 
     def manage(self, *arguments):

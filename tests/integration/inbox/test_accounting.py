@@ -24,7 +24,8 @@ from inbox.reading import read
 from inbox.shedding import receive_shed
 from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect, wait_until
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect
+from tests.support.waiting import wait_until
 from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
@@ -190,8 +191,8 @@ def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles,
     Effect.objects.all().delete()
     world = World(
         plain=handles(do_what_the_payload_says, name="tests.plain"),
-        ordered=handles(do_what_the_payload_says, name="tests.support.apps.ordered", ordered=True),
-        leased=handles(do_what_the_payload_says, name="tests.support.apps.leased", mode="lease"),
+        ordered=handles(do_what_the_payload_says, name="tests.ordered", ordered=True),
+        leased=handles(do_what_the_payload_says, name="tests.leased", mode="lease"),
     )
     for name, arguments in steps:
         getattr(world, name)(**arguments)

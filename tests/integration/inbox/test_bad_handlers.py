@@ -35,8 +35,8 @@ from tests.support.deliveries import (
     run_to_the_end,
     the_effect,
     the_row,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 

@@ -57,11 +57,10 @@ from tests.support.deliveries import (
     effects,
     the_effect,
     the_row,
-    wait_until,
 )
 from tests.support.loads import a_delivery
-from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 from tests.support.workers import (
     CONFIRMED,
     EXCHANGE,
@@ -83,12 +82,6 @@ SHORT = timedelta(milliseconds=200)
 def length(rabbitmq_server, rabbitmq_url):
     """How many messages the broker holds for a handler, unacknowledged ones included."""
     return lambda handler: length_of(rabbitmq_server, handler, broker_options(rabbitmq_url))
-
-
-@pytest.fixture
-def proxy(rabbitmq_server):
-    with FaultProxy("127.0.0.1", rabbitmq_server.start().port) as proxy:
-        yield proxy
 
 
 def undelivered(url, handler):

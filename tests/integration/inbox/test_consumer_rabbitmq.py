@@ -18,8 +18,9 @@ from outbox.kernel.trail import life_of
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row, wait_until
+from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row
 from tests.support.servers import FaultProxy
+from tests.support.waiting import wait_until
 from tests.support.workers import (
     OF_THE_WORKERS,
     Process,
@@ -35,12 +36,6 @@ from tests.support.workers import (
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
 SHORT = timedelta(milliseconds=200)
-
-
-@pytest.fixture
-def proxy(rabbitmq_server):
-    with FaultProxy("127.0.0.1", rabbitmq_server.start().port) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from inbox.models import InboxMessage, State
 from outbox import publish
 from outbox.models import OutboxMessage
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row, wait_until
+from tests.support.deliveries import A_WHILE, TOPIC, drain, effects, make_due, the_effect, the_row
+from tests.support.waiting import wait_until
 from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, consuming, declare, relay, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

@@ -18,9 +18,9 @@ from tests.support.deliveries import (
     effects,
     the_effect,
     the_row,
-    wait_until,
 )
 from tests.support.relaying import Queue, connected, one_pass, published, state_of
+from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

@@ -27,9 +27,9 @@ from tests.support.deliveries import (
     run_to_the_end,
     the_effect,
     the_row,
-    wait_until,
 )
 from tests.support.servers import binaries
+from tests.support.waiting import wait_until
 from tests.support.workers import OF_THE_WORKERS, Process, as_environment, broker_options, declare, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True)]

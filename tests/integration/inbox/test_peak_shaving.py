@@ -17,8 +17,9 @@ from inbox.handlers import Handler
 from inbox.models import InboxMessage, State, TokenBucket
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.limited import ABOVE, NAME, RATE, TOPIC
-from tests.support.deliveries import InAThread, effects, the_effect, wait_until
+from tests.support.deliveries import InAThread, effects, the_effect
 from tests.support.taker import database_clock
+from tests.support.waiting import wait_until
 from tests.support.workers import EXCHANGE, Process, as_environment, broker_options, consuming, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

@@ -41,9 +41,9 @@ from tests.support.deliveries import (
     effects,
     the_effect,
     the_row,
-    wait_until,
 )
 from tests.support.taker import database_clock
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 

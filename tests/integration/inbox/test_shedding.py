@@ -28,8 +28,8 @@ from tests.support.deliveries import (
     options,
     the_effect,
     the_row,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, length_of
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

@@ -17,9 +17,10 @@ from outbox.kernel.clock import monotonic
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
-from tests.support.deliveries import A_WHILE, InAThread, an_envelope, deliver, effects, options, the_row, wait_until
+from tests.support.deliveries import A_WHILE, InAThread, an_envelope, deliver, effects, options, the_row
 from tests.support.lost_answers import losing_the_answer
 from tests.support.servers import FaultProxy
+from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment, broker_options, declare, length_of, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

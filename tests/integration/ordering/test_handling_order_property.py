@@ -31,7 +31,8 @@ from inbox.transactions import DatabaseAway
 from outbox.kernel.clock import DatabaseTime, monotonic, utcnow
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import an_envelope, options, wait_until
+from tests.support.deliveries import an_envelope, options
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -406,12 +407,12 @@ def wrong_in(handles, seed, on_dead):
     InboxMessage.objects.all().delete()
     Effect.objects.all().delete()
     machine = Machine(None, seed)
-    machine.handler = handles(machine.handle, ordered=True, on_dead=on_dead, name="tests.support.apps.ordered")
+    machine.handler = handles(machine.handle, ordered=True, on_dead=on_dead, name="tests.ordered")
     try:
         with gates():
             return machine.run()
     finally:
-        registry.remove("tests.support.apps.ordered")
+        registry.remove("tests.ordered")
 
 
 @pytest.mark.parametrize("on_dead", ["block", "skip"])

@@ -22,7 +22,8 @@ from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import TOPIC, effects, the_effect, wait_until
+from tests.support.deliveries import TOPIC, effects, the_effect
+from tests.support.waiting import wait_until
 from tests.support.workers import CONFIRMED, EXCHANGE, broker_options, consuming, declare, relay, send
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

@@ -17,7 +17,8 @@ from outbox.store import writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect
 from tests.support.open_transactions import KEY, OpenTransaction
-from tests.support.relaying import SECONDS, TOPIC, eventually, in_threads, published, row_of
+from tests.support.relaying import SECONDS, TOPIC, in_threads, published, row_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -57,7 +58,7 @@ def waiting():
 
 
 def waits(future):
-    eventually(lambda: waiting() or future.done())
+    wait_until(lambda: waiting() or future.done())
     return not future.done()
 
 
@@ -189,7 +190,7 @@ class TestSeveralKeys:
         crossed = [one.publishes(OTHER), other.publishes(KEY)]
 
         # Not the first that is done: PostgreSQL lets the other one go on before the loser's error has been raised here.
-        eventually(lambda: any(call.done() and call.exception() for call in crossed))
+        wait_until(lambda: any(call.done() and call.exception() for call in crossed))
         [lost] = [place for place, call in enumerate(crossed) if call.done() and call.exception()]
 
         with pytest.raises(OperationalError, match="deadlock"):
@@ -204,9 +205,9 @@ class TestSeveralKeys:
         done(holder.publishes(first))
 
         forwards = one.does(writing.hold_order, "default", [first, second])
-        eventually(lambda: waiting() == 1)
+        wait_until(lambda: waiting() == 1)
         backwards = other.does(writing.hold_order, "default", [second, first])
-        eventually(lambda: waiting() == 2)
+        wait_until(lambda: waiting() == 2)
         holder.commits()
         done(forwards)
         one.commits()

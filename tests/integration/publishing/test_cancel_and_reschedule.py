@@ -27,9 +27,9 @@ from tests.support.relaying import (
     SECONDS,
     TOPIC,
     drained,
-    eventually,
     ids,
     in_hand,
+    in_state,
     in_threads,
     published,
     relaying,
@@ -37,6 +37,7 @@ from tests.support.relaying import (
     set_columns,
     state_of,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
 every_database = pytest.mark.every_database
@@ -46,12 +47,6 @@ A_MOMENT = timedelta(minutes=5)
 CANCELLED = Decision(Outcome.CANCELLED, State.CANCELLED)
 OPEN = [State.SCHEDULED, State.READY, State.RETRYING, State.WAITING]
 ENDED = [State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK]
-
-
-def in_state(state, **options):
-    message = published(**options)
-    set_columns(message, state=state)
-    return message
 
 
 def a_session_waits_for(lock):
@@ -156,7 +151,7 @@ def test_cancel_of_a_message_that_becomes_ready_waits_for_its_relay_without_a_ro
         with transaction.atomic():
             OutboxMessage.objects.update(state=State.READY)
             became_ready.set()
-            eventually(lambda: a_session_waits_for("transactionid = pg_current_xact_id()::xid"))
+            wait_until(lambda: a_session_waits_for("transactionid = pg_current_xact_id()::xid"))
 
     def decide():
         assert became_ready.wait(SECONDS)
@@ -165,7 +160,7 @@ def test_cancel_of_a_message_that_becomes_ready_waits_for_its_relay_without_a_ro
     with ExitStack() as beside, transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_xact_lock(%s, %s)", [LOCK_SPACE, row_of(message).shard])
         beside.enter_context(in_threads(fire, decide))
-        eventually(lambda: a_session_waits_for(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
+        wait_until(lambda: a_session_waits_for(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
         # A relay that has the shard does the same. If cancel() had locked the row, the two would wait for each other.
         OutboxMessage.objects.select_for_update(nowait=True).get()
         OutboxMessage.objects.update(state=State.PUBLISHED)
@@ -336,9 +331,9 @@ def test_message_cancelled_at_its_due_time_is_either_cancelled_or_published():
         mine = order[part::4]
         for number, message in enumerate(mine):
             if number == len(mine) // 4:
-                eventually(lambda: timezone.now() > at)
+                wait_until(lambda: timezone.now() > at)
             if number == len(mine) * 3 // 4:
-                eventually(lambda: peer.published)
+                wait_until(lambda: peer.published)
             answers[str(message.id)] = cancel(message.id)
 
     with FakeAmqpPeer() as peer:

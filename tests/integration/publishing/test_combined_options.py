@@ -11,7 +11,6 @@ from django.db import transaction
 from outbox import Answer, cancel, checker, prepare, publish, reschedule, restore
 from outbox.checkers import checkers
 from outbox.models import OutboxMessage, State
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, drained, ids, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -19,12 +18,6 @@ pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 HOUR = timedelta(hours=1)
 A_STALL = timedelta(minutes=3)
 IN_TIME = {"delay": 2 * HOUR, "expires_in": HOUR}
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture

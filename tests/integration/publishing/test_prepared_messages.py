@@ -35,7 +35,6 @@ from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     drained,
-    eventually,
     ids,
     in_hand,
     in_threads,
@@ -45,6 +44,7 @@ from tests.support.relaying import (
     state_of,
     states,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
 several_connections = pytest.mark.django_db(transaction=True)
@@ -460,7 +460,7 @@ class TestCheck:
         with FakeAmqpPeer() as peer, override_settings(OUTBOX={"BROKER_URL": peer.url, **intervals}):
             halves = [prepare(TOPIC, {}) for _ in range(12)]
             with in_threads(*(partial(serve, "default", stop=stop) for _ in range(2)), stop=stop):
-                eventually(lambda: states() == [State.PUBLISHED] * len(halves))
+                wait_until(lambda: states() == [State.PUBLISHED] * len(halves))
 
         assert Counter(asked_about) == Counter(half.id for half in halves)
 

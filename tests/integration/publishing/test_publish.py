@@ -18,7 +18,8 @@ from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, 
 from outbox.kernel.context import Cause, caused_by
 from outbox.models import SHARDS, OutboxMessage, State
 from tests.support.apps.effects.models import Effect
-from tests.support.relaying import SECONDS, TOPIC, eventually, in_threads, published, row_of
+from tests.support.relaying import SECONDS, TOPIC, in_threads, published, row_of
+from tests.support.waiting import wait_until
 
 # Most of these need no real commit. Those that look from another thread say so.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(databases=["default", "other"])]
@@ -343,7 +344,7 @@ class TestUnique:
             second.start()
             assert begun.wait(SECONDS)
             if connection.vendor == "postgresql":
-                eventually(a_session_waits_for_a_lock)
+                wait_until(a_session_waits_for_a_lock)
             assert not answers
             transaction.set_rollback(ending == "rolls back")
         second.join()

@@ -14,7 +14,7 @@ from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
 from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, soon
+from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, outcomes, soon
 from tests.support.servers.private import free_port
 
 A_MOMENT = 0.3
@@ -33,22 +33,6 @@ def parcels(count, *, first=1, **attributes):
         )
         for position in range(first, first + count)
     ]
-
-
-def outcomes(sent):
-    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def transport(peer):
-    with connected(peer.url) as transport:
-        yield transport
 
 
 def when_all_have_arrived(peer, count, *actions):

@@ -12,7 +12,8 @@ from outbox import Draft, publish_many, store
 from outbox.models import OutboxMessage, State
 from outbox.relay import breaker
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import Queue, drained, eventually, ids, published, relaying, state_of, states
+from tests.support.relaying import Queue, drained, ids, published, relaying, state_of, states
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -69,10 +70,10 @@ class TestFullQueue:
         mixed()
         with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             arrived = others.take(OTHERS)
-            eventually(lambda: in_state(BAD, State.PUBLISHED) == ROOM)
+            wait_until(lambda: in_state(BAD, State.PUBLISHED) == ROOM)
 
             assert len(arrived) == OTHERS
-            eventually(lambda: said(caplog, PAUSED))
+            wait_until(lambda: said(caplog, PAUSED))
             tried = of(BAD).filter(attempts__gt=0).count()
             assert tried < REFUSED / 2, "most of them were deferred without having been sent"
             not_tried = of(BAD).filter(attempts=0, state=State.RETRYING).first()
@@ -81,9 +82,9 @@ class TestFullQueue:
     def test_paused_topic_counts_attempts_only_for_messages_that_were_sent(self, rabbitmq_url, full, caplog):
         mixed()
         with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            eventually(lambda: said(caplog, PAUSED))
+            wait_until(lambda: said(caplog, PAUSED))
             tries = len(nacks(caplog))
-            eventually(lambda: len(nacks(caplog)) > tries + 20)
+            wait_until(lambda: len(nacks(caplog)) > tries + 20)
         attempts = dict(of(BAD).exclude(state=State.PUBLISHED).values_list("message_id", "attempts"))
 
         tried = Counter(nacks(caplog))
@@ -93,12 +94,12 @@ class TestFullQueue:
         mixed()
         with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
             others.take(OTHERS)
-            eventually(lambda: said(caplog, PAUSED))
+            wait_until(lambda: said(caplog, PAUSED))
             # From here on every message reaches this queue as well; those that the full one refuses, more than once.
             with Queue(rabbitmq_url, BAD, name="roomy") as roomy:
                 arrived = full.take_all()
                 full._bound.delete()
-                eventually(lambda: set(states()) == {State.PUBLISHED})
+                wait_until(lambda: set(states()) == {State.PUBLISHED})
                 arrived += roomy.take_all()
 
         assert len(set(ids(arrived))) == REFUSED
@@ -108,15 +109,15 @@ class TestFullQueue:
         with transaction.atomic():
             publish_many([Draft(BAD, {}) for _ in range(200)])
         with relaying(rabbitmq_url, **AFTER_A_REFUSAL):
-            eventually(lambda: said(caplog, PAUSED))
+            wait_until(lambda: said(caplog, PAUSED))
             tries = len(nacks(caplog))
-            eventually(lambda: len(nacks(caplog)) > tries + 10)
+            wait_until(lambda: len(nacks(caplog)) > tries + 10)
             assert len(said(caplog, PAUSED)) == 1
             assert not said(caplog, RESUMED)
 
             with Queue(rabbitmq_url, BAD, name="second way out"):
                 full._bound.delete()
-                eventually(lambda: set(states()) == {State.PUBLISHED})
+                wait_until(lambda: set(states()) == {State.PUBLISHED})
 
         assert [len(said(caplog, words)) for words in (PAUSED, RESUMED)] == [1, 1]
 
@@ -125,9 +126,9 @@ class TestFullQueue:
         with transaction.atomic():
             publish_many([Draft(BAD, {}, biz_id=str(n), key=f"key-{n % keys}") for n in range(keys * each)])
         with relaying(rabbitmq_url, relays=2, BATCH_SIZE=50, **AFTER_A_REFUSAL):
-            eventually(lambda: State.RETRYING in states())
+            wait_until(lambda: State.RETRYING in states())
             arrived = []
-            eventually(lambda: arrived.extend(full.take_all()) or set(states()) == {State.PUBLISHED}, seconds=60)
+            wait_until(lambda: arrived.extend(full.take_all()) or set(states()) == {State.PUBLISHED}, within=60)
             arrived += full.take_all()
 
         names = [int(message.headers["cloudEvents:bizid"]) for message in arrived]
@@ -142,13 +143,13 @@ def test_backlog_of_20000_refused_messages_is_deferred_once_while_others_are_pub
     with FakeAmqpPeer() as peer:
         peer.script = lambda message: [partial(peer.nack if message.routing_key == BAD else peer.ack, message)]
         with relaying(peer.url):
-            eventually(lambda: not in_state(BAD, State.READY))
+            wait_until(lambda: not in_state(BAD, State.READY))
             deferred = of(BAD).filter(last_error=store.PUT_OFF)
             before = dict(deferred.values_list("pk", "available_at"))
             assert len(before) > 19_000
             for _ in range(30):
                 message = published(GOOD)
-                eventually(lambda message=message: state_of(message) == State.PUBLISHED)
+                wait_until(lambda message=message: state_of(message) == State.PUBLISHED)
             after = dict(deferred.values_list("pk", "available_at"))
 
     moved = sum(1 for position, available_at in before.items() if after.get(position) != available_at)
@@ -173,10 +174,10 @@ def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rab
 
     with Queue(rabbitmq_url, GOOD) as others, relaying(rabbitmq_url, **AFTER_A_REFUSAL):
         others.take(30)
-        eventually(lambda: said(caplog, PAUSED))
+        wait_until(lambda: said(caplog, PAUSED))
         with Queue(rabbitmq_url, BAD, name="late") as late:
             assert len(late.take(300)) == 300
-            eventually(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
 
     assert of(BAD).filter(attempts__gt=2).count() < 100
 
@@ -191,14 +192,14 @@ def test_paused_topic_holds_a_key_that_it_shares_with_another_topic():
         with transaction.atomic():
             publish_many([Draft(BAD, {}) for _ in range(40)])
         with relaying(peer.url, **AFTER_A_REFUSAL):
-            eventually(lambda: of(BAD).filter(last_error__startswith="not tried").exists())
+            wait_until(lambda: of(BAD).filter(last_error__startswith="not tried").exists())
             first = published(BAD, key="k")
             second = published(GOOD, key="k")
             free = published(GOOD)
-            eventually(lambda: str(free.id) in ids(list(peer.published)))
+            wait_until(lambda: str(free.id) in ids(list(peer.published)))
             assert str(second.id) not in ids(list(peer.published))
             room.append(True)
-            eventually(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
 
         sent = ids(peer.published)
         assert sent.index(str(second.id)) > max(n for n, name in enumerate(sent) if name == str(first.id))

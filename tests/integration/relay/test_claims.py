@@ -25,13 +25,12 @@ from outbox.relay.floors import Floors
 from outbox.store import Busy, Failure, Place, RelayedMessage, Settlement, claiming, operating, writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     SECONDS,
     TOPIC,
+    a_backlog,
     connected,
     drained,
-    eventually,
     ids,
     in_hand,
     in_threads,
@@ -44,22 +43,12 @@ from tests.support.relaying import (
     states,
     waiting,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 A_LOT = 400
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-def a_backlog(count=A_LOT, keys=20):
-    with transaction.atomic():
-        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
 
 
 def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
@@ -76,16 +65,16 @@ def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_publ
     with relaying(peer.url), in_threads(slow):
         assert first_has_its_id.wait(30)
         written["fast"] = published()
-        eventually(lambda: state_of(written["fast"]) == State.PUBLISHED)
+        wait_until(lambda: state_of(written["fast"]) == State.PUBLISHED)
         second_has_committed.set()
-        eventually(lambda: states() == [State.PUBLISHED] * 2)
+        wait_until(lambda: states() == [State.PUBLISHED] * 2)
 
     assert written["slow"].position < written["fast"].position
     assert ids(peer.published) == ids([written["fast"], written["slow"]])
 
 
 def test_concurrent_claims_never_share_a_row():
-    a_backlog()
+    a_backlog(A_LOT)
     guard, held, overlaps, rounds = threading.Lock(), Counter(), [], []
 
     def claim_and_settle():
@@ -148,11 +137,11 @@ def claimed_elsewhere():
 
 
 def test_two_concurrent_relays_publish_every_message_once(peer):
-    messages = a_backlog()
+    messages = a_backlog(A_LOT)
 
     with relaying(peer.url, relays=2, BATCH_SIZE=20) as relays:
-        eventually(lambda: peer.connections == 2)
-        eventually(lambda: not waiting())
+        wait_until(lambda: peer.connections == 2)
+        wait_until(lambda: not waiting())
 
     assert Counter(ids(peer.published)) == Counter(ids(messages))
     assert sum(relay.published for relay in relays) == A_LOT
@@ -160,10 +149,10 @@ def test_two_concurrent_relays_publish_every_message_once(peer):
 
 
 def test_two_concurrent_relays_keep_the_order_of_every_key(peer):
-    messages = a_backlog()
+    messages = a_backlog(A_LOT)
 
     with relaying(peer.url, relays=2, BATCH_SIZE=7):
-        eventually(lambda: not waiting())
+        wait_until(lambda: not waiting())
 
     position = {str(message.id): message.position for message in messages}
     by_key = {}
@@ -221,7 +210,7 @@ class TestTransactionBounds:
                     store.bound_transaction("default", timedelta(seconds=1))
                     [row] = in_hand(10)
                     assert not its_shard_is_free()
-                    eventually(its_shard_is_free)
+                    wait_until(its_shard_is_free)
                     store.settle("default", Settlement(published=[row.position]))
             except (DatabaseError, InterfaceError) as error:
                 woken.append(error)
@@ -276,7 +265,7 @@ class TestCancelling:
             assert message.position in {row.position for row in in_hand(10)}
             thread = threading.Thread(target=lambda: (cancel(), connections.close_all()))
             thread.start()
-            eventually(a_session_waits_for_an_advisory_lock)
+            wait_until(a_session_waits_for_an_advisory_lock)
             assert not answers, "it waits for the pass"
             store.settle("default", settlement)
         thread.join()
@@ -753,7 +742,7 @@ class TestFloors:
             published()
             return self.passed(relays, message)
 
-        eventually(condition)
+        wait_until(condition)
 
     @contextmanager
     def slow_transaction(self, messages, **options):
@@ -778,11 +767,11 @@ class TestFloors:
         with relaying(peer.url) as relays:
             with self.slow_transaction(messages):
                 a_backlog(3000)
-                eventually(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 3000)
+                wait_until(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 3000)
                 later = published()
-                eventually(lambda: state_of(later) == State.PUBLISHED)
+                wait_until(lambda: state_of(later) == State.PUBLISHED)
             [late] = messages
-            eventually(lambda: state_of(late) == State.PUBLISHED)
+            wait_until(lambda: state_of(late) == State.PUBLISHED)
             self.passed_by_publishing(relays, late)
 
     def test_floors_keep_the_order_of_a_key_whose_first_message_commits_late(self, peer, never_from_the_start):
@@ -790,9 +779,9 @@ class TestFloors:
         with relaying(peer.url):
             with self.slow_transaction(messages, key="k", strict_order=True):
                 a_backlog(1000)
-                eventually(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 1000)
+                wait_until(lambda: OutboxMessage.objects.filter(state=State.PUBLISHED).count() == 1000)
             messages.append(published(key="k", strict_order=True))
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         sent = ids(peer.published)
         assert sent.index(str(messages[0].id)) < sent.index(str(messages[1].id))
@@ -808,7 +797,7 @@ class TestFloors:
                 assert store.requeue("default", message.position)
             else:
                 set_columns(message, state=state, available_at=DatabaseTime())
-            eventually(lambda: state_of(message) == State.PUBLISHED)
+            wait_until(lambda: state_of(message) == State.PUBLISHED)
 
     def test_message_with_an_unknown_outcome_is_sent_again_in_spite_of_the_floor(self, peer, never_from_the_start):
         with relaying(peer.url, BATCH_DEADLINE=timedelta(milliseconds=200)) as relays:
@@ -816,9 +805,9 @@ class TestFloors:
             self.passed_by_publishing(relays, first)
             peer.hold()
             unknown = published()
-            eventually(lambda: str(unknown.id) in ids(list(peer.published)))
+            wait_until(lambda: str(unknown.id) in ids(list(peer.published)))
             peer.ack_all_automatically = True
-            eventually(lambda: state_of(unknown) == State.PUBLISHED)
+            wait_until(lambda: state_of(unknown) == State.PUBLISHED)
 
         assert ids(peer.published).count(str(unknown.id)) > 1
 
@@ -828,7 +817,7 @@ class TestFloors:
         with relaying(peer.url) as relays:
             self.passed_by_publishing(relays, message)
             set_columns(message, state=State.READY, settled_at=None)
-            eventually(lambda: state_of(message) == State.PUBLISHED)
+            wait_until(lambda: state_of(message) == State.PUBLISHED)
 
         assert ids(peer.published).count(str(message.id)) == 2
 
@@ -847,8 +836,8 @@ class TestFloors:
         with relaying(peer.url, relays=3, BATCH_SIZE=20) as relays:
             with in_threads(*(partial(write, writer) for writer in range(6))):
                 pass
-            eventually(lambda: not waiting())
-            eventually(lambda: any(relay._floors.now for relay in relays))
+            wait_until(lambda: not waiting())
+            wait_until(lambda: any(relay._floors.now for relay in relays))
 
         sent = [message.headers["cloudEvents:bizid"] for message in peer.published]
         assert len(sent) == len(set(sent)) == 360
@@ -916,15 +905,15 @@ class TestShare:
         def produce():
             while not enough.is_set():
                 a_backlog(500)
-                eventually(lambda: enough.is_set() or OutboxMessage.objects.filter(state=State.READY).count() < 1000)
+                wait_until(lambda: enough.is_set() or OutboxMessage.objects.filter(state=State.READY).count() < 1000)
 
         with relaying(peer.url, BATCH_SIZE=100) as [old], in_threads(produce):
             try:
-                eventually(lambda: old.published > 200)
+                wait_until(lambda: old.published > 200)
                 with relaying(peer.url, BATCH_SIZE=100) as [new]:
-                    eventually(lambda: new.published > 500)
+                    wait_until(lambda: new.published > 500)
                     before = old.published
-                    eventually(lambda: old.published > before)
+                    wait_until(lambda: old.published > before)
             finally:
                 enough.set()
         drained(peer.url)

@@ -12,14 +12,13 @@ from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
 from outbox.models import State
 from outbox.transports import open_transport, transport_class
-from tests.support.deliveries import effects, the_effect, wait_until
+from tests.support.deliveries import effects, the_effect
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     EXCHANGE,
     TOPIC,
     Queue,
     connected,
-    eventually,
     ids,
     one_pass,
     published,
@@ -31,15 +30,10 @@ from tests.support.relaying import (
 )
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 from tests.support.workers import broker_options, consuming, declare, send
 
 SECRETS = ("first-secret", "second-secret", "third-secret")
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture
@@ -242,7 +236,7 @@ class TestBrokerThatDiesWithinABatch:
             peer.refuse_connections = True
             peer.drop()
             after = published()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert set(ids(second.published)) == set(ids([before, after]))
         assert {row_of(message).attempts for message in (before, after)} == {1}
@@ -258,7 +252,7 @@ class TestBrokerThatDiesWithinABatch:
 
         peer.script = die_at_the_third
         with relaying(several(peer.url, second.url)):
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert ids(peer.published) == ids(messages[:3])
         assert ids(second.published) == ids(messages[2:])
@@ -270,7 +264,7 @@ class TestRabbitMQ:
         messages = [published() for _ in range(5)]
 
         with Queue(rabbitmq_url) as queue, relaying(several(dead(), dead(), rabbitmq_url)):
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
             assert ids(queue.take(5)) == ids(messages)
 
     @pytest.mark.parametrize("dead_brokers", [1, 2])

@@ -16,7 +16,8 @@ from outbox.models import OutboxMessage
 from outbox.models import State as OutboxState
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import TOPIC, effects, run_to_the_end, the_effect, wait_until
+from tests.support.deliveries import TOPIC, effects, run_to_the_end, the_effect
+from tests.support.waiting import wait_until
 from tests.support.workers import Process, as_environment
 
 pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])

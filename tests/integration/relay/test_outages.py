@@ -9,11 +9,9 @@ from django.db import OperationalError, ProgrammingError, connection
 
 from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, State
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     Queue,
     drained,
-    eventually,
     ids,
     in_threads,
     published,
@@ -27,6 +25,7 @@ from tests.support.relaying import (
 )
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -37,12 +36,6 @@ BACK = "The broker is back"
 @pytest.fixture(autouse=True)
 def warnings_captured(caplog):
     caplog.set_level(logging.WARNING)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture
@@ -72,11 +65,11 @@ class TestBrokerOutage:
         message = published()
 
         with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             assert untouched(message)
             proxy.accept()
-            eventually(lambda: not waiting())
-            eventually(lambda: said(caplog, BACK))
+            wait_until(lambda: not waiting())
+            wait_until(lambda: said(caplog, BACK))
 
             assert ids(queue.take(1)) == [str(message.id)]
         assert row_of(message).attempts == 1
@@ -85,14 +78,14 @@ class TestBrokerOutage:
     def test_broker_that_becomes_unavailable_is_waited_for(self, rabbitmq_url, proxy, caplog):
         with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
             before = published()
-            eventually(lambda: state_of(before) == State.PUBLISHED)
+            wait_until(lambda: state_of(before) == State.PUBLISHED)
             proxy.refuse()
             proxy.cut()
             during = published()
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             assert untouched(during)
             proxy.accept()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
             assert set(ids(queue.take(2))) >= set(ids([before, during]))
         assert (said(caplog, AWAY), said(caplog, BACK)) == (1, 1)
@@ -102,12 +95,12 @@ class TestBrokerOutage:
         proxy.cut_after(3_000)
 
         with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url), BATCH_SIZE=20):
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             for nbytes in (9_000, 20_000):
                 already = published_so_far()
                 proxy.cut_after(nbytes)
-                eventually(lambda already=already: published_so_far() > already or not waiting())
-            eventually(lambda: not waiting())
+                wait_until(lambda already=already: published_so_far() > already or not waiting())
+            wait_until(lambda: not waiting())
             arrived = queue.take(60)
 
         assert set(ids(arrived)) == set(ids(messages))
@@ -119,13 +112,13 @@ class TestBrokerOutage:
             relaying(proxy.through(rabbitmq_url), BATCH_DEADLINE=timedelta(milliseconds=300)),
         ):
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             proxy.freeze()
             second = published()
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             assert untouched(second)
             proxy.thaw()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
             assert set(ids(queue.take(2))) == set(ids([first, second]))
 
@@ -133,14 +126,14 @@ class TestBrokerOutage:
         message = published()
         with Queue(rabbitmq_url) as queue, relaying(proxy.through(rabbitmq_url)):
             assert ids(queue.take(1)) == ids([message])
-            eventually(lambda: state_of(message) == State.PUBLISHED)
+            wait_until(lambda: state_of(message) == State.PUBLISHED)
             proxy.drop_server_to_client(True)
             second = published()
             assert ids(queue.take(1)) == ids([second])
             assert untouched(second)
             proxy.drop_server_to_client(False)
             proxy.cut()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
             assert ids(queue.take(1)) == ids([second]), "again, with the same id"
         assert said(caplog, AWAY) == 1
@@ -150,13 +143,13 @@ class TestBrokerOutage:
             pass
         with relaying(rabbitmq_url):
             before = published()
-            eventually(lambda: state_of(before) == State.PUBLISHED)
+            wait_until(lambda: state_of(before) == State.PUBLISHED)
             rabbitmq_server.kill()
             during = published()
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             assert untouched(during)
             rabbitmq_server.start()
-            eventually(lambda: not waiting(), seconds=60)
+            wait_until(lambda: not waiting(), within=60)
 
         with Queue(rabbitmq_url) as queue:
             assert set(ids(queue.take(2))) == set(ids([before, during]))
@@ -166,7 +159,7 @@ class TestBrokerOutage:
         wrong = rabbitmq_url.replace("guest:guest", "guest:secret-word")
 
         with relaying(wrong):
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             assert untouched(message)
 
         assert "secret-word" not in caplog.text
@@ -175,7 +168,7 @@ class TestBrokerOutage:
         message = published()
 
         with relaying(f"amqp://guest:guest@127.0.0.1:{free_port()}//"):
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
 
         assert untouched(message)
 
@@ -190,12 +183,12 @@ class TestBrokerOutage:
         peer.script = alarm
         peer.ack_all_automatically = True
         with relaying(peer.url):
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             assert "blocks publishers" in caplog.text
             assert untouched(message)
             peer.unblocked()
             peer.ack(peer.published[0])
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert peer.connections == 1
         assert set(ids(peer.published)) == {str(message.id)}
@@ -206,21 +199,21 @@ class TestBrokerOutage:
         message = published()
 
         with relaying(peer.url):
-            eventually(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, AWAY))
             assert untouched(message)
             peer.refuse_connections = False
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert said(caplog, AWAY) == 1
 
     def test_dropped_idle_connection_is_replaced_without_an_outage(self, peer, caplog):
         with relaying(peer.url):
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             peer.drop()
-            eventually(lambda: peer.connections == 2)
+            wait_until(lambda: peer.connections == 2)
             second = published()
-            eventually(lambda: state_of(second) == State.PUBLISHED)
+            wait_until(lambda: state_of(second) == State.PUBLISHED)
 
         assert ids(peer.published) == ids([first, second]), "nothing was sent into the dead connection"
         assert said(caplog, AWAY) == 0
@@ -249,8 +242,8 @@ class TestMessageThatClosesTheChannel:
         set_columns(poison, attempts=2)
 
         with relaying(closing_peer.url, MAX_ATTEMPTS=3):
-            eventually(lambda: state_of(poison) == State.DEAD)
-            eventually(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
+            wait_until(lambda: state_of(poison) == State.DEAD)
+            wait_until(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
 
         assert "PRECONDITION_FAILED" in row_of(poison).last_error
         assert row_of(poison).attempts == 3
@@ -263,10 +256,10 @@ class TestMessageThatClosesTheChannel:
         set_columns(poison, attempts=15)
 
         with relaying(closing_peer.url):
-            eventually(lambda: state_of(poison) == State.DEAD)
-            eventually(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
+            wait_until(lambda: state_of(poison) == State.DEAD)
+            wait_until(lambda: {state_of(message) for message in others} == {State.PUBLISHED})
 
-            eventually(lambda: state_of(held) == State.WAITING)
+            wait_until(lambda: state_of(held) == State.WAITING)
 
     def test_message_that_closes_the_channel_does_not_hold_up_later_ones(self, closing_peer):
         published(payload="poison")
@@ -274,7 +267,7 @@ class TestMessageThatClosesTheChannel:
         with relaying(closing_peer.url):
             for n in range(5):
                 message = published(payload=n)
-                eventually(lambda message=message: state_of(message) == State.PUBLISHED)
+                wait_until(lambda message=message: state_of(message) == State.PUBLISHED)
 
 
 @pytest.mark.every_database
@@ -283,11 +276,11 @@ class TestUnroutableMessage:
         message = published()
 
         with relaying(rabbitmq_url, MAX_ATTEMPTS=1):
-            eventually(lambda: row_of(message).attempts >= 3)
+            wait_until(lambda: row_of(message).attempts >= 3)
             assert state_of(message) != State.DEAD
             assert "unroutable" in row_of(message).last_error
             with Queue(rabbitmq_url) as queue:
-                eventually(lambda: state_of(message) == State.PUBLISHED)
+                wait_until(lambda: state_of(message) == State.PUBLISHED)
                 assert ids(queue.take(1)) == [str(message.id)]
 
     def test_unroutable_message_holds_up_no_other_after_any_number_of_attempts(self, rabbitmq_url):
@@ -296,18 +289,18 @@ class TestUnroutableMessage:
 
         with Queue(rabbitmq_url), relaying(rabbitmq_url):
             message = published()
-            eventually(lambda: state_of(message) == State.PUBLISHED)
-            eventually(lambda: row_of(lost).attempts > 5_000)
+            wait_until(lambda: state_of(message) == State.PUBLISHED)
+            wait_until(lambda: row_of(lost).attempts > 5_000)
 
 
 class TestDatabaseOutage:
     def test_relay_reconnects_when_the_database_ends_its_session(self, peer, caplog):
         with relaying(peer.url):
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             assert end_other_sessions() >= 1, "that of the relay"
             second = published()
-            eventually(lambda: state_of(second) == State.PUBLISHED)
+            wait_until(lambda: state_of(second) == State.PUBLISHED)
 
         assert errors(caplog) == [], "an ended session is an outage and not an unexpected error"
 
@@ -317,10 +310,10 @@ class TestDatabaseOutage:
         rename("outbox_outboxmessage", "hidden")
         try:
             with relaying(peer.url):
-                eventually(lambda: errors(caplog))
+                wait_until(lambda: errors(caplog))
                 rename("hidden", "outbox_outboxmessage")
                 message = published()
-                eventually(lambda: state_of(message) == State.PUBLISHED)
+                wait_until(lambda: state_of(message) == State.PUBLISHED)
             assert {(record.name, record.exc_info[0]) for record in errors(caplog)} <= {
                 ("outbox.relay.relay", ProgrammingError),
                 ("outbox.relay.relay", OperationalError),
@@ -392,6 +385,6 @@ def test_lane_without_a_broker_leaves_its_shards_to_the_other_lane(rabbitmq_url)
 
     with Queue(rabbitmq_url) as queue, in_threads(*(lane.run for lane in lanes), stop=stop):
         assert set(ids(queue.take(len(messages)))) == set(ids(messages))
-        eventually(lambda: set(states()) == {State.PUBLISHED})
+        wait_until(lambda: set(states()) == {State.PUBLISHED})
 
     assert [lane.published for lane in lanes] == [0, 40]

@@ -10,7 +10,6 @@ from outbox import Draft, publish_many, signals, store
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import OutboxMessage, State
 from outbox.relay.passes import Pass
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     connected,
     deadline_when,
@@ -25,18 +24,6 @@ from tests.support.relaying import (
 )
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def transport(peer):
-    with connected(peer.url) as transport:
-        yield transport
 
 
 @pytest.fixture

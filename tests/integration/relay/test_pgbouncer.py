@@ -16,7 +16,7 @@ from django.db import connection, connections, transaction
 
 from inbox.models import InboxMessage
 from inbox.store.buckets import lease_tokens
-from outbox import Draft, doorbell, publish_many
+from outbox import doorbell
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
 from outbox.kernel.loop import Bell, StopRequest
@@ -24,13 +24,11 @@ from outbox.models import State
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     SECONDS,
-    TOPIC,
+    a_backlog,
     connected,
     drained,
-    eventually,
     ids,
     in_hand,
     one_pass,
@@ -40,6 +38,7 @@ from tests.support.relaying import (
 )
 from tests.support.relaying import waiting as anything_waits
 from tests.support.servers import PgBouncer
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -62,17 +61,6 @@ def pooled(pgbouncer, transactional_db):
     doorbell._rings.clear()
     with an_alias("direct"), the_default_at(PORT=pgbouncer.port):
         yield pgbouncer
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-def a_backlog(count=A_LOT, keys=20):
-    with transaction.atomic():
-        return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
 
 
 def connected_directly():
@@ -158,10 +146,10 @@ def test_failed_handler_is_retried(handles):
 
 
 def test_several_relays_publish_every_message_once_and_every_key_in_order(peer):
-    messages = a_backlog()
+    messages = a_backlog(A_LOT)
 
     with relaying(peer.url, relays=4, BATCH_SIZE=20):
-        eventually(lambda: not anything_waits())
+        wait_until(lambda: not anything_waits())
 
     assert Counter(ids(peer.published)) == Counter(ids(messages))
     keys = {str(message.id): n % 20 for n, message in enumerate(messages) if n % 2}
@@ -195,7 +183,7 @@ def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environ
             with transaction.atomic():
                 return len(in_hand()) == 5
 
-        eventually(free)
+        wait_until(free)
     finally:
         process.kill()
         process.wait()
@@ -207,10 +195,10 @@ def test_a_relay_killed_in_the_middle_of_a_pass_frees_its_shards(process_environ
 
 def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, handles):
     handler = handles(the_effect)
-    a_backlog()
+    a_backlog(A_LOT)
     published(delay=timedelta(seconds=0.2))
     with relaying(peer.url, relays=2, timed=True, BATCH_SIZE=50):
-        eventually(lambda: not anything_waits())
+        wait_until(lambda: not anything_waits())
     for _ in range(5):
         deliver(handler)
     with connected(peer.url) as transport:
@@ -279,8 +267,8 @@ class TestDoorbell:
     def test_listener_behind_the_pooler_warns_and_does_not_listen(self, pgbouncer, bell, never, log):
         """The LISTEN would stay on a server connection that another client gets next."""
         with Listener("default", [bell], OutboxOptions()).listening():
-            eventually(lambda: "There is a pooler before the database 'default'" in log.text)
-            eventually(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
+            wait_until(lambda: "There is a pooler before the database 'default'" in log.text)
+            wait_until(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
 
         assert not bell.wait(0, never)
         assert left_behind(pgbouncer) == set()

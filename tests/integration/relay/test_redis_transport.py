@@ -11,8 +11,8 @@ from tests.support.relaying import (
     TOPIC,
     Queue,
     connected,
-    eventually,
     ids,
+    outcomes,
     published,
     relaying,
     row_of,
@@ -22,14 +22,11 @@ from tests.support.relaying import (
 )
 from tests.support.servers import FaultProxy
 from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
 
 
 def a_parcel(position=1, topic=TOPIC, **attributes):
     return Parcel(position=position, envelope=Envelope(id=f"m{position}", topic=topic, body=b"{}", **attributes))
-
-
-def outcomes(sent):
-    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
 
 
 @pytest.fixture
@@ -102,14 +99,14 @@ class TestUnavailableServer:
     def test_relay_waits_for_the_server_without_counting_an_attempt(self, redis_url, proxy, caplog):
         with Queue(redis_url) as queue, relaying(proxy.through(redis_url)):
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             proxy.refuse()
             proxy.cut()
             second = published()
-            eventually(lambda: "The broker is away" in caplog.text)
+            wait_until(lambda: "The broker is away" in caplog.text)
             assert (state_of(second), row_of(second).attempts) == (State.READY, 0)
             proxy.accept()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
             assert set(ids(queue.take(2))) == set(ids([first, second]))
         assert caplog.text.count("The broker is away") == 1
@@ -120,12 +117,12 @@ class TestUnavailableServer:
             pass
         with relaying(redis_url):
             first = published()
-            eventually(lambda: state_of(first) == State.PUBLISHED)
+            wait_until(lambda: state_of(first) == State.PUBLISHED)
             redis_server.kill()
             second = published()
-            eventually(lambda: "The broker is away" in caplog.text)
+            wait_until(lambda: "The broker is away" in caplog.text)
             redis_server.start()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         with Queue(redis_url) as queue:
             assert set(ids(queue.take(2))) == set(ids([first, second]))

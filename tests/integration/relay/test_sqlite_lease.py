@@ -12,11 +12,9 @@ from outbox.kernel.clock import DatabaseTime
 from outbox.models import RelayLease, State
 from outbox.relay.passes import Pass
 from outbox.store import Lease, LeaseLost, Settlement
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     connected,
     drained,
-    eventually,
     ids,
     in_threads,
     published,
@@ -26,17 +24,12 @@ from tests.support.relaying import (
     states,
     waiting,
 )
+from tests.support.waiting import wait_until
 
 # The lease itself is plain SQL and is tested on every database. Relays use it on SQLite only.
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
 DURATION = timedelta(minutes=5)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
 
 
 @pytest.fixture
@@ -190,11 +183,11 @@ class TestRelay:
         take(theirs)
 
         with relaying(peer.url):
-            eventually(lambda: "SQLite takes one relay at a time" in caplog.text)
+            wait_until(lambda: "SQLite takes one relay at a time" in caplog.text)
             assert not peer.published
             assert theirs.holder() in caplog.text
             theirs.release()
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert caplog.text.count("SQLite takes one relay at a time") == 1
 
@@ -243,6 +236,6 @@ class TestRelay:
             published()
 
         with relaying(peer.url, relays=2, BATCH_SIZE=5):
-            eventually(lambda: not waiting())
+            wait_until(lambda: not waiting())
 
         assert len(peer.published) == len(set(ids(peer.published))) == 20

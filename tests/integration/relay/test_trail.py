@@ -18,7 +18,7 @@ from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.models import State, TrailEntry
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import TOPIC, connected, one_pass, published, row_of, set_columns, state_of
+from tests.support.relaying import TOPIC, connected, in_state, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
 
@@ -31,12 +31,6 @@ def trail_of(message):
     assert {entry.process for entry in entries} <= {process_name()}
     assert all(entry.at <= timezone.now() for entry in entries)
     return [(entry.was, entry.became, entry.reason) for entry in entries]
-
-
-def in_state(state, **options):
-    message = published(**options)
-    set_columns(message, state=state)
-    return message
 
 
 class TestDecisions:

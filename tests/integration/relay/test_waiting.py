@@ -11,12 +11,10 @@ from django.db import connection, connections, transaction
 from outbox import Draft, publish_many, store
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import OutboxMessage, State
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     TOPIC,
     connected,
     drained,
-    eventually,
     in_hand,
     in_threads,
     one_pass,
@@ -27,24 +25,13 @@ from tests.support.relaying import (
     state_of,
     states,
 )
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 HOUR = timedelta(hours=1)
 NEVER = {"RETRY_BASE": HOUR, "RETRY_CAP": HOUR}
 """A failed head stays where it is while the test looks."""
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def transport(peer):
-    with connected(peer.url) as transport:
-        yield transport
 
 
 def some(*names, key="k", **options):
@@ -200,7 +187,7 @@ class TestEndOfWaiting:
 
         peer.script = at_first_not
         with relaying(peer.url):
-            eventually(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
 
         assert arrived(peer) == ["0", "0", *map(str, range(20))]
 
@@ -297,7 +284,7 @@ class TestReleasing:
         OutboxMessage.objects.update(state=State.WAITING)
 
         with relaying(peer.url, BATCH_SIZE=7):
-            eventually(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
 
         for key in range(keys):
             assert [int(name) for name in arrived(peer) if int(name) % keys == key] == list(range(key, keys * each, keys))
@@ -332,7 +319,7 @@ class TestReleasing:
 
         with relaying(peer.url, BATCH_SIZE=4), in_threads(release_all, release_all):
             try:
-                eventually(lambda: set(states()) == {State.PUBLISHED})
+                wait_until(lambda: set(states()) == {State.PUBLISHED})
             finally:
                 done.set()
 

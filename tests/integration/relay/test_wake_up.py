@@ -19,8 +19,9 @@ from outbox.relay import listening
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.apps.effects.models import Effect
-from tests.support.relaying import SECONDS, eventually, in_threads
+from tests.support.relaying import SECONDS, in_threads
 from tests.support.servers import FaultProxy
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -30,7 +31,7 @@ AWAY, BACK = "The doorbell is away", "The doorbell is back"
 @pytest.fixture(autouse=True)
 def no_earlier_ring():
     """No ring of this test is withheld because of an earlier test, and no listener of an earlier test runs."""
-    eventually(lambda: not a_listener_runs())
+    wait_until(lambda: not a_listener_runs())
     doorbell._rings.clear()
     yield
     doorbell._rings.clear()
@@ -53,7 +54,7 @@ def direct_connection(alias="default", **parameters):
 def outside():
     with direct_connection() as outside:
         # An earlier test's backend ends a moment after its connection.
-        eventually(lambda: not listening_backends(outside))
+        wait_until(lambda: not listening_backends(outside))
         yield outside
 
 
@@ -192,7 +193,7 @@ class TestRinging:
         def die():
             backend = connection.connection.info.backend_pid
             outside.execute("SELECT pg_terminate_backend(%s)", [backend])
-            eventually(lambda: not outside.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [backend]).fetchall())
+            wait_until(lambda: not outside.execute("SELECT FROM pg_stat_activity WHERE pid = %s", [backend]).fetchall())
 
         with transaction.atomic():
             Effect.objects.create(name="stands")
@@ -246,7 +247,7 @@ def foreign_notify_in_a_long_commit(server):
         superuser.execute("CREATE TABLE IF NOT EXISTS strangers (n int)")
         superuser.execute("ALTER SYSTEM SET synchronous_standby_names = 'a_standby_that_is_not_there'")
         superuser.execute("SELECT pg_reload_conf()")
-        eventually(lambda: superuser.execute("SHOW synchronous_standby_names").fetchone() != ("",))
+        wait_until(lambda: superuser.execute("SHOW synchronous_standby_names").fetchone() != ("",))
         pid = stranger.info.backend_pid
         waits = "SELECT FROM pg_stat_activity WHERE pid = %s AND wait_event = 'SyncRep'"
         ended = threading.Event()
@@ -258,7 +259,7 @@ def foreign_notify_in_a_long_commit(server):
 
         with in_threads(notify):
             try:
-                eventually(lambda: superuser.execute(waits, [pid]).fetchone() is not None)
+                wait_until(lambda: superuser.execute(waits, [pid]).fetchone() is not None)
                 yield
             finally:
                 ended.set()
@@ -348,12 +349,14 @@ def listening_backends(outside):
     return [pid for (pid,) in found]
 
 
-class TestListening:
-    @pytest.fixture(autouse=True)
-    def short_pauses(self, monkeypatch, caplog):
-        caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
+@pytest.fixture
+def short_pauses(monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
 
+
+@pytest.mark.usefixtures("short_pauses")
+class TestListening:
     def test_listener_hears_another_session_and_rings_every_bell(self, outside, never):
         one, other = Bell(), Bell()
         with a_listener(one, other):
@@ -376,15 +379,15 @@ class TestListening:
         with a_listener(bell):
             assert len(listening_backends(outside)) == 1
 
-        eventually(lambda: not listening_backends(outside))
-        eventually(lambda: not a_listener_runs())
+        wait_until(lambda: not listening_backends(outside))
+        wait_until(lambda: not a_listener_runs())
 
     def test_listener_ends_without_a_notification(self, bell, monkeypatch):
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 10 * SECONDS)
         with a_listener(bell):
             assert a_listener_runs()
 
-        eventually(lambda: not a_listener_runs())
+        wait_until(lambda: not a_listener_runs())
 
     def test_listener_whose_backend_is_terminated_reconnects_and_rings_once(self, outside, bell, never, caplog):
         with a_listener(bell):
@@ -412,12 +415,8 @@ class TestListening:
             assert not doorbell._in_this_process
 
 
+@pytest.mark.usefixtures("short_pauses")
 class TestListenerOutage:
-    @pytest.fixture(autouse=True)
-    def short_pauses(self, monkeypatch, caplog):
-        caplog.set_level(logging.WARNING)
-        monkeypatch.setattr(Pause, "next_seconds", lambda pause: 0.01)
-
     @pytest.fixture
     def proxy(self):
         with FaultProxy("127.0.0.1", int(connection.settings_dict["PORT"])) as proxy, an_alias("through", PORT=proxy.port):
@@ -426,7 +425,7 @@ class TestListenerOutage:
     def test_listener_waits_for_an_unavailable_server_and_logs_it_once(self, proxy, outside, bell, never, caplog):
         proxy.refuse()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
-            eventually(lambda: AWAY in caplog.text)
+            wait_until(lambda: AWAY in caplog.text)
             proxy.accept()
             assert bell.wait(SECONDS, never)
             notify(outside)
@@ -448,7 +447,7 @@ class TestListenerOutage:
         monkeypatch.setattr(listening, "_ANSWER_SECONDS", 0.05)
         with a_listener(bell, LISTEN_ALIAS="through"):
             proxy.freeze()
-            eventually(lambda: "no answer" in caplog.text)
+            wait_until(lambda: "no answer" in caplog.text)
             proxy.thaw()
             assert bell.wait(SECONDS, never)
             notify(outside)
@@ -458,7 +457,7 @@ class TestListenerOutage:
         monkeypatch.setattr(listening, "_PULSE_SECONDS", 0.05)
         with a_listener(bell, LISTEN_ALIAS="through"):
             backends, before = listening_backends(outside), proxy.bytes_to_client
-            eventually(lambda: proxy.bytes_to_client > before + 200)
+            wait_until(lambda: proxy.bytes_to_client > before + 200)
 
             assert listening_backends(outside) == backends
             assert not bell.wait(0, never), "an answer to the probe is no ring"
@@ -468,21 +467,21 @@ class TestListenerOutage:
         monkeypatch.setattr(Pause, "next_seconds", lambda pause: 10 * SECONDS)
         proxy.refuse()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
-            eventually(lambda: AWAY in caplog.text)
+            wait_until(lambda: AWAY in caplog.text)
 
-        eventually(lambda: not a_listener_runs())
+        wait_until(lambda: not a_listener_runs())
 
     def test_listener_that_waits_for_a_frozen_server_does_not_hold_up_the_end(self, proxy, bell, monkeypatch):
         monkeypatch.setattr(listening, "_LONGEST_GOODBYE_SECONDS", 0.05)
         monkeypatch.setitem(listening._PATIENCE, "connect_timeout", 10 * int(SECONDS))
         proxy.freeze()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
-            eventually(lambda: proxy.connections)
+            wait_until(lambda: proxy.connections)
 
         assert a_listener_runs(), "the block has ended before its connection attempt"
         proxy.cut()
         proxy.thaw()
-        eventually(lambda: not a_listener_runs())
+        wait_until(lambda: not a_listener_runs())
 
     def test_listener_survives_an_unexpected_error(self, bell, never, monkeypatch, caplog):
         wrapper, asked = type(connections["default"]), []

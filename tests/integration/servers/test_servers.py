@@ -19,16 +19,9 @@ import pytest
 import redis
 
 from tests.support.servers import FaultProxy, RabbitServer, ServerFailed, ServerUnavailable, binaries, watcher
+from tests.support.waiting import A_WHILE, wait_until
 
 A_MOMENT = 0.3
-A_WHILE = 60.0
-
-
-def wait_until(condition, within=A_WHILE):
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, f"not true within {within} s"
-        time.sleep(0.02)
 
 
 class TestPostgres:

@@ -13,25 +13,12 @@ from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, res
 from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.models import OutboxMessage, State
 from outbox.relay import passes
-from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import connected, drained, ids, one_pass, published, row_of, set_columns, state_of
+from tests.support.relaying import drained, ids, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
 HOUR = timedelta(hours=1)
 MINUTE = timedelta(minutes=1)
-
-
-@pytest.fixture
-def peer():
-    with FakeAmqpPeer() as peer:
-        yield peer
-
-
-@pytest.fixture
-def transport(peer):
-    with connected(peer.url) as transport:
-        yield transport
 
 
 @pytest.fixture

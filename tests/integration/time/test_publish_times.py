@@ -11,7 +11,8 @@ from django.utils.timezone import get_fixed_timezone
 from outbox import Draft, publish, publish_many, store
 from outbox.kernel.clock import DatabaseTime, utcnow
 from outbox.models import OutboxMessage, State
-from tests.support.relaying import TOPIC, eventually, in_hand, published, row_of, set_columns, state_of
+from tests.support.relaying import TOPIC, in_hand, published, row_of, set_columns, state_of
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
 
@@ -45,7 +46,7 @@ class TestDelay:
     def test_delay_counts_from_the_publish_call_and_not_from_the_start_of_the_transaction(self):
         with transaction.atomic():
             first = publish(TOPIC, {}, delay=HOUR)
-            eventually(lambda: database_now() > row_of(first).created_at + 20 * A_MILLISECOND)
+            wait_until(lambda: database_now() > row_of(first).created_at + 20 * A_MILLISECOND)
             second = publish(TOPIC, {}, delay=HOUR)
 
         assert row_of(second).available_at - row_of(first).available_at >= 19 * A_MILLISECOND
@@ -60,7 +61,7 @@ class TestDelay:
         message = published(delay=timedelta(milliseconds=150))
         available_at = row_of(message).available_at
 
-        eventually(promote)
+        wait_until(promote)
 
         assert database_now() >= available_at
         assert state_of(message) == State.READY
@@ -121,7 +122,7 @@ class TestExpiry:
                 [row] = in_hand(10)
                 return row
 
-        eventually(lambda: claimed().expired)
+        wait_until(lambda: claimed().expired)
 
         assert database_now() >= expires_at
 
@@ -147,7 +148,7 @@ class TestDatabaseClock:
         message = published()
         first = database_now()
 
-        eventually(lambda: database_now() > first)
+        wait_until(lambda: database_now() > first)
 
         assert state_of(message) == State.READY
 

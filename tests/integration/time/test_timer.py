@@ -15,7 +15,8 @@ from outbox.models import OutboxMessage, RelayLease, State, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer
 from outbox.store import Upcoming
-from tests.support.relaying import TOPIC, eventually, in_threads, published, quick, set_columns, state_of
+from tests.support.relaying import TOPIC, in_threads, published, quick, set_columns, state_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 every_database = pytest.mark.every_database
@@ -76,7 +77,7 @@ class TestScheduledMessages:
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 10) for n in range(1, 20)]
         with turning(a_timer(ring=rung.set)):
-            eventually(lambda: not scheduled().exists())
+            wait_until(lambda: not scheduled().exists())
 
         assert rung.is_set()
         assert_each_once_and_none_early(messages)
@@ -85,12 +86,12 @@ class TestScheduledMessages:
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime(-HOUR))
         with turning(a_timer()):
-            eventually(lambda: is_ready(message))
+            wait_until(lambda: is_ready(message))
 
     def test_message_due_after_several_revolutions_of_the_wheel_is_not_early(self):
         message = published(delay=timedelta(seconds=1))
         with turning(a_timer(WHEEL_SLOTS=4, WHEEL_TICK=timedelta(milliseconds=20))):
-            eventually(lambda: is_ready(message))
+            wait_until(lambda: is_ready(message))
 
         assert_each_once_and_none_early([message])
 
@@ -101,7 +102,7 @@ class TestScheduledMessages:
         timer._load_at = timer._sweep_at = math.inf
         timer._catch_up_at = 0.0
 
-        eventually(lambda: timer._turn() is not None and is_ready(message))
+        wait_until(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
 
     def test_message_rescheduled_without_a_wake_up_is_found_by_the_next_sweep(self):
@@ -110,7 +111,7 @@ class TestScheduledMessages:
         timer._turn()
         reschedule(first.id, delay=timedelta(seconds=0.01))
 
-        eventually(lambda: timer._turn() is not None and is_ready(first))
+        wait_until(lambda: timer._turn() is not None and is_ready(first))
 
     def test_message_cancelled_or_rescheduled_after_it_was_read_is_not_made_ready(self):
         timer = a_timer()
@@ -120,8 +121,8 @@ class TestScheduledMessages:
         assert reschedule(deferred.id, delay=HOUR)
         assert reschedule(advanced.id, delay=timedelta(seconds=0.01))
 
-        eventually(lambda: timer._turn() is not None and is_ready(unchanged) and is_ready(advanced))
-        eventually(lambda: timer._turn() is not None and not timer._table._topic_of)
+        wait_until(lambda: timer._turn() is not None and is_ready(unchanged) and is_ready(advanced))
+        wait_until(lambda: timer._turn() is not None and not timer._table._topic_of)
         assert state_of(cancelled) == State.CANCELLED
         assert state_of(deferred) == State.SCHEDULED
 
@@ -139,7 +140,7 @@ class TestScheduledMessages:
         message = published(delay=SOON)
         timer._table.take([Upcoming(message.position, TOPIC, "", 0.0)], monotonic())  # by its own clock it is due
 
-        eventually(lambda: timer._turn() is not None and is_ready(message))
+        wait_until(lambda: timer._turn() is not None and is_ready(message))
         assert_each_once_and_none_early([message])
 
     def test_message_is_not_late_when_the_database_clock_jumps_ahead(self):
@@ -161,7 +162,7 @@ class TestSeveralTimers:
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 100) for n in range(1, 200)]
         with turning(a_timer(), a_timer()):
-            eventually(lambda: not scheduled().exists())
+            wait_until(lambda: not scheduled().exists())
 
         assert_each_once_and_none_early(messages)
 
@@ -170,7 +171,7 @@ class TestSeveralTimers:
             pass
         message = published(delay=timedelta(seconds=0.05))
         with turning(a_timer()):
-            eventually(lambda: is_ready(message))
+            wait_until(lambda: is_ready(message))
 
 
 @every_database
@@ -219,13 +220,13 @@ def test_timer_takes_over_when_the_lease_of_the_other_expires(monkeypatch):
     first, second = a_timer(), a_timer()
     message = published(delay=timedelta(seconds=0.05))
     first._turn()
-    eventually(lambda: second._turn() is not None and first._turn() is not None and is_ready(message))
+    wait_until(lambda: second._turn() is not None and first._turn() is not None and is_ready(message))
     assert not second._holds
 
     later = published(delay=timedelta(seconds=0.05))
     RelayLease.objects.update(expires_at=DatabaseTime(-HOUR))  # the first is silent: killed, or frozen
     second._ask_for_lease_at = 0.0
-    eventually(lambda: second._turn() is not None and is_ready(later))
+    wait_until(lambda: second._turn() is not None and is_ready(later))
     assert second._holds
     first._ask_for_lease_at = 0.0
     first._turn()
@@ -247,10 +248,10 @@ def test_burst_continues_past_a_locked_row():
         assert is_locked.wait(60)
         try:
             with turning(a_timer()):
-                eventually(lambda: scheduled().count() == 1)
+                wait_until(lambda: scheduled().count() == 1)
                 assert state_of(locked) == State.SCHEDULED
                 may_end.set()
-                eventually(lambda: is_ready(locked))
+                wait_until(lambda: is_ready(locked))
         finally:
             may_end.set()
     assert_each_once_and_none_early([locked, *others])

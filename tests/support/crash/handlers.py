@@ -13,7 +13,7 @@ from outbox import Answer, HalfMessage, checker, publish
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.crash.failpoints import note
 from tests.support.crash.oracle import CHAINED, Fact
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 
 
 class NotThisTime(Exception):

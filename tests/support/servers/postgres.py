@@ -1,4 +1,8 @@
-"""A private PostgreSQL with fsync on, so that what it committed is there after a kill."""
+"""A private PostgreSQL with fsync on, unless a setting says otherwise.
+
+The server of the suite's own database runs with fsync off (`tests.plugin`), for speed: no test kills it. The one that tests
+kill has it on (`mortal_postgres`).
+"""
 
 from __future__ import annotations
 

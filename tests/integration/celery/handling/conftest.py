@@ -1,16 +1,16 @@
-"""Brokers, an app whose tasks can be called, and real workers."""
+"""An app whose tasks can be called, and real workers."""
 
 import json
 from datetime import timedelta
 
-import kombu.pools
 import pytest
 from celery import Celery, _state
 
 from inbox.celery import IdempotentTask
-from tests.crash import conftest as crash
+from tests.integration.celery.apps import close
 from tests.integration.celery.handling.project import make_app
 from tests.integration.celery.redelivery import takeover_settings
+from tests.support import mortal
 from tests.support.workers import CeleryWorker, as_environment, migrate
 
 INBOX = {
@@ -20,21 +20,7 @@ INBOX = {
     "REDELIVERY_AFTER": timedelta(hours=1),
 }
 
-
-mortal_database = crash.mortal_database
-
-
-@pytest.fixture(params=["rabbitmq", "redis"])
-def broker(request):
-    """The URL of a broker with nothing in it."""
-    return request.getfixturevalue(f"{request.param}_url")
-
-
-@pytest.fixture
-def results(redis_server):
-    """The URL of a result backend with nothing in it."""
-    redis_server.start().flush()
-    return redis_server.url.rpartition("/")[0] + "/5"
+mortal_database = mortal.mortal_database
 
 
 @pytest.fixture
@@ -144,15 +130,3 @@ class Worker(CeleryWorker):
         super().start()
         self.until(self.is_ready)
         return self
-
-
-def close(app):
-    """Close every connection of the app."""
-    kombu.pools.reset()  # they are kombu's, one for each broker
-    backend = app.backend
-    if hasattr(backend, "result_consumer"):
-        # A result that outlives its test would connect again to unsubscribe, perhaps to a server that has ended.
-        backend.result_consumer.cancel_for = lambda task_id: None
-        backend.result_consumer.stop()
-        backend.client.close()
-    app.close()

@@ -13,7 +13,7 @@ from django.db import DatabaseError, transaction
 
 from inbox.celery import idempotent_task
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 
 
 def make_app(broker, results, **settings):

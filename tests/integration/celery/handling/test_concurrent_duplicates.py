@@ -5,7 +5,8 @@ from celery import states
 
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import InAThread, effects, wait_until
+from tests.support.deliveries import InAThread, effects
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.django_db(transaction=True)

@@ -20,7 +20,8 @@ from inbox.models import InboxMessage, State
 from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
-from tests.integration.celery.handling.conftest import INBOX, close
+from tests.integration.celery.apps import close
+from tests.integration.celery.handling.conftest import INBOX
 from tests.integration.celery.handling.tracing import deliver
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import A_WHILE, effects, the_row

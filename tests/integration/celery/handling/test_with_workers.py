@@ -11,7 +11,8 @@ from django.core.management import call_command
 from inbox.models import InboxMessage, State
 from tests.integration.celery.handling.project import begun, release
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.deliveries import effects, the_row, wait_until
+from tests.support.deliveries import effects, the_row
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.timeout(180)]
 

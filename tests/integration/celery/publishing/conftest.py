@@ -1,34 +1,20 @@
-"""Brokers, an app whose tasks can be called, and real workers."""
+"""Apps whose tasks can be called, and real workers."""
 
 import gc
 import json
 
-import kombu
-import kombu.pools
 import pytest
 from django.db import transaction
 
 from outbox.models import OutboxMessage, State
+from tests.integration.celery.apps import close
 from tests.integration.celery.publishing.project import make_app
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 from tests.support.workers import CeleryWorker
 
 QUEUES = ("celery", "second")
 SECONDS = 60
 """How long a result may take."""
-
-
-@pytest.fixture(params=["rabbitmq", "redis"])
-def broker(request):
-    """The URL of a broker with nothing in it."""
-    return request.getfixturevalue(f"{request.param}_url")
-
-
-@pytest.fixture
-def results(redis_server):
-    """The URL of a result backend with nothing in it."""
-    redis_server.start().flush()
-    return redis_server.url.rpartition("/")[0] + "/5"
 
 
 @pytest.fixture
@@ -75,15 +61,3 @@ def published():
     """All rows, once the relay has stored the confirms of the broker."""
     wait_until(lambda: not OutboxMessage.objects.exclude(state=State.PUBLISHED).exists())
     return list(OutboxMessage.objects.order_by("pk"))
-
-
-def close(app):
-    """Close every connection of the app."""
-    kombu.pools.reset()  # they are kombu's, one for each broker
-    backend = app.backend
-    if hasattr(backend, "result_consumer"):
-        # A result that outlives its test would connect again to unsubscribe, perhaps to a server that has ended.
-        backend.result_consumer.cancel_for = lambda task_id: None
-        backend.result_consumer.stop()
-        backend.client.connection_pool.disconnect()
-    app.close()

@@ -9,7 +9,7 @@ from django.db import transaction
 from inbox.celery import IdempotentTask
 from outbox.celery import OutboxTask
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 
 
 def make_app(broker, results, task_cls=None, **settings):

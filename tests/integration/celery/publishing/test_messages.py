@@ -17,8 +17,8 @@ from django.db import transaction
 from kombu.common import Broadcast
 
 from outbox.celery import OutboxTask
-from tests.support.deliveries import wait_until
 from tests.support.relaying import drained
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

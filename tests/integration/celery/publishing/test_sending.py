@@ -15,7 +15,8 @@ from outbox.kernel.transport import Outcome, Parcel
 from outbox.kernel.wire import Wire
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire
-from tests.support.relaying import TOPIC, Queue, connected, eventually, soon
+from tests.support.relaying import TOPIC, Queue, connected, outcomes, soon
+from tests.support.waiting import wait_until
 
 TASKS = kombu.Exchange("tasks", "direct")
 NESTED = {"none": None, "list": [1, 2.5, True, {"deep": ["x"]}], "text": "ä 🍰", "nul": "a\0b", "big": 2**40}
@@ -44,10 +45,6 @@ def an_event(position=1):
     return Parcel(position=position, envelope=Envelope(id=str(uuid.uuid4()), topic=TOPIC, body=b"{}"))
 
 
-def outcomes(sent):
-    return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
-
-
 class Work:
     """A queue for tasks on a real broker, bound to the exchange `tasks`, too."""
 
@@ -70,7 +67,7 @@ class Work:
                 taken.append(message)
             return len(taken) >= count
 
-        eventually(enough)
+        wait_until(enough)
         return taken
 
 

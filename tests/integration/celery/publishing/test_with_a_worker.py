@@ -11,8 +11,9 @@ from inbox.models import InboxMessage
 from outbox.models import OutboxMessage, State
 from tests.integration.celery.publishing.conftest import SECONDS, Worker, called, published
 from tests.support.apps.effects.models import Effect
-from tests.support.deliveries import effects, wait_until
+from tests.support.deliveries import effects
 from tests.support.relaying import relaying
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.timeout(240)]
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from inbox import idempotent_handler
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 
 LEASE = timedelta(seconds=float(os.environ.get("LEASE_SECONDS", "3")))
 

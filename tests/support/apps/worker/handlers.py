@@ -10,7 +10,7 @@ from inbox import idempotent_handler
 from outbox import publish
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import CHAINED, JOB
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 
 
 @idempotent_handler(JOB)

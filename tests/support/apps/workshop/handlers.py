@@ -19,7 +19,7 @@ from tests.support.apps.workshop import (
     SIZE,
     name_of,
 )
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 
 
 @idempotent_handler(BOUNDED, name=name_of(BOUNDED), timeout=timedelta(seconds=LIMIT_SECONDS))
