@@ -28,7 +28,7 @@ def everything_as_it_must_be():
     """One operation of every kind, each with the effects that it must have."""
     committed("plain", "chain-1", EXPIRES + "1", "delayed", "rescheduled", "cancelled", "cancelled late", "restored")
     committed(Fact.NOT_BEFORE.of("delayed", DUE_AT))
-    committed(Fact.NOT_BEFORE.of("rescheduled", DUE_AT), Fact.NOT_BEFORE.of("rescheduled", DUE_AT + MOMENT))
+    committed(Fact.NOT_BEFORE.of("rescheduled", DUE_AT + MOMENT))
     committed(Fact.NOT_BEFORE.of("cancelled", DUE_AT), Fact.CANCELLED.of("cancelled"))
     committed(Fact.CANCELLED_LATE.of("cancelled late"))
     committed(Fact.PREPARED.of("confirmed"), Fact.DECIDED.of("confirmed"), "confirmed")

@@ -227,6 +227,8 @@ class Producer:
                 return "too late to reschedule"
             if database_now() >= due_at:
                 return "rescheduled late"
+            # It may be due sooner than before.
+            Unique.objects.filter(name__startswith=f"{Fact.NOT_BEFORE.of(name)}:").delete()
             Unique.objects.create(name=Fact.NOT_BEFORE.of(name, now + delay))
         return "rescheduled"
 

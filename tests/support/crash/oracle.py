@@ -33,7 +33,7 @@ class Fact(StrEnum):
     CANCELLED_LATE = "cancelled late"
     """Its message was cancelled when it was due already: a relay that died before it could settle may have sent it, once."""
     NOT_BEFORE = "not before"
-    """Its message is due at this instant, by the database's clock: no effect comes earlier. Of several, the latest holds."""
+    """Its message is due at this instant, by the database's clock: no effect comes earlier."""
     PREPARED = "prepared"
     """Its message was prepared. Whether the operation took place, the row of the operation says, as always."""
     DECIDED = "decided"
@@ -93,8 +93,7 @@ class _Records:
                 records.operations.add(name)
             elif fact == Fact.NOT_BEFORE:
                 operation, _, instant = operation.partition(":")
-                at = datetime.fromisoformat(instant)
-                records.instants[operation] = max(at, records.instants.get(operation, at))
+                records.instants[operation] = datetime.fromisoformat(instant)
             else:
                 records.facts[Fact(fact)].add(operation)
         return records
