@@ -22,7 +22,7 @@ from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
-from tests.support.deliveries import wait_until
+from tests.support.waiting import wait_until
 from tests.support.workers import EXCHANGE, Process, broker_options
 
 MESSAGES = int(os.environ.get("ORDERED_CHAOS_MESSAGES", "600"))

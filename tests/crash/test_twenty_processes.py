@@ -18,7 +18,8 @@ from inbox.reading import read
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import OPTIONS, an_envelope, the_row, wait_until
+from tests.support.deliveries import OPTIONS, an_envelope, the_row
+from tests.support.waiting import wait_until
 from tests.support.workers import (
     CONFIRMED,
     EXCHANGE,

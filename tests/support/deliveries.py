@@ -20,7 +20,7 @@ from outbox.kernel.clock import DatabaseTime, utcnow
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
-from tests.support.waiting import A_WHILE, wait_until  # noqa: F401 - wait_until is imported from here, too
+from tests.support.waiting import A_WHILE
 
 TOPIC = "shop.order.placed"
 

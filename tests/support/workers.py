@@ -23,7 +23,7 @@ from inbox.handlers import Handler
 from outbox.kernel.loop import StopRequest, Watchdog
 from tests.support import processes
 from tests.support.apps.worker import JOB
-from tests.support.deliveries import A_WHILE, wait_until
+from tests.support.waiting import A_WHILE, wait_until
 
 EXCHANGE = "outbox"
 GROUP = "tests"
