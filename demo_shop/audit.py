@@ -88,7 +88,8 @@ class Facts:
         effects: by name, one of `EFFECTS`.
         rated_by_itself: order numbers whose rating, by the table, no customer gave.
         lateness: how long after its due time an effect happened, by the database's clock; negative is early. By name of the
-            effect and order number. A receipt is due a while after its refusal; one that was not refused is not listed.
+            effect and order number. A receipt is due `SHOP_MAIL_RETRY_AFTER` after its refusal; one that was not refused is
+            not listed.
         transfers: what the banks' books say.
         messages: outbox and inbox rows by order number, but for outbox rows that were cancelled.
         stock_differences: products whose quantity is not the sum of their movements, with the difference.

@@ -100,7 +100,7 @@ def _verdict(project: Project, peer: Peer, committed: list[tuple[str, int]], fau
     count = len(committed)
     if peer.read is None:
         return Verdict(peer.name, correct=not faults, detail=faults or f"{count:,} committed, {count:,} done")
-    with suppress(Stalled):  # messages that nobody confirmed may be lost, and the arrivals tell which
+    with suppress(Stalled):  # unconfirmed messages may be lost; the arrivals show which
         wait_for(in_queue(project, count))
     arrivals = collect(project, Arrivals(), peer.read)
     faults = faults or arrivals.faults((UUID(message_id), number) for message_id, number in committed)

@@ -44,7 +44,7 @@ def queued(project: Project) -> int:
 
 
 def in_queue(project: Project, count: int) -> Progress:
-    """So many messages in the queue, which nobody reads meanwhile."""
+    """The queue holds so many messages. It has no consumer meanwhile."""
     return Progress(project=project, what="messages in the queue", goal=count, current=lambda: queued(project))
 
 

@@ -37,7 +37,7 @@ class Progress:
         what: is awaited, as in "5,000 effects".
         goal: how many.
         current: how many there are now; asked all the time, so it must be cheap.
-        work_left: what can still become one of them: rows and messages that nobody has finished. None: not known.
+        work_left: what can still become one of them: unfinished rows and messages. None: unknown.
     """
 
     project: Project
@@ -97,7 +97,7 @@ class ProgressWatch:
         """
         Raises:
             ProcessFailed: one of the processes has ended.
-            Stalled: there is no progress.
+            Stalled: the count does not change any more.
         """
         progress = self._progress
         for process in self._processes:
@@ -119,7 +119,7 @@ def wait_for(progress: Progress, *processes: Process, every: float = 0.05) -> No
 
     Raises:
         ProcessFailed: one of the processes has ended before.
-        Stalled: there is no progress any more.
+        Stalled: the count does not change any more.
     """
     watch = ProgressWatch(progress, *processes)
     while not progress.reached:
