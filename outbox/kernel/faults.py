@@ -1,8 +1,8 @@
 """What kind of failure is this database error?
 
 Three answers matter. *Collisions* (serialization failure, deadlock, lock timeout, SQLite's "database is locked") ask for the
-same transaction again at once. *Outages* (connection lost, server shutting down) are nobody's attempt: wait for the server.
-Everything else is the fault of whoever ran the statement.
+same transaction again at once. *Outages* (connection lost, server shutting down, a standby that takes no writes, a full disk or
+memory) are nobody's attempt: wait for the server. Everything else is the fault of whoever ran the statement.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from django.db import DatabaseError, InterfaceError, OperationalError
 
 SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT = "40001", "40P01", "55P03"
 _COLLISIONS = {SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT}
-_OUTAGE = re.compile(r"08...|57P0[1-5]|25P03|53300")
+_READ_ONLY, _RESOURCES, _SYSTEM = "25006", "53...", "58..."
+_OUTAGE = re.compile(rf"08...|57P0[1-5]|25P03|{_READ_ONLY}|{_RESOURCES}|{_SYSTEM}")
 _LOST = re.compile(r"connection|terminat|server closed|SSL|EOF|could not receive|could not send", re.IGNORECASE)
 
 
