@@ -117,7 +117,7 @@ class Runner:
                 break
             stop.wait(rest)
         if done:
-            logger.info("%d stored messages were run.", done)
+            logger.info("Stored messages run: %d.", done)
         return done
 
     def _tell_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:

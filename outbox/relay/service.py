@@ -71,7 +71,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
             with Listener(alias, [timer.bell, *(lane.bell for lane in lanes)], options).listening():
                 _run(lanes, [timer, *companions], watchdog, stop)
     published = sum(lane.published for lane in lanes)
-    logger.info("The relay has ended; it published %d messages.", published)
+    logger.info("The relay has ended. Messages published: %d.", published)
     return published
 
 
