@@ -44,7 +44,10 @@ _BY_BROKER = (
 )
 # kombu takes it as its own and would try to inflate the body.
 _RESERVED_NAMES = {"compression"}
-RESERVED_HEADERS = "'compression', and names that begin with 'cloudEvents', 'ce-' or 'x-'"
+COPIES = ("CC", "BCC")
+"""Headers by which RabbitMQ routes copies of a message ("Sender-selected Distribution"), in capitals only. It takes them as
+lists, and closes the channel over any other value."""
+RESERVED_HEADERS = "'compression', 'CC', 'BCC', and names that begin with 'cloudEvents', 'ce-' or 'x-'"
 
 # Milliseconds since 1970 passed this in 1973; seconds will in the year 5138.
 _LEAST_MILLISECONDS = 1e11
@@ -56,7 +59,7 @@ HeaderValue = str | int | float | bool
 
 def is_reserved(header: str) -> bool:
     """Does `header` belong to CloudEvents or to the broker, so that a publisher must not set it?"""
-    return header.lower() in _RESERVED_NAMES or header.lower().startswith(_RESERVED)
+    return header in COPIES or header.lower() in _RESERVED_NAMES or header.lower().startswith(_RESERVED)
 
 
 class Envelope(NamedTuple):

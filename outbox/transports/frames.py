@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from struct import Struct, pack
-from typing import Any
+from typing import Any, TypeVar
 
 from amqp.basic_message import Message
 from amqp.serialization import dumps
 
-from outbox.kernel.envelope import Envelope
+from outbox.kernel.envelope import COPIES, Envelope
 from outbox.kernel.transport import Parcel
 from outbox.kernel.wire import Wire
+
+_Headers = TypeVar("_Headers", bound=Mapping[str, Any])
 
 _METHOD, _HEADER, _BODY, _END = 1, 2, 3, b"\xce"
 _FRAME_OVERHEAD = 8
@@ -53,7 +55,8 @@ class FrameWriter:
         """All frames of `parcel`, as a CloudEvent.
 
         Raises:
-            ValueError: a name is longer than AMQP's 255 bytes, or the headers do not fit into one frame.
+            ValueError: a name is longer than AMQP's 255 bytes, the headers do not fit into one frame, or RabbitMQ would refuse
+                them.
         """
         envelope = parcel.envelope
         body = envelope.body
@@ -64,7 +67,7 @@ class FrameWriter:
                 _PROPERTIES_OF_EXPIRING if expiration else _PROPERTIES,
                 _short(envelope.content_type),
                 _short(_ENCODING),
-                _table(envelope.to_headers()),
+                _table(_checked(envelope.to_headers())),
                 _PERSISTENT,
                 bytes((parcel.priority,)),
                 expiration,
@@ -78,8 +81,8 @@ class FrameWriter:
         """All frames of a message in the form of another protocol. Its message id is ours, by which it is known if it returns.
 
         Raises:
-            ValueError, struct.error, amqp.AMQPError: a name is too long, a header of a type that AMQP has not, or the headers
-                do not fit into one frame.
+            ValueError, struct.error, amqp.AMQPError: a name is too long, a header of a type that AMQP has not, the headers do
+                not fit into one frame, or RabbitMQ would refuse them.
         """
         body = envelope.body
         content = _pack_content(_BASIC, 0, len(body)) + _properties(
@@ -87,7 +90,7 @@ class FrameWriter:
                 **wire.properties,
                 "content_type": wire.content_type,
                 "content_encoding": wire.content_encoding,
-                "application_headers": wire.headers,
+                "application_headers": _checked(wire.headers),
                 "priority": wire.priority,
                 "message_id": envelope.id,
             }
@@ -129,6 +132,12 @@ def _expiration(seconds: float) -> bytes:
     """
     milliseconds = max(int(seconds * 1000), 1)
     return _text(str(milliseconds)) if milliseconds <= _LONGEST_EXPIRATION else b""
+
+
+def _checked(headers: _Headers) -> _Headers:
+    if wrong := [name for name in COPIES if not isinstance(headers.get(name, []), list)]:
+        raise ValueError(f"its header {wrong[0]!r} is RabbitMQ's own, a list of routing keys for copies, and here it is none")
+    return headers
 
 
 def _table(headers: dict[str, Any]) -> bytes:

@@ -199,12 +199,14 @@ def test_an_id_that_is_not_a_uuid_is_deduplicated_together_with_its_source():
     assert Envelope(id="", topic="t", source="/a").dedup_id == ""
 
 
-@pytest.mark.parametrize("name", ["cloudEvents:id", "cloudevents_x", "CLOUDEVENTS", "x-death", "X-Match", "ce-id", "CE-x"])
+@pytest.mark.parametrize(
+    "name", ["cloudEvents:id", "cloudevents_x", "CLOUDEVENTS", "x-death", "X-Match", "ce-id", "CE-x", "CC", "BCC"]
+)
 def test_header_names_of_the_protocol_are_reserved(name):
     assert is_reserved(name)
 
 
-@pytest.mark.parametrize("name", ["tenant", "traceparent", "xylophone", "cent", "cloud"])
+@pytest.mark.parametrize("name", ["tenant", "traceparent", "xylophone", "cent", "cloud", "cc", "Bcc"])
 def test_other_header_names_are_not_reserved(name):
     assert not is_reserved(name)
 

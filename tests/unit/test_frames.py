@@ -23,7 +23,9 @@ FRAME_MAX = 4096
 LARGEST = FRAME_MAX - wire.FRAME_OVERHEAD
 PUBLISH = struct.pack(">HH", *wire.PUBLISH)
 
-names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=60)
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1, max_size=60).filter(
+    lambda name: name not in {"CC", "BCC"}
+)
 values = st.one_of(
     st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=300),
     st.booleans(),
@@ -72,6 +74,18 @@ def frames(data):
         split.append((kind, data[at + 7 : at + 7 + size]))
         at += wire.FRAME_OVERHEAD + size
     return split
+
+
+class TestHeadersOfRabbitMQ:
+    @pytest.mark.parametrize("name", ["CC", "BCC"])
+    @pytest.mark.parametrize("value", ["copy", 1, True])
+    def test_header_for_copies_that_is_no_list_is_refused(self, name, value):
+        """RabbitMQ would close the channel over it."""
+        with pytest.raises(ValueError, match=name):
+            encoded(a_parcel(headers={name: value}))
+
+    def test_header_in_other_letters_is_the_publishers_own(self):
+        assert b"cc" in encoded(a_parcel(headers={"cc": "copy"}))
 
 
 class TestSameBytesAsPyAmqp:

@@ -99,6 +99,8 @@ BAD = {
     "headers list": ({"headers": [("a", 1)]}, ["headers is", "dict"]),
     "headers text": ({"headers": "tenant=acme"}, ["headers is", "dict"]),
     "header reserved": ({"headers": {"cloudEvents:id": "x"}}, ["'cloudEvents:id'", "reserved"]),
+    "header by which RabbitMQ routes copies": ({"headers": {"CC": "x"}}, ["'CC'", "reserved"]),
+    "header by which RabbitMQ routes hidden copies": ({"headers": {"BCC": "x"}}, ["'BCC'", "reserved"]),
     "header reserved in another case": ({"headers": {"CloudEvents_id": "x"}}, ["'CloudEvents_id'", "reserved"]),
     "header of the broker": ({"headers": {"x-delay": 1}}, ["'x-delay'", "reserved"]),
     "header without a name": ({"headers": {"": "x"}}, ["header name ''"]),
