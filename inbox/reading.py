@@ -7,7 +7,6 @@ arrival that is *refused*, with the reason for people; it will be stored as a de
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -17,7 +16,7 @@ from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage
 from inbox.store import NewRow
 from outbox.kernel.clock import utcnow
-from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, media_type
+from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, headers_as_json, media_type
 from outbox.kernel.text import describe
 
 UNIDENTIFIED = "unidentified:"
@@ -154,7 +153,7 @@ def _row(handler: Handler, envelope: Envelope, *, biz_id: str, digest: str) -> N
         content_type=envelope.content_type,
         body=envelope.body,
         digest=digest,
-        headers=json.dumps(dict(envelope.headers)) if envelope.headers else "{}",
+        headers=headers_as_json(envelope.headers),
         source=envelope.source,
         correlation_id=envelope.correlation_id,
         causation_id=envelope.causation_id,

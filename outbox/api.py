@@ -6,7 +6,6 @@ payload is serialised here and now, so that a later change of the code or of the
 
 from __future__ import annotations
 
-import json
 import math
 import uuid
 from collections.abc import Iterable, Mapping
@@ -25,7 +24,7 @@ from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import current_cause
-from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, is_reserved
+from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from outbox.kernel.identity import new_message_id, new_message_ids
 from outbox.kernel.text import why_no_topic, why_unfit
 
@@ -314,7 +313,7 @@ def _headers(headers: Mapping[Any, Any]) -> str:
                 f"The header {name!r} is {_short(value)}: it must be printable text, a 64-bit whole number, a finite "
                 "float or a bool. Put anything else into the payload."
             )
-    text = json.dumps({name: value for name, value in headers.items() if name != TRACEPARENT})
+    text = headers_as_json({name: value for name, value in headers.items() if name != TRACEPARENT})
     if len(text) > HEADERS_LIMIT_BYTES:
         raise InvalidMessage(
             f"The headers are {len(text)} bytes and the limit is {HEADERS_LIMIT_BYTES}: put large values into the payload."

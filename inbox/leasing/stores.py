@@ -9,7 +9,6 @@ A store that cannot be asked raises, and then nothing is run: no lease is ever a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -20,6 +19,7 @@ from inbox.models import InboxMessage
 from inbox.store import DuplicateCause, Failure, NewRow, OrderedKey
 from inbox.transactions import DatabaseAway
 from outbox.kernel.clock import monotonic
+from outbox.kernel.envelope import headers_as_json
 
 
 class LeaseStoreAway(DatabaseAway):
@@ -192,7 +192,7 @@ def stored_row(stored: InboxMessage) -> NewRow:
         content_type=stored.content_type,
         body=bytes(stored.body),
         digest=stored.digest,
-        headers=json.dumps(stored.headers),
+        headers=headers_as_json(stored.headers),
         source=stored.source,
         correlation_id=stored.correlation_id,
         causation_id=stored.causation_id,

@@ -53,6 +53,7 @@ RESERVED_HEADERS = "'compression', 'CC', 'BCC', and names that begin with 'cloud
 _LEAST_MILLISECONDS = 1e11
 _INT64_END = 2**63
 _HEADER_LENGTH = 4_000
+_FIRST_WITH_EXPONENT = 1e16
 
 HeaderValue = str | int | float | bool
 
@@ -60,6 +61,15 @@ HeaderValue = str | int | float | bool
 def is_reserved(header: str) -> bool:
     """Does `header` belong to CloudEvents or to the broker, so that a publisher must not set it?"""
     return header in COPIES or header.lower() in _RESERVED_NAMES or header.lower().startswith(_RESERVED)
+
+
+def headers_as_json(headers: Mapping[str, HeaderValue]) -> str:
+    """Text for a jsonb column, which makes a whole number of a float that is written as 1e+16: so such a one is written out."""
+    return f"{{{', '.join(f'{json.dumps(name)}: {_as_json(value)}' for name, value in headers.items())}}}"
+
+
+def _as_json(value: HeaderValue) -> str:
+    return f"{value:.1f}" if isinstance(value, float) and abs(value) >= _FIRST_WITH_EXPONENT else json.dumps(value)
 
 
 class Envelope(NamedTuple):

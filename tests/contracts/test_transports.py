@@ -55,7 +55,15 @@ def _into_the_inbox():
         rows = list(InboxMessage.objects.filter(handler=name).order_by("pk"))
         assert len(rows) == count
         return [
-            Envelope(id=row.message_id, topic=row.topic, key=row.key, biz_id=row.biz_id, body=bytes(row.body)) for row in rows
+            Envelope(
+                id=row.message_id,
+                topic=row.topic,
+                key=row.key,
+                biz_id=row.biz_id,
+                body=bytes(row.body),
+                headers=row.headers,
+            )
+            for row in rows
         ]
 
     yield SimpleNamespace(url="local://", arrived=arrived)
@@ -95,6 +103,17 @@ class TestEveryTransport:
 
         [envelope] = place.arrived(1)
         assert (envelope.key, envelope.biz_id) == ("käufer-№4", "bestellung-🍰")
+
+    def test_headers_arrive_with_the_types_that_they_were_published_with(self, place):
+        headers = {"text": "ü", "whole": 2**63 - 1, "small": 0.1, "float": 1e15, "large": 1e16, "largest": 1e308, "yes": True}
+        published(ROUTED, headers=headers)
+
+        drained(place.url)
+
+        [envelope] = place.arrived(1)
+        assert {name: (type(value), value) for name, value in envelope.headers.items()} == {
+            name: (type(value), value) for name, value in headers.items()
+        }
 
     @pytest.mark.parametrize(
         "body", ['"ä 🍰"', "null", '{ "a" : 1 }', '"' + "x" * 200_000 + '"'], ids=["text", "null", "blanks", "big"]

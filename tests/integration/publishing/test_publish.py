@@ -231,6 +231,15 @@ class TestStoredMessage:
         assert stored == headers
         assert [type(stored[name]) for name in headers] == [str, int, int, float, bool]
 
+    def test_float_header_of_any_size_stays_the_same_float(self):
+        """jsonb makes a whole number of 1e+16, which is how Python writes it."""
+        floats = [1.0, 1e15, 1e16, -1.5e16, 1e22, 1e300, 1e308, -1.7976931348623157e308, 5e-324, 1e-300, 0.1]
+        headers = {f"f{n}": value for n, value in enumerate(floats)}
+
+        stored = row_of(published(headers=headers)).headers
+
+        assert [(type(value), value) for value in stored.values()] == [(float, value) for value in floats]
+
     def test_message_published_by_a_handler_continues_the_correlation_chain(self):
         first = published()
         trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
