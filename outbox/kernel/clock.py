@@ -1,14 +1,17 @@
 """Time, in one place.
 
 Instants that a promise rests on (due, expiry, retry) come from the database's clock, because every process of a service
-shares it; `DatabaseTime` is that clock as an expression. Waiting and deadlines inside one process are measured with
-`monotonic`, which nobody can turn back.
+shares it; `DatabaseTime` is that clock as an expression. Deadlines and durations inside one process are measured with
+`monotonic`, which cannot be set and goes on while the machine is suspended, as the database, the broker and the leases do. What
+this process itself has had time to do is measured with `awake`, which stands still meanwhile.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from django.db import NotSupportedError
@@ -18,7 +21,19 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models.sql.compiler import SQLCompiler
 
-monotonic = time.monotonic
+
+def _boottime() -> Callable[[], float] | None:
+    """Linux's clock that counts the time in suspension, too (clock_gettime(2)); None where there is none."""
+    try:
+        clock = time.CLOCK_BOOTTIME
+        time.clock_gettime(clock)
+    except (AttributeError, OSError):
+        return None
+    return partial(time.clock_gettime, clock)
+
+
+monotonic = _boottime() or time.monotonic
+awake = time.monotonic
 
 
 def utcnow() -> datetime:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Protocol
 
-from outbox.kernel.clock import monotonic
+from outbox.kernel.clock import awake
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ class Bell:
 class Watchdog:
     """Ends the process when a loop has not called `beat` for `limit`, or when a stop takes longer than `grace`.
 
+    Time in which the machine was suspended does not count, because no loop could call it then.
+
     Nothing is lost by that: whatever was in hand is an open transaction or an unacknowledged delivery.
     """
 
@@ -124,7 +126,7 @@ class Watchdog:
 
     def beat(self) -> None:
         """The loop of this thread is alive. From now on it is watched, until its thread ends."""
-        self._beaten_at[threading.current_thread()] = monotonic()
+        self._beaten_at[threading.current_thread()] = awake()
 
     def leave(self) -> None:
         """The loop of this thread has ended."""
@@ -152,7 +154,7 @@ class Watchdog:
     def _watch(self) -> None:
         stopping_since: float | None = None
         while not self._done.wait(min(1.0, self._limit / 4, self._grace / 4)):
-            now = monotonic()
+            now = awake()
             if self._stop and stopping_since is None:
                 stopping_since = now
             if stopping_since is not None and now - stopping_since > self._grace:

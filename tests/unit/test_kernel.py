@@ -210,7 +210,7 @@ class TestStopRequest:
         assert seen == [before]
 
 
-MANUAL_CLOCK = "loop.monotonic = lambda: now[0]"
+MANUAL_CLOCK = "loop.awake = lambda: now[0]"
 """The test advances the watchdog's clock, so that a stall of the machine is not taken for a silent loop."""
 
 
@@ -224,7 +224,7 @@ class TestWatchdog:
             "from outbox.kernel.loop import StopRequest, Watchdog\n"
             "from outbox.kernel import loop\n"
             f"stop = StopRequest(); dog = Watchdog(stop, limit=timedelta(seconds={limit}), grace=timedelta(seconds={grace}))\n"
-            "now = [loop.monotonic()]\n"
+            "now = [loop.awake()]\n"
             f"with dog.watching():\n{indent(body, '    ')}\n"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
@@ -252,6 +252,38 @@ class TestWatchdog:
         body = f"{MANUAL_CLOCK}\nwith dog.suspended():\n    now[0] += 90; stop.wait(1)"
 
         assert self.exit_status_of(body, limit=0.1, grace=60)[0] == 0
+
+
+SUSPENDING = (
+    "import time; real, suspended = time.clock_gettime, [0.0]\n"
+    "time.clock_gettime = lambda clock: real(clock) + (suspended[0] if clock == time.CLOCK_BOOTTIME else 0.0)\n"
+)
+"""A machine that can be suspended: its CLOCK_BOOTTIME goes on meanwhile and its CLOCK_MONOTONIC does not (clock_gettime(2))."""
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux has this clock")
+class TestSuspendedMachine:
+    def test_a_deadline_counts_the_time_in_which_the_machine_was_suspended(self):
+        program = (
+            f"{SUSPENDING}from outbox.kernel.clock import monotonic\n"
+            "began_at = monotonic(); suspended[0] = 3600; print(int(monotonic() - began_at))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
+
+        assert done.stdout.strip() == "3600"
+
+    def test_the_watchdog_does_not_take_a_suspended_machine_for_a_silent_loop(self):
+        program = (
+            f"{SUSPENDING}from datetime import timedelta\n"
+            "from outbox.kernel.loop import StopRequest, Watchdog\n"
+            "stop = StopRequest(); dog = Watchdog(stop, limit=timedelta(seconds=60), grace=timedelta(seconds=0.1))\n"
+            "with dog.watching():\n"
+            "    for _ in range(20):\n"
+            "        dog.beat(); suspended[0] += 3600; stop.wait(0.05)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+
+        assert done.returncode == 0, done.stderr
 
 
 class TestBrokerUrl:
