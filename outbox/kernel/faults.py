@@ -1,8 +1,9 @@
 """What kind of failure is this database error?
 
-Three answers matter. *Collisions* (serialization failure, deadlock, lock timeout, SQLite's "database is locked") ask for the
+Four answers matter. *Collisions* (serialization failure, deadlock, lock timeout, SQLite's "database is locked") ask for the
 same transaction again at once. *Outages* (connection lost, server shutting down, a standby that takes no writes, a full disk or
-memory) are nobody's attempt: wait for the server. Everything else is the fault of whoever ran the statement.
+memory) are nobody's attempt: wait for the server. A statement that was *canceled* took too long: ask for less. Everything else
+is the fault of whoever ran the statement.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from django.db import DatabaseError, InterfaceError, OperationalError
 
 SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT = "40001", "40P01", "55P03"
+_CANCELED = "57014"
 _COLLISIONS = {SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT}
 _READ_ONLY, _RESOURCES, _SYSTEM = "25006", "53...", "58..."
 _OUTAGE = re.compile(rf"08...|57P0[1-5]|25P03|{_READ_ONLY}|{_RESOURCES}|{_SYSTEM}")
@@ -35,6 +37,11 @@ def is_outage(error: BaseException) -> bool:
             return bool(_OUTAGE.fullmatch(sqlstate))
     lost = isinstance(error, OperationalError | InterfaceError) and bool(_LOST.search(str(error)))
     return lost and not _is_sqlite_busy(error)
+
+
+def is_canceled(error: BaseException) -> bool:
+    """The server ended a statement, because of `statement_timeout` or at an operator's request."""
+    return any(getattr(link, "sqlstate", None) == _CANCELED for link in _chain(error))
 
 
 def _is_sqlite_busy(error: BaseException) -> bool:

@@ -49,6 +49,7 @@ class PassReport:
         published: of these, confirmed.
         broken: why the broker connection is gone, or None.
         suspicious: send fewer next time.
+        overdue: reading the rows has taken so long that none was sent.
         waits_for: who holds the lease that this relay would need, or "".
         highest: the highest position in hand.
     """
@@ -59,6 +60,7 @@ class PassReport:
     published: int = 0
     broken: str | None = None
     suspicious: bool = False
+    overdue: bool = False
     waits_for: str = ""
     highest: int = 0
 
@@ -72,6 +74,7 @@ class _Batch:
     put_off: dict[str, list[int]] = field(default_factory=dict)
     broken: str | None = None
     suspicious: bool = False
+    overdue: bool = False
 
 
 class Pass:
@@ -138,7 +141,7 @@ class Pass:
     def _send(self, rows: Sequence[RelayedMessage], begun_at: float) -> _Batch:
         # Counted from before the claim: a relay that was frozen after it must not wake up with its time still ahead.
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
-        batch = _Batch(rows)
+        batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
         stopped_keys: set[str] = set()
         for wave in waves(self._sendable(batch, stopped_keys))[:_MOST_WAVES]:
             if batch.broken is not None or monotonic() > deadline:
@@ -247,6 +250,7 @@ class Pass:
             published=len(settlement.published),
             broken=batch.broken,
             suspicious=batch.suspicious,
+            overdue=batch.overdue,
             highest=max((row.position for row in batch.rows), default=0),
         )
 

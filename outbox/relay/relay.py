@@ -17,12 +17,13 @@ from outbox.conf import OutboxOptions
 from outbox.doorbell import ALERT_SECONDS
 from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.faults import is_canceled, is_collision, is_outage
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
 from outbox.kernel.transport import BrokerUnavailable, Transport
 from outbox.models import SHARDS
+from outbox.relay.batch_size import BatchSize
 from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
@@ -73,7 +74,7 @@ class Relay:
         self._share = Share(len(self._shards))
         self._release_at = 0.0
         self._resumed = False
-        self._limit = options.BATCH_SIZE
+        self._size = BatchSize(options.BATCH_SIZE)
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._alert_until = 0.0
         self._broker = Outage("the broker")
@@ -132,12 +133,13 @@ class Relay:
                 self._database.wait(error, self._stop)
             elif is_collision(error):
                 self._stop.wait(_SHORTEST_REST_SECONDS)
+            elif is_canceled(error) and self._size.now > 1:
+                self._size.overdue(error)
             else:
                 if drain:
                     raise
                 logger.exception("A pass failed in a way nobody foresaw; its messages stay ready.")
-                # They are sent again: as few as can be, until a pass succeeds.
-                self._limit = 1
+                self._size.failed()
                 self._transport.close()
                 self._stop.wait(self._trouble.next_seconds())
             return None
@@ -165,7 +167,9 @@ class Relay:
         return report
 
     def _carry(self, busy: Sequence[store.Busy]) -> PassReport:
-        report = self._pass.run(self._share.of(busy), self._limit)
+        wanted = self._share.of(busy)
+        # Each shard costs at least the reading of one row.
+        report = self._pass.run(wanted[: self._size.now] if self._size.is_reduced else wanted, self._size.now)
         self._share.note(report.refused)
         self._floors.saw(report.highest)
         return report
@@ -193,11 +197,13 @@ class Relay:
         self.published += report.published
         self._heartbeat.published(report.published)
         culprit_found = report.suspicious and report.settled == report.claimed
-        if report.suspicious:
-            self._limit = 1
+        if report.overdue:
+            self._size.overdue("OUTBOX['BATCH_DEADLINE'] had passed when they were read")
+        elif report.suspicious:
+            self._size.failed()
         elif report.broken is None:
             # After a message that broke the connection, grow again slowly: the one to blame ends up alone in its batch.
-            self._limit = min(self._limit * 2, self._options.BATCH_SIZE)
+            self._size.succeeded()
         if report.broken is not None and not culprit_found:
             self._wait_for_broker(report.broken)
             return

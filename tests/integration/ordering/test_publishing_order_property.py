@@ -29,6 +29,7 @@ from outbox.kernel.prepared import Prepared
 from outbox.kernel.transport import BrokerUnavailable
 from outbox.models import SHARDS, OutboxMessage, State
 from outbox.relay import passes
+from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.store import claiming
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
@@ -323,7 +324,7 @@ class Actor:
 
     def _round(self, relay):
         relay._transport.connect()
-        relay._limit = self.machine.chance.choice([1, 4, 500])
+        relay._size = BatchSize(self.machine.chance.choice([1, 4, 500]))
         relay._release_at = self.machine.chance.choice([0.0, float("inf")])
         relay._work(drain=False)
 

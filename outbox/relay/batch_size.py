@@ -1,0 +1,63 @@
+"""How many messages may one pass take?
+
+As many as the options say, until a pass has failed. After a failure that says nothing of the size it takes one message, and
+twice as many with each pass that succeeds. A pass that took too long was too large: then it takes a quarter, and for a minute
+at most half.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from outbox.kernel.clock import monotonic
+
+logger = logging.getLogger(__name__)
+
+_TOO_LARGE_SECONDS = 60.0
+_BETWEEN_REPORTS_SECONDS = 60.0
+
+
+class BatchSize:
+    """One relay's, up to `largest`."""
+
+    def __init__(self, largest: int, clock: Callable[[], float] = monotonic) -> None:
+        self._largest = self._ceiling = self._now = largest
+        self._clock = clock
+        self._raise_at = self._report_at = 0.0
+
+    @property
+    def now(self) -> int:
+        return self._now
+
+    @property
+    def is_reduced(self) -> bool:
+        return self._now < self._largest
+
+    def succeeded(self) -> None:
+        """A pass of this size succeeded."""
+        if self._ceiling < self._largest and self._clock() >= self._raise_at:
+            self._set_ceiling(2 * self._ceiling)
+        self._now = min(2 * self._now, self._ceiling)
+
+    def failed(self) -> None:
+        """A pass failed, and what it sent is sent again: send as few as can be."""
+        self._now = 1
+
+    def overdue(self, reason: object) -> None:
+        """A pass of this size took too long."""
+        before, self._now = self._now, max(self._now // 4, 1)
+        self._set_ceiling(max(before // 2, 1))
+        if self._clock() >= self._report_at:
+            self._report_at = self._clock() + _BETWEEN_REPORTS_SECONDS
+            logger.warning(
+                "relay: a pass over up to %d messages took too long (%s); they stay ready, and the next pass takes up to %d. "
+                "If this repeats, find out what slows the outbox table down, or set a longer OUTBOX['BATCH_DEADLINE'].",
+                before,
+                reason,
+                self._now,
+            )
+
+    def _set_ceiling(self, ceiling: int) -> None:
+        self._ceiling = min(ceiling, self._largest)
+        self._raise_at = self._clock() + _TOO_LARGE_SECONDS

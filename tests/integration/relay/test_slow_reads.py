@@ -1,0 +1,82 @@
+"""The database reads the outbox so slowly that a whole batch does not fit into the time of a pass."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+
+from outbox import Draft, publish_many
+from outbox.models import OutboxMessage, State
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.workers import Process, as_environment
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+MESSAGES = 600
+"""Each of the relay's lanes reads half of them."""
+DEADLINE = timedelta(seconds=0.4)
+"""The database grants two seconds more."""
+
+
+@contextmanager
+def slow_reads(seconds_per_row):
+    """For its role, each ready row that is read takes long, as with a slow disk or a costly row security policy."""
+    name = connection.settings_dict["NAME"]
+    try:
+        execute(
+            "CREATE ROLE slow_reader LOGIN",
+            f'GRANT ALL ON DATABASE "{name}" TO slow_reader',
+            "GRANT ALL ON ALL TABLES IN SCHEMA public TO slow_reader",
+            "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO slow_reader",
+            f"CREATE FUNCTION slowly() RETURNS boolean LANGUAGE sql AS 'SELECT pg_sleep({seconds_per_row}) IS NOT NULL'",
+            "CREATE POLICY slow ON outbox_outboxmessage USING (state <> 'ready' OR slowly()) WITH CHECK (true)",
+            "ALTER TABLE outbox_outboxmessage ENABLE ROW LEVEL SECURITY",
+        )
+        yield "slow_reader"
+    finally:
+        execute(
+            "ALTER TABLE outbox_outboxmessage DISABLE ROW LEVEL SECURITY",
+            "DROP POLICY IF EXISTS slow ON outbox_outboxmessage",
+            "DROP FUNCTION IF EXISTS slowly()",
+            "DROP OWNED BY slow_reader",
+            "DROP ROLE slow_reader",
+        )
+
+
+def execute(*statements):
+    with connection.cursor() as cursor:
+        for statement in statements:
+            cursor.execute(statement)
+
+
+def published():
+    return OutboxMessage.objects.filter(state=State.PUBLISHED).count()
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seconds_per_row", [0.004, 0.01], ids=["read after the deadline", "statement timeout"])
+def test_relay_that_reads_too_slowly_takes_fewer_messages_and_publishes_them(process_environment, tmp_path, seconds_per_row):
+    with transaction.atomic():
+        publish_many([Draft("shop.order.placed", {"n": n}) for n in range(MESSAGES)])
+    with FakeAmqpPeer() as peer, slow_reads(seconds_per_row) as role:
+        scheme, _, rest = process_environment["DATABASE_URL"].partition("://")
+        environment = {
+            **process_environment,
+            **as_environment(OUTBOX={"BROKER_URL": peer.url, "BATCH_DEADLINE": DEADLINE}, INBOX={}),
+            "DATABASE_URL": f"{scheme}://{role}@{rest.rpartition('@')[2]}",
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+        }
+        began_at = time.monotonic()
+        with Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
+            relay.until(lambda: published() >= MESSAGES / 10)
+            said = relay.said()
+            execute("ALTER TABLE outbox_outboxmessage DISABLE ROW LEVEL SECURITY")
+            relay.until(lambda: published() == MESSAGES)
+
+    minutes = 1 + (time.monotonic() - began_at) // 60
+    assert 1 <= said.count("took too long") <= 2 * minutes, "once a minute for each of its two lanes"
+    assert "Traceback" not in said
