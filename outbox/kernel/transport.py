@@ -41,6 +41,8 @@ class Outcome(Enum):
     """The broker could not keep it."""
     REFUSED = "refused"
     """It can never be sent as it is."""
+    FORBIDDEN = "forbidden"
+    """The broker does not permit messages of its topic."""
     UNKNOWN = "unknown"
     """No word within the deadline, or the connection broke. It may be in the broker, or not."""
 
@@ -81,12 +83,14 @@ class Sent:
     Attributes:
         verdicts: by position; a message missing here is unknown.
         broken: why the connection is gone, or None while it is healthy.
-        suspicious: send fewer next time; the broker closed the connection over something it was sent, so that one message
-            may be to blame, or it blocks publishers.
+        suspects: the positions of the messages of which one made the broker close the connection. When there is only one, it
+            has its verdict. Send the others again.
+        suspicious: send fewer next time; the broker blocks publishers.
     """
 
     verdicts: Mapping[int, Verdict] = field(default_factory=dict)
     broken: str | None = None
+    suspects: Sequence[int] = ()
     suspicious: bool = False
 
 

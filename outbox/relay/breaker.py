@@ -5,6 +5,9 @@ A queue that is full or missing refuses every message of its topic, and a relay 
 longer each time. Its messages are put off without having been tried, so it costs them no attempt, and for so long that they are
 not read again and again. After the rest a few of them are recalled and tried; when one is taken, all are recalled.
 
+A topic that the broker *forbids* is paused at the first refusal, because each one costs the connection, and is probed with one
+message at a time, which the relay sends alone.
+
 In memory, one relay's own: each relay finds out for itself, at the price of some refused messages.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -28,6 +31,11 @@ _REST_SECONDS = 1.0
 _LONGEST_REST_SECONDS = 30.0
 _PUT_OFF_SECONDS = (300.0, 600.0)
 """For how long, unless they are recalled: by then the relay that put them off may have ended."""
+_REFUSED = "The broker refused %d messages of topic %r in a row; it is tried again now and then, other topics go on."
+_FORBIDDEN = (
+    "relay: topic %r paused, because the broker forbids it; one message is tried at least every %.0f s, other topics go on. "
+    "Permit the relay's user to write to it (rabbitmqctl set_topic_permissions or set_permissions), or cancel its messages: %s"
+)
 
 
 @dataclass
@@ -36,12 +44,23 @@ class _Breaker:
     rest_seconds: float = 0.0
     rests_until: float = 0.0
     probed: bool = False
+    forbidden: bool = False
+
+    @property
+    def probes(self) -> int:
+        """How many of its messages are tried after a pause."""
+        return 1 if self.forbidden else _PROBES
 
 
 class Breakers:
-    """The breakers of all topics that had a refusal lately."""
+    """The breakers of all topics that had a refusal lately.
+
+    Attributes:
+        beside: those of the other lanes of this process. What one of them has reported is not reported again.
+    """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self.beside: Sequence[Breakers] = ()
         self._clock = clock
         self._breakers: dict[str, _Breaker] = {}
         self._recovered: set[str] = set()
@@ -60,10 +79,15 @@ class Breakers:
         breaker = self._breakers.get(topic)
         if breaker is None or not breaker.rest_seconds:
             return True
-        if self._clock() < breaker.rests_until or self._admitted[topic] == _PROBES:
+        if self._clock() < breaker.rests_until or self._admitted[topic] == breaker.probes:
             return False
         self._admitted[topic] += 1
         return True
+
+    def forbids(self, topic: str) -> bool:
+        """Did the broker say that it does not permit `topic`, the last time it was asked?"""
+        breaker = self._breakers.get(topic)
+        return breaker is not None and breaker.forbidden
 
     @staticmethod
     def rest() -> timedelta:
@@ -74,7 +98,7 @@ class Breakers:
         """Of which topics to recall messages that were put off, and how many."""
         now = self._clock()
         due = [
-            (topic, _PROBES)
+            (topic, breaker.probes)
             for topic, breaker in self._breakers.items()
             if breaker.rest_seconds and not breaker.probed and now >= breaker.rests_until
         ]
@@ -101,16 +125,33 @@ class Breakers:
                 breaker = self._breakers.setdefault(topic, _Breaker())
                 breaker.refusals += count
                 if breaker.refusals >= _REFUSALS or breaker.rest_seconds:
+                    is_reported = self._is_reported(topic)
                     self._rest(topic, breaker)
+                    if not is_reported:
+                        logger.warning(_REFUSED, breaker.refusals, topic)
+                breaker.forbidden = False
+
+    def forbid(self, topic: str, reason: str) -> None:
+        """The broker does not permit `topic`."""
+        is_reported = self._is_reported(topic, forbidden=True)
+        breaker = self._breakers.setdefault(topic, _Breaker())
+        breaker.forbidden = True
+        self._rest(topic, breaker)
+        if not is_reported:
+            logger.warning(_FORBIDDEN, topic, _LONGEST_REST_SECONDS, reason)
+
+    def _is_reported(self, topic: str, *, forbidden: bool = False) -> bool:
+        """Has a lane of this process paused `topic` already, for this reason or for the graver one?"""
+        for breakers in (self, *self.beside):
+            breaker = breakers._breakers.get(topic)  # noqa: SLF001 - of the same class
+            if breaker is not None and breaker.rest_seconds and breaker.forbidden >= forbidden:
+                return True
+        return False
 
     def _rest(self, topic: str, breaker: _Breaker) -> None:
         self._recovered.discard(topic)
-        if not breaker.rest_seconds:
-            logger.warning(
-                "The broker refused %d messages of topic %r in a row; it is tried again now and then, other topics go on.",
-                breaker.refusals,
-                topic,
-            )
         breaker.rest_seconds = min(max(2 * breaker.rest_seconds, _REST_SECONDS), _LONGEST_REST_SECONDS)
-        breaker.rests_until = self._clock() + breaker.rest_seconds
+        # Each probe of a forbidden topic costs the connection, so those of many topics must not come at once.
+        spread = random.uniform(0.5, 1.0) if breaker.forbidden else 1.0
+        breaker.rests_until = self._clock() + spread * breaker.rest_seconds
         breaker.probed = False

@@ -24,7 +24,7 @@ from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
 from outbox.kernel.faults import is_collision
-from outbox.kernel.transport import Outcome, Parcel, Transport, Verdict
+from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel, Sent, Transport, Verdict
 from outbox.relay.breaker import Breakers
 from outbox.relay.waves import waves
 from outbox.store import Busy, Failure, RelayedMessage, Settlement
@@ -36,6 +36,8 @@ _MARGIN = timedelta(seconds=2)
 _MOST_WAVES = 100
 """So that one hot key does not keep the other keys of its shard waiting for long; its next messages go with the next pass."""
 _TOPICS_FAULT = (Outcome.NACKED, Outcome.RETURNED)
+_NEVER_DEAD = (Outcome.RETURNED, Outcome.FORBIDDEN)
+"""Its queue, or the permission, may come with the next deploy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class PassReport:
         refused: shards that somebody else was working on.
         settled: rows whose outcome is written down.
         published: of these, confirmed.
-        broken: why the broker connection is gone, or None.
+        broken: why the broker connection is gone, or None; also None when that was one message's fault and which is known.
         suspicious: send fewer next time.
         overdue: reading the rows has taken so long that none was sent.
         waits_for: who holds the lease that this relay would need, or "".
@@ -67,11 +69,19 @@ class PassReport:
 
 @dataclass
 class _Batch:
-    """What the broker has said so far of the rows in hand."""
+    """What the broker has said so far of the rows in hand.
+
+    Attributes:
+        put_off: by topic, what was not sent because the topic is paused.
+        alone: to be sent one by one, after everything else: the broker is expected to close the connection over them.
+        forbidden: topics that the broker does not permit, with its reason.
+    """
 
     rows: Sequence[RelayedMessage]
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     put_off: dict[str, list[int]] = field(default_factory=dict)
+    alone: list[RelayedMessage] = field(default_factory=list)
+    forbidden: dict[str, str] = field(default_factory=dict)
     broken: str | None = None
     suspicious: bool = False
     overdue: bool = False
@@ -85,6 +95,7 @@ class Pass:
         self._transport = transport
         self._options = options
         self.breakers = Breakers()
+        self._refused: set[int] = set()
         # Handing over inside the pass's own transaction needs no lease: the writer's lock of SQLite covers it.
         self._in_one_transaction = store.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = store.Lease(alias, 3 * options.BATCH_DEADLINE)
@@ -143,29 +154,70 @@ class Pass:
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
         stopped_keys: set[str] = set()
-        for wave in waves(self._sendable(batch, stopped_keys))[:_MOST_WAVES]:
+        in_waves = waves(self._sendable(batch))[:_MOST_WAVES]
+        for wave in [*in_waves, *([row] for row in batch.alone)]:
             if batch.broken is not None or monotonic() > deadline:
                 break
             passed = monotonic() - begun_at
             sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
-            sent = self._transport.send([self._parcel(row) for row in sendable], deadline)
-            batch.verdicts.update(sent.verdicts)
-            batch.broken, batch.suspicious = sent.broken, sent.suspicious
-            stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, sent.verdicts))
+            self._carry(batch, sendable, deadline)
+            stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, batch.verdicts))
         return batch
 
-    def _sendable(self, batch: _Batch, stopped_keys: set[str]) -> Iterator[RelayedMessage]:
-        """Those that may be sent. A message put off because of its topic stops its key, like one that failed."""
+    def _sendable(self, batch: _Batch) -> Iterator[RelayedMessage]:
+        """Those that may be sent together. What is put off because of its topic, or sent alone, stops its key."""
         self.breakers.begin()
+        stopped_keys: set[str] = set()
         for row in batch.rows:
             if row.expired or row.held or row.key in stopped_keys:
                 continue
-            if self.breakers.admits(row.topic):
+            if not self.breakers.admits(row.topic):
+                batch.put_off.setdefault(row.topic, []).append(row.position)
+            elif row.position in self._refused or self.breakers.forbids(row.topic):
+                batch.alone.append(row)
+            else:
                 yield row
                 continue
-            batch.put_off.setdefault(row.topic, []).append(row.position)
             if row.key:
                 stopped_keys.add(row.key)
+
+    def _carry(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float) -> None:
+        """Send `rows`. When the broker closes the connection because of one of them, find it by halving, and send the others.
+
+        What follows of a topic that turns out to be forbidden is put off. A search that cannot be ended here goes on with
+        smaller batches.
+        """
+        parts, searching = [rows], False
+        while parts and batch.broken is None:
+            part = self._permitted(batch, parts.pop())
+            if not part:
+                continue
+            if monotonic() > deadline:
+                batch.suspicious = searching
+                break
+            sent = self._transmit(part, deadline)
+            batch.verdicts.update(sent.verdicts)
+            batch.forbidden.update(_forbidden(part, sent.verdicts))
+            if sent.suspects:
+                parts += _parts_without(part, sent)
+                searching = True
+            elif sent.broken is not None:
+                batch.broken, batch.suspicious = sent.broken, sent.suspicious or searching
+
+    def _permitted(self, batch: _Batch, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
+        if not batch.forbidden:
+            return rows
+        for row in rows:
+            if row.topic in batch.forbidden:
+                batch.put_off.setdefault(row.topic, []).append(row.position)
+        return [row for row in rows if row.topic not in batch.forbidden]
+
+    def _transmit(self, rows: Sequence[RelayedMessage], deadline: float) -> Sent:
+        try:
+            self._transport.connect()
+        except BrokerUnavailable as error:
+            return Sent(broken=str(error))
+        return self._transport.send([self._parcel(row) for row in rows], deadline)
 
     def _parcel(self, row: RelayedMessage) -> Parcel:
         headers = dict(row.headers)
@@ -212,7 +264,10 @@ class Pass:
             taken=[row.topic for row in batch.rows if _is_confirmed(row, batch.verdicts)],
             refused=[row.topic for (verdict, _), rows in failed.items() if verdict.outcome in _TOPICS_FAULT for row in rows],
         )
-        return Settlement(
+        for topic, reason in batch.forbidden.items():
+            self.breakers.forbid(topic, reason)
+        refused = {row.position for (verdict, _), rows in failed.items() if verdict.outcome is Outcome.REFUSED for row in rows}
+        settlement = Settlement(
             published=published,
             expired=[row.position for row in batch.rows if row.expired],
             waiting=[row.position for row in batch.rows if row.held and not row.expired],
@@ -221,13 +276,14 @@ class Pass:
                 *(self._put_off(positions) for positions in batch.put_off.values()),
             ],
         )
+        self._refused = (self._refused | refused).difference(published, settlement.dead)
+        return settlement
 
     def _put_off(self, positions: Sequence[int]) -> Failure:
         return Failure(positions=positions, error=store.PUT_OFF, retry_after=self.breakers.rest(), tried=False, matters=False)
 
     def _failure(self, rows: Sequence[RelayedMessage], attempt: int, verdict: Verdict) -> Failure:
-        if verdict.outcome is Outcome.RETURNED:
-            # Its queue may come with the next deploy, so it is never given up.
+        if verdict.outcome in _NEVER_DEAD:
             rest: timedelta | None = self._options.unroutable_retry.delay(attempt)
         elif self._options.retry.exhausted(attempt):
             rest = None
@@ -254,8 +310,7 @@ class Pass:
             highest=max((row.position for row in batch.rows), default=0),
         )
 
-    @staticmethod
-    def _announce(rows: Iterable[RelayedMessage], settlement: Settlement) -> None:
+    def _announce(self, rows: Iterable[RelayedMessage], settlement: Settlement) -> None:
         heard = signals.message_published.has_listeners()
         if not (heard or settlement.failed or settlement.expired):
             return
@@ -263,8 +318,10 @@ class Pass:
         for failure, position in _tried(settlement):
             message = by_position[position]
             dead = failure.retry_after is None
+            # The breaker has reported a topic that is forbidden, with the reason.
+            level = logging.DEBUG if self.breakers.forbids(message.topic) else logging.WARNING
             logger.log(
-                logging.ERROR if dead else logging.WARNING,
+                logging.ERROR if dead else level,
                 "Message %s (%s, biz-id %s) %s at attempt %d: %s.",
                 message.message_id,
                 message.topic,
@@ -281,6 +338,28 @@ class Pass:
         if heard:
             for position in settlement.published:
                 _tell(signals.message_published, by_position[position])
+
+
+def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[RelayedMessage]]:
+    """What to send after `sent`, the last part first.
+
+    The broker has read what comes before the first suspect, but its confirms are lost with the connection. So that goes first,
+    and is confirmed before the next connection is lost. Then come the halves of the suspects, and what follows.
+    """
+    suspects = set(sent.suspects)
+    first = next(place for place, row in enumerate(rows) if row.position in suspects)
+    unknown = [[row for row in part if row.position not in sent.verdicts] for part in (rows[:first], rows[first:])]
+    before, after = unknown
+    suspected = [row for row in after if row.position in suspects]
+    half = (len(suspected) + 1) // 2
+    return [[row for row in after if row.position not in suspects], suspected[half:], suspected[:half], before]
+
+
+def _forbidden(rows: Sequence[RelayedMessage], verdicts: Mapping[int, Verdict]) -> Iterator[tuple[str, str]]:
+    for row in rows:
+        verdict = verdicts.get(row.position)
+        if verdict is not None and verdict.outcome is Outcome.FORBIDDEN:
+            yield row.topic, verdict.reason
 
 
 def _is_confirmed(row: RelayedMessage, verdicts: Mapping[int, Verdict]) -> bool:

@@ -24,6 +24,7 @@ from outbox.kernel.retry import Pause
 from outbox.kernel.transport import BrokerUnavailable, Transport
 from outbox.models import SHARDS
 from outbox.relay.batch_size import BatchSize
+from outbox.relay.breaker import Breakers
 from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
@@ -91,6 +92,7 @@ class Relay:
         """Relay until asked to stop or, with `drain`, until nothing is ready or due. Was there anything to do?"""
         worked = False
         self._running = True
+        self._pass.breakers.beside = [sibling.breakers for sibling in self.siblings]
         try:
             while not self._stop:
                 self._watchdog.beat()
@@ -106,6 +108,10 @@ class Relay:
         finally:
             self._finish()
         return worked
+
+    @property
+    def breakers(self) -> Breakers:
+        return self._pass.breakers
 
     @property
     def is_working(self) -> bool:
@@ -196,15 +202,13 @@ class Relay:
     def _note(self, report: PassReport) -> None:
         self.published += report.published
         self._heartbeat.published(report.published)
-        culprit_found = report.suspicious and report.settled == report.claimed
         if report.overdue:
             self._size.overdue("OUTBOX['BATCH_DEADLINE'] had passed when they were read")
         elif report.suspicious:
             self._size.failed()
         elif report.broken is None:
-            # After a message that broke the connection, grow again slowly: the one to blame ends up alone in its batch.
             self._size.succeeded()
-        if report.broken is not None and not culprit_found:
+        if report.broken is not None:
             self._wait_for_broker(report.broken)
             return
         self._broker.over()

@@ -31,10 +31,15 @@ _TICK_SECONDS = 1.0
 _GLANCE_SECONDS = 0.0001
 _WRITE_BYTES = 64 * 1024
 _WINDOW_BYTES = 1_000_000
-# Codes with which a broker answers *what* it was sent (too large, bad properties, bad frame), not whether we may send.
-_BLAMES_A_MESSAGE = {311, 406, 501, 502, 503, 505}
-# And those with which it answers where to, when a message goes elsewhere than to our own exchange.
-_BLAMES_A_DESTINATION = {403, 404}
+_ACCESS_REFUSED, _NOT_FOUND = 403, 404
+_FAULTS = {
+    # What it was sent: too large, bad properties, a bad frame.
+    **dict.fromkeys((311, 406, 501, 502, 503, 505), Outcome.REFUSED),
+    # Where to.
+    _ACCESS_REFUSED: Outcome.FORBIDDEN,
+    _NOT_FOUND: Outcome.RETURNED,
+}
+"""Codes with which a broker ends the channel or the connection because of one message, and what that is to the message."""
 _EXCHANGE_DECLARE = (40, 10)
 _OVERDUE = "the broker did not confirm everything within the deadline"
 
@@ -69,18 +74,18 @@ class AmqpTransport:
     def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
         refused: dict[int, Verdict] = {}
         broken: str | None = None
-        suspicious = False
+        suspects: list[int] = []
         try:
             broken = self._publish(parcels, deadline, refused) or self._await_confirms(deadline)
         except BROKER_FAILURES as error:
-            broken = describe(error)
-            suspicious = _blames_a_message(error, parcels)
+            broken = self._explained(error)
+            suspects = self._suspects(error, parcels)
+            if len(suspects) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
+                refused[suspects[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
         # A late ack of an earlier batch may be among them; those rows are not in this claim's hands.
         mine = {parcel.position for parcel in parcels}
         verdicts = {position: verdict for position, verdict in self._tracker.collect().items() if position in mine}
         verdicts.update(refused)
-        if suspicious and len(parcels) == 1:
-            verdicts[parcels[0].position] = Verdict(Outcome.REFUSED, f"the broker refuses it: {broken}")
         if broken is None:
             return Sent(verdicts=verdicts)
         if self._blocked:
@@ -88,7 +93,7 @@ class AmqpTransport:
             # connection until then: every new one would add another batch of duplicates.
             return Sent(verdicts=verdicts, broken=self._blocked, suspicious=True)
         self._discard()
-        return Sent(verdicts=verdicts, broken=broken, suspicious=suspicious)
+        return Sent(verdicts=verdicts, broken=broken, suspects=suspects)
 
     def idle(self) -> None:
         """Read what has come and beat the heart; a dead connection is found here, before the next batch."""
@@ -128,7 +133,7 @@ class AmqpTransport:
         except Exception as error:
             # Not only its known failures: what answers on that port need not speak AMQP.
             self._discard()
-            raise BrokerUnavailable(describe(error)) from error
+            raise BrokerUnavailable(self._explained(error)) from error
         self._frames = FrameWriter(channel=self._channel.channel_id, exchange=self._exchange, frame_max=self._amqp.frame_max)
         self._channel.events["basic_ack"].add(self._tracker.acked)
         self._channel.events["basic_nack"].add(self._tracker.nacked)
@@ -248,8 +253,42 @@ class AmqpTransport:
     def _on_unblocked(self) -> None:
         self._blocked = None
 
+    def _suspects(self, error: Exception, parcels: Sequence[Parcel]) -> list[int]:
+        """Because of which of `parcels` may the broker have closed the channel? None of them, if it did for another reason.
 
-def _blames_a_message(error: Exception, parcels: Sequence[Parcel]) -> bool:
-    """Is it likely that the broker hung up because of what one of these messages is, or because of where it goes?"""
-    code = getattr(error, "code", None)
-    return code in _BLAMES_A_MESSAGE or (code in _BLAMES_A_DESTINATION and any(parcel.wire for parcel in parcels))
+        RabbitMQ names the topic that it forbids. It reads in order, so it stopped at the first message of that topic.
+        """
+        code = _code_of(error)
+        if code not in _FAULTS or self._is_about_our_exchange(error):
+            return []
+        unanswered = set(self._tracker.unanswered)
+        sent = [parcel for parcel in parcels if parcel.position in unanswered]
+        if code == _NOT_FOUND:
+            # Another exchange than ours has been deleted since it was looked for.
+            sent = [parcel for parcel in sent if parcel.wire is not None]
+        named = [parcel for parcel in sent if f"topic '{parcel.envelope.topic}'" in str(error)]
+        return [parcel.position for parcel in named[:1] or sent]
+
+    def _is_about_our_exchange(self, error: Exception) -> bool:
+        """Is our exchange as a whole forbidden or missing, and not one topic?"""
+        whole = f"exchange '{self._exchange}'" in str(error) and "topic '" not in str(error)
+        return whole and _blames_a_destination(error)
+
+    def _explained(self, error: Exception) -> str:
+        reason = describe(error)
+        if self._is_about_our_exchange(error):
+            return (
+                f"{reason}; the user of OUTBOX['BROKER_URL'] needs the permissions to configure and to write to the exchange "
+                f"{self._exchange!r}: rabbitmqctl set_permissions"
+            )
+        return reason
+
+
+def _blames_a_destination(error: Exception) -> bool:
+    return _code_of(error) in (_ACCESS_REFUSED, _NOT_FOUND)
+
+
+def _code_of(error: Exception) -> int:
+    """AMQP's reply code; 0 when the broker did not say why."""
+    code: int | None = getattr(error, "code", None)
+    return code or 0

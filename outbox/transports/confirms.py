@@ -26,6 +26,11 @@ class ConfirmTracker:
     def waiting(self) -> bool:
         return bool(self._open)
 
+    @property
+    def unanswered(self) -> list[int]:
+        """The positions that wait for their confirm, in the order they were sent in."""
+        return list(self._open.values())
+
     def sent(self, position: int, message_id: str) -> None:
         """The next publish of this channel was the message at `position`."""
         self._last_tag += 1

@@ -205,6 +205,57 @@ class TestLog:
         assert not caplog.records
 
 
+class TestForbiddenTopic:
+    def test_forbidden_topic_is_paused_at_the_first_refusal(self, breakers):
+        breakers.forbid(BAD, "ACCESS_REFUSED")
+
+        assert admitted(breakers, BAD) == 0
+        assert admitted(breakers, GOOD) == 100
+
+    def test_forbidden_topic_is_probed_with_one_message(self, breakers, clock):
+        breakers.forbid(BAD, "ACCESS_REFUSED")
+        clock.now += FIRST_PAUSE
+
+        assert breakers.to_recall() == [(BAD, 1)]
+        assert admitted(breakers, BAD) == 1
+        assert breakers.forbids(BAD), "so that the relay sends it alone"
+
+    def test_topic_that_is_permitted_again_is_no_longer_forbidden(self, breakers, clock):
+        breakers.forbid(BAD, "ACCESS_REFUSED")
+        clock.now += FIRST_PAUSE
+        breakers.note([BAD], [])
+
+        assert not breakers.forbids(BAD)
+        assert admitted(breakers, BAD) == 100
+
+    def test_topic_that_is_permitted_and_has_no_queue_is_paused_as_any_refused_topic(self, breakers, clock):
+        breakers.forbid(BAD, "ACCESS_REFUSED")
+        clock.now += FIRST_PAUSE
+        breakers.note([], [BAD])
+        clock.now += 2 * FIRST_PAUSE
+
+        assert not breakers.forbids(BAD)
+        assert admitted(breakers, BAD) == PROBES
+
+    def test_forbidden_topic_is_reported_once_by_all_lanes_of_a_process(self, breakers, clock, caplog):
+        beside = Breakers(clock)
+        breakers.beside, beside.beside = [beside], [breakers]
+
+        for lane in (breakers, beside, breakers, beside):
+            lane.forbid(BAD, "ACCESS_REFUSED - access to topic refused")
+            clock.now += LONGEST_PAUSE
+
+        [report] = caplog.records
+        assert "set_topic_permissions" in report.getMessage()
+        assert "ACCESS_REFUSED" in report.getMessage()
+
+    def test_topic_that_becomes_forbidden_while_it_is_paused_is_reported(self, breakers, caplog):
+        opened(breakers)
+        breakers.forbid(BAD, "ACCESS_REFUSED")
+
+        assert len(warnings(caplog, "the broker forbids it")) == 1
+
+
 class BreakersAgainstModel(RuleBasedStateMachine):
     """The specification of one topic's breaker as a plain model, for two topics at the same time."""
 

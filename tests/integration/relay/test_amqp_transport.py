@@ -186,7 +186,7 @@ class TestEndOfAConnection:
 
         assert outcomes(sent) == {1: REFUSED}
         assert "BECAUSE OF YOU" in sent.verdicts[1].reason
-        assert sent.suspicious
+        assert sent.suspects == [1]
 
     @pytest.mark.parametrize("code", [320, 404, 541])
     def test_channel_closed_for_another_reason_refuses_no_message(self, peer, transport, code):
@@ -195,7 +195,7 @@ class TestEndOfAConnection:
         sent = transport.send(parcels(1), soon())
 
         assert outcomes(sent) == {}
-        assert not sent.suspicious
+        assert not sent.suspects
 
     def test_channel_closed_over_one_of_several_messages_refuses_none(self, peer, transport):
         peer.script = lambda message: [partial(peer.close_channel, 406, "ONE OF YOU")] if message.tag == 2 else []
@@ -203,7 +203,47 @@ class TestEndOfAConnection:
         sent = transport.send(parcels(3), soon())
 
         assert outcomes(sent) == {}
-        assert sent.suspicious
+        assert 2 in sent.suspects
+
+    def test_channel_closed_over_the_only_message_without_a_confirm_refuses_that_message(self, peer, transport):
+        when_all_have_arrived(
+            peer, 3, partial(peer.ack, 1), partial(peer.ack, 3), partial(peer.close_channel, 406, "ONE OF YOU")
+        )
+
+        sent = transport.send(parcels(3), soon())
+
+        assert outcomes(sent) == {1: CONFIRMED, 2: REFUSED, 3: CONFIRMED}
+
+    def test_first_message_of_the_topic_that_the_broker_names_is_forbidden(self, peer, transport):
+        refusal = partial(peer.close_channel, 403, "ACCESS_REFUSED - access to topic 'bad' in exchange 'outbox' refused")
+        when_all_have_arrived(peer, 5, partial(peer.ack, 1), refusal)
+
+        sent = transport.send([*parcels(2), *parcels(2, first=3, topic="bad"), *parcels(1, first=5)], soon())
+
+        assert outcomes(sent) == {1: CONFIRMED, 3: Outcome.FORBIDDEN}
+        assert sent.suspects == [3], "RabbitMQ reads in order, so it never came to the second one"
+
+    def test_forbidden_topic_is_the_outcome_of_its_message_alone(self, peer, transport):
+        peer.script = lambda message: [
+            partial(peer.close_channel, 403, "ACCESS_REFUSED - access to topic 'bad' in exchange 'outbox' refused")
+        ]
+
+        assert outcomes(transport.send(parcels(1, topic="bad"), soon())) == {1: Outcome.FORBIDDEN}
+
+    @pytest.mark.parametrize(
+        ("code", "reason"),
+        [
+            (403, "ACCESS_REFUSED - write access to exchange 'outbox' in vhost '/' refused for user 'guest'"),
+            (404, "NOT_FOUND - no exchange 'outbox' in vhost '/'"),
+        ],
+    )
+    def test_exchange_that_is_forbidden_or_missing_is_no_fault_of_a_message(self, peer, transport, code, reason):
+        peer.script = lambda message: [partial(peer.close_channel, code, reason)]
+
+        sent = transport.send(parcels(1), soon())
+
+        assert (outcomes(sent), list(sent.suspects)) == ({}, [])
+        assert "set_permissions" in sent.broken
 
     def test_connection_lost_while_idle_is_replaced_before_the_next_batch(self, peer, transport):
         peer.drop()

@@ -260,15 +260,52 @@ class TestUnknownOutcome:
 
 
 class TestRefusedMessage:
-    def test_message_refused_within_a_batch_counts_no_attempt(self, peer, transport):
+    def test_message_refused_within_a_batch_is_found_and_the_others_are_published(self, peer, transport):
         messages = some("a", "poison", "b")
         answering(peer, poison="refuse")
 
         report = one_pass(transport)
 
+        assert states() == [State.PUBLISHED, State.RETRYING, State.PUBLISHED]
+        assert {row_of(message).attempts for message in messages} == {1}
+        assert (report.settled, report.broken) == (3, None)
+
+    def test_message_refused_within_a_large_batch_is_found_by_halving(self, peer, transport):
+        with transaction.atomic():
+            publish_many([Draft("shop.order.placed", {}, biz_id="poison" if n == 100 else str(n)) for n in range(256)])
+        answering(peer, poison="refuse")
+
+        report = one_pass(transport)
+
+        assert OutboxMessage.objects.get(biz_id="poison").attempts == 1
+        assert report.published == report.claimed - 1
+        assert peer.connections <= 10, "2 to the power of 8 are 256"
+
+    def test_search_for_a_refused_message_goes_on_after_an_outage_with_a_small_batch(self, peer, transport):
+        some("a", "poison", "b")
+
+        def script(message):
+            if message.headers["cloudEvents:bizid"] == "poison":
+                peer.refuse_connections = True
+                return [partial(peer.close_channel, 406, "PRECONDITION_FAILED")]
+            return []
+
+        peer.script = script
+        report = one_pass(transport)
+
+        assert states() == [State.READY] * 3
+        assert report.broken
         assert report.suspicious
-        assert row_of(messages[1]).attempts == 0
-        assert state_of(messages[1]) == State.READY
+
+    def test_several_messages_refused_within_a_batch_are_all_found(self, peer, transport):
+        biz_ids = ["poison" if n in {0, 7, 8, 19} else str(n) for n in range(20)]
+        with transaction.atomic():
+            publish_many([Draft("shop.order.placed", {}, biz_id=biz_id) for biz_id in biz_ids])
+        answering(peer, poison="refuse")
+
+        one_pass(transport)
+
+        assert states() == [State.RETRYING if biz_id == "poison" else State.PUBLISHED for biz_id in biz_ids]
 
     def test_message_refused_alone_is_a_failed_attempt_with_the_brokers_reason(self, peer, transport):
         [message] = some("poison")

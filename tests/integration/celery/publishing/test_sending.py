@@ -175,7 +175,7 @@ class TestRabbitMQ:
             transport.connect()
             after = transport.send([a_parcel(1, exchange="tasks"), a_parcel(2)], soon())
 
-        assert (broken.suspicious, "404" in broken.broken) == (True, True)
+        assert (broken.suspects, "404" in broken.broken) == ([1, 2], True)
         assert outcomes(after) == {1: Outcome.RETURNED, 2: Outcome.CONFIRMED}
 
     def test_message_to_an_exchange_without_write_permission_is_refused_alone(self, rabbitmq_server, rabbitmq_url):
@@ -191,8 +191,8 @@ class TestRabbitMQ:
             transport.connect()
             event = transport.send([an_event(3)], soon())
 
-        assert (both.verdicts, both.suspicious) == ({}, True)
-        assert outcomes(alone) == {1: Outcome.REFUSED}
+        assert (both.verdicts, both.suspects) == ({}, [1, 2])
+        assert outcomes(alone) == {1: Outcome.FORBIDDEN}
         assert "403" in alone.verdicts[1].reason
         assert outcomes(event) == {3: Outcome.RETURNED}
 
