@@ -351,7 +351,7 @@ class TestRelayProcess:
         assert process.returncode == 0, out
         assert ids(peer.published) == ids([first, second])
         assert "Traceback" not in out
-        assert "published 2 messages" in out
+        assert "Messages published: 2" in out
 
     def test_relay_settles_its_batch_before_it_exits(self, environment, peer):
         peer.hold()
