@@ -86,7 +86,8 @@ class InboxMessage(models.Model):
         constraints = (models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),)
         indexes = (
             models.Index(
-                fields=["next_attempt_at"],
+                # By handler first: whoever polls reads nothing of handlers that it may not run, see `store.due`.
+                fields=["handler", "next_attempt_at"],
                 name="inbox_due",
                 condition=Q(state__in=["received", "retrying", "running"]),
             ),

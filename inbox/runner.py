@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 
@@ -48,8 +48,21 @@ def _limited(handlers: Sequence[Handler]) -> list[tuple[Handler, Limiter]]:
     return [(handler, limiter) for handler in handlers if (limiter := limiter_of(handler))]
 
 
-def _is_due(handler: Handler) -> bool:
-    return decided(partial(store.next_due, handler.using, [handler.name]), handler.using)
+def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
+    """Those that have a stored message due now, in their order; one query for each database."""
+    by_alias: defaultdict[str, dict[str, Handler]] = defaultdict(dict)
+    for handler in handlers:
+        by_alias[handler.using][handler.name] = handler
+    return [
+        named[name]
+        for alias, named in by_alias.items()
+        for name in decided(partial(store.due_handlers, alias, [*named]), alias)
+    ]
+
+
+def _after(served: str, handlers: Sequence[Handler]) -> list[Handler]:
+    """All of them, by name, beginning behind the one that is called `served`."""
+    return sorted(handlers, key=lambda handler: (handler.name <= served, handler.name))
 
 
 class Runner:
@@ -72,6 +85,7 @@ class Runner:
         self._debts = Debts()
         self._told: set[str] = set()
         self._free_first: set[str] = set()
+        self._served: dict[str, str] = {}
         self.on_ring: Callable[[], object] = _nobody
         self.ran = 0
 
@@ -127,9 +141,9 @@ class Runner:
         self._told.add(alias)
         for name, count in stored.items():
             logger.warning(
-                "%d stored messages wait for a handler called %r, which this process does not know. They stay until one that "
+                "%s stored messages wait for a handler called %r, which this process does not know. They stay until one that "
                 "does runs them; was it renamed without name=?",
-                count,
+                count if count < store.MOST_COUNTED else f"At least {count}",
                 name,
             )
 
@@ -191,31 +205,41 @@ class Runner:
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""
-        free = [handler for handler in handlers if handler.rate_limit is None]
-        limited = [pair for pair in _limited(handlers) if pair[0].using == alias]
-        claims = [partial(claim_next, free, alias, self._options), partial(self._claim_limited, limited, alias)]
+        here = [handler for handler in handlers if handler.using == alias]
+        free = [handler for handler in here if handler.rate_limit is None]
+        claims = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(here), alias)]
         self._free_first ^= {alias}
         first, second = claims if alias in self._free_first else reversed(claims)
         return first() or second()
 
+    def _claim_free(self, free: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
+        """They take turns as well: the backlog of one handler delays no other."""
+        claimed = claim_next(_after(self._served.get(alias, ""), free), alias, self._options)
+        if claimed:
+            self._served[alias] = claimed[0].name
+        return claimed
+
     def _claim_limited(self, limited: Sequence[tuple[Handler, Limiter]], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Take a token first, but only when there is something to take it for: one that is not used in time is lost."""
-        for handler, limiter in random.sample(limited, len(limited)):
-            if limiter.wait_seconds() <= _SHORTEST_REST_SECONDS:
-                if not _is_due(handler):
-                    continue
-                if limiter.take_or_lease(1):
-                    if claimed := claim_next([handler], alias, self._options):
-                        return claimed
-                    limiter.give_back(1)
-                    continue
-            self._look_at = min(self._look_at, monotonic() + limiter.wait_seconds())
+        limiters = {handler.name: limiter for handler, limiter in limited}
+        ready = [handler for handler, limiter in limited if limiter.wait_seconds() <= _SHORTEST_REST_SECONDS]
+        for handler in _due_among(random.sample(ready, len(ready))):
+            limiter = limiters[handler.name]
+            if limiter.take_or_lease(1):
+                if claimed := claim_next([handler], alias, self._options):
+                    return claimed
+                limiter.give_back(1)
+        for handler, limiter in limited:
+            if handler not in ready:
+                self._look_at = min(self._look_at, monotonic() + limiter.wait_seconds())
         return None
 
     def _rest_for_tokens(self) -> float | None:
         """How long until what is due and waits for a rate limit may go on; None when nothing does."""
         try:
-            waits = [limiter.wait_seconds() for handler, limiter in _limited(registry.all()) if _is_due(handler)]
+            limiters = {handler.name: limiter for handler, limiter in _limited(registry.all())}
+            due = _due_among(handler for handler in registry.all() if handler.name in limiters)
+            waits = [limiters[handler.name].wait_seconds() for handler in due]
         except DatabaseAway:
             waits = [0.0]
         return max(_SHORTEST_REST_SECONDS, min(waits)) if waits else None

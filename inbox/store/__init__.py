@@ -7,6 +7,7 @@ exactly the row that the transaction began with.
 
 from inbox.store.accounting import Balance, Duplicates, balance, conflicts
 from inbox.store.dialect import TABLE, is_reachable
+from inbox.store.due import MOST_COUNTED, due_handlers, orphans
 from inbox.store.fresh import begin_fresh, count_duplicate, store_due, store_failed
 from inbox.store.intake import Incoming, Taken, take_in
 from inbox.store.operating import (
@@ -30,9 +31,7 @@ from inbox.store.stored import (
     claimed,
     fail_stored,
     give_back,
-    next_due,
     note_error,
-    orphans,
     rekey,
 )
 from inbox.store.together import begin_together
@@ -41,6 +40,7 @@ from inbox.store.trail import purge_trail, purgeable_trail
 __all__ = [
     "ABANDONED",
     "ENDED",
+    "MOST_COUNTED",
     "RETRYABLE",
     "SKIPPABLE",
     "TABLE",
@@ -68,12 +68,12 @@ __all__ = [
     "conflicts",
     "count_duplicate",
     "deciding",
+    "due_handlers",
     "fail_stored",
     "finish",
     "give_back",
     "hold_gates",
     "is_reachable",
-    "next_due",
     "note_error",
     "oldest_waiting",
     "orphans",

@@ -7,11 +7,11 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import F, Min, Q
-from django.db.models.functions import Coalesce
+from django.db.models import F, Min
 
-from inbox.models import DUE, SETTLED, InboxMessage, State, Step
+from inbox.models import SETTLED, InboxMessage, State, Step
 from inbox.store.dialect import TABLE
+from inbox.store.due import longest_due
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.trail import note
 from outbox.kernel.clock import DatabaseTime
@@ -120,11 +120,10 @@ def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> Non
 
 def oldest_waiting(alias: str) -> datetime | None:
     """Since when the stored message waits that has waited longest, past its due time or behind its key's head; None: none."""
-    waiting = InboxMessage.objects.using(alias).filter(
-        Q(state=State.WAITING) | Q(state__in=DUE, next_attempt_at__lte=DatabaseTime())
-    )
-    oldest: datetime | None = waiting.aggregate(oldest=Min(Coalesce("next_attempt_at", "received_at")))["oldest"]
-    return oldest
+    messages = InboxMessage.objects.using(alias)
+    due = messages.filter(pk__in=longest_due(alias)).aggregate(since=Min("next_attempt_at"))
+    behind = messages.filter(state=State.WAITING).aggregate(since=Min("received_at"))
+    return min(filter(None, (due["since"], behind["since"])), default=None)
 
 
 def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:

@@ -12,29 +12,25 @@ from datetime import timedelta
 from typing import Any
 
 from django.db import IntegrityError, connections, transaction
-from django.db.models import Count
 
 from inbox.models import DUE, InboxMessage, State
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store import due
+from inbox.store.dialect import TABLE, is_postgresql
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
 from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_noted, note_leaving, noting
 from outbox.kernel.clock import DatabaseTime, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
-from outbox.kernel.wire import CELERY_TOPICS
 
-_NO_SUSPECTS = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
-_DUE = "state IN ('received', 'retrying', 'running')"
-_OURS = f"id = %s AND attempts = %s AND CASE WHEN {_DUE} THEN next_attempt_at IS NOT NULL ELSE false END"
-_ABANDONED = f"{_DUE} AND next_attempt_at IS NULL"
+_OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
 def claim_due(
     alias: str, handlers: Sequence[str], redelivery_after: timedelta, *, suspects: bool = True
 ) -> InboxMessage | None:
-    """Take one due message of these handlers and count the attempt, in a commit of its own.
+    """Take one due message of these handlers and count the attempt, in a commit of its own: the first handler that has any.
 
     A process that dies in the middle leaves it due again after `redelivery_after`, with the attempt counted, so that a
     message which kills its process runs out of attempts. Nobody waits: a row that another transaction is running is locked
@@ -42,32 +38,28 @@ def claim_due(
     another fence.
 
     Args:
+        handlers: the caller changes their order from call to call, so that the backlog of one does not stop the others.
         suspects: also those whose last attempt was begun and never ended.
     """
     connection = connections[alias]
     if not handlers:
         return None
-    at, later = now(connection), now_after(connection)
-    due = (
-        f"SELECT id FROM {TABLE} WHERE state IN ('received', 'retrying', 'running') AND next_attempt_at <= {at} "
-        # Not by the unique index, which has every message that these handlers ever had.
-        f"AND handler || '' IN ({', '.join(['%s'] * len(handlers))}) {'' if suspects else _NO_SUSPECTS} "
-        "ORDER BY next_attempt_at LIMIT 1"
+    found, wanted = due.first_due(connection, handlers, suspects=suspects)
+    written = (
+        "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END, "
+        f"next_attempt_at = {now_after(connection)}"
     )
-    counted = "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END"
+    lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
-        sql = (
-            f"WITH due AS MATERIALIZED ({due} FOR UPDATE SKIP LOCKED) UPDATE {TABLE} m SET {counted}, "
-            f"next_attempt_at = {later} FROM due WHERE m.id = due.id RETURNING m.*"
-        )
-        parameters: list[Any] = [*handlers, redelivery_after.total_seconds()]
+        sql = f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id RETURNING m.*"
+        parameters: list[Any] = [*wanted, lasts]
     else:
         # An UPDATE of no row would still take the write lock.
-        if not next_due(alias, handlers):
+        if not due.due_handlers(alias, handlers):
             return None
-        sql = f"UPDATE {TABLE} SET {counted}, next_attempt_at = {later} WHERE id = ({due}) RETURNING *"
-        parameters = [redelivery_after.total_seconds(), *handlers]
+        sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
+        parameters = [lasts, *wanted]
     claimed: list[InboxMessage] = list(InboxMessage.objects.using(alias).raw(sql, parameters))
     return claimed[0] if claimed else None
 
@@ -187,31 +179,14 @@ def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta(
 
 
 def bury_abandoned(alias: str, row: int | None = None) -> int:
-    """received, visible although a transaction is running it → dead; how many."""
-    abandoned = InboxMessage.objects.using(alias).filter(state__in=DUE, next_attempt_at__isnull=True)
-    if row is not None:
-        abandoned = abandoned.filter(pk=row)
+    """received, visible although a transaction is running it → dead; how many. Without `row` all that there are."""
     # Reading first, because an UPDATE of no row would still take SQLite's write lock.
-    if not abandoned.exists():
+    rows = due.abandoned(alias) if row is None else [row]
+    if not rows:
         return 0
-    condition, parameters = (_ABANDONED, []) if row is None else (f"{_ABANDONED} AND id = %s", [row])
+    condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
+    still = InboxMessage.objects.using(alias).filter(pk__in=rows, state__in=DUE, next_attempt_at__isnull=True)
     with transaction.atomic(using=alias):
-        note_leaving(alias, condition, parameters, became=State.DEAD, reason=ABANDONED)
-        buried: int = abandoned.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
+        note_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
+        buried: int = still.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
     return buried
-
-
-def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
-    """How many open messages are stored for handlers that are none of `handlers`, by handler. Tasks are Celery's to run."""
-    stored = InboxMessage.objects.using(alias).filter(state__in=DUE).exclude(handler__in=handlers)
-    stored = stored.exclude(handler__startswith=CELERY_TOPICS)
-    return dict(stored.values_list("handler").annotate(Count("id")).order_by())
-
-
-def next_due(alias: str, handlers: Sequence[str]) -> bool:
-    """Is a stored message of these handlers due now?"""
-    return (
-        InboxMessage.objects.using(alias)
-        .filter(state__in=DUE, next_attempt_at__lte=DatabaseTime(), handler__in=handlers)
-        .exists()
-    )

@@ -231,7 +231,7 @@ class Machine:
             return progress.taken < (len(self.queue) if actor is self._current else progress.delivered)
         if actor.works_by == self._operate:
             return self.chance.random() < 0.2
-        return store.next_due("default", [self.handler.name])
+        return bool(store.due_handlers("default", [self.handler.name]))
 
     # --------------------------------------------------------------------------------------------------------------- the queue
 

@@ -1,0 +1,116 @@
+"""Which stored messages are due: looked up handler by handler, in the index `inbox_due` (handler, time of the next attempt).
+
+A process runs the messages of some handlers only: of those it knows, and of those with a rate limit when it has a token. An
+index by time alone would make it read every due message of all others first, at every poll. A probe for each handler reads the
+one entry it looks for, however many messages of other handlers, later ones or settled ones there are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from django.db import connections
+
+from inbox.models import DUE
+from inbox.store.dialect import TABLE, is_postgresql, now
+from outbox.kernel.wire import CELERY_TOPICS
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)})"
+"""Of messages that are run when their next attempt is due, as the index `inbox_due` has it."""
+ABANDONED = f"{STORED} AND next_attempt_at IS NULL"
+MOST_COUNTED = 1_000
+"""The messages of an unknown handler are counted as far as this."""
+_NO_SUSPECTS = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
+_WANTED = {
+    "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
+    "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",
+}
+"""A list of handlers as rows, in its order."""
+
+
+def first_due(connection: BaseDatabaseWrapper, handlers: Sequence[str], *, suspects: bool) -> tuple[str, list[Any]]:
+    """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
+
+    On PostgreSQL the row is locked, and a row that another transaction has locked is passed over.
+
+    Args:
+        suspects: also those whose last attempt was begun and never ended.
+    """
+    probe = _longest_due(connection, "" if suspects else _NO_SUSPECTS)
+    wanted = _WANTED[connection.vendor]
+    if is_postgresql(connection):
+        # One probe after the other: LIMIT ends them when one has found something.
+        sql = f"SELECT found.id FROM {wanted}, LATERAL ({probe} FOR UPDATE SKIP LOCKED) AS found LIMIT 1"
+    else:
+        sql = f"SELECT id FROM (SELECT ({probe}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"
+    return sql, [json.dumps([*handlers])]
+
+
+def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
+    """Those of `handlers` that have a message that is due now, in their order."""
+    if not handlers:
+        return []
+    connection = connections[alias]
+    probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT handler FROM {wanted} WHERE ({probe}) IS NOT NULL", [json.dumps([*handlers])])
+        return [handler for (handler,) in cursor.fetchall()]
+
+
+def longest_due(alias: str) -> list[int]:
+    """Of every handler the message that has been due longest, if any is due."""
+    connection = connections[alias]
+    probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT ({probe}) FROM {wanted}", [json.dumps(stored_handlers(alias))])
+        return [row for (row,) in cursor.fetchall() if row is not None]
+
+
+def stored_handlers(alias: str) -> list[str]:
+    """The handlers that have messages which are run when they are due; one probe for each, however many messages there are."""
+    first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED}"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"WITH RECURSIVE named(handler) AS (SELECT ({first}) UNION ALL "
+            f"SELECT ({first} AND stored.handler > named.handler) FROM named WHERE named.handler IS NOT NULL) "
+            "SELECT handler FROM named WHERE handler IS NOT NULL"
+        )
+        return [handler for (handler,) in cursor.fetchall()]
+
+
+def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
+    """How many messages are stored for handlers that are none of `handlers`, by handler, counted as far as `MOST_COUNTED`.
+
+    Tasks are Celery's to run.
+    """
+    unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(CELERY_TOPICS)]
+    counted = f"SELECT count(*) FROM (SELECT 1 FROM {TABLE} WHERE handler = %s AND {STORED} LIMIT {MOST_COUNTED}) AS counted"
+    counts: dict[str, int] = {}
+    with connections[alias].cursor() as cursor:
+        for name in unknown:
+            cursor.execute(counted, [name])
+            counts[name] = cursor.fetchone()[0]
+    return counts
+
+
+def abandoned(alias: str) -> list[int]:
+    """The rows that are visible although a transaction is running them."""
+    handlers = stored_handlers(alias)
+    if not handlers:
+        return []
+    places = ", ".join(["%s"] * len(handlers))
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"SELECT id FROM {TABLE} WHERE handler IN ({places}) AND {ABANDONED}", handlers)
+        return [row for (row,) in cursor.fetchall()]
+
+
+def _longest_due(connection: BaseDatabaseWrapper, also: str = "") -> str:
+    return (
+        f"SELECT id FROM {TABLE} stored WHERE stored.handler = wanted.handler AND {STORED} "
+        f"AND next_attempt_at <= {now(connection)} {also} ORDER BY next_attempt_at LIMIT 1"
+    )

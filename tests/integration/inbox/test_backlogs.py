@@ -1,0 +1,172 @@
+"""Finding what is due costs the same whatever else is stored, and the backlog of one handler does not stop the others."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+from django.db import connection, transaction
+
+from inbox.models import InboxMessage, State
+from inbox.reading import read
+from inbox.receiving import hand_over
+from inbox.runner import Runner
+from outbox.kernel.loop import StopRequest
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, drain, make_due, the_effect
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+MANY = 20_000
+"""Rows on more than 500 pages, with as many entries in their indexes."""
+FEW = 20
+MOST_PAGES = 150
+"""Of the table and its ten indexes, for all that happens to one message."""
+
+INSERT = """
+INSERT INTO inbox_inboxmessage (handler, topic, biz_id, message_id, key, content_type, body, digest, headers, source,
+    correlation_id, causation_id, traceparent, ordered, state, attempts, received_at, settled_at, next_attempt_at)
+SELECT %(handler)s, 'shop.order.placed', concat_ws(' ', %(name)s, n), '', 'key', 'application/json', '{}', '', '{}',
+    '', '', '', '', %(state)s IN ('waiting', 'dead'), %(state)s, 0, now() - interval '1 hour',
+    CASE WHEN %(state)s IN ('done', 'dead') THEN now() END, now() + %(due)s::interval + n * interval '1 microsecond'
+FROM generate_series(1, %(count)s) n
+"""
+
+OTHER_SESSIONS = """
+SELECT FROM pg_stat_activity
+WHERE datname = current_database() AND pid <> pg_backend_pid() AND backend_type = 'client backend'
+"""
+
+BESIDE = {
+    "due messages of a handler with a rate limit": ("tests.limited", "received", "-1 hour"),
+    "due messages of a handler that this process does not know": ("tests.elsewhere", "received", "-1 hour"),
+    "messages of the same handler that are not due yet": ("tests.free", "retrying", "1 hour"),
+    "messages of the same handler that run under a lease": ("tests.free", "running", "1 hour"),
+    "messages of the same handler that wait behind another": ("tests.free", "waiting", None),
+    "dead letters of the same handler": ("tests.free", "dead", None),
+    "handled messages of the same handler": ("tests.free", "done", None),
+}
+
+
+def insert(name, handler, state, due, count):
+    with connection.cursor() as cursor:
+        cursor.execute(INSERT, {"name": name, "handler": handler, "state": state, "due": due, "count": count})
+
+
+def insert_beside(*kinds):
+    # All of one key, so whatever waits, waits behind this.
+    insert("head", "tests.free", "dead", None, count=1)
+    for kind in kinds:
+        insert(kind, *BESIDE[kind], count=MANY)
+
+
+@pytest.fixture
+def table():
+    """The inbox's table, which no autovacuum reads or analyses meanwhile."""
+    execute("ALTER TABLE inbox_inboxmessage SET (autovacuum_enabled = off)")
+    yield
+    execute("ALTER TABLE inbox_inboxmessage RESET (autovacuum_enabled)")
+
+
+def execute(sql):
+    with connection.cursor() as cursor:
+        cursor.execute(sql)
+        return cursor.fetchall() if cursor.description else None
+
+
+def pages_read():
+    """How many pages of the inbox's table and its indexes all sessions have read, cached or not."""
+    # A session reports what it has counted before it leaves this list.
+    wait_until(lambda: not execute(OTHER_SESSIONS))
+    execute("SELECT pg_stat_force_next_flush()")
+    ((pages,),) = execute(
+        "SELECT heap_blks_read + heap_blks_hit + idx_blks_read + idx_blks_hit FROM pg_statio_user_tables "
+        "WHERE relid = 'inbox_inboxmessage'::regclass"
+    )
+    return int(pages)
+
+
+@contextmanager
+def running():
+    stop = StopRequest()
+    with InAThread(lambda: Runner(OPTIONS).run(stop)):
+        try:
+            yield
+        finally:
+            stop.set()
+
+
+@pytest.mark.parametrize("statistics", ["analysed", "never analysed"])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_running_a_message_reads_few_pages_beside(beside, statistics, handles, table):
+    handles(the_effect, name="tests.free")
+    handles(the_effect, name="tests.limited", rate_limit="1/h")
+    insert_beside(beside)
+    insert("ours", "tests.free", "received", "-1 minute", count=FEW)
+    if statistics == "analysed":
+        execute("ANALYZE inbox_inboxmessage")
+    before = pages_read()
+
+    with running():
+        wait_until(lambda: Effect.objects.filter(name__startswith="ours ").count() == FEW)
+
+    assert pages_read() - before < FEW * MOST_PAGES
+
+
+def test_polls_that_find_nothing_read_few_pages_beside_all_of_it(handles, table):
+    handles(the_effect, name="tests.free")
+    handles(the_effect, name="tests.limited", rate_limit="1/h")
+    insert_beside(*BESIDE)
+    execute("ANALYZE inbox_inboxmessage")
+    runner = Runner(OPTIONS)
+    while runner.turn():
+        pass
+    before = pages_read()
+
+    for _ in range(FEW):
+        assert runner.turn() == 0
+
+    assert pages_read() - before < FEW * 20
+
+
+@pytest.mark.every_database
+def test_backlog_of_one_handler_does_not_delay_the_messages_of_another(handles):
+    ran = []
+    backlogged, other = (
+        handles(lambda message: ran.append(message.biz_id), name=f"tests.{topic}", topic=topic)
+        for topic in ("backlogged", "other")
+    )
+    for n in range(100):
+        store(backlogged, f"old {n}")
+    for n in range(3):
+        store(other, f"new {n}")
+
+    drain()
+
+    assert len(ran) == 103
+    assert [name for name in ran[:8] if name.startswith("new")] == ["new 0", "new 1", "new 2"]
+    assert [name for name in ran if name.startswith("old")] == [f"old {n}" for n in range(100)]
+
+
+@pytest.mark.every_database
+def test_concurrent_runners_run_the_messages_of_many_handlers_exactly_once(handles):
+    handlers = [handles(the_effect, name=f"tests.{n}", topic=f"topic.{n}") for n in range(5)]
+    names = [store(handler, f"{handler.name} {n}").biz_id for handler in handlers for n in range(10)]
+
+    ran = at_once([drain] * 6)
+    # On SQLite a runner that meets a lock may end before the others.
+    while make_due():
+        ran.append(drain())
+
+    assert sum(ran) == len(names)
+    assert sorted(Effect.objects.values_list("name", flat=True)) == sorted(names)
+    assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
+
+
+def store(handler, biz_id):
+    """As local:// does: a message that is due."""
+    arrival = read(handler, an_envelope(topic=handler.topic, biz_id=biz_id), OPTIONS)
+    with transaction.atomic():
+        hand_over(handler, arrival)
+    return arrival.row
