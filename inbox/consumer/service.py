@@ -10,6 +10,7 @@ from inbox.consumer.pool import Pool
 from inbox.handlers import registry
 from inbox.runner import Runner
 from outbox.kernel.broker import scheme_of
+from outbox.kernel.databases import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     Args:
         concurrency: worker threads; default: INBOX["CONCURRENCY"].
     """
+    leave_pools()
     options = inbox_options()
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)

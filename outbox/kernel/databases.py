@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,8 @@ from django.conf import settings
 from django.core.management.base import CommandError
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router
 from django.db.models import Model
+
+logger = logging.getLogger(__name__)
 
 SUPPORTED_VENDORS = ("postgresql", "sqlite")
 UNSUPPORTED_HINT = "Use PostgreSQL, or SQLite to begin with."
@@ -109,6 +112,23 @@ def with_table(model: type[Model], aliases: Collection[str] | None = None) -> tu
 def _has_table(alias: str, model: type[Model]) -> bool:
     with connections[alias].cursor() as cursor:
         return model._meta.db_table in connections[alias].introspection.table_names(cursor)
+
+
+def leave_pools() -> None:
+    """For a worker process, before it begins: from here on it connects without Django's connection pool.
+
+    A pool lends connections to more threads than there are connections. Each thread of a worker keeps the one it has, and the
+    thread that extends leases or leases tokens comes last: it would wait for `timeout` (30 s) in vain, again and again.
+    """
+    pooled: list[Any] = [connection for connection in connections.all() if connection.settings_dict["OPTIONS"].get("pool")]
+    for connection in pooled:
+        if connection.vendor == "postgresql" and not connection.in_atomic_block:
+            connection.close()
+            connection.close_pool()
+            # The entry of the alias, for all threads. A new dict, because entries may share one.
+            given = connection.settings_dict
+            given["OPTIONS"] = {name: value for name, value in given["OPTIONS"].items() if name != "pool"}
+            logger.info("%r has a connection pool; this process connects without it, once for each thread.", connection.alias)
 
 
 def drop_unusable_connections() -> None:

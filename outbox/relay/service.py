@@ -14,6 +14,7 @@ from django.db import connections
 from outbox import store
 from outbox.conf import outbox_options
 from outbox.kernel.broker import masked
+from outbox.kernel.databases import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
@@ -37,6 +38,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     What is in hand is finished first. A handler or broker that does not come to an end within `SHUTDOWN_GRACE` is cut off;
     its work is uncommitted and goes to the next process.
     """
+    leave_pools()
     options = outbox_options()
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)

@@ -1,0 +1,1 @@
+"""Settings of a project whose databases have Django's connection pool."""
