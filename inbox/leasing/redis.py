@@ -4,9 +4,9 @@ One hash for each message, see `scripts`. What fails is stored as an inbox row l
 and a record says that it has such a row. So does the record of a message that a second delivery asked for meanwhile: that
 delivery is stored, too, and looked at again when the lease has ended. Deliveries of a message that has a row never run.
 
-Redis may lose its memory. Each script checks that it has not (an incarnation mark that the database knows as well, and a count
-of writes that this process has heard of) and does nothing when it has. What a message meant before the loss can not be known
-any more: it is not run again by itself.
+Redis may lose its memory. Each script checks that it has not (an incarnation mark that the database knows as well, and how many
+writes this process has heard of by which server) and does nothing when it has. What a message meant before the loss can not be
+known any more: it is not run again by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from redis.backoff import NoBackoff
@@ -57,6 +57,13 @@ class _Memory:
     since: datetime | None
 
 
+class _Heard(NamedTuple):
+    """What Redis told last: the server process that answered, and how many writes it had seen."""
+
+    server: str = ""
+    writes: int = 0
+
+
 class RedisLeases:
     """See `LeaseStore`. The clock is Redis's. Not for Redis Cluster."""
 
@@ -77,7 +84,7 @@ class RedisLeases:
         self._memories: dict[str, _Memory] = {}
         self._opening: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
-        self._heard_of: dict[str, int] = {}
+        self._heard: dict[str, _Heard] = {}
         self._told_of_eviction = False
 
     def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
@@ -204,12 +211,29 @@ class RedisLeases:
         return answer
 
     def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
-        """What the script answered, without the count of writes."""
+        """What the script answered, without what it told of Redis."""
         keys = [self._key("memory"), self._key(_record_of(row)), self._key("counts")]
-        said, writes, *more = self._call(script, keys, [incarnation, self._heard_of.get(incarnation, 0), *arguments])
-        with self._lock:
-            self._heard_of[incarnation] = max(self._heard_of.get(incarnation, 0), writes)
+        said, told, *more = self._call(script, keys, [incarnation, *self._heard_of(incarnation), *arguments])
+        if said != "lost":
+            self._hear(incarnation, _Heard(*told))
         return [said, *more]
+
+    def _heard_of(self, incarnation: str) -> _Heard:
+        return self._heard.get(incarnation, _Heard())
+
+    def _hear(self, incarnation: str, told: _Heard) -> None:
+        with self._lock:
+            before = self._heard.get(incarnation, told)
+            # Of one server, another thread may have heard more meanwhile.
+            self._heard[incarnation] = max(before, told) if before.server == told.server else told
+        if before.server and before.server != told.server:
+            logger.warning(
+                "The lease store %s was restarted, or a replica took over: another Redis process answers (%s, before %s). "
+                "It has everything that this process had heard of.",
+                self._where,
+                told.server,
+                before.server,
+            )
 
     def _call(self, script: str, keys: list[str], arguments: list[Any]) -> list[Any]:
         if script not in self._scripts:
@@ -244,10 +268,12 @@ class RedisLeases:
         self._warn_of_eviction()
         name = self._key("leases")
         for _ in range(_OPENINGS):
-            found, writes = self._call(scripts.REMEMBERS, [self._key("memory")], [uuid.uuid4().hex])
+            found, told = self._call(scripts.REMEMBERS, [self._key("memory")], [uuid.uuid4().hex])
             known, since = decided(lambda: leases.memory_of(alias, name, found), alias)  # noqa: B023 - called at once
             if known == found:
-                self._heard_of.setdefault(found, writes)
+                with self._lock:
+                    # What this process has heard before counts: it may show that something is lost.
+                    self._heard.setdefault(found, _Heard(*told))
                 return _Memory(known, since)
             if decided(lambda: leases.note_loss(alias, name, known=known, found=found), alias):  # noqa: B023
                 logger.error(
@@ -258,8 +284,8 @@ class RedisLeases:
         raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
 
     def _reopen(self, memory: _Memory) -> None:
-        heard_of = self._heard_of.get(memory.incarnation, 0)
-        self._call(scripts.BREAK, [self._key("memory")], [memory.incarnation, heard_of, uuid.uuid4().hex])
+        heard = self._heard_of(memory.incarnation)
+        self._call(scripts.BREAK, [self._key("memory")], [memory.incarnation, *heard, uuid.uuid4().hex])
         with self._lock:
             self._memories = {alias: known for alias, known in self._memories.items() if known != memory}
 

@@ -1,29 +1,65 @@
 """What Redis does for a lease, in Lua: each script is one atomic step by Redis's own clock.
 
-Keys: 1 what Redis remembers of itself (`incarnation`, and how many `writes` it has seen), 2 the record of one message, 3 the
-counts. Arguments 1 and 2 of every script are the incarnation that the caller knows and the writes it has heard of. A Redis that
-was emptied has another incarnation or none; one that came back from an older state, by a restart or a failover, has seen
-fewer writes than it once told. Both answer "lost" and do nothing.
+Keys: 1 what Redis remembers of itself, 2 the record of one message, 3 the counts. The first three arguments of every script are
+the incarnation that the caller knows, and what it has heard last: by which server, and how many writes that had seen. Every
+script answers with these two, for the next call.
+
+Redis remembers its `incarnation`, how many `writes` it has seen, the `server` process that saw the last of them, and all
+`servers` in their order: run id, and how many writes there had been when it took over. A Redis that was emptied has another
+incarnation or none. One that came back from an older state, after a restart or as a replica that was promoted, had seen fewer
+writes when it took over than the caller has heard of, however many it has seen since. Both answer "lost" and do nothing.
 
 A record's fields: `state` (running, free, consumed), `owner`, `fence`, `until` (milliseconds), `attempts`, `digest` and
 `message` (short hashes of body and message id), `row` (1: the database has a row of it, which decides from then on), `under`
 (the incarnation in which it was last run), `step:…`.
 """
 
-_OPEN = """
-local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes')
-local writes = tonumber(memory[2] or 0)
-if memory[1] ~= ARGV[1] or writes < tonumber(ARGV[2]) then return {'lost', 0} end
+_REMEMBERED = """
+local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes', 'server', 'servers')
+local writes, server, servers = tonumber(memory[2] or 0), memory[3] or '', memory[4] or ''
+local info = redis.pcall('INFO', 'server')
+local run = type(info) == 'string' and string.match(info, 'run_id:(%w+)')
+if memory[1] and run and string.sub(run, 1, 12) ~= string.sub(server, 1, 12) then
+  server = string.sub(run, 1, 12) .. ':' .. writes
+  servers = string.sub(servers, -1000) .. server .. ' '
+  redis.call('HSET', KEYS[1], 'server', server, 'servers', servers)
+end
+local function heard() return {server, writes} end
+local function kept(by, count)
+  if count == 0 then return true end
+  if writes < count then return false end
+  if by == server then return true end
+  local _, last = string.find(servers, by .. ' ', 1, true)
+  if not last then return false end
+  for had in string.gmatch(string.sub(servers, last), ' %w+:(%d+)') do
+    if tonumber(had) < count then return false end
+  end
+  return true
+end
+"""
+"""`kept`: does this Redis have everything that was there when `server` had seen `count` writes?
+
+Who may not ask for INFO cannot be told of a server that took over. Then only a count that is too low now shows a loss.
+"""
+
+_OPEN = (
+    _REMEMBERED
+    + """
+if memory[1] ~= ARGV[1] or not kept(ARGV[2], tonumber(ARGV[3])) then return {'lost', {'', 0}} end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local function written() return redis.call('HINCRBY', KEYS[1], 'writes', 1) end
+local function written()
+  writes = redis.call('HINCRBY', KEYS[1], 'writes', 1)
+  return heard()
+end
 local function instant(milliseconds) return string.format('%.0f', milliseconds) end
 """
+)
 
 _OURS = (
     _OPEN
     + """
-local owner, fence, keep = ARGV[3], ARGV[4], ARGV[5]
+local owner, fence, keep = ARGV[4], ARGV[5], ARGV[6]
 local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'row', 'digest', 'message', 'attempts')
 local state, row = found[1], found[5] or '0'
 local same = found[3] == fence
@@ -34,9 +70,9 @@ local ours = state == 'running' and same and found[2] == owner and tonumber(foun
 ACQUIRE = (
     _OPEN
     + """
-local owner, span, keep = ARGV[3], tonumber(ARGV[4]), ARGV[5]
-local stored, attempt, fence_before, doubtful = ARGV[6] == '1', tonumber(ARGV[7]), tonumber(ARGV[8]), ARGV[9] == '1'
-local digest, message, handler, cause = ARGV[10], ARGV[11], ARGV[12], ARGV[13]
+local owner, span, keep = ARGV[4], tonumber(ARGV[5]), ARGV[6]
+local stored, attempt, fence_before, doubtful = ARGV[7] == '1', tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10] == '1'
+local digest, message, handler, cause = ARGV[11], ARGV[12], ARGV[13], ARGV[14]
 local under = string.sub(ARGV[1], 1, 8)
 local found = redis.call('HMGET', KEYS[2], 'state', 'owner', 'fence', 'until', 'attempts', 'row', 'digest', 'message', 'under')
 local state, row = found[1], found[6] or '0'
@@ -56,8 +92,8 @@ if running and not mine then
   redis.call('HSET', KEYS[2], 'row', 1)
   return {'held', written(), same, differs, instant(tonumber(found[4]) - now), found[5]}
 end
-if state and not stored and row == '1' then return {'kept', writes} end
-if doubtful and (not state or found[9] ~= under) then return {'forgotten', writes} end
+if state and not stored and row == '1' then return {'kept', heard()} end
+if doubtful and (not state or found[9] ~= under) then return {'forgotten', heard()} end
 local fence, attempts = tonumber(found[3] or 0), tonumber(found[5] or 0)
 if not mine then
   fence = math.max(fence, fence_before) + 1
@@ -73,8 +109,8 @@ return {'lease', written(), fence, attempts, state and redis.call('HGETALL', KEY
 EXTEND = (
     _OURS
     + """
-if not ours then return {'refused', writes} end
-redis.call('HSET', KEYS[2], 'until', instant(now + tonumber(ARGV[6])))
+if not ours then return {'refused', heard()} end
+redis.call('HSET', KEYS[2], 'until', instant(now + tonumber(ARGV[7])))
 redis.call('PEXPIRE', KEYS[2], keep)
 return {'done', written()}
 """
@@ -83,8 +119,8 @@ return {'done', written()}
 REMEMBER = (
     _OURS
     + """
-if not ours then return {'refused', writes} end
-redis.call('HSET', KEYS[2], 'step:' .. ARGV[6], ARGV[7])
+if not ours then return {'refused', heard()} end
+redis.call('HSET', KEYS[2], 'step:' .. ARGV[7], ARGV[8])
 return {'done', written()}
 """
 )
@@ -92,12 +128,12 @@ return {'done', written()}
 CONSUME = (
     _OURS
     + """
-if state == 'consumed' and same then return {'done', writes, row} end
-if not ours then return {'refused', writes} end
+if state == 'consumed' and same then return {'done', heard(), row} end
+if not ours then return {'refused', heard()} end
 redis.call('DEL', KEYS[2])
 redis.call('HSET', KEYS[2], 'state', 'consumed', 'fence', fence, 'row', row, 'digest', found[6], 'message', found[7])
 redis.call('PEXPIRE', KEYS[2], keep)
-if row == '0' then redis.call('HINCRBY', KEYS[3], 'handled:' .. ARGV[6], 1) end
+if row == '0' then redis.call('HINCRBY', KEYS[3], 'handled:' .. ARGV[7], 1) end
 return {'done', written(), row}
 """
 )
@@ -105,10 +141,10 @@ return {'done', written(), row}
 FREE = (
     _OURS
     + """
-if state == 'free' and same then return {'done', writes} end
-if not ours then return {'refused', writes} end
+if state == 'free' and same then return {'done', heard()} end
+if not ours then return {'refused', heard()} end
 redis.call('HDEL', KEYS[2], 'owner', 'until')
-redis.call('HSET', KEYS[2], 'state', 'free', 'row', 1, 'attempts', ARGV[6])
+redis.call('HSET', KEYS[2], 'state', 'free', 'row', 1, 'attempts', ARGV[7])
 redis.call('PEXPIRE', KEYS[2], keep)
 return {'done', written()}
 """
@@ -117,8 +153,8 @@ return {'done', written()}
 FORGET = (
     _OURS
     + """
-if state == 'consumed' or not same then return {'refused', writes} end
-if redis.call('HGET', KEYS[2], 'step:' .. ARGV[6]) == '' then redis.call('HDEL', KEYS[2], 'step:' .. ARGV[6]) end
+if state == 'consumed' or not same then return {'refused', heard()} end
+if redis.call('HGET', KEYS[2], 'step:' .. ARGV[7]) == '' then redis.call('HDEL', KEYS[2], 'step:' .. ARGV[7]) end
 return {'done', written()}
 """
 )
@@ -127,24 +163,28 @@ HELD = (
     _OPEN
     + """
 local found = redis.call('HMGET', KEYS[2], 'state', 'until')
-if not found[1] then return {'free', writes} end
+if not found[1] then return {'free', heard()} end
 redis.call('HSET', KEYS[2], 'row', 1)
 return {found[1] == 'running' and tonumber(found[2]) > now and 'held' or 'free', written()}
 """
 )
 
-REMEMBERS = """
+REMEMBERS = (
+    """
 redis.call('HSETNX', KEYS[1], 'incarnation', ARGV[1])
-local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes')
-return {memory[1], tonumber(memory[2] or 0)}
 """
+    + _REMEMBERED
+    + """
+return {memory[1], heard()}
+"""
+)
 """What Redis knows of itself; ARGV[1] becomes its incarnation when it has none."""
 
-BREAK = """
-local memory = redis.call('HMGET', KEYS[1], 'incarnation', 'writes')
-if memory[1] == ARGV[1] and tonumber(memory[2] or 0) < tonumber(ARGV[2]) then
-  redis.call('HSET', KEYS[1], 'incarnation', ARGV[3])
-end
+BREAK = (
+    _REMEMBERED
+    + """
+if memory[1] == ARGV[1] and not kept(ARGV[2], tonumber(ARGV[3])) then redis.call('HSET', KEYS[1], 'incarnation', ARGV[4]) end
 return 1
 """
+)
 """Redis has come back from an older state: from now on it is another incarnation, so that everybody notices."""
