@@ -70,7 +70,8 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | Non
         TwinBusy: another transaction is inserting the same row and did not end within `twin_timeout`.
     """
     connection = connections[alias]
-    if is_usable(connection):
+    # In a caller's transaction a duplicate must not leave the lock_timeout of this statement behind.
+    if len(connection.atomic_blocks) == 1 and is_usable(connection):
         return _begin_prepared(connection, row, twin_timeout)
     inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED)
     if inserted is not None and not is_postgresql(connection):
@@ -196,11 +197,13 @@ def _insert(
     with connection.cursor() as cursor:
         if is_postgresql(connection):
             try:
-                # One round trip: bound the wait for a twin, insert, give the transaction its own lock_timeout back.
+                # One round trip: bound the wait for a concurrent duplicate, insert, give the transaction its own lock_timeout
+                # back, also when nothing was inserted.
                 cursor.execute(
                     "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
-                    f"set_config('lock_timeout', %s, true)) INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound {_ONCE} "
-                    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
+                    f"set_config('lock_timeout', %s, true)), begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} "
+                    f"FROM bound {_ONCE} RETURNING id, pg_current_xact_id()::text) "
+                    "SELECT begun.*, set_config('lock_timeout', bound.before, true) FROM bound LEFT JOIN begun ON true",
                     [_milliseconds(twin_timeout), *parameters],
                 )
             except OperationalError as error:
@@ -210,7 +213,7 @@ def _insert(
         else:
             cursor.execute(f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''", parameters)
         found = cursor.fetchall()
-    return Guard(alias, (found[0][0],), found[0][1]) if found else None
+    return Guard(alias, (found[0][0],), found[0][1]) if found and found[0][0] else None
 
 
 def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:

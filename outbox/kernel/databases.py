@@ -66,17 +66,22 @@ def immediate_hint(alias: str) -> str:
 def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
     """Bound every wait for a lock inside the open transaction, on PostgreSQL; the transaction's own bound comes back after.
 
-    When the block fails, the savepoint or transaction around it must be rolled back, which brings it back as well.
+    Also when the block fails, unless the database has refused a statement: then nothing can be set before the savepoint or
+    transaction around it is rolled back, and that brings it back as well.
     """
-    if connections[alias].vendor != "postgresql":
+    connection = connections[alias]
+    if connection.vendor != "postgresql":
         yield
         return
-    with connections[alias].cursor() as cursor:
+    with connection.cursor() as cursor:
         cursor.execute("SELECT current_setting('lock_timeout')")
         (before,) = cursor.fetchone()
         cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{int(span.total_seconds() * 1000)}ms"])
-        yield
-        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
+        try:
+            yield
+        finally:
+            if not _has_failed(connection):
+                cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
 
 
 def require_table(alias: str, model: type[Model]) -> None:
@@ -160,6 +165,13 @@ def has_begun(connection: Any) -> bool:
             return bool(driver.in_transaction)
     # Of psycopg 3 and of psycopg2; 0 is idle.
     return connection.vendor == "postgresql" and int(driver.info.transaction_status) != 0
+
+
+def _has_failed(connection: Any) -> bool:
+    """Has the transaction that is open on a PostgreSQL connection failed, or its connection been lost?"""
+    driver = connection.connection
+    # Of psycopg 3 and of psycopg2; 1 and 2 are active and in a transaction, 0 is idle.
+    return driver is None or int(driver.info.transaction_status) not in {0, 1, 2}
 
 
 def _holding(model: type[Model], aliases: list[str]) -> list[str]:
