@@ -37,6 +37,7 @@ def _send(stored: InboxMessage) -> None:
         from celery import current_app  # noqa: PLC0415 - optional, and there whenever such a row is
 
         from inbox.task_calls import signature_of  # noqa: PLC0415 - imports it, too
+        from inbox.task_sending import send  # noqa: PLC0415
     except ImportError as error:
         raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error
     signature = signature_of(stored)
@@ -48,6 +49,6 @@ def _send(stored: InboxMessage) -> None:
             "__init__.py."
         )
     try:
-        current_app.signature(signature).apply_async()
+        send(current_app, current_app.signature(signature))
     except Exception as error:
         raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error

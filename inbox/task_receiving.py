@@ -5,8 +5,9 @@ knows what to do with it. *Careful path*, a delivery that the broker has made be
 own first, so that a task which kills its worker ends as a dead letter. A delivery whose effect has happened answers as the
 first did.
 
-A task whose twin is at work, or whose database is away, comes again as a copy with the same task id, sent before this one is
-acknowledged. Requeueing would have the broker deliver it at once, again and again, and count that against it.
+A task whose concurrent duplicate is at work, or whose database is unavailable, comes again as a copy with the same task id,
+later each time, sent before this one is acknowledged. Requeueing would have the broker deliver it at once, again and again, and
+count that against it.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
@@ -24,7 +25,6 @@ from typing import Any, NoReturn
 
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
-from kombu.pools import producers
 
 from inbox import store, transactions
 from inbox.conf import InboxOptions, inbox_options
@@ -34,10 +34,17 @@ from inbox.outcomes import Received, announce, duplicate, fail_stored, handled, 
 from inbox.store import Failure, Guard, TwinBusy
 from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
 from inbox.task_calls import Call, as_sent, read_call, remembered, signature_to_resend, to_remember
+from inbox.task_sending import send
 from inbox.transactions import DatabaseAway, decided, in_transaction, persistently
+from outbox.kernel.retry import Pause, RetryPolicy
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_DEFERRAL = timedelta(minutes=5)
+_DEFERRALS = "inbox_deferrals"
+"""The header that counts how often a task was sent again because it could not be run."""
+_put_back_pause = Pause()
 
 
 class PutBack(Reject):  # type: ignore[misc] # celery is not typed
@@ -79,7 +86,7 @@ def receive_task(
     except TwinBusy:
         _come_again(call, options.TWIN_TIMEOUT, "another delivery of the same business id is at work")
     except DatabaseAway as error:
-        _come_again(call, options.retry.delay(1), f"the database is away ({describe(error)})")
+        _come_again(call, options.RETRY_BASE, f"the database is away ({describe(error)})")
 
 
 def _receive(call: Call, options: InboxOptions) -> Answer:
@@ -240,24 +247,33 @@ def _answer_again(call: Call) -> Answer:
     return Answer(None)
 
 
-def _come_again(call: Call, rest: timedelta, why: str) -> NoReturn:
-    """Send a copy of this delivery, with its task id, to come after `rest`; it counts as no retry."""
+def _come_again(call: Call, first: timedelta, why: str) -> NoReturn:
+    """Send a copy of this delivery, with its task id, to come later; it counts as no retry.
+
+    Args:
+        first: after how long it comes when it was deferred for the first time; twice as long each further time.
+    """
     if call.eager:
         raise NotRun(f"{call.handler.name} was not run: {why}.")
-    # On quorum queues Celery delays by whole seconds and refuses less than one.
-    countdown = math.ceil(rest.total_seconds())
     try:
-        with _confirming(call.task.app) as producer:
-            signature_to_resend(call.task, *call.arguments(), countdown=countdown).apply_async(producer=producer)
+        signature, deferrals = _copy(call)
+        rest = RetryPolicy(max_attempts=1, base=first, factor=2.0, cap=_LONGEST_DEFERRAL).delay(deferrals)
+        # On quorum queues Celery delays by whole seconds and refuses less than one.
+        countdown = math.ceil(rest.total_seconds())
+        send(call.task.app, signature.set(countdown=countdown))
     except Exception as error:
+        # The broker delivers it again at once.
+        time.sleep(_put_back_pause.next_seconds())
         raise PutBack(f"{why}, and it cannot be sent again: {describe(error)}", requeue=True) from error
+    _put_back_pause.reset()
     logger.info("%s: task %s comes again in %d s: %s.", call.handler.name, call.message.id, countdown, why)
     raise Ignore(why)
 
 
-@contextmanager
-def _confirming(app: Any) -> Iterator[Any]:
-    """A producer that waits until RabbitMQ has the copy, because this delivery is acknowledged after it."""
-    connection = app.connection_for_write(transport_options={"confirm_publish": True})
-    with producers[connection].acquire(block=True) as producer:
-        yield producer
+def _copy(call: Call) -> tuple[Any, int]:
+    """The task as it came, and how often it has been deferred, this time included."""
+    signature = signature_to_resend(call.task, *call.arguments())
+    headers = signature.options.get("headers") or {}
+    before = headers.get(_DEFERRALS)
+    deferrals = before + 1 if isinstance(before, int) else 1
+    return signature.set(headers={**headers, _DEFERRALS: deferrals}), deferrals

@@ -1,0 +1,131 @@
+"""A task that cannot be run now: its copy comes later each time, and its delivery is given up once the broker has the copy."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+from celery import Celery, states
+from django.db import connections
+
+from inbox import task_receiving, task_sending
+from inbox.celery import IdempotentTask
+from outbox.kernel.retry import Pause
+from tests.integration.celery.apps import close
+from tests.integration.celery.handling.conftest import INBOX
+from tests.integration.celery.handling.tracing import deliver
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+FIRST = INBOX["RETRY_BASE"].total_seconds()
+LONGEST = 300.0
+ROUNDING = 1.5
+"""Celery delays by whole seconds, and time passes until a message is looked at."""
+
+
+def never_runs(order_id):
+    raise AssertionError
+
+
+@pytest.fixture
+def unavailable_database(monkeypatch):
+    connections["default"].close()
+    with monkeypatch.context() as unavailable:
+        unavailable.setitem(connections["default"].settings_dict, "PORT", "1")
+        yield
+        connections["default"].close()
+
+
+@pytest.fixture(autouse=True)
+def _no_pause_of_an_earlier_test(monkeypatch):
+    monkeypatch.setattr(task_receiving, "_put_back_pause", Pause())
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def task_of_the_peer(peer, settings):
+    """A task of an app whose broker does what the test says."""
+    settings.INBOX = INBOX
+    app = Celery("tests", broker=peer.url, backend="cache+memory://", set_as_current=False)
+    app.conf.broker_connection_retry = False
+    app.task(never_runs, base=IdempotentTask, name="tests.task", shared=False)
+    yield app.tasks["tests.task"]
+    close(app)
+
+
+def headers_of_ours(message):
+    return {name: value for name, value in message.headers.items() if name.startswith("inbox_")}
+
+
+def test_each_further_copy_of_a_task_comes_later_up_to_five_minutes(a_task, sent, unavailable_database):
+    task, headers, waits = a_task(never_runs), {}, []
+    for _ in range(12):
+        state, _ = deliver(task, "o-1", task_id="t-1", **headers)
+        [message] = sent()
+        assert (state, message.headers["id"]) == (states.IGNORED, "t-1")
+        headers = headers_of_ours(message)
+        waits.append((datetime.fromisoformat(message.headers["eta"]) - datetime.now(tz=UTC)).total_seconds())
+
+    for number, wait in enumerate(waits):
+        longest = min(FIRST * 2**number, LONGEST)
+        assert longest / 2 - ROUNDING <= wait <= longest + ROUNDING
+
+
+def test_task_is_given_up_once_its_copy_is_confirmed(task_of_the_peer, peer, unavailable_database):
+    state, _ = deliver(task_of_the_peer, "o-1", task_id="t-1")
+
+    [copy] = peer.published
+    assert (state, copy.headers["id"], copy.mandatory) == (states.IGNORED, "t-1", True)
+
+
+def test_connection_that_the_broker_closed_while_it_was_idle_loses_no_copy(task_of_the_peer, peer, unavailable_database):
+    deliver(task_of_the_peer, "o-1", task_id="t-1")
+    peer.drop()
+
+    state, _ = deliver(task_of_the_peer, "o-2", task_id="t-2")
+
+    assert (state, [copy.headers["id"] for copy in peer.published]) == (states.IGNORED, ["t-1", "t-2"])
+
+
+def nack(peer):
+    peer.script = lambda copy: [lambda: peer.nack(copy)]
+
+
+def return_it(peer):
+    peer.script = lambda copy: [lambda: peer.return_message(copy), lambda: peer.ack(copy)]
+
+
+def close_the_channel(peer):
+    peer.script = lambda copy: [peer.close_channel]
+
+
+def drop_the_connection(peer):
+    peer.script = lambda copy: [peer.drop]
+
+
+def say_nothing(peer):
+    peer.hold()
+
+
+@pytest.mark.parametrize("misbehave", [nack, return_it, close_the_channel, drop_the_connection, say_nothing])
+def test_task_whose_copy_the_broker_does_not_confirm_goes_back_to_the_broker(
+    misbehave, task_of_the_peer, peer, unavailable_database, monkeypatch
+):
+    monkeypatch.setattr(task_sending, "_CONFIRM_SECONDS", 0.2)
+    misbehave(peer)
+
+    state, rejected = deliver(task_of_the_peer, "o-1", task_id="t-1")
+
+    assert (state, rejected.requeue) == (states.REJECTED, True)
+    assert "cannot be sent again" in str(rejected.reason)
+    # What that broker still says is no answer to the next copy.
+    peer.hold()
+    late = list(peer.published)
+    peer.script = lambda copy: [*(lambda old=old: peer.ack(old) for old in late), lambda: peer.nack(copy)]
+    assert deliver(task_of_the_peer, "o-2", task_id="t-2")[0] == states.REJECTED
