@@ -67,6 +67,8 @@ class LocalTransport:
             if is_collision(error) or is_outage(error):
                 raise
             return Verdict(Outcome.REFUSED, f"the inbox cannot store it: {describe(error)}")
+        except Exception as error:  # noqa: BLE001 - a row that was damaged by hand may hold anything
+            return Verdict(Outcome.REFUSED, f"it cannot be handed over: {describe(error)}")
 
     def _hand_over(self, parcel: Parcel) -> Verdict:
         envelope = parcel.envelope

@@ -7,6 +7,7 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
+from outbox.kernel.fields import InstantField, ReadableJSONField
 from outbox.kernel.text import NAME_LENGTH
 
 SHARDS = 64
@@ -52,18 +53,18 @@ class OutboxMessage(models.Model):
     priority = models.PositiveSmallIntegerField(default=0)
     state = models.CharField(max_length=12, choices=State, default=State.READY)
     body = models.BinaryField()
-    headers = models.JSONField(default=dict)
+    headers = ReadableJSONField(default=dict)
     wire = models.TextField("form on the wire", null=True, editable=False)  # noqa: DJ001 - NULL says that the form is ours
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
     attempts = models.PositiveIntegerField(default=0)
     last_error = models.TextField(default="")
-    created_at = models.DateTimeField()
-    deliver_at = models.DateTimeField(null=True)
-    available_at = models.DateTimeField("due at")
-    expires_at = models.DateTimeField(null=True)
-    settled_at = models.DateTimeField(null=True)
+    created_at = InstantField()
+    deliver_at = InstantField(null=True)
+    available_at = InstantField("due at")
+    expires_at = InstantField(null=True)
+    settled_at = InstantField(null=True)
 
     class Meta:
         verbose_name = "outbox message"
@@ -149,7 +150,7 @@ class TrailEntry(models.Model):
     message_id = models.UUIDField("message id")
     was = models.CharField("from", max_length=12)
     became = models.CharField("to", max_length=12)
-    at = models.DateTimeField()
+    at = InstantField()
     process = models.CharField(max_length=NAME_LENGTH)
     reason = models.TextField(default="")
 
@@ -173,11 +174,11 @@ class PendingCallback(models.Model):
     # Not even a cascade: whoever deletes a message of which something is still to be told is refused by the database.
     message = models.ForeignKey(OutboxMessage, on_delete=models.DO_NOTHING)
     event = models.CharField(max_length=12)
-    settled_at = models.DateTimeField("settled")
+    settled_at = InstantField("settled")
     reason = models.TextField("why it is dead", default="")
     callback = models.CharField(max_length=NAME_LENGTH)
     attempts = models.PositiveIntegerField(default=0)
-    available_at = models.DateTimeField("due")
+    available_at = InstantField("due")
     last_error = models.TextField(default="")
 
     class Meta:

@@ -175,7 +175,9 @@ class OutboxMessageAdmin(DecidingAdmin):
     def payload(self, row: Any) -> SafeString:
         form = _form_of(row)
         content_type = form.get("content_type") if isinstance(form, dict) else None
-        return as_payload(bytes(row.body), str(content_type or JSON)).as_html()
+        # SQLite keeps a body that was written by hand as the text that it is.
+        body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
+        return as_payload(body, str(content_type or JSON)).as_html()
 
     @admin.display(description="form on the wire")
     def form_text(self, row: Any) -> SafeString:

@@ -79,7 +79,14 @@ def as_text(text: str) -> Shown:
 
 
 def as_json(value: Any) -> Shown:
-    """A decoded payload or headers, laid out."""
+    """Decoded headers or another value, laid out."""
+    try:
+        return _laid_out(value)
+    except RecursionError:
+        return Shown(text="", note="It is nested too deeply to be laid out.")
+
+
+def _laid_out(value: Any) -> Shown:
     pieces: list[str] = []
     left = TEXT_LIMIT_BYTES
     # Piece by piece: indentation can make a deeply nested body a hundred times longer.
@@ -94,7 +101,7 @@ def as_json(value: Any) -> Shown:
 def as_payload(body: bytes, content_type: str) -> Shown:
     """A body: as JSON, or else as text, or else as bytes, with the reason."""
     try:
-        shown, reason = as_json(decode_payload(body, content_type)), ""
+        shown, reason = _laid_out(decode_payload(body, content_type)), ""
     except Undecodable as error:
         shown, reason = _undecoded(body), str(error)
     except RecursionError:

@@ -111,7 +111,7 @@ class MessageAdmin(ActingAdmin):
         return Q(topic=term) | Q(biz_id=term)
 
     def badge_of(self, row: Any) -> SafeString:
-        return badge(row.get_state_display(), self.tones[row.state])
+        return badge(row.get_state_display(), self.tones.get(row.state, Tone.STOPPED))
 
     @admin.display(description="state")
     def state_badge(self, row: Any) -> SafeString:
@@ -155,7 +155,7 @@ class MessageAdmin(ActingAdmin):
 
     @admin.display(description="headers")
     def headers_text(self, row: Any) -> SafeString:
-        return as_json(row.headers).as_html() if row.headers else format_html("{}", NOTHING)
+        return as_json(row.headers).as_html() if row.headers != {} else format_html("{}", NOTHING)
 
     @admin.display(description="created")
     def created(self, row: Any) -> SafeString:

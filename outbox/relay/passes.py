@@ -27,7 +27,7 @@ from outbox.kernel.faults import is_collision
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel, Sent, Transport, Verdict
 from outbox.relay.breaker import Breakers
 from outbox.relay.waves import waves
-from outbox.store import Busy, Failure, RelayedMessage, Settlement
+from outbox.store import Busy, DamagedRow, Failure, RelayedMessage, Settlement
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class _Batch:
         put_off: by topic, what was not sent because the topic is paused.
         alone: to be sent one by one, after everything else: the broker is expected to close the connection over them.
         forbidden: topics that the broker does not permit, with its reason.
+        parcels: by position, what is sent.
+        damaged: by position, why nothing can be sent.
     """
 
     rows: Sequence[RelayedMessage]
@@ -82,6 +84,8 @@ class _Batch:
     put_off: dict[str, list[int]] = field(default_factory=dict)
     alone: list[RelayedMessage] = field(default_factory=list)
     forbidden: dict[str, str] = field(default_factory=dict)
+    parcels: dict[int, Parcel] = field(default_factory=dict)
+    damaged: dict[int, str] = field(default_factory=dict)
     broken: str | None = None
     suspicious: bool = False
     overdue: bool = False
@@ -160,7 +164,7 @@ class Pass:
                 break
             passed = monotonic() - begun_at
             sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
-            self._carry(batch, sendable, deadline)
+            self._carry(batch, self._formed(sendable, batch), deadline)
             stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, batch.verdicts))
         return batch
 
@@ -195,7 +199,7 @@ class Pass:
             if monotonic() > deadline:
                 batch.suspicious = searching
                 break
-            sent = self._transmit(part, deadline)
+            sent = self._transmit([batch.parcels[row.position] for row in part], deadline)
             batch.verdicts.update(sent.verdicts)
             batch.forbidden.update(_forbidden(part, sent.verdicts))
             if sent.suspects:
@@ -212,14 +216,27 @@ class Pass:
                 batch.put_off.setdefault(row.topic, []).append(row.position)
         return [row for row in rows if row.topic not in batch.forbidden]
 
-    def _transmit(self, rows: Sequence[RelayedMessage], deadline: float) -> Sent:
+    def _transmit(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
         try:
             self._transport.connect()
         except BrokerUnavailable as error:
             return Sent(broken=str(error))
-        return self._transport.send([self._parcel(row) for row in rows], deadline)
+        return self._transport.send(parcels, deadline)
+
+    def _formed(self, rows: Iterable[RelayedMessage], batch: _Batch) -> list[RelayedMessage]:
+        """Those that a message can be made of, which is in `batch.parcels`; a row that was damaged by hand is refused alone."""
+        formed: list[RelayedMessage] = []
+        for row in rows:
+            try:
+                batch.parcels[row.position] = self._parcel(row)
+            except DamagedRow as damage:
+                batch.damaged[row.position] = f"its row is damaged: {damage}. Correct the row, then requeue the message"
+            else:
+                formed.append(row)
+        return formed
 
     def _parcel(self, row: RelayedMessage) -> Parcel:
+        row.require_undamaged()
         headers = dict(row.headers)
         replayed = headers.pop(REPLAY_HEADER, None) is not None
         return Parcel(
@@ -274,6 +291,7 @@ class Pass:
             failed=[
                 *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
                 *(self._put_off(positions) for positions in batch.put_off.values()),
+                *(Failure(positions=[row], error=damage, retry_after=None) for row, damage in batch.damaged.items()),
             ],
         )
         self._refused = (self._refused | refused).difference(published, settlement.dead)
@@ -323,7 +341,7 @@ class Pass:
             logger.log(
                 logging.ERROR if dead else level,
                 "Message %s (%s, biz-id %s) %s at attempt %d: %s.",
-                message.message_id,
+                message.id,
                 message.topic,
                 message.biz_id,
                 "is dead" if dead else "was not published",

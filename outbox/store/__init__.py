@@ -24,6 +24,7 @@ from outbox.store.calling import (
 from outbox.store.claiming import (
     Busy,
     Claim,
+    DamagedRow,
     RelayedMessage,
     Sight,
     bound_transaction,
@@ -99,6 +100,7 @@ __all__ = [
     "Busy",
     "CallLost",
     "Claim",
+    "DamagedRow",
     "DueCall",
     "Failure",
     "Lease",

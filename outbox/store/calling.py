@@ -190,7 +190,7 @@ def _settled(pending: PendingCallback, alias: str) -> SettledMessage:
         biz_id=message.biz_id,
         key=message.key,
         payload=_payload(message),
-        headers={name: value for name, value in message.headers.items() if name != REPLAY_HEADER},
+        headers=_headers(message),
         correlation_id=message.correlation_id,
         causation_id=message.causation_id,
         attempts=message.attempts,
@@ -198,6 +198,12 @@ def _settled(pending: PendingCallback, alias: str) -> SettledMessage:
         settled_at=pending.settled_at,
         call=pending.attempts,
     )
+
+
+def _headers(message: OutboxMessage) -> dict[str, Any]:
+    # Of a row that was damaged by hand they may be anything.
+    headers = message.headers if isinstance(message.headers, dict) else {}
+    return {name: value for name, value in headers.items() if name != REPLAY_HEADER}
 
 
 def _payload(message: OutboxMessage) -> Any:

@@ -9,6 +9,7 @@ from its beginning.
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from django.db import connections
 
 from outbox.kernel.clock import NOW_AFTER
 from outbox.kernel.prepared import PLANNED_SINGLY, Prepared, is_usable
+from outbox.kernel.text import describe
 from outbox.models import HOLDING_KEY, SHARDS
 from outbox.store.dialect import LOCK_SPACE, TABLE, array_of, is_postgresql, now
 
@@ -35,15 +37,21 @@ _HELD = (
 ).format(table=TABLE, states=", ".join(f"'{state}'" for state in HOLDING_KEY))
 
 
+class DamagedRow(ValueError):
+    """A column of a row holds what `publish()` never writes, so the message cannot be sent: which column, and what it holds."""
+
+
 class RelayedMessage(NamedTuple):
     """A ready row in the hands of one relay.
 
-    As the database gave it: what a relay only passes on is parsed when somebody asks.
+    As the database gave it: what a relay only passes on is parsed when somebody asks. So a row that was damaged by hand can be
+    read together with others; `require_undamaged` and the parsed values raise `DamagedRow`.
 
     Attributes:
         position: the row's id.
         attempts: failed or successful tries before this one.
-        lasting: seconds until it expires, counted from when it was read; None when it never does.
+        lasting: seconds until it expires, counted from when it was read; None when it never does, infinite when `expires_at`
+            is damaged.
         held: an earlier message of its key failed or waits; it may not be sent yet.
         aside: it is not in the stream.
         wire: the other protocol's form that it travels in (`kernel.wire`), or None.
@@ -84,17 +92,43 @@ class RelayedMessage(NamedTuple):
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        return json.loads(self.headers_json) if self.headers_json != "{}" else {}
+        if self.headers_json == "{}":
+            return {}
+        try:
+            headers = json.loads(self.headers_json)
+        except (ValueError, RecursionError) as error:
+            raise DamagedRow(f"headers cannot be decoded ({describe(error)})") from error
+        if not isinstance(headers, dict):
+            raise DamagedRow(f"headers are {self.headers_json[:_SHOWN]}, which is not a JSON object")
+        return headers
 
     @property
     def created_at(self) -> datetime:
-        return _instant(self.created)
+        return _instant("created_at", self.created)
 
     @property
     def deliver_at(self) -> datetime | None:
-        return _instant(self.deliver) if self.deliver else None
+        return _instant("deliver_at", self.deliver) if self.deliver is not None else None
+
+    def require_undamaged(self) -> None:
+        """Check what is not parsed on the way to the broker.
+
+        Raises:
+            DamagedRow: it cannot be sent as it is.
+        """
+        if self.lasting is not None and not math.isfinite(self.lasting):
+            raise DamagedRow("expires_at is not an instant")
+        if self.priority > _HIGHEST_PRIORITY:
+            raise DamagedRow(f"priority is {self.priority}, and no broker takes more than {_HIGHEST_PRIORITY}")
+        if len(self.id) != _UUID_LENGTH:
+            raise DamagedRow(f"message_id is {self.id[:_SHOWN]!r}, which is not a UUID")
 
 
+_UUID_LENGTH = 36
+_HIGHEST_PRIORITY = 255
+"""An octet in AMQP."""
+_SHOWN = 100
+_NAMES = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent")
 _NO_POSITION = 2**63
 _LONGEST_WAIT_FOR_A_LOCK = 1000
 """In milliseconds. Only somebody who changes rows by hand makes a pass wait."""
@@ -103,9 +137,14 @@ _COLUMNS = (
     "m.correlation_id, m.causation_id, m.traceparent, m.attempts, CAST(m.created_at AS text), CAST(m.deliver_at AS text), "
     f"{{lasting}}, {_HELD}"
 )
-_LASTING = "CAST(EXTRACT(EPOCH FROM m.expires_at - {now}) AS float8)"
+_LASTING = (
+    "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
+    "THEN CAST(EXTRACT(EPOCH FROM m.expires_at - {now}) AS float8) ELSE float8 'infinity' END"
+)
 """NULL where there is no expiry, which costs less than any value."""
-_LASTING_SQLITE = "(julianday(m.expires_at) - julianday({now})) * 86400"
+_LASTING_SQLITE = (
+    "CASE WHEN m.expires_at IS NOT NULL THEN COALESCE((julianday(m.expires_at) - julianday({now})) * 86400, 9e999) END"
+)
 _LOOK = (
     # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
@@ -322,12 +361,32 @@ def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMe
 
 
 def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
+    """In the types of the columns. SQLite keeps values of any type, once they are written by hand."""
     values = dict(zip(RelayedMessage._fields, row, strict=True))
-    values.update(id=str(uuid.UUID(values["id"])), body=bytes(values["body"]))
+    values.update(id=_uuid_text(values["id"]), body=_bytes(values["body"]))
     values.update({name: bool(values[name]) for name in ("held", "aside")})
+    values.update({name: values[name] if type(values[name]) is int else 0 for name in ("priority", "attempts")})
+    values.update({name: str(values[name]) for name in _NAMES})
     return list(values.values())
 
 
-def _instant(text: str) -> datetime:
-    instant = datetime.fromisoformat(text)
-    return instant if instant.tzinfo else instant.replace(tzinfo=UTC)
+def _uuid_text(value: str) -> str:
+    try:
+        return str(uuid.UUID(value))
+    except ValueError:
+        return value
+
+
+def _bytes(value: object) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _instant(column: str, text: str) -> datetime:
+    try:
+        instant = datetime.fromisoformat(text)
+        if instant.tzinfo is None:
+            return instant.replace(tzinfo=UTC)
+        # In UTC, so that the first and the last day of the calendar overflow here.
+        return instant if instant.tzinfo is UTC else instant.astimezone(UTC)
+    except (ValueError, OverflowError) as error:
+        raise DamagedRow(f"{column} is {text[:_SHOWN]!r}, which is not an instant of the years 1 to 9999") from error

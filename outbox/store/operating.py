@@ -29,6 +29,7 @@ from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.kernel.faults import is_collision
+from outbox.kernel.fields import FIRST_INSTANT, LAST_INSTANT
 from outbox.models import SETTLED, OutboxMessage, PendingCallback, RelayLease, State
 from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
 from outbox.store.trail import note
@@ -36,6 +37,10 @@ from outbox.store.trail import note
 OPERATORS_WAIT = timedelta(seconds=10)
 
 CANCELLABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.DEAD)
+_INSTANTS = (FIRST_INSTANT, LAST_INSTANT)
+_HAS_INSTANTS = Q(expires_at__range=_INSTANTS, available_at__range=_INSTANTS, created_at__range=_INSTANTS) & (
+    Q(deliver_at=None) | Q(deliver_at__range=_INSTANTS)
+)
 RESCHEDULABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING)
 REQUEUEABLE = (State.DEAD, State.RETRYING)
 
@@ -81,7 +86,9 @@ def as_long_from(due: datetime | DatabaseTime) -> Combinable:
     was_restored = Q(headers__has_key=REPLAY_HEADER, expires_at__gt=F("available_at"))
     since = Case(When(was_restored, then=F("available_at")), default=Coalesce("deliver_at", "created_at"))
     instant = Value(due, output_field=DateTimeField()) if isinstance(due, datetime) else due
-    return ExpressionWrapper(instant + (F("expires_at") - since), output_field=DateTimeField())
+    again = ExpressionWrapper(instant + (F("expires_at") - since), output_field=DateTimeField())
+    # With the instants of a row that was damaged by hand the database cannot calculate; they stay.
+    return Case(When(_HAS_INSTANTS, then=again), default=F("expires_at"), output_field=DateTimeField())
 
 
 def _instant(due: datetime | timedelta) -> datetime | DatabaseTime:
@@ -179,9 +186,16 @@ def requeue(alias: str, position: int, *, reason: str = "") -> bool:
 def marked_as_replayed(alias: str) -> RawSQL:
     """The headers with the mark that somebody has had the message sent again."""
     # With the other headers, where publishers cannot set such a name: a column of its own would be read with every message.
+    # Headers that are not an object were damaged by hand, and are left for a person to correct.
     if is_postgresql(connections[alias]):
-        return RawSQL("headers || jsonb_build_object(%s::text, %s::text)", [REPLAY_HEADER, BY_OPERATOR])
-    return RawSQL("json_set(headers, %s, %s)", [f'$."{REPLAY_HEADER}"', BY_OPERATOR])
+        return RawSQL(
+            "CASE jsonb_typeof(headers) WHEN 'object' THEN headers || jsonb_build_object(%s::text, %s::text) ELSE headers END",
+            [REPLAY_HEADER, BY_OPERATOR],
+        )
+    return RawSQL(
+        "CASE json_type(headers) WHEN 'object' THEN json_set(headers, %s, %s) ELSE headers END",
+        [f'$."{REPLAY_HEADER}"', BY_OPERATOR],
+    )
 
 
 def _in_hand(alias: str, position: int) -> bool:

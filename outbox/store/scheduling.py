@@ -142,6 +142,8 @@ def ready_aside(alias: str, limit: int) -> int:
 
 
 def _seconds(connection: BaseDatabaseWrapper) -> str:
+    """A number also of the instant `-infinity`, or of text that is no instant, which is as good as overdue."""
     if is_postgresql(connection):
-        return f"CAST(EXTRACT(epoch FROM m.available_at - {now(connection)}) AS float8)"
-    return f"(julianday(m.available_at) - julianday({now(connection)})) * 86400.0"
+        long_ago = f"{now(connection)} - interval '1 day'"
+        return f"CAST(EXTRACT(epoch FROM GREATEST(m.available_at, {long_ago}) - {now(connection)}) AS float8)"
+    return f"COALESCE((julianday(m.available_at) - julianday({now(connection)})) * 86400.0, -1.0)"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
+_MOST_ATTEMPTS = 2**31 - 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,7 @@ def settle(alias: str, settlement: Settlement, *, pass_over_locked: bool = False
     if pass_over_locked:
         settlement = _without_locked(alias, settlement)
     at = now(connection)
-    published = ", attempts = attempts + 1, last_error = '', settled_at = " + at
+    published = f", attempts = {_one_more(connection, '1')}, last_error = '', settled_at = {at}"
     changed = _change(connection, settlement.published, State.PUBLISHED, published, [], matters=False)
     changed += _change(connection, settlement.expired, State.EXPIRED, f", settled_at = {at}", [])
     changed += _change(connection, settlement.waiting, State.WAITING, "", [], matters=False)
@@ -77,7 +78,7 @@ def settle(alias: str, settlement: Settlement, *, pass_over_locked: bool = False
 
 
 def _fail(connection: BaseDatabaseWrapper, failure: Failure) -> int:
-    written = ", attempts = attempts + %s, last_error = %s, "
+    written = f", attempts = {_one_more(connection, '%s')}, last_error = %s, "
     parameters: list[Any] = [int(failure.tried), printable(failure.error, ERROR_LENGTH)]
     if failure.retry_after is None:
         became, written = State.DEAD, f"{written}settled_at = {now(connection)}"
@@ -87,6 +88,11 @@ def _fail(connection: BaseDatabaseWrapper, failure: Failure) -> int:
         became, written = State.RETRYING, f"{written}available_at = {earliest.format(now_after(connection))}"
         parameters.append(failure.retry_after.total_seconds())
     return _change(connection, failure.positions, became, written, parameters, reason=failure.error, matters=failure.matters)
+
+
+def _one_more(connection: BaseDatabaseWrapper, attempt: str) -> str:
+    """The attempts so far plus `attempt`. A number at the end of its type, written by hand, must not fail the batch."""
+    return f"{'LEAST' if is_postgresql(connection) else 'MIN'}(attempts, {_MOST_ATTEMPTS}) + {attempt}"
 
 
 def _change(

@@ -1,0 +1,71 @@
+"""Columns that can be read whatever they hold.
+
+PostgreSQL and SQLite keep values that Python has no object for: the instants `infinity` and `-infinity`, years before 1 and
+after 9999, a number of ten thousand digits inside of JSON. One such value, written by hand, would fail every query whose result
+has its row: a page of the admin, a claim, a report. These fields replace it while it is read, and leave it in the table.
+
+To migrations they are the fields of Django that they stand for.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from django.db import models
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
+
+FIRST_INSTANT, LAST_INSTANT = datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 29, tzinfo=UTC)
+"""Between them every instant exists in each time zone."""
+_FIRST, _LAST = FIRST_INSTANT.strftime("0001-%m-%d %H:%M:%S"), LAST_INSTANT.strftime("%Y-%m-%d %H:%M:%S")
+
+_CLAMPED = {
+    # GREATEST and LEAST would make an instant of NULL.
+    "postgresql": (
+        f"CASE WHEN {{0}} > '{_LAST}+00'::timestamptz THEN '{_LAST}+00'::timestamptz "
+        f"WHEN {{0}} < '{_FIRST}+00'::timestamptz THEN '{_FIRST}+00'::timestamptz ELSE {{0}} END"
+    ),
+    # SQLite keeps any text. Cut before it is compared, because SQLite rounds to milliseconds.
+    "sqlite": (
+        f"CASE WHEN {{0}} IS NULL THEN NULL WHEN {{0}} < '{_FIRST}' THEN '{_FIRST}' "
+        f"WHEN {{0}} < '{_LAST}' AND julianday({{0}}) IS NOT NULL "
+        "AND strftime('%%Y-%%m-%%d %%H:%%M:%%S', substr({0}, 1, 19)) = substr({0}, 1, 19) THEN {0} "
+        f"ELSE '{_LAST}' END"
+    ),
+}
+_REPEATED = {vendor: clamped.count("{0}") for vendor, clamped in _CLAMPED.items()}
+
+
+class InstantField(models.DateTimeField):  # type: ignore[type-arg]
+    """A `DateTimeField` that reads what is no instant of Python's as the first or the last one."""
+
+    def deconstruct(self) -> Any:
+        return _as_djangos(super().deconstruct(), "DateTimeField")
+
+    def select_format(self, compiler: SQLCompiler, sql: str, params: Any) -> tuple[str, Any]:
+        connection: BaseDatabaseWrapper = compiler.connection
+        clamped = _CLAMPED.get(connection.vendor)
+        if clamped is None:
+            return sql, params
+        return clamped.format(sql), [*params] * _REPEATED[connection.vendor]
+
+
+class ReadableJSONField(models.JSONField):
+    """A `JSONField` that reads what Python cannot decode as its text."""
+
+    def deconstruct(self) -> Any:
+        return _as_djangos(super().deconstruct(), "JSONField")
+
+    def from_db_value(self, value: Any, expression: Any, connection: Any) -> Any:
+        try:
+            return super().from_db_value(value, expression, connection)
+        except (ValueError, RecursionError):
+            return value
+
+
+def _as_djangos(deconstructed: Any, field: str) -> Any:
+    name, _, args, kwargs = deconstructed
+    return name, f"django.db.models.{field}", args, kwargs

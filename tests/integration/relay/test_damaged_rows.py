@@ -1,0 +1,183 @@
+"""A row that was damaged by hand is refused alone, with the reason; no relay, timer, page or command stops at it."""
+
+import io
+import json
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+from django.db import connection
+from django.urls import reverse
+
+from outbox import cancel, on_dead, publish_now, reschedule, restore
+from outbox.callbacks import registry
+from outbox.models import OutboxMessage, State
+from tests.support.admin_pages import DETAIL, LIST, VIEW, staff_client
+from tests.support.relaying import TOPIC, Queue, a_backlog, ids, published, relaying, row_of, state_of
+from tests.support.waiting import wait_until
+from tests.support.workers import relay
+
+pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
+
+HOUR = timedelta(hours=1)
+FAR_AWAY = ("'infinity'", "'-infinity'")
+REFUSED = {
+    **{f"headers = {value}": "headers" for value in ("'5'", "'[1, 2]'", "'null'", "'\"text\"'")},
+    f"headers = '{{\"n\": {'9' * 5000}}}'": "headers",
+    **{f"created_at = {value}": "created_at" for value in FAR_AWAY},
+    **{f"deliver_at = {value}": "deliver_at" for value in FAR_AWAY},
+    **{f"expires_at = {value}": "expires_at" for value in FAR_AWAY},
+    "created_at = '12026-01-01 00:00:00'": "created_at",
+    "created_at = 'infinity', available_at = 'infinity'": "created_at",
+    "priority = 300": "priority",
+}
+"""What is written into a row, and the column that the reason names."""
+HARMLESS = (
+    "attempts = 2147483647",
+    "available_at = 'infinity'",
+    "available_at = '-infinity'",
+    "body = ''",
+    "correlation_id = '\u202e'",
+)
+"""What is written into a row that can be sent all the same."""
+
+
+def damaged(change, message=None, **options):
+    """A committed message whose row was changed by hand."""
+    message = message or published(**options)
+    with connection.cursor() as cursor:
+        cursor.execute(f"UPDATE outbox_outboxmessage SET {change} WHERE id = {message.position}")
+    return message
+
+
+def last_errors(messages):
+    found = OutboxMessage.objects.filter(pk__in=[message.position for message in messages])
+    return dict(found.values_list("pk", "last_error"))
+
+
+def of_every_damage():
+    return {change: damaged(change) for change in (*REFUSED, *HARMLESS)}
+
+
+class TestRelay:
+    def test_damaged_rows_are_dead_with_the_reason_and_all_other_messages_are_published(self, rabbitmq_url, caplog):
+        refused = {change: damaged(change) for change in REFUSED}
+        sendable = [*a_backlog(200), *(damaged(change) for change in HARMLESS)]
+        unreadable = damaged("wire = 'not JSON'")
+
+        with Queue(rabbitmq_url, "#") as queue:
+            relay(rabbitmq_url)
+            arrived = ids(queue.take_all())
+
+        assert sorted(arrived) == sorted(ids(sendable)), "each of them once, and nothing else"
+        errors = last_errors(refused.values())
+        for change, message in refused.items():
+            assert state_of(message) == State.DEAD, change
+            reason = errors[message.position]
+            assert f"its row is damaged: {REFUSED[change]} " in reason
+            assert "Correct the row, then requeue the message" in reason
+            assert f"{message.id} ({TOPIC}, biz-id {message.id}) is dead at attempt 1: {reason}" in caplog.text
+        assert (state_of(unreadable), "cannot be encoded" in row_of(unreadable).last_error) == (State.RETRYING, True)
+
+    def test_damaged_rows_are_refused_alone_in_front_of_local_handlers(self, handles):
+        handled = []
+        handles(lambda message: handled.append(message.id), topic=TOPIC)
+        refused = [damaged(change) for change in REFUSED if not change.startswith("priority")]
+        others = a_backlog(20)
+
+        relay("local://")
+
+        assert {state_of(message) for message in refused} == {State.DEAD}
+        assert sorted(map(str, handled)) == sorted(ids(others))
+
+    def test_corrected_and_requeued_message_is_published_before_the_later_ones_of_its_key(self, rabbitmq_url):
+        first, *later = [published(key="a") for _ in range(3)]
+        damaged("headers = '5'", first)
+        with Queue(rabbitmq_url) as queue:
+            relay(rabbitmq_url)
+            assert queue.take_all() == [], "the later messages of its key wait"
+
+            damaged("""headers = '{"tenant": "acme"}'""", first)
+            call_command("outbox_requeue", str(first.id), stdout=io.StringIO())
+            relay(rabbitmq_url)
+
+            arrived = queue.take_all()
+        assert ids(arrived) == ids([first, *later])
+        assert arrived[0].headers["tenant"] == "acme"
+
+    def test_requeued_message_that_was_not_corrected_is_dead_again_for_the_same_reason(self, rabbitmq_url):
+        message = damaged("headers = '5'")
+        relay(rabbitmq_url)
+        reason = row_of(message).last_error
+        call_command("outbox_requeue", str(message.id), stdout=io.StringIO())
+
+        relay(rabbitmq_url)
+
+        assert (state_of(message), row_of(message).last_error) == (State.DEAD, reason)
+
+    def test_callback_of_a_damaged_message_is_called(self, rabbitmq_url):
+        called = []
+        on_dead(TOPIC, name="tests.damaged")(lambda settled: called.append((settled.id, dict(settled.headers))))
+        try:
+            messages = [damaged(change) for change in ("headers = '5'", "created_at = 'infinity'")]
+            relay(rabbitmq_url)
+        finally:
+            registry.remove("tests.damaged")
+
+        assert sorted(called) == sorted((message.id, {}) for message in messages)
+
+
+class TestTimer:
+    def test_scheduled_messages_are_published_at_their_time_beside_damaged_ones(self, rabbitmq_url, caplog):
+        changes = ("available_at = '-infinity'", "deliver_at = '-infinity'", "deliver_at = 'infinity'", "headers = '5'")
+        soon = timedelta(seconds=0.2)
+        for change in (*changes, "available_at = 'infinity'"):
+            damaged(change, delay=soon)
+        other = published(delay=soon)
+
+        with Queue(rabbitmq_url) as queue, relaying(rabbitmq_url, timed=True):
+            wait_until(lambda: state_of(other) == State.PUBLISHED)
+            wait_until(lambda: OutboxMessage.objects.filter(state=State.DEAD).count() == 3)
+            assert str(other.id) in ids(queue.take_all())
+
+        assert not [record for record in caplog.records if record.exc_info], caplog.text
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+class TestPeople:
+    """What operators look at and do while such rows are there."""
+
+    def test_every_page_and_status_command_survives_damaged_rows(self):
+        rows = of_every_damage()
+        damaged("available_at = '-infinity'", delay=HOUR)
+        damaged("available_at = 'infinity', expires_at = 'infinity'", delay=HOUR)
+        damaged("wire = 'not JSON'")
+        damaged(f"headers = '{{\"nested\": {'[' * 990}{']' * 990}}}'")
+        damaged("state = 'prepared', created_at = 'infinity', available_at = 'infinity'")
+        OutboxMessage.objects.filter(pk=rows["headers = '5'"].position).update(state="lost")
+        damaged("settled_at = 'infinity', state = 'dead'")
+        damaged("settled_at = '-infinity', state = 'cancelled'")
+
+        client = staff_client(VIEW)
+        for page in (LIST, LIST.replace("outboxmessage", "scheduledmessage"), LIST.replace("outboxmessage", "preparedmessage")):
+            assert client.get(reverse(page)).status_code == 200
+        for row in OutboxMessage.objects.values_list("pk", "message_id"):
+            assert client.get(reverse(DETAIL, args=[row[0]])).status_code == 200, row
+            call_command("outbox_trail", str(row[1]), stdout=io.StringIO())
+        out = io.StringIO()
+        call_command("outbox_status", stdout=out)
+        call_command("outbox_status", "--json", stdout=(told := io.StringIO()))
+        call_command("outbox_restore", "--all", "--dry-run", stdout=out)
+        call_command("outbox_purge", "--dry-run", stdout=out)
+        assert json.loads(told.getvalue())["states"]["ready"]
+
+    def test_damaged_messages_can_be_rescheduled_cancelled_and_restored(self):
+        messages = of_every_damage()
+        for change, message in messages.items():
+            assert reschedule(message.id, delay=HOUR), change
+            assert publish_now(message.id), change
+            assert cancel(message.id), change
+        for message in messages.values():
+            restore(message.id)
+
+        assert set(OutboxMessage.objects.values_list("state", flat=True)) <= {State.READY, State.SCHEDULED}
