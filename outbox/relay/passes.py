@@ -13,19 +13,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from django.db import OperationalError, transaction
+from django.db import transaction
 from django.dispatch import Signal
 
 from outbox import signals, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
-from outbox.kernel.faults import is_collision
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel, Sent, Transport, Verdict
 from outbox.relay.breaker import Breakers
+from outbox.relay.contention import Contention
 from outbox.relay.waves import waves
 from outbox.store import Busy, DamagedRow, Failure, RelayedMessage, Settlement
 
@@ -47,6 +47,8 @@ class PassReport:
     Attributes:
         claimed: rows in hand; 0 means there was nothing to do.
         refused: shards that somebody else was working on.
+        locked: messages that were found not to be free, because other sessions have locked their rows.
+        skipped: of such messages, those that are not even read for a moment.
         settled: rows whose outcome is written down.
         published: of these, confirmed.
         broken: why the broker connection is gone, or None; also None when that was one message's fault and which is known.
@@ -58,6 +60,8 @@ class PassReport:
 
     claimed: int = 0
     refused: int = 0
+    locked: int = 0
+    skipped: int = 0
     settled: int = 0
     published: int = 0
     broken: str | None = None
@@ -100,6 +104,7 @@ class Pass:
         self._options = options
         self.breakers = Breakers()
         self._refused: set[int] = set()
+        self._contention = Contention(alias, self._longest)
         # Handing over inside the pass's own transaction needs no lease: the writer's lock of SQLite covers it.
         self._in_one_transaction = store.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = store.Lease(alias, 3 * options.BATCH_DEADLINE)
@@ -119,23 +124,19 @@ class Pass:
 
     def _run_in_one_transaction(self, busy: Sequence[Busy], limit: int) -> PassReport:
         with transaction.atomic(using=self._alias, durable=True):
-            store.bound_transaction(self._alias, self._options.BATCH_DEADLINE + _MARGIN)
+            store.bound_transaction(self._alias, self._longest)
             begun_at = monotonic()
-            claim = store.claim_ready(self._alias, busy, limit)
+            claim = store.claim_ready(self._alias, busy, limit, self._contention.skipped())
             batch = self._send(claim.rows, begun_at)
             settlement = self._decide(batch)
-            settled = self._settle(settlement)
-        return self._report(batch, settlement, settled, refused=len(claim.refused))
+            settled = store.settle(self._alias, settlement)
+        skipped = self._contention.met(claim)
+        report = self._report(batch, settlement, settled)
+        return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=skipped)
 
-    def _settle(self, settlement: Settlement) -> int:
-        try:
-            with transaction.atomic(using=self._alias):
-                return store.settle(self._alias, settlement)
-        except OperationalError as error:
-            if not is_collision(error):
-                raise
-            # Somebody has one of these rows locked. It alone stays ready, or all of them would be sent again and again.
-            return store.settle(self._alias, settlement, pass_over_locked=True)
+    @property
+    def _longest(self) -> timedelta:
+        return self._options.BATCH_DEADLINE + _MARGIN
 
     def _run_by_lease(self, busy: Sequence[Busy], limit: int) -> PassReport:
         begun_at = monotonic()
@@ -315,11 +316,10 @@ class Pass:
             matters=attempt <= self._options.MAX_ATTEMPTS,
         )
 
-    def _report(self, batch: _Batch, settlement: Settlement, settled: int, refused: int = 0) -> PassReport:
+    def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:
         self._announce(batch.rows, settlement)
         return PassReport(
             claimed=len(batch.rows),
-            refused=refused,
             settled=settled,
             published=len(settlement.published),
             broken=batch.broken,

@@ -33,6 +33,7 @@ from outbox.relay.share import Share
 logger = logging.getLogger(__name__)
 
 _SHORTEST_REST_SECONDS = 0.01
+_LONGEST_CONTENDED_SECONDS = 0.1
 _PROMOTED_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
@@ -81,6 +82,7 @@ class Relay:
         self._broker = Outage("the broker")
         self._database = Outage("the database")
         self._trouble = Pause()
+        self._contended = Pause(first_seconds=_SHORTEST_REST_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
         self._waits_for = ""
         self._running = False
         self._rested = False
@@ -152,7 +154,8 @@ class Relay:
         self._database.over()
         self._trouble.reset()
         self._note(report)
-        self._idle = not (self._rested or self._moved or report.claimed or report.refused or report.waits_for)
+        in_other_hands = report.refused or report.skipped or report.waits_for
+        self._idle = not (self._rested or self._moved or report.claimed or in_other_hands)
         return report
 
     def _work(self, *, drain: bool) -> PassReport:
@@ -228,14 +231,19 @@ class Relay:
         self._broker.wait(reason, self._stop)
 
     def _rest(self, report: PassReport) -> None:
+        is_contended = bool(report.refused or report.skipped)
+        if not is_contended:
+            self._contended.reset()
         if report.settled or self._moved:
             self._be_alert()
             if not report.published:
                 self._transport.idle()
             return
         self._transport.idle()
-        # Where others are at work on everything there is, they will let go in a moment.
-        if self.bell.wait(_SHORTEST_REST_SECONDS / 2 if report.refused else self._rest_seconds, self._stop):
+        if report.locked:
+            return  # what lies behind them is read next
+        # Another relay ends its pass in a moment. A transaction of another kind may hold a shard, or a row, for long.
+        if self.bell.wait(self._contended.next_seconds() if is_contended else self._rest_seconds, self._stop):
             self._be_alert()
         elif monotonic() > self._alert_until:
             self._rest_seconds = min(self._rest_seconds * 2, self._options.POLL_INTERVAL.total_seconds())

@@ -12,10 +12,11 @@ import json
 import math
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
@@ -155,18 +156,19 @@ _LOOK = (
 )
 
 
-def _of_a_shard(lasting: str, shard: object, above: object, each: str) -> list[str]:
+def _of_a_shard(lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
     """What finds up to `each` of its ready messages: those aside, and those of its stream `above` a position."""
-    select, of_it = f"SELECT {_COLUMNS.format(lasting=lasting)}", f"m.wire FROM {TABLE} m WHERE m.shard = {shard}"
+    select, of_it = f"SELECT {_COLUMNS.format(lasting=lasting)}", f"m.wire FROM {TABLE} m WHERE m.shard = {shard}{besides}"
     return [
         f"{select}, true, {of_it} AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
         f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 
-def _of_shards(shards: str, floors: str, each: str) -> str:
+def _of_shards(shards: str, floors: str, each: str, besides: str = "") -> str:
     """The same of several, in one statement, so that what changes from one index to the other is seen in one of them."""
-    parts = " UNION ALL ".join(f"({part})" for part in _of_a_shard(_LASTING.format(now=_NOW), "s.shard", "s.above", each))
+    of_a_shard = _of_a_shard(_LASTING.format(now=_NOW), "s.shard", "s.above", each, besides)
+    parts = " UNION ALL ".join(f"({part})" for part in of_a_shard)
     return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
 
 
@@ -179,6 +181,21 @@ _LOOK_PREPARED = Prepared(
 )
 _READ_PREPARED = Prepared(
     "outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"), most_runs=PLANNED_SINGLY
+)
+_BESIDES = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
+_LOCK_ROWS = f"SELECT m.id FROM {TABLE} m WHERE m.id = ANY({{positions}}) AND m.state = 'ready' FOR NO KEY UPDATE SKIP LOCKED"
+_LOCK_ROWS_PREPARED = Prepared("outbox_lock_rows", ["bigint[]"], _LOCK_ROWS.format(positions="$1"), most_runs=PLANNED_SINGLY)
+_LOCKERS = (
+    # A transaction that has locked or changed a row is named by the row's xmax, unless several have.
+    f"SELECT DISTINCT l.pid FROM {TABLE} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax "
+    "AND l.granted AND l.pid IS NOT NULL WHERE m.id = ANY(%s::bigint[])"
+)
+_SHARD_HOLDERS = (
+    "SELECT l.pid, array_agg(l.objid::int ORDER BY l.objid), "
+    "EXTRACT(EPOCH FROM max(statement_timestamp() - a.xact_start))::int "
+    "FROM pg_locks l JOIN pg_stat_activity a USING (pid) WHERE l.locktype = 'advisory' AND l.granted "
+    f"AND l.database = a.datid AND a.datname = current_database() AND l.classid = {LOCK_SPACE % 2**32} AND l.objsubid = 2 "
+    "AND a.xact_start < statement_timestamp() - make_interval(secs => %s) GROUP BY l.pid"
 )
 
 
@@ -209,12 +226,17 @@ class Claim:
     """Messages in hand.
 
     Attributes:
-        rows: in the order to send them in.
+        rows: in the order to send them in. On PostgreSQL they are locked until the transaction ends, so they can be settled.
         refused: shards that somebody else was working on.
+        locked: messages that are not in hand, because another session has locked their rows.
     """
 
     rows: Sequence[RelayedMessage] = ()
     refused: Sequence[int] = ()
+    locked: Sequence[RelayedMessage] = ()
+
+
+_NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
 
 
 def claims_by_locks(alias: str) -> bool:
@@ -288,11 +310,14 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
         )
 
 
-def claim_ready(alias: str, busy: Sequence[Busy], limit: int) -> Claim:
-    """Take those of the `busy` shards that are free, for the rest of the open transaction, and read their ready messages.
+def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = _NOTHING_SKIPPED) -> Claim:
+    """Take those of the `busy` shards that are free, for the rest of the open transaction, and lock their ready messages.
 
-    Two statements on purpose: a snapshot taken before the locks could still show rows that the shards' previous holder has
+    Several statements on purpose: a snapshot taken before the locks could still show rows that the shards' previous holder has
     published meanwhile. The order is the order to send in: by priority, then by position.
+
+    Args:
+        skipped: positions not to read, with their keys, of which nothing is read either.
     """
     connection = connections[alias]
     locked = _lock(connection, busy)
@@ -300,14 +325,18 @@ def claim_ready(alias: str, busy: Sequence[Busy], limit: int) -> Claim:
     if not locked:
         return Claim(refused=refused)
     each = -(-limit // len(locked))
-    rows = _read(connection, locked, each)
+    rows = _read(connection, locked, each, skipped)
     counted = Counter(row.shard for row in rows)
     if 2 * len(rows) < limit and (cut := [one for one in locked if counted[one.shard] >= each]):
         # A few shards have the backlog, as with one hot key: theirs is the room that the others left.
         rest = [row for row in rows if counted[row.shard] < each]
-        rows = rest + _read(connection, cut, (limit - len(rest)) // len(cut))
-    rows.sort(key=lambda row: (-row.priority, row.position))
-    return Claim(rows=rows[:limit], refused=refused)
+        rows = rest + _read(connection, cut, (limit - len(rest)) // len(cut), skipped)
+    rows = sorted(rows, key=lambda row: (-row.priority, row.position))[:limit]
+    free = _lock_rows(connection, rows)
+    if len(free) == len(rows):
+        return Claim(rows=rows, refused=refused)
+    rows_locked = [row for row in rows if row.position not in free]
+    return Claim(rows=_before_locked(rows, free), refused=refused, locked=rows_locked)
 
 
 def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
@@ -323,16 +352,71 @@ def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
     return [one for one in busy if one.shard in locked]
 
 
-def _read(connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int) -> list[RelayedMessage]:
+def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> frozenset[int]:
+    """The positions of those that are ready and that no other session has locked; they are locked from now on."""
+    positions = [row.position for row in rows]
+    if not (positions and is_postgresql(connection)):
+        return frozenset(positions)
+    if is_usable(connection):
+        return frozenset(position for (position,) in _LOCK_ROWS_PREPARED.fetch(connection, [array_of(positions)]))
+    with connection.cursor() as cursor:
+        cursor.execute(_LOCK_ROWS.format(positions="%s::bigint[]"), [array_of(positions)])
+        return frozenset(position for (position,) in cursor.fetchall())
+
+
+def _before_locked(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:
+    """The `free` ones, of each key those that come before the first that is not: the later ones must not overtake it."""
+    stopped: set[str] = set()
+    kept: list[RelayedMessage] = []
+    for row in rows:
+        if row.position not in free:
+            stopped.add(row.key)
+        elif not row.key or row.key not in stopped:
+            kept.append(row)
+    return kept
+
+
+def lockers(alias: str, positions: Sequence[int]) -> list[int]:
+    """The server processes whose transactions have locked these rows, as far as PostgreSQL tells."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_LOCKERS, [array_of(positions)])
+        return sorted(pid for (pid,) in cursor.fetchall())
+
+
+class ShardHolder(NamedTuple):
+    """A transaction that has held some shards for too long to be a pass of a relay.
+
+    Attributes:
+        pid: its server process.
+        seconds: since it began.
+    """
+
+    pid: int
+    shards: Sequence[int]
+    seconds: int
+
+
+def shard_holders(alias: str, longer_than: timedelta) -> list[ShardHolder]:
+    """The transactions that hold shards and began so long ago."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_SHARD_HOLDERS, [longer_than.total_seconds()])
+        return list(map(ShardHolder._make, cursor.fetchall()))
+
+
+def _read(
+    connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int, skipped: Mapping[int, str]
+) -> list[RelayedMessage]:
     """Up to `each` messages of either index of every shard."""
     found: list[Any] = []
     if is_postgresql(connection):
         given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each]
-        if is_usable(connection):
+        if is_usable(connection) and not skipped:
             found = _READ_PREPARED.fetch(connection, given)
         else:
+            besides: list[Any] = [array_of(skipped), [key for key in skipped.values() if key]] if skipped else []
             with connection.cursor() as cursor:
-                cursor.execute(_of_shards("%s", "%s", "%s"), [*given, each])
+                statement = _of_shards("%s", "%s", "%s", _BESIDES if skipped else "")
+                cursor.execute(statement, [*given[:2], *besides, each, *besides, each])
                 found = cursor.fetchall()
     else:
         # The open transaction is the only one that writes, so here several statements see the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -53,20 +53,13 @@ class Settlement:
     def dead(self) -> list[int]:
         return [position for failure in self.failed if failure.retry_after is None for position in failure.positions]
 
-    @property
-    def positions(self) -> list[int]:
-        failed = [position for failure in self.failed for position in failure.positions]
-        return [*self.published, *self.expired, *self.waiting, *failed]
 
-
-def settle(alias: str, settlement: Settlement, *, pass_over_locked: bool = False) -> int:
+def settle(alias: str, settlement: Settlement) -> int:
     """ready → published | expired | waiting | retrying | dead, inside the claim; how many rows changed.
 
-    Nobody but operators and psql locks these rows; with `pass_over_locked` theirs are left as they are.
+    The claim has locked these rows, so no other session makes this wait.
     """
     connection = connections[alias]
-    if pass_over_locked:
-        settlement = _without_locked(alias, settlement)
     at = now(connection)
     published = f", attempts = {_one_more(connection, '1')}, last_error = '', settled_at = {at}"
     changed = _change(connection, settlement.published, State.PUBLISHED, published, [], matters=False)
@@ -121,21 +114,6 @@ def _change(
         changed = [position for (position,) in cursor.fetchall()]
     note(connection.alias, changed, was=State.READY, became=became, reason=reason, matters=matters)
     return len(changed)
-
-
-def _without_locked(alias: str, settlement: Settlement) -> Settlement:
-    settled = OutboxMessage.objects.using(alias).filter(pk__in=settlement.positions)
-    free = set(settled.select_for_update(skip_locked=True).values_list("pk", flat=True))
-
-    def kept(positions: Sequence[int]) -> list[int]:
-        return [position for position in positions if position in free]
-
-    return Settlement(
-        published=kept(settlement.published),
-        expired=kept(settlement.expired),
-        waiting=kept(settlement.waiting),
-        failed=[replace(failure, positions=kept(failure.positions)) for failure in settlement.failed],
-    )
 
 
 PUT_OFF = "not tried: the broker refuses messages of this topic at the moment"

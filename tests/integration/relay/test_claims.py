@@ -342,6 +342,7 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
 
 def test_prepared_statements_never_use_a_generic_plan():
     """A plan made while PostgreSQL knew the table to be empty would read the whole table, once for every shard."""
+    published()
     connection.close()
     analyse()
     for _ in range(12):
@@ -351,7 +352,7 @@ def test_prepared_statements_never_use_a_generic_plan():
 
     with connection.cursor() as cursor:
         cursor.execute("SELECT name, generic_plans FROM pg_prepared_statements ORDER BY name")
-        assert cursor.fetchall() == [("outbox_look", 0), ("outbox_read", 0)]
+        assert cursor.fetchall() == [("outbox_lock_rows", 0), ("outbox_look", 0), ("outbox_read", 0)]
 
 
 def a_session_waits_for_an_advisory_lock():
@@ -372,8 +373,10 @@ class TestIndexes:
 
     def test_ready_messages_are_read_by_index_from_the_floor_upwards(self, published_before):
         with transaction.atomic():
-            looking, reading = explained(lambda: in_hand(500))
+            looking, reading, locking = explained(lambda: in_hand(500))
 
+        assert "outbox_outboxmessage_pkey" in locking
+        assert "Seq Scan on outbox_outboxmessage" not in locking
         for plan in (looking, reading):
             assert "outbox_stream" in plan
             assert "outbox_aside" in plan
@@ -388,7 +391,7 @@ class TestIndexes:
         OutboxMessage.objects.filter(pk__in=held.values_list("pk", flat=True)[:200]).update(state=State.DEAD)
         analyse()
         with transaction.atomic():
-            _, reading = explained(lambda: in_hand(500))
+            _, reading, _ = explained(lambda: in_hand(500))
 
         assert "outbox_holding" in reading
         assert "Seq Scan on outbox_outboxmessage" not in reading

@@ -1,0 +1,97 @@
+"""Rows and shards that other sessions hold: skipped without being read again and again, and reported once a minute.
+
+A ready row that another session has locked cannot be settled, so it is not sent. The relay remembers it for a second and reads
+what lies behind it, except for the later messages of its key, which must not overtake it.
+
+A shard that is taken belongs to another relay as a rule, and is free again in a moment. One that is held for longer than any
+pass lasts is held by a transaction of another kind, such as one that called `cancel()` and has not ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from outbox import store
+from outbox.kernel.clock import monotonic
+from outbox.store import Claim, RelayedMessage
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED_SECONDS = 1.0
+"""Since the last one was found."""
+_REMEMBERED_AT_MOST_SECONDS = 10.0
+"""Since the first one was found, while more and more are."""
+_REPORT_SECONDS = 60.0
+
+
+class Contention:
+    """What one relay cannot take.
+
+    Args:
+        longest_pass: a relay holds a shard no longer than that.
+    """
+
+    def __init__(self, alias: str, longest_pass: timedelta) -> None:
+        self._alias = alias
+        self._longest_pass = longest_pass
+        self._locked: dict[int, str] = {}
+        self._locked_before: set[int] = set()
+        self._found_at = self._last_found_at = 0.0
+        self._report_rows_at = self._look_for_holders_at = 0.0
+
+    def skipped(self) -> Mapping[int, str]:
+        """The positions of the rows that are locked, with the keys of their messages. They are forgotten from time to time."""
+        now = monotonic()
+        if self._locked and now >= min(self._last_found_at + _REMEMBERED_SECONDS, self._found_at + _REMEMBERED_AT_MOST_SECONDS):
+            self._locked_before = set(self._locked)
+            self._locked = {}
+        return self._locked
+
+    def met(self, claim: Claim) -> int:
+        """Note what a claim could not take, and report it when it is time; how many rows are skipped."""
+        now = monotonic()
+        if claim.locked:
+            self._remember(claim.locked, now)
+        if claim.refused and now >= self._look_for_holders_at:
+            is_reported = self._report_shards()
+            self._look_for_holders_at = now + (_REPORT_SECONDS if is_reported else self._longest_pass.total_seconds())
+        return len(self._locked)
+
+    def _remember(self, locked: Sequence[RelayedMessage], now: float) -> None:
+        if not self._locked:
+            self._found_at = now
+        self._last_found_at = now
+        self._locked.update((row.position, row.key) for row in locked)
+        # A row that was found locked once may have been so for a moment.
+        if now >= self._report_rows_at and (again := [row for row in locked if row.position in self._locked_before]):
+            self._report_rows_at = now + _REPORT_SECONDS
+            self._report_rows(again)
+
+    def _report_rows(self, locked: Sequence[RelayedMessage]) -> None:
+        pids = store.lockers(self._alias, [row.position for row in locked])
+        logger.warning(
+            "%d ready messages are not sent, because another session has locked their rows (%s); the first is message %s (%s, "
+            "biz-id %s). They and the later messages of their keys go on when its transaction ends: commit it, or end it by "
+            "pg_terminate_backend().",
+            len(locked),
+            f"pid {', '.join(map(str, pids))}" if pids else "pid unknown",
+            locked[0].id,
+            locked[0].topic,
+            locked[0].biz_id,
+        )
+
+    def _report_shards(self) -> bool:
+        holders = store.shard_holders(self._alias, self._longest_pass)
+        for holder in holders:
+            logger.warning(
+                "The ready messages of %d shards (%s) are not sent, because the transaction of another session (pid %d) has "
+                "held them for %d s, such as one that called cancel(). They go on when it ends: commit it, or end it by "
+                "pg_terminate_backend().",
+                len(holder.shards),
+                ", ".join(map(str, holder.shards)),
+                holder.pid,
+                holder.seconds,
+            )
+        return bool(holders)

@@ -1,0 +1,179 @@
+"""Rows and shards that another session holds: nothing else stops, nothing is sent in vain, and it is reported once.
+
+Only PostgreSQL has more than one writer.
+"""
+
+import re
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+
+import psycopg
+import pytest
+from django.db import connection, transaction
+
+from outbox import Draft, cancel, publish_many
+from outbox.kernel.clock import monotonic
+from outbox.models import OutboxMessage, State
+from tests.support.open_transactions import OpenTransaction
+from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, relaying, state_of
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+MEASURED_SECONDS = 2.0
+A_WHOLE_MINUTE, A_MOMENT = timedelta(minutes=1), timedelta(seconds=0.5)
+
+
+def locked_rows(messages):
+    """Another session that has locked these rows, for `with`; its process id."""
+    return session("SELECT FROM outbox_outboxmessage WHERE id = ANY(%s) FOR UPDATE", [[one.position for one in messages]])
+
+
+@contextmanager
+def session(statement, parameters=()):
+    with psycopg.connect(**connection.get_connection_params() | {"cursor_factory": psycopg.Cursor}) as other:
+        other.execute(statement, parameters)
+        yield other.info.backend_pid
+
+
+@contextmanager
+def held_shard(message):
+    """Another session whose open transaction has cancelled the message, for `with`."""
+    other = OpenTransaction()
+    try:
+        assert other.does(cancel, message.id).result()
+        yield
+    finally:
+        other.rolls_back()
+        other.ends()
+
+
+def transactions_per_second():
+    """Of this database, over some seconds."""
+
+    def count():
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()")
+            return cursor.fetchone()[0]
+
+    begun_at, begun_with = monotonic(), count()
+    wait_until(lambda: monotonic() > begun_at + MEASURED_SECONDS)
+    return (count() - begun_with) / (monotonic() - begun_at)
+
+
+def reports(caplog, words):
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+LOCKED, HELD = "another session has locked their rows", "has held them for"
+
+
+class TestLockedRow:
+    def test_locked_message_is_not_sent_until_its_lock_ends_and_all_others_are_published(self, rabbitmq_url):
+        locked, others = published(), [published() for _ in range(50)]
+        with Queue(rabbitmq_url) as queue, relaying(rabbitmq_url, relays=2):
+            with locked_rows([locked]):
+                wait_until(lambda: all(state_of(other) == State.PUBLISHED for other in others))
+                later = published()
+                wait_until(lambda: state_of(later) == State.PUBLISHED)
+                arrived = queue.take(51)
+            wait_until(lambda: state_of(locked) == State.PUBLISHED)
+            arrived += queue.take(1)
+
+        assert ids(arrived)[-1] == str(locked.id)
+        assert sorted(ids(arrived)) == sorted(ids([locked, *others, later])), "each of them once"
+
+    @pytest.mark.parametrize("place", [0, 1, 2], ids=["head", "middle", "last"])
+    def test_later_messages_of_its_key_do_not_overtake_a_locked_one(self, rabbitmq_url, place):
+        messages = [published(key="a") for _ in range(3)]
+        with Queue(rabbitmq_url) as queue, relaying(rabbitmq_url, relays=2):
+            with locked_rows([messages[place]]):
+                other = published(key="b")
+                wait_until(lambda: state_of(other) == State.PUBLISHED)
+                wait_until(lambda: all(state_of(earlier) == State.PUBLISHED for earlier in messages[:place]))
+                rate = transactions_per_second()
+                assert {state_of(later) for later in messages[place:]} == {State.READY}
+            wait_until(lambda: state_of(messages[-1]) == State.PUBLISHED)
+            arrived = [one for one in ids(queue.take(4)) if one != str(other.id)]
+
+        assert arrived == ids(messages)
+        assert rate < 100
+
+    def test_message_behind_thousands_of_locked_ones_is_published(self, rabbitmq_url):
+        with transaction.atomic():
+            locked = publish_many(Draft(TOPIC, {}, key=f"k{n % 50}" if n % 2 else "") for n in range(3000))
+        with Queue(rabbitmq_url) as queue, locked_rows(locked):
+            others = [published() for _ in range(20)] + [published(key=f"other-{n}") for n in range(20)]
+            behind = published(key="k1")
+            with relaying(rabbitmq_url):
+                wait_until(lambda: all(state_of(other) == State.PUBLISHED for other in others))
+            assert sorted(ids(queue.take_all())) == sorted(ids(others))
+            assert state_of(behind) == State.READY
+
+    def test_locked_rows_are_reported_once_with_message_session_and_remedy(self, rabbitmq_url, caplog):
+        messages = [published(biz_id=f"order-{n}") for n in range(2)]
+        with Queue(rabbitmq_url), locked_rows(messages) as pid, relaying(rabbitmq_url):
+            wait_until(lambda: reports(caplog, LOCKED))
+            transactions_per_second()
+
+        [report] = reports(caplog, LOCKED)
+        assert report.startswith("2 ready messages are not sent")
+        assert f"(pid {pid}); the first is message {messages[0].id} ({TOPIC}, biz-id order-0)" in report
+        assert "pg_terminate_backend()" in report
+
+    def test_message_that_another_session_is_changing_is_not_sent(self, rabbitmq_url):
+        message, other = published(), published()
+        change = "UPDATE outbox_outboxmessage SET state = 'cancelled', settled_at = now() WHERE id = %s"
+        with Queue(rabbitmq_url) as queue, relaying(rabbitmq_url):
+            with session(change, [message.position]):
+                wait_until(lambda: state_of(other) == State.PUBLISHED)
+            wait_until(lambda: state_of(message) == State.CANCELLED)
+            assert ids(queue.take(1)) == ids([other])
+            assert queue.take_all() == []
+
+    def test_drain_ends_when_the_lock_has_ended_and_the_message_is_published(self, rabbitmq_url):
+        message, other = published(), published()
+        with Queue(rabbitmq_url), ExitStack() as lock:
+            lock.enter_context(locked_rows([message]))
+            with in_threads(partial(drained, rabbitmq_url)) as [draining]:
+                wait_until(lambda: state_of(other) == State.PUBLISHED)
+                transactions_per_second()
+                assert draining.is_alive()
+                lock.close()
+        assert state_of(message) == State.PUBLISHED
+
+
+class TestHeldShard:
+    def test_relay_asks_for_a_held_shard_no_more_than_some_ten_times_a_second(self, rabbitmq_url):
+        message = published()
+        with Queue(rabbitmq_url), held_shard(message), relaying(rabbitmq_url):
+            rate = transactions_per_second()
+
+        assert 1 < rate < 100
+
+    def test_message_is_published_within_a_moment_when_its_shard_is_free_again(self, rabbitmq_url):
+        message = published()
+        with Queue(rabbitmq_url), ExitStack() as holder:
+            holder.enter_context(held_shard(message))
+            with relaying(rabbitmq_url, POLL_INTERVAL=A_WHOLE_MINUTE / 2):
+                transactions_per_second()
+                holder.close()
+                begun_at = monotonic()
+                wait_until(lambda: state_of(message) == State.PUBLISHED)
+
+        assert monotonic() - begun_at < 10
+
+    @pytest.mark.proof
+    def test_shard_held_for_longer_than_any_pass_is_reported_once_with_session_and_remedy(self, rabbitmq_url, caplog):
+        message = published()
+        with Queue(rabbitmq_url), held_shard(message), relaying(rabbitmq_url, BATCH_DEADLINE=A_MOMENT):
+            wait_until(lambda: reports(caplog, HELD))
+            transactions_per_second()
+
+        [report] = reports(caplog, HELD)
+        shard = OutboxMessage.objects.get(pk=message.position).shard
+        assert report.startswith(f"The ready messages of 1 shards ({shard}) are not sent")
+        assert re.search(r"another session \(pid \d+\)", report)
+        assert "cancel()" in report
+        assert "pg_terminate_backend()" in report
