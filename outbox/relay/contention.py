@@ -15,6 +15,7 @@ from datetime import timedelta
 
 from outbox import store
 from outbox.kernel.clock import monotonic
+from outbox.models import SHARDS
 from outbox.store import Claim, RelayedMessage
 
 logger = logging.getLogger(__name__)
@@ -86,10 +87,11 @@ class Contention:
         holders = store.shard_holders(self._alias, self._longest_pass)
         for holder in holders:
             logger.warning(
-                "The ready messages of %d shards (%s) are not sent, because the transaction of another session (pid %d) has "
-                "held them for %d s, such as one that called cancel(). They go on when it ends: commit it, or end it by "
+                "The ready messages of %d of %d shards (%s) are not sent, because the transaction of another session (pid %d) "
+                "has held them for %d s, such as one that called cancel(). They go on when it ends: commit it, or end it by "
                 "pg_terminate_backend().",
                 len(holder.shards),
+                SHARDS,
                 ", ".join(map(str, holder.shards)),
                 holder.pid,
                 holder.seconds,

@@ -173,7 +173,7 @@ class TestHeldShard:
 
         [report] = reports(caplog, HELD)
         shard = OutboxMessage.objects.get(pk=message.position).shard
-        assert report.startswith(f"The ready messages of 1 shards ({shard}) are not sent")
+        assert report.startswith(f"The ready messages of 1 of 64 shards ({shard}) are not sent")
         assert re.search(r"another session \(pid \d+\)", report)
         assert "cancel()" in report
         assert "pg_terminate_backend()" in report
