@@ -26,6 +26,11 @@ def is_collision(error: BaseException) -> bool:
     return any(getattr(link, "sqlstate", None) in _COLLISIONS or _is_sqlite_busy(link) for link in _chain(error))
 
 
+def is_lock_timeout(error: BaseException) -> bool:
+    """A collision with a transaction that does not end."""
+    return any(getattr(link, "sqlstate", None) == LOCK_TIMEOUT for link in _chain(error))
+
+
 def is_outage(error: BaseException) -> bool:
     """The database went away underneath us, or ended our transaction because we were away.
 

@@ -1,4 +1,4 @@
-"""Rows and shards that other sessions hold: skipped without being read again and again, and reported once a minute.
+"""What other sessions have locked: skipped without being read again and again, and reported once a minute.
 
 A ready row that another session has locked cannot be settled, so it is not sent. The relay remembers it for a second and reads
 what lies behind it, except for the later messages of its key, which must not overtake it.
@@ -12,6 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+
+from django.db import Error
 
 from outbox import store
 from outbox.kernel.clock import monotonic
@@ -40,7 +42,7 @@ class Contention:
         self._locked: dict[int, str] = {}
         self._locked_before: set[int] = set()
         self._found_at = self._last_found_at = 0.0
-        self._report_rows_at = self._look_for_holders_at = 0.0
+        self._report_rows_at = self._report_tables_at = self._look_for_holders_at = 0.0
 
     def skipped(self) -> Mapping[int, str]:
         """The positions of the rows that are locked, with the keys of their messages. They are forgotten from time to time."""
@@ -59,6 +61,26 @@ class Contention:
             is_reported = self._report_shards()
             self._look_for_holders_at = now + (_REPORT_SECONDS if is_reported else self._longest_pass.total_seconds())
         return len(self._locked)
+
+    def timed_out(self) -> None:
+        """A pass did not get a lock, and was rolled back: report which session lets nobody write the tables, if one does."""
+        now = monotonic()
+        if now < self._report_tables_at:
+            return
+        try:
+            pids = store.table_lockers(self._alias)
+        except Error as error:
+            logger.debug("The session that has locked the tables was not found: %s", error)
+            return
+        if not pids:
+            return
+        self._report_tables_at = now + _REPORT_SECONDS
+        logger.warning(
+            "No message is sent, because another session (pid %s) has locked the outbox's tables against writing, as CREATE "
+            "INDEX does without CONCURRENTLY. All go on when its transaction ends: commit it, or end it by "
+            "pg_terminate_backend().",
+            ", ".join(map(str, pids)),
+        )
 
     def _remember(self, locked: Sequence[RelayedMessage], now: float) -> None:
         if not self._locked:

@@ -104,7 +104,7 @@ class Pass:
         self._options = options
         self.breakers = Breakers()
         self._refused: set[int] = set()
-        self._contention = Contention(alias, self._longest)
+        self.contention = Contention(alias, self._longest)
         # Handing over inside the pass's own transaction needs no lease: the writer's lock of SQLite covers it.
         self._in_one_transaction = store.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = store.Lease(alias, 3 * options.BATCH_DEADLINE)
@@ -126,11 +126,11 @@ class Pass:
         with transaction.atomic(using=self._alias, durable=True):
             store.bound_transaction(self._alias, self._longest)
             begun_at = monotonic()
-            claim = store.claim_ready(self._alias, busy, limit, self._contention.skipped())
+            claim = store.claim_ready(self._alias, busy, limit, self.contention.skipped())
             batch = self._send(claim.rows, begun_at)
             settlement = self._decide(batch)
             settled = store.settle(self._alias, settlement)
-        skipped = self._contention.met(claim)
+        skipped = self.contention.met(claim)
         report = self._report(batch, settlement, settled)
         return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=skipped)
 

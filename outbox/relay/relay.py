@@ -17,7 +17,7 @@ from outbox.conf import OutboxOptions
 from outbox.doorbell import ALERT_SECONDS
 from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_canceled, is_collision, is_outage
+from outbox.kernel.faults import is_canceled, is_collision, is_lock_timeout, is_outage
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
@@ -140,6 +140,8 @@ class Relay:
                 self._heartbeat.waits_for("the database")
                 self._database.wait(error, self._stop)
             elif is_collision(error):
+                if is_lock_timeout(error):
+                    self._pass.contention.timed_out()
                 self._stop.wait(_SHORTEST_REST_SECONDS)
             elif is_canceled(error) and self._size.now > 1:
                 self._size.overdue(error)

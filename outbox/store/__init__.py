@@ -34,6 +34,7 @@ from outbox.store.claiming import (
     lockers,
     look,
     shard_holders,
+    table_lockers,
     writers,
 )
 from outbox.store.heartbeats import SILENT_AFTER, Beat, beat, forget_silent, relays, retire
@@ -175,6 +176,7 @@ __all__ = [
     "shard_of",
     "states",
     "states_of",
+    "table_lockers",
     "topics",
     "topics_put_off",
     "topics_unchecked",

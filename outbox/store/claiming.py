@@ -24,7 +24,7 @@ from django.db import connections
 from outbox.kernel.clock import NOW_AFTER
 from outbox.kernel.prepared import PLANNED_SINGLY, Prepared, is_usable
 from outbox.kernel.text import describe
-from outbox.models import HOLDING_KEY, SHARDS
+from outbox.models import HOLDING_KEY, SHARDS, PendingCallback, TrailEntry
 from outbox.store.dialect import LOCK_SPACE, TABLE, array_of, is_postgresql, now
 
 if TYPE_CHECKING:
@@ -190,6 +190,13 @@ _LOCKERS = (
     f"SELECT DISTINCT l.pid FROM {TABLE} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax "
     "AND l.granted AND l.pid IS NOT NULL WHERE m.id = ANY(%s::bigint[])"
 )
+_WRITTEN_BY_A_PASS = (TABLE, TrailEntry._meta.db_table, PendingCallback._meta.db_table)
+_TABLE_LOCKERS = (
+    "SELECT DISTINCT pid FROM pg_locks WHERE locktype = 'relation' AND granted AND pid IS NOT NULL "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+    "AND relation = ANY(%s::text[]::regclass[]) "
+    "AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
+)
 _SHARD_HOLDERS = (
     "SELECT l.pid, array_agg(l.objid::int ORDER BY l.objid), "
     "EXTRACT(EPOCH FROM max(statement_timestamp() - a.xact_start))::int "
@@ -294,8 +301,12 @@ def writers(alias: str) -> frozenset[str]:
 def bound_transaction(alias: str, longest: timedelta) -> None:
     """Let the server end the open transaction when its owner sleeps or hangs: a zombie relay must not settle anything.
 
-    Its first statement, which also sees to the isolation level: with REPEATABLE READ the claim's two statements would share
-    a snapshot, whatever the project's default is.
+    Its first statement, which also sees to the isolation level: with REPEATABLE READ the claim's statements would share a
+    snapshot, whatever the project's default is. And it takes the locks on tables that settling takes, because what cannot be
+    settled, while an index is created for instance, must not be sent.
+
+    Raises:
+        django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
     """
     # Inside the transaction of a test it would outlive the pass.
     if not is_postgresql(connections[alias]) or len(connections[alias].atomic_blocks) > 1:
@@ -306,7 +317,8 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
         cursor.execute(
             "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
             f"SET LOCAL idle_in_transaction_session_timeout = {span}; "
-            f"SET LOCAL statement_timeout = {span}; SET LOCAL lock_timeout = {for_a_lock}"
+            f"SET LOCAL statement_timeout = {span}; SET LOCAL lock_timeout = {for_a_lock}; "
+            f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE"
         )
 
 
@@ -380,6 +392,13 @@ def lockers(alias: str, positions: Sequence[int]) -> list[int]:
     """The server processes whose transactions have locked these rows, as far as PostgreSQL tells."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_LOCKERS, [array_of(positions)])
+        return sorted(pid for (pid,) in cursor.fetchall())
+
+
+def table_lockers(alias: str) -> list[int]:
+    """The server processes whose transactions let nobody write the tables that a pass writes."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_TABLE_LOCKERS, [list(_WRITTEN_BY_A_PASS)])
         return sorted(pid for (pid,) in cursor.fetchall())
 
 

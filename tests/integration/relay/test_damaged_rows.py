@@ -161,9 +161,9 @@ class TestPeople:
         client = staff_client(VIEW)
         for page in (LIST, LIST.replace("outboxmessage", "scheduledmessage"), LIST.replace("outboxmessage", "preparedmessage")):
             assert client.get(reverse(page)).status_code == 200
-        for row in OutboxMessage.objects.values_list("pk", "message_id"):
-            assert client.get(reverse(DETAIL, args=[row[0]])).status_code == 200, row
-            call_command("outbox_trail", str(row[1]), stdout=io.StringIO())
+        for position in OutboxMessage.objects.values_list("pk", flat=True):
+            assert client.get(reverse(DETAIL, args=[position])).status_code == 200
+        call_command("outbox_trail", str(rows["created_at = 'infinity'"].id), stdout=io.StringIO())
         out = io.StringIO()
         call_command("outbox_status", stdout=out)
         call_command("outbox_status", "--json", stdout=(told := io.StringIO()))
