@@ -17,20 +17,25 @@ from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_option
 from inbox.handlers import registry
 from inbox.models import InboxMessage
 from outbox.kernel import options
-from outbox.kernel.broker import SEVERAL_HINT, masked, scheme_of, speaks_amqp, why_unusable
+from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
 from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
+from outbox.kernel.masking import masked
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."
 
 
 @register()
 def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E001: the INBOX setting cannot be read."""
+    """inbox.E001: the INBOX setting, or what it takes from OUTBOX, cannot be read."""
     given = getattr(settings, "INBOX", None)
     try:
         options.parse(InboxOptions, "INBOX", {} if given is None else given)
+        inbox_options()
     except options.InvalidOptions as error:
         return [Error(problem, id="inbox.E001") for problem in error.problems]
+    except ImproperlyConfigured as error:
+        # The outbox says it where both are installed.
+        return [] if apps.is_installed("outbox") else [Error(str(error), id="inbox.E001")]
     return []
 
 
@@ -82,7 +87,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
         return []
     return [
         Error(
-            f"The inbox receives from {masked(url)!r}, which cannot be used: {reason}.",
+            f"The inbox receives from {masked(url)}, which cannot be used: {reason}.",
             hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
             id="inbox.E004",
         )
@@ -100,7 +105,7 @@ def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
         return []
     return [
         Error(
-            f"INBOX['LEASE_STORE'] is {masked(chosen)!r}, but the library for Redis is not installed.",
+            f"INBOX['LEASE_STORE'] is {masked(chosen)}, but the library for Redis is not installed.",
             hint='Run `pip install "django-exactly-once[redis]"`, or set LEASE_STORE to "database".',
             id="inbox.E007",
         )
@@ -116,11 +121,11 @@ def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
         return []
     outbox = getattr(settings, "OUTBOX", None)
     said = outbox.get("BROKER_URL", LOCAL_BROKER) if isinstance(outbox, dict) else url
-    if (scheme_of(said) == "local") == (scheme_of(url) == "local"):
+    if not isinstance(said, str) or (scheme_of(said) == "local") == (scheme_of(url) == "local"):
         return []
     return [
         Warning(
-            f"OUTBOX publishes to {masked(said)!r} and INBOX receives from {masked(url)!r}.",
+            f"OUTBOX publishes to {masked(said)} and INBOX receives from {masked(url)}.",
             hint="Leave INBOX['BROKER_URL'] out to receive from where the outbox publishes to.",
             id="inbox.W001",
         )
@@ -158,7 +163,7 @@ def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
         return []
     return [
         Error(
-            f"The handler {handler.name} has ordered=True, and the inbox receives from {masked(url)!r}, where several "
+            f"The handler {handler.name} has ordered=True, and the inbox receives from {masked(url)}, where several "
             "consumers of a queue would mix up its messages.",
             hint="Use RabbitMQ (amqp://user:password@host//), whose queues can have a single active consumer, or local://.",
             id="inbox.E006",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -10,7 +10,8 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.kernel import options
-from outbox.kernel.broker import masked, why_no_exchange
+from outbox.kernel.broker import why_no_exchange
+from outbox.kernel.masking import kind, masked, quoted, why_unreadable
 from outbox.kernel.retry import RetryPolicy
 from outbox.kernel.text import why_unfit
 
@@ -48,7 +49,7 @@ class InboxOptions:
         SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
     """
 
-    BROKER_URL: str = ""
+    BROKER_URL: str = field(default="", repr=False)
     EXCHANGE: str = ""
     GROUP: str = ""
     QUEUE_TYPE: str = "quorum"
@@ -62,7 +63,7 @@ class InboxOptions:
     RETRY_CAP: timedelta = timedelta(hours=2)
     REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
     TWIN_TIMEOUT: timedelta = timedelta(seconds=2)
-    LEASE_STORE: str = IN_THE_DATABASE
+    LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
     RETENTION: timedelta = timedelta(days=30)
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
@@ -81,15 +82,13 @@ class InboxOptions:
                 "delivery would be too old to run."
             )
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
-            raise ValueError(f"EXCHANGE is {self.EXCHANGE!r}: {reason}.")
+            raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
         if self.GROUP and (reason := why_unfit(self.GROUP)):
             raise ValueError(f"GROUP cannot be the first part of a queue's name: {reason}.")
         if self.QUEUE_TYPE not in {"quorum", "classic"}:
-            raise ValueError(f"QUEUE_TYPE is {self.QUEUE_TYPE!r}: it must be 'quorum' or 'classic'.")
-        if self.LEASE_STORE != IN_THE_DATABASE and not self.LEASE_STORE.startswith(_REDIS_SCHEMES):
-            raise ValueError(
-                f"LEASE_STORE is {masked(self.LEASE_STORE)!r}: it must be 'database' or a URL like redis://host:6379/0."
-            )
+            raise ValueError(f"QUEUE_TYPE is {quoted(self.QUEUE_TYPE)}: it must be 'quorum' or 'classic'.")
+        if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_lease_store(self.LEASE_STORE)):
+            raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
 
     @cached_property
     def retry(self) -> RetryPolicy:
@@ -97,11 +96,16 @@ class InboxOptions:
 
     @cached_property
     def broker_url(self) -> str:
-        return self.BROKER_URL or str(_said_by_outbox("BROKER_URL", LOCAL_BROKER))
+        return self.BROKER_URL or _option_of_the_outbox("BROKER_URL", LOCAL_BROKER)
+
+    @property
+    def broker_setting(self) -> str:
+        """Where `broker_url` is set, for people."""
+        return 'INBOX["BROKER_URL"]' if self.BROKER_URL else 'OUTBOX["BROKER_URL"]'
 
     @cached_property
     def exchange(self) -> str:
-        return self.EXCHANGE or str(_said_by_outbox("EXCHANGE", "outbox"))
+        return self.EXCHANGE or _option_of_the_outbox("EXCHANGE", "outbox")
 
     @cached_property
     def group(self) -> str:
@@ -125,18 +129,34 @@ def inbox_options() -> InboxOptions:
     """The options in force now.
 
     Raises:
-        ImproperlyConfigured: `INBOX` cannot be read; `manage.py check` says the same as inbox.E001.
+        ImproperlyConfigured: `INBOX`, or what it takes from `OUTBOX`, cannot be read; `manage.py check` reports it, too.
     """
     global _latest  # noqa: PLW0603 - a cache of one, told apart by the settings object it was read from
     given, outbox = getattr(settings, "INBOX", None), getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given or _latest[1] is not outbox:
         try:
-            _latest = given, outbox, options.parse(InboxOptions, "INBOX", {} if given is None else given)
+            read = options.parse(InboxOptions, "INBOX", {} if given is None else given)
         except options.InvalidOptions as error:
             raise ImproperlyConfigured(str(error)) from error
+        _ = read.broker_url, read.exchange
+        _latest = given, outbox, read
     return _latest[2]
 
 
-def _said_by_outbox(name: str, otherwise: str) -> object:
+def _option_of_the_outbox(name: str, otherwise: str) -> str:
+    """What `OUTBOX` says, which another app reads, if it is installed at all.
+
+    Raises:
+        ImproperlyConfigured: it is no text.
+    """
     outbox = getattr(settings, "OUTBOX", None)
-    return outbox.get(name, otherwise) if isinstance(outbox, dict) else otherwise
+    given = outbox.get(name, otherwise) if isinstance(outbox, dict) else otherwise
+    if not isinstance(given, str):
+        raise ImproperlyConfigured(f"OUTBOX[{name!r}] is {kind(given)}: it must be a str.")
+    return given
+
+
+def _why_no_lease_store(url: str) -> str | None:
+    if not url.startswith(_REDIS_SCHEMES):
+        return "it must be 'database' or a URL like redis://host:6379/0"
+    return why_unreadable(url)

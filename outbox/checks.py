@@ -15,8 +15,9 @@ from django.db import connections
 
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.kernel import options
-from outbox.kernel.broker import SEVERAL_HINT, masked, scheme_of, speaks_amqp, why_unusable
+from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
 from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
+from outbox.kernel.masking import masked
 from outbox.models import OutboxMessage
 from outbox.transports import transport_class
 from outbox.transports.virtual import capabilities_of
@@ -42,7 +43,8 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
         url = outbox_options().BROKER_URL
     except ImproperlyConfigured:
         return []
-    if scheme_of(url) == "local" and not apps.is_installed("inbox") and "BROKER_URL" not in getattr(settings, "OUTBOX", {}):
+    given = getattr(settings, "OUTBOX", None) or {}
+    if scheme_of(url) == "local" and not apps.is_installed("inbox") and "BROKER_URL" not in given:
         return [
             Warning(
                 "OUTBOX['BROKER_URL'] is not set, and its default, local://, needs 'inbox' in INSTALLED_APPS. Messages can be "
@@ -54,7 +56,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
     if reason := _why_no_transport(url):
         return [
             Error(
-                f"OUTBOX['BROKER_URL'] is {masked(url)!r} and its transport cannot be loaded: {reason}.",
+                f"OUTBOX['BROKER_URL'] is {masked(url)} and its transport cannot be loaded: {reason}.",
                 hint=SEVERAL_HINT if ";" in url else _BROKER_HINT,
                 id="outbox.E002",
             )
@@ -65,14 +67,14 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
     if not capabilities.durable and not settings.DEBUG:
         return [
             Error(
-                f"OUTBOX['BROKER_URL'] is {masked(url)!r}: {capabilities.weakness}.",
+                f"OUTBOX['BROKER_URL'] is {masked(url)}: {capabilities.weakness}.",
                 hint="Use amqp://, or local:// for this service's own handlers. It is allowed while DEBUG is on.",
                 id="outbox.E003",
             )
         ]
     return [
         Warning(
-            f"OUTBOX['BROKER_URL'] is {masked(url)!r}: {capabilities.weakness}.",
+            f"OUTBOX['BROKER_URL'] is {masked(url)}: {capabilities.weakness}.",
             hint="The guarantees page says what that costs. Silence this check once it is a decision.",
             id="outbox.W001",
         )
@@ -139,8 +141,8 @@ def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
         if not set(map(_place, theirs)) & set(map(_place, url.split(";"))):
             found.append(
                 Warning(
-                    f"OUTBOX['BROKER_URL'] is {masked(url)!r} and the Celery app {app.main!r} uses "
-                    f"{masked(';'.join(theirs))!r}. Tasks of the class OutboxTask that are called inside a transaction go to "
+                    f"OUTBOX['BROKER_URL'] is {masked(url)} and the Celery app {app.main!r} uses "
+                    f"{masked(';'.join(theirs))}. Tasks of the class OutboxTask that are called inside a transaction go to "
                     "the first, and workers look into the second.",
                     hint="Use one broker for both. Silence this check if these are two names of one.",
                     id="outbox.W004",

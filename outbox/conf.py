@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from django.db import connections
 
 from outbox.kernel import options
 from outbox.kernel.broker import why_no_exchange
+from outbox.kernel.masking import quoted
 from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
@@ -52,7 +53,7 @@ class OutboxOptions:
         SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
     """
 
-    BROKER_URL: str = LOCAL_BROKER
+    BROKER_URL: str = field(default=LOCAL_BROKER, repr=False)
     EXCHANGE: str = "outbox"
     SOURCE: str = ""
     BODY_LIMIT_BYTES: int = 1024 * 1024
@@ -90,15 +91,15 @@ class OutboxOptions:
                 f"({self.POLL_INTERVAL}), or it would end a relay that is only waiting."
             )
         if reason := why_no_exchange(self.EXCHANGE):
-            raise ValueError(f"EXCHANGE is {self.EXCHANGE!r}: {reason}.")
+            raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
         for level in self.DELAY_LEVELS:
             if not _LEVEL.fullmatch(level) or self.DELAY_LEVELS.count(level) > 1:
                 raise ValueError(
-                    f"DELAY_LEVELS has {level!r}: each must be a number and s, m, h or d, as in '2m', and be there once."
+                    f"DELAY_LEVELS has {quoted(level)}: each must be a number and s, m, h or d, as in '2m', and be there once."
                 )
         options.require_trail(self.TRAIL)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
-            raise ValueError(f"LISTEN_ALIAS is {self.LISTEN_ALIAS!r}, and DATABASES has: {', '.join(connections)}.")
+            raise ValueError(f"LISTEN_ALIAS is {quoted(self.LISTEN_ALIAS)}, and DATABASES has: {', '.join(connections)}.")
 
     @cached_property
     def delays(self) -> dict[str, timedelta]:

@@ -39,12 +39,12 @@ from outbox.kernel.broker import (
     connection_attempts,
     connection_options,
     dispatch_what_is_read,
-    masked,
     read_in_chunks,
     speaks_amqp,
 )
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
+from outbox.kernel.masking import masked
 from outbox.kernel.outage import Outage
 from outbox.kernel.text import describe
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 
+from django.core.exceptions import ImproperlyConfigured
+
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.pool import Pool
 from inbox.handlers import registry
 from inbox.runner import Runner
-from outbox.kernel.broker import scheme_of
+from outbox.kernel.broker import scheme_of, why_unusable
 from outbox.kernel.databases import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
+from outbox.kernel.masking import masked
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +28,15 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
 
     Args:
         concurrency: worker threads; default: INBOX["CONCURRENCY"].
+
+    Raises:
+        ImproperlyConfigured: the broker's URL cannot be used.
     """
     leave_pools()
     options = inbox_options()
+    is_local = scheme_of(options.broker_url) == scheme_of(LOCAL_BROKER)
+    if not is_local and (reason := why_unusable(options.broker_url)):
+        raise ImproperlyConfigured(f"The inbox receives from {masked(options.broker_url)}, which cannot be used: {reason}.")
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
     runner = Runner(options, stop)

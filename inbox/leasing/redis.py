@@ -35,8 +35,8 @@ from inbox.store import DuplicateCause, Failure, KeyBusy, NewRow, leases
 from inbox.store import steps as steps_table
 from inbox.store.fresh import cause_if_the_same
 from inbox.transactions import DatabaseAway, decided
-from outbox.kernel.broker import masked
 from outbox.kernel.clock import monotonic
+from outbox.kernel.masking import masked
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)

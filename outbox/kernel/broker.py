@@ -8,7 +8,6 @@ Nothing is connected here.
 
 from __future__ import annotations
 
-import re
 import socket
 import struct
 from typing import Any
@@ -16,8 +15,9 @@ from typing import Any
 from amqp.exceptions import AMQPError, FrameSyntaxError
 from amqp.method_framing import frame_handler
 from kombu.exceptions import KombuError
-from kombu.transport import get_transport_cls
+from kombu.transport import TRANSPORT_ALIASES, get_transport_cls
 
+from outbox.kernel.masking import is_url, why_unreadable
 from outbox.kernel.text import why_unfit
 
 EXCHANGE_TYPE = "topic"
@@ -35,7 +35,6 @@ _CONNECT_SECONDS = 5.0
 _ALL_CONNECT_SECONDS = 15.0
 """For all brokers of a list together, that none of them waits behind others that swallow packets for longer than this."""
 _LAST_ATTEMPT_SECONDS = 20.0
-_BEGINS_A_URL = re.compile(r";(?=[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 # py-amqp's own TCP_USER_TIMEOUT is 1 s, which kills a connection that the broker holds up for a moment.
 _SOCKET_SETTINGS = {"TCP_USER_TIMEOUT": 10_000, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 
@@ -78,17 +77,17 @@ def why_unusable(url: str) -> str | None:
 
 
 def _why_unusable(url: str) -> str | None:
-    if "://" not in url:
+    if not is_url(url.strip()):
         return "it is no URL"
     if url != url.strip():
         return "there is a space before or after it"
+    if _scheme(url) not in TRANSPORT_ALIASES:
+        return "kombu knows no such transport"
     try:
-        get_transport_cls(_scheme(url))
-    except KeyError:
-        return f"kombu knows no transport called {_scheme(url)!r}"
+        transport = get_transport_cls(_scheme(url))
     except ImportError as error:
         return f"its library is not installed: {error}"
-    return None
+    return None if transport.can_parse_url else why_unreadable(url)
 
 
 def _scheme(url: str) -> str:
@@ -158,19 +157,6 @@ def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
             return read((kind, channel, bytes(content[:_HEADER_PREFIX]) + b"\0\0"))
 
     return on_frame
-
-
-def masked(url: str) -> str:
-    """`url`, or each of several, without its password, for people and logs."""
-    return ";".join(map(_masked, _BEGINS_A_URL.split(url)))
-
-
-def _masked(url: str) -> str:
-    # A ';' that begins no URL may be part of a password.
-    scheme, separator, rest = url.partition("://")
-    credentials, at, where = rest.rpartition("@")
-    user, colon, _ = credentials.partition(":")
-    return f"{scheme}{separator}{user}{':***' if colon else ''}{at}{where}"
 
 
 def read_in_chunks(transport: Any) -> None:

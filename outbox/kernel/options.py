@@ -1,7 +1,8 @@
 """Settings dictionaries, read into frozen dataclasses.
 
 One field of the dataclass is one option: its default is the field's, its type is checked, a misspelt name is answered with
-"did you mean", and every problem of the dictionary is reported at once.
+"did you mean", and every problem of the dictionary is reported at once. A value of the wrong type is not quoted, because it may
+hold a password.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from types import GenericAlias
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from outbox.kernel.masking import kind, quoted
 
 Options = TypeVar("Options")
 
@@ -31,12 +34,12 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
         InvalidOptions: with every unknown name, wrong type and refused value.
     """
     if not isinstance(given, Mapping):
-        raise InvalidOptions([f"{setting} must be a dict, not {given!r}."])
+        raise InvalidOptions([f"{setting} must be a dict, not {kind(given)}."])
     types = get_type_hints(options)
     problems = [_unknown(setting, name, types) for name in given if name not in types]
     for name, expected in types.items():
         if name in given and not _fits(given[name], expected):
-            problems.append(f"{setting}[{name!r}] is {given[name]!r}: it must be {_describe(expected)}.")
+            problems.append(f"{setting}[{name!r}] is {_kind(given[name])}: it must be {_describe(expected)}.")
     if problems:
         raise InvalidOptions(problems)
     try:
@@ -56,13 +59,13 @@ def require_positive(options: Any, *names: str) -> None:
 def require_trail(value: str) -> None:
     """For `__post_init__`: refuse an amount of trail that there is not."""
     if value not in {"decisions", "all"}:
-        raise ValueError(f"TRAIL is {value!r}: it must be 'decisions' or 'all'.")
+        raise ValueError(f"TRAIL is {quoted(value)}: it must be 'decisions' or 'all'.")
 
 
 def _unknown(setting: str, name: object, types: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(str(name).upper(), types, n=1)
     remedy = f"Did you mean {close[0]!r}?" if close else f"Known options: {', '.join(sorted(types))}."
-    return f"{setting} has no option {name!r}. {remedy}"
+    return f"{setting} has no option {quoted(name)}. {remedy}"
 
 
 def _fits(value: object, expected: Any) -> bool:
@@ -73,6 +76,12 @@ def _fits(value: object, expected: Any) -> bool:
     if expected is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, expected)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"{kind(value)} of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+    return kind(value)
 
 
 def _describe(expected: Any) -> str:

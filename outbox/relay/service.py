@@ -13,9 +13,9 @@ from django.db import connections
 
 from outbox import store
 from outbox.conf import outbox_options
-from outbox.kernel.broker import masked
 from outbox.kernel.databases import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
+from outbox.kernel.masking import masked
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
 from outbox.relay.calling import callers

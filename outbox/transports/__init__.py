@@ -28,7 +28,7 @@ def transport_class(url: str) -> type[Transport]:
     scheme = scheme_of(url)
     if scheme == "local" and not apps.is_installed("inbox"):
         raise ImportError("'inbox' is not in INSTALLED_APPS, and it is what local:// hands messages to")
-    if scheme not in _BY_SCHEME and (reason := why_unusable(url)):
+    if scheme != "local" and (reason := why_unusable(url)):
         raise ImportError(reason)
     found: type[Transport] = import_string(_BY_SCHEME.get(scheme, _OTHERWISE))
     return found

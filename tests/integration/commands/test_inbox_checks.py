@@ -172,7 +172,7 @@ def test_lease_store_in_redis_requires_the_redis_library(monkeypatch):
 
         problem = found()["inbox.E007"]
 
-    assert "redis://:***@host/0" in problem.msg
+    assert "redis://***@host/0" in problem.msg
     assert "django-exactly-once[redis]" in problem.hint
 
 

@@ -1,0 +1,86 @@
+"""Settings that may hold a password, in messages that people read.
+
+A URL is shown part by part, and only those parts that are known to hold no secret. Nothing is removed from a text, so what is
+not understood is not shown: such a value is described by its type.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import SplitResult, urlsplit
+
+from kombu.transport import TRANSPORT_ALIASES
+
+URL_FORM = "scheme://user:password@host:port/path"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*", re.IGNORECASE)
+_HOST = re.compile(r"[a-z0-9._-]*|\[[0-9a-f:.]+\]", re.IGNORECASE)
+_PATH = re.compile(r"[a-z0-9._~%+/-]*", re.IGNORECASE)
+_NAME = re.compile(r"[\w.-]{0,60}")
+_HIDDEN = "***"
+
+
+def masked(value: object) -> str:
+    """`value`, a URL or several with `;` between them, quoted and without secrets; or its type, when it is not of that form."""
+    urls = value.split(";") if isinstance(value, str) else []
+    shown = [_shown(url) for url in urls]
+    # Of a list the schemes must be known, because a ';' may also be part of a password, and so may what looks like a scheme.
+    if not urls or None in shown or (len(urls) > 1 and not all(map(_has_known_scheme, urls))):
+        return f"{kind(value)} (not shown, because it is not {URL_FORM})"
+    return repr(";".join(filter(None, shown)))
+
+
+def quoted(value: object) -> str:
+    """`value`, which should be a name, if it looks like one; else its type."""
+    return repr(value) if isinstance(value, str) and _NAME.fullmatch(value) else kind(value)
+
+
+def kind(value: object) -> str:
+    """The type of `value` with its article: "a list", "an int", "None"."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def is_url(text: str) -> bool:
+    """Does `text` begin as a URL does?"""
+    scheme, separator, _ = text.partition("://")
+    return bool(separator and _SCHEME.fullmatch(scheme))
+
+
+def why_unreadable(url: str) -> str | None:
+    """Why no library would find host and port in `url`, or None. The library's own error might quote a part of the password."""
+    if _split(url.partition("://")[2]) is not None:
+        return None
+    return "its host or port cannot be read; in a user or password write '/', '?', '#' and ';' as %2F, %3F, %23 and %3B"
+
+
+def _split(rest: str) -> tuple[SplitResult, int | None] | None:
+    """What follows the scheme, in parts, and the port; None when it cannot be read."""
+    try:
+        # As kombu does: the rules for what follows are those of http, whatever the scheme.
+        parts = urlsplit(f"http://{rest}")
+        port = parts.port
+    except ValueError:
+        return None
+    return parts, port
+
+
+def _shown(url: str) -> str | None:
+    scheme, _, rest = url.partition("://")
+    if not is_url(url) or (split := _split(rest)) is None:
+        return None
+    parts, port = split
+    credentials, at, host = parts.netloc.rpartition("@")
+    host = host if port is None else host.rpartition(":")[0]
+    tail = parts.query + parts.fragment
+    # An '@' further on ends credentials that hold a '?' or a '#'.
+    if "@" in tail or not _HOST.fullmatch(host) or not _PATH.fullmatch(parts.path):
+        return None
+    # Also the user is hidden: what stands there is often a password, as with Redis.
+    who = f"{_HIDDEN if credentials else ''}{at}"
+    return f"{scheme}://{who}{host}{'' if port is None else f':{port}'}{parts.path}{f'?{_HIDDEN}' if tail else ''}"
+
+
+def _has_known_scheme(url: str) -> bool:
+    return url.partition("://")[0].partition("+")[0].lower() in {*TRANSPORT_ALIASES, "local"}

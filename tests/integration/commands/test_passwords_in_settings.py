@@ -1,0 +1,156 @@
+"""A password in a mistyped setting is printed by no check and no command."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+
+import hypothesis
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import override_settings
+from hypothesis import strategies as st
+
+from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
+from tests.support.workers import Process
+
+SECRET = "Xy7secret7yX"
+
+MISTYPED = [
+    ["amqp://user:{secret}@host"],
+    [["amqp://user:{secret}@host"]],
+    {"url": "amqp://user:{secret}@host"},
+    "amqp:/user:{secret}@host",
+    "user:{secret}@host",
+    "{secret}",
+    "amqp://user:a/{secret}@host",
+    "amqp://user:a?{secret}@host",
+    "amqp://user:a#{secret}@host",
+    "amqp://user:a;{secret}@host",
+    "amqp://user:{secret}",
+    "amqp://user:{secret}@host;",
+    "amqp://user:{secret}@host;redis://host",
+    "ampq://user:{secret}@host",
+]
+"""What people write instead of a URL."""
+ODD = [
+    "redis://host?password={secret}",
+    "redis://{secret}@host",
+    "redis://:12/{secret}@host",
+]
+"""URLs that can be read, if not as they are meant."""
+
+
+def filled(value, secret=SECRET):
+    return json.loads(json.dumps(value).replace("{secret}", json.dumps(secret)[1:-1]))
+
+
+OPTIONS = [("OUTBOX", "BROKER_URL"), ("INBOX", "BROKER_URL"), ("INBOX", "LEASE_STORE")]
+OTHER_OPTIONS = [
+    ("OUTBOX", "EXCHANGE"),
+    ("OUTBOX", "LISTEN_ALIAS"),
+    ("OUTBOX", "DELAY_LEVELS"),
+    ("OUTBOX", "BATCH_SIZE"),
+    ("OUTBOX", "TRAIL"),
+    ("OUTBOX", "BROKER"),
+    ("INBOX", "EXCHANGE"),
+    ("INBOX", "GROUP"),
+    ("INBOX", "QUEUE_TYPE"),
+    ("INBOX", "ACCEPT"),
+    ("INBOX", "broker_url"),
+]
+
+
+def checked(**settings):
+    """Everything that `manage.py check --deploy` prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with override_settings(**{"OUTBOX": {}, "INBOX": {}, **settings}):
+        try:
+            call_command("check", deploy=True, stdout=out, stderr=err)
+        except CommandError as error:
+            print(error, file=err)
+    return out.getvalue() + err.getvalue()
+
+
+@pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
+@pytest.mark.parametrize(("setting", "option"), OPTIONS)
+def test_check_reports_a_mistyped_url_without_its_password(setting, option, value):
+    said = checked(**{setting: {option: filled(value)}})
+
+    assert SECRET not in said
+    assert re.search(r"(outbox|inbox)\.E\d", said)
+
+
+@pytest.mark.parametrize("value", ODD)
+@pytest.mark.parametrize(("setting", "option"), OPTIONS)
+def test_check_shows_an_odd_url_without_its_password(setting, option, value):
+    assert SECRET not in checked(**{setting: {option: filled(value)}})
+
+
+@pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
+def test_check_reports_a_setting_that_is_no_dict_without_its_password(value):
+    for setting in ("OUTBOX", "INBOX"):
+        said = checked(**{setting: [filled(value)]})
+
+        assert SECRET not in said
+        assert f"{setting} must be a dict, not a list." in said
+
+
+MARKS = st.text(alphabet="/?#@:;&=%+ []\\'\"\n\t\x00é℀a1", max_size=5)
+
+
+VALUES = st.sampled_from([*MISTYPED, *ODD, "amqp://user:{secret}@host//"])
+
+
+@hypothesis.given(st.sampled_from([*OPTIONS, *OTHER_OPTIONS]), VALUES, MARKS, MARKS, st.booleans())
+@hypothesis.settings(max_examples=100)
+def test_check_prints_no_password_whatever_its_characters_and_wherever_it_is_written(option, value, before, after, repeated):
+    """Also as the name of an option, and in both settings at once."""
+    setting, name = option
+    hypothesis.assume(value != "{secret}" or option in OPTIONS)
+    given = filled(value, f"{before}{SECRET}{after}")
+    # A name alone must be shown, or nobody could correct it.
+    settings = {setting: {name: given, given: name} if isinstance(given, str) and value != "{secret}" else {name: given}}
+    if repeated:
+        settings = {"OUTBOX": {"BROKER_URL": given}, "INBOX": {"BROKER_URL": given, "LEASE_STORE": given}}
+
+    assert SECRET not in checked(**settings)
+
+
+@pytest.fixture
+def command(process_environment, tmp_path):
+    """Start a command with these settings and without Django's checks, which refuse most of them before."""
+
+    def start(name, *arguments, **settings):
+        given = {setting: json.dumps(value) for setting, value in settings.items()}
+        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
+        return Process(environment, tmp_path / "log", name, *arguments)
+
+    return start
+
+
+@pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
+def test_commands_refuse_a_mistyped_broker_without_printing_its_password(command, value):
+    settings = {"OUTBOX": {"BROKER_URL": filled(value)}, "INBOX": {}}
+    for name in ("outbox_relay", "inbox_consume"):
+        with command(name, "--skip-checks", "--drain", **settings) as process:
+            wait_until(process.has_ended)
+
+        assert process.ends() != 0
+        assert SECRET not in process.said()
+
+
+@pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
+def test_log_of_a_process_whose_broker_is_unavailable_shows_no_password(command, name):
+    url = f"amqp://user:{SECRET}@127.0.0.1:{free_port()}//;amqp://user:{SECRET}@127.0.0.1:{free_port()}//"
+    with command(name, OUTBOX={"BROKER_URL": url}) as process:
+        process.until(lambda: "The broker is" in process.said())
+        for status in ("outbox_status", "inbox_status"):
+            with command(status, OUTBOX={"BROKER_URL": url}) as shown:
+                assert shown.ends() == 0
+        process.terminate()
+        assert process.ends() == 0
+
+    assert SECRET not in process.said()
