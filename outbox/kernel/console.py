@@ -77,11 +77,11 @@ def days(option: str, given: float) -> timedelta:
     return timedelta(days=given)
 
 
-def age(instant: datetime | None) -> str:
-    """How long ago, for people; "-" when there is nothing to measure."""
+def age(instant: datetime | None, now: datetime | None = None) -> str:
+    """How long ago, for people, by this host's clock or seen from `now`; "-" when there is nothing to measure."""
     if instant is None:
         return "-"
-    seconds = max((utcnow() - instant).total_seconds(), 0)
+    seconds = max(((now or utcnow()) - instant).total_seconds(), 0)
     if seconds < _PRECISE_SECONDS:
         return f"{seconds:.1f} s"
     return str(timedelta(seconds=int(seconds)))

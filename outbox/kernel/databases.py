@@ -10,8 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from django.conf import settings
-from django.core.management.base import CommandError
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, router
+from django.db import DatabaseError, InterfaceError, connections, router
 from django.db.models import Model
 
 logger = logging.getLogger(__name__)
@@ -82,24 +81,6 @@ def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
         finally:
             if not _has_failed(connection):
                 cursor.execute("SELECT set_config('lock_timeout', %s, true)", [before])
-
-
-def require_table(alias: str, model: type[Model]) -> None:
-    """For a command, before it begins: is there something to work on?
-
-    Raises:
-        CommandError: no such alias, or nobody has migrated it. A database that is away is not an error here.
-    """
-    if alias not in connections:
-        raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
-    try:
-        is_there = _has_table(alias, model)
-    except (DatabaseError, InterfaceError):
-        return
-    if not is_there:
-        table = model._meta.db_table
-        command = "python manage.py migrate" + ("" if alias == DEFAULT_DB_ALIAS else f" --database {alias}")
-        raise CommandError(f"The table {table} is missing in the database {alias!r}. Run `{command}`.")
 
 
 def with_table(model: type[Model], aliases: Collection[str] | None = None) -> tuple[list[str], list[str]]:

@@ -119,6 +119,11 @@ def register(app: str, witness: Witness) -> None:
     _witnesses[app] = witness
 
 
+def apps_asked() -> list[str]:
+    """The apps that were registered."""
+    return list(_witnesses)
+
+
 def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
     """Everything that the apps of this process know of a message, in the order of time.
 

@@ -7,6 +7,7 @@ import shutil
 import textwrap
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import product
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -14,7 +15,8 @@ from django.db import connections
 from django.utils import timezone
 
 from outbox.kernel.clock import utcnow
-from outbox.kernel.trail import Life, Moment, Standing, ids_of, life_of
+from outbox.kernel.schema import why_unmigrated
+from outbox.kernel.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
 
 _NARROWEST, _WIDEST = 60, 200
 _MOST_LINES = 4
@@ -39,6 +41,9 @@ class TrailCommand(BaseCommand):
         for alias in aliases or ():
             if alias not in connections:
                 raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
+        for alias, app in product(connections if aliases is None else aliases, apps_asked()):
+            if problem := why_unmigrated(alias, app, begun=aliases is None):
+                raise CommandError(problem)
         lives = [life_of(name, aliases) for name in _named(options, aliases)]
         for life in lives:
             if not life.is_known:

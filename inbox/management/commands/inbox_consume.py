@@ -4,9 +4,8 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from inbox.consumer.service import serve
 from inbox.handlers import registry
-from inbox.models import InboxMessage
 from outbox.kernel.console import log_to_console
-from outbox.kernel.databases import require_table
+from outbox.kernel.schema import require_schema
 
 
 class Command(BaseCommand):
@@ -21,7 +20,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         for alias in {handler.using for handler in registry.all()}:
-            require_table(alias, InboxMessage)
+            require_schema(alias, "inbox")
         log_to_console("inbox", options["verbosity"])
         log_to_console("outbox", options["verbosity"])
         if options["concurrency"] is not None and options["concurrency"] < 1:

@@ -5,9 +5,8 @@ from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
 from inbox.conf import inbox_options
-from inbox.models import InboxMessage
 from outbox.kernel.console import Progress, days
-from outbox.kernel.databases import require_table
+from outbox.kernel.schema import require_schema
 
 
 class Command(BaseCommand):
@@ -22,7 +21,7 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], InboxMessage)
+        require_schema(options["database"], "inbox")
         retention = inbox_options().RETENTION
         given = options["older_than_days"]
         older_than = retention if given is None else days("--older-than-days", given)

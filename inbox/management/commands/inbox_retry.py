@@ -12,7 +12,7 @@ from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
 from outbox.kernel.console import Progress, refuse_unknown
-from outbox.kernel.databases import require_table
+from outbox.kernel.schema import require_schema
 from outbox.kernel.wire import CELERY_TOPICS
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], InboxMessage)
+        require_schema(options["database"], "inbox")
         wanted = {
             "message_id__in": options["message_ids"],
             "handler": options["handler"],

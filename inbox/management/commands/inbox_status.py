@@ -11,10 +11,9 @@ from inbox import store
 from inbox.conf import inbox_options
 from inbox.leasing.opening import lease_store
 from inbox.leasing.stores import LeaseStoreAway
-from inbox.models import InboxMessage
 from outbox.kernel.console import age, table, watch
-from outbox.kernel.databases import require_table
 from outbox.kernel.loop import StopRequest, running_until_signalled
+from outbox.kernel.schema import require_schema
 
 _CONFLICTS = 50
 
@@ -34,7 +33,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
-        require_table(alias, InboxMessage)
+        require_schema(alias, "inbox")
         listed = options["conflicts"]
         if options["json"]:
             self.stdout.write(json.dumps(_told(alias, with_conflicts=listed)))

@@ -6,8 +6,7 @@ from django.db import DEFAULT_DB_ALIAS
 from outbox import store
 from outbox.conf import outbox_options
 from outbox.kernel.console import Progress, days
-from outbox.kernel.databases import require_table
-from outbox.models import OutboxMessage
+from outbox.kernel.schema import require_schema
 
 
 class Command(BaseCommand):
@@ -22,7 +21,7 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], OutboxMessage)
+        require_schema(options["database"], "outbox")
         given = options["older_than_days"]
         older_than = outbox_options().RETENTION if given is None else days("--older-than-days", given)
         count = store.purgeable(options["database"], older_than)

@@ -4,9 +4,10 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
+from outbox.conf import LOCAL_BROKER, outbox_options
+from outbox.kernel.broker import scheme_of
 from outbox.kernel.console import log_to_console
-from outbox.kernel.databases import require_table
-from outbox.models import OutboxMessage
+from outbox.kernel.schema import require_schema
 from outbox.relay.service import serve
 
 
@@ -18,7 +19,7 @@ class Command(BaseCommand):
         parser.add_argument("--drain", action="store_true", help="end when nothing is due instead of waiting for more")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], OutboxMessage)
+        require_schema(options["database"], *_apps_at_work())
         log_to_console("outbox", options["verbosity"])
         log_to_console("inbox", options["verbosity"])
         # What is loaded by now stays for good. The collector need not walk through all of Django again and again, which
@@ -26,3 +27,8 @@ class Command(BaseCommand):
         gc.collect()
         gc.freeze()
         serve(options["database"], drain=options["drain"])
+
+
+def _apps_at_work() -> list[str]:
+    """With local:// the relay stores into the inbox, and runs what is stored there."""
+    return ["outbox", "inbox"] if scheme_of(outbox_options().BROKER_URL) == scheme_of(LOCAL_BROKER) else ["outbox"]

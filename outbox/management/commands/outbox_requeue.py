@@ -5,7 +5,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
 from outbox.kernel.console import Progress, message_id, refuse_unknown
-from outbox.kernel.databases import require_table
+from outbox.kernel.schema import require_schema
 from outbox.models import OutboxMessage, State
 
 
@@ -21,7 +21,7 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], OutboxMessage)
+        require_schema(options["database"], "outbox")
         if not (options["message_ids"] or options["topic"] or options["all"]):
             raise CommandError("Say which messages: MESSAGE_ID …, --topic TOPIC, or --all.")
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]

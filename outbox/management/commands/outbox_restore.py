@@ -10,8 +10,7 @@ from django.utils.timezone import is_naive, make_aware
 
 from outbox import store
 from outbox.kernel.console import Progress, age, refuse_unknown, table
-from outbox.kernel.databases import require_table
-from outbox.models import OutboxMessage
+from outbox.kernel.schema import require_schema
 from outbox.restoring import restoring
 
 _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
@@ -35,7 +34,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias, overdue = options["database"], not options["without_overdue"]
-        require_table(alias, OutboxMessage)
+        require_schema(alias, "outbox")
         if not any(options[name] for name in _SELECTING):
             raise CommandError(
                 "Say which messages: MESSAGE_ID …, --topic, --biz-id, --state, --since, --until, or --all. With --dry-run they "

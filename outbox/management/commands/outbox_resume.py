@@ -5,7 +5,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
 from outbox.kernel.console import Progress, message_id, refuse_unknown
-from outbox.kernel.databases import require_table
+from outbox.kernel.schema import require_schema
 from outbox.models import OutboxMessage, State
 
 
@@ -19,7 +19,7 @@ class Command(BaseCommand):
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_table(options["database"], OutboxMessage)
+        require_schema(options["database"], "outbox")
         chosen = OutboxMessage.objects.using(options["database"]).filter(state=State.STUCK)
         named = [message_id(given) for given in options["message_ids"]]
         if named:

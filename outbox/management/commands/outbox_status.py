@@ -7,11 +7,10 @@ from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
 from outbox.checkers import checkers
-from outbox.kernel.clock import utcnow
 from outbox.kernel.console import age, table, watch
-from outbox.kernel.databases import require_table
 from outbox.kernel.loop import StopRequest, running_until_signalled
-from outbox.models import OutboxMessage, PendingCallback, RelayHeartbeat, State
+from outbox.kernel.schema import require_schema
+from outbox.models import State
 
 
 class Command(BaseCommand):
@@ -24,8 +23,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         alias = options["database"]
-        for model in (OutboxMessage, PendingCallback, RelayHeartbeat):
-            require_table(alias, model)
+        require_schema(alias, "outbox")
         if options["json"]:
             told = {
                 "states": store.states(alias),
@@ -80,7 +78,7 @@ def _cells(relay: Any) -> tuple[str, ...]:
     return (
         f"{relay.host}:{relay.pid}",
         relay.version,
-        *(_age(instant, relay.database_now) for instant in instants),
+        *(age(instant, relay.database_now) for instant in instants),
         f"{relay.published:,}",
         # What a silent relay does now is not known.
         "-" if relay.silent else f"{relay.rate:,.1f}",
@@ -106,11 +104,6 @@ def _none_runs(ready: int) -> str:
     if not ready:
         return "No relay is running."
     return f"No relay is running: {ready:,} {'message is' if ready == 1 else 'messages are'} ready."
-
-
-def _age(instant: datetime | None, database_now: datetime) -> str:
-    """By the database's clock alone, because this host's may differ."""
-    return age(instant and utcnow() - (database_now - instant))
 
 
 def _calls_as_json(calls: store.PendingCalls) -> dict[str, Any]:

@@ -264,5 +264,6 @@ class TestMissingTables:
         status, out = project.run(*command)
 
         assert status != 0
-        assert "is missing in the database 'default'. Run `python manage.py migrate`." in out
+        assert "The database 'default' is not migrated for this version" in out
+        assert "Run `python manage.py migrate " in out
         assert "Traceback" not in out

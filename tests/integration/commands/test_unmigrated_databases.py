@@ -1,0 +1,138 @@
+"""A database that is not migrated for this version is refused at the start, in one line that names what to run."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.db import connection
+from django.db.migrations.executor import MigrationExecutor
+from django.db.migrations.loader import MigrationLoader
+
+from outbox.models import State
+from tests.support.relaying import published, state_of
+from tests.support.workers import Process, as_environment
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+
+NEWEST = {app: MigrationLoader(None).graph.leaf_nodes(app)[0] for app in ("outbox", "inbox")}
+
+
+def migrate_to(*targets):
+    MigrationExecutor(connection).migrate(list(targets))
+
+
+@pytest.fixture(params=["outbox", "inbox"])
+def half_migrated(request):
+    """The app of which only the first migration has been applied."""
+    migrate_to((request.param, "0001_initial"))
+    yield request.param
+    migrate_to(NEWEST[request.param])
+
+
+def executed(statement):
+    with connection.cursor() as cursor:
+        cursor.execute(statement)
+
+
+@pytest.fixture
+def command(process_environment, tmp_path):
+    def start(name, *arguments, **options):
+        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
+        return Process({**environment, **as_environment(**options)}, tmp_path / name, name, *arguments)
+
+    return start
+
+
+def refusal(process):
+    """What a process that is refused says, without the time and level of a log line."""
+    with process:
+        assert process.ends() == 1
+    return process.said().strip()
+
+
+def test_process_on_a_half_migrated_database_ends_with_one_line_that_names_the_migrations(half_migrated, command):
+    """With local:// the relay needs the tables of both apps."""
+    name = {"outbox": "outbox_relay", "inbox": "inbox_consume"}[half_migrated]
+    said = [refusal(command(name))]
+    if half_migrated == "inbox":
+        said.append(refusal(command("outbox_relay", OUTBOX={"BROKER_URL": "local://"})))
+
+    for line in said:
+        assert "\n" not in line
+        assert line.startswith(f"CommandError: The database 'default' is not migrated for this version of '{half_migrated}': ")
+        assert f"Run `python manage.py migrate {half_migrated}`, which applies 0002_" in line
+
+
+COMMANDS = {
+    "outbox": ["outbox_status", "outbox_purge", "outbox_requeue", "outbox_restore", "outbox_resume"],
+    "inbox": ["inbox_status", "inbox_purge", "inbox_retry"],
+}
+
+
+def test_other_commands_on_a_half_migrated_database_name_the_migration_to_run(half_migrated):
+    for name in COMMANDS[half_migrated]:
+        with pytest.raises(CommandError, match=f"Run `python manage.py migrate {half_migrated}`") as refused:
+            call_command(name)
+
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+@pytest.mark.parametrize("options", [[], ["--database", "default"]], ids=["every database", "one database"])
+def test_trail_command_on_a_half_migrated_database_names_the_migration_to_run(half_migrated, options):
+    with pytest.raises(CommandError, match=f"Run `python manage.py migrate {half_migrated}`") as refused:
+        call_command("outbox_trail", "0f7a2c1e-5b7d-4f0a-9c55-3a1f0a3f2a10", *options)
+
+    assert "\n" not in str(refused.value)
+
+
+def test_relay_of_an_outbox_alone_does_not_ask_for_the_tables_of_the_inbox(command, rabbitmq_url):
+    migrate_to(("inbox", None))
+    try:
+        with command("outbox_relay", "--drain", OUTBOX={"BROKER_URL": rabbitmq_url}) as relay:
+            assert relay.ends() == 0, relay.said()
+    finally:
+        migrate_to(NEWEST["inbox"])
+
+
+def test_database_that_is_newer_than_the_code_is_accepted(command):
+    tables = ("outbox_outboxmessage", "outbox_relayheartbeat", "inbox_inboxmessage")
+    for table in tables:
+        executed(f"ALTER TABLE {table} ADD COLUMN of_the_next_version integer NULL")
+    try:
+        message = published(topic="worker.job", payload={})
+        with command("outbox_relay", "--drain", OUTBOX={"BROKER_URL": "local://"}) as relay:
+            assert relay.ends() == 0, relay.said()
+        with command("inbox_consume", "--drain") as consumer:
+            assert consumer.ends() == 0, consumer.said()
+
+        assert state_of(message) == State.PUBLISHED
+    finally:
+        for table in tables:
+            executed(f"ALTER TABLE {table} DROP COLUMN of_the_next_version")
+
+
+def test_missing_column_is_named_although_all_migrations_are_recorded(command):
+    executed("ALTER TABLE inbox_step RENAME COLUMN result TO hidden")
+    try:
+        missing = r"it has no column inbox_step\.result\. Run `python manage\.py migrate inbox`"
+        with pytest.raises(CommandError, match=missing):
+            call_command("inbox_status", stdout=io.StringIO())
+    finally:
+        executed("ALTER TABLE inbox_step RENAME COLUMN hidden TO result")
+
+
+def test_database_that_the_routers_keep_the_app_out_of_is_refused(settings):
+    settings.DATABASE_ROUTERS = [Nowhere()]
+
+    with pytest.raises(CommandError, match="The database routers keep the app 'outbox' out of the database 'default'"):
+        call_command("outbox_status")
+
+
+class Nowhere:
+    """A router that keeps the tables of the outbox out of every database."""
+
+    def allow_migrate(self, db, app_label, **hints):
+        return False if app_label == "outbox" else None
