@@ -16,7 +16,7 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from inbox import store
+from inbox import consumer_admin, store  # noqa: F401 - the first registers itself
 from inbox.conf import inbox_options
 from inbox.errors import TaskNotSent
 from inbox.handlers import registry

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from django.db import DatabaseError, transaction
 
 from inbox.conf import inbox_options
+from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.handlers import registry
 from inbox.reading import read
 from inbox.receiving import hand_over
@@ -54,7 +55,7 @@ class LocalTransport:
         pass
 
     def companions(self) -> Sequence[Companion]:
-        return (self._runner,)
+        return self._runner, RunnerHeartbeats(self._runner)
 
     def _send_one(self, parcel: Parcel) -> Verdict:
         # A savepoint each: one bad row must not fail the batch.

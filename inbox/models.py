@@ -184,3 +184,29 @@ class LeaseMemory(models.Model):
 
     def __str__(self) -> str:
         return self.store
+
+
+class ConsumerHeartbeat(models.Model):
+    """One running process that runs handlers on this database, as it last said of itself.
+
+    For people only: nothing that is promised rests on it.
+    """
+
+    id = models.UUIDField(primary_key=True)
+    host = models.CharField(max_length=NAME_LENGTH)
+    pid = models.PositiveIntegerField()
+    version = models.CharField(max_length=32)
+    started_at = models.DateTimeField("started")
+    beat_at = models.DateTimeField("last heartbeat")
+    # The names of the handlers on this database that it receives for, or whose stored messages it runs.
+    handlers = models.JSONField(default=list)
+    received = models.PositiveBigIntegerField("deliveries since its start", default=0)
+    ran = models.PositiveBigIntegerField("stored messages run since its start", default=0)
+    waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
+
+    class Meta:
+        verbose_name = "consumer"
+        default_permissions = ("view",)
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"

@@ -26,6 +26,7 @@ from django.db import connections
 
 from inbox.conf import InboxOptions
 from inbox.consumer.acks import Acks
+from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
@@ -96,6 +97,7 @@ class Consumer:
         self._stop = stop
         self._watchdog = watchdog
         self._broker = Outage("the broker")
+        self._waits_for = "the broker"
         self._connection: Any = None
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
         self._subscriptions: list[Subscription] = []
@@ -139,18 +141,31 @@ class Consumer:
                     self._connect()
                     self._pump()
                     self._broker.over()
+                    self._waits_for = ""
                     if drain and self._is_drained():
                         break
                 except self._failures() as error:
-                    self._disconnect()
-                    self._broker.wait(describe(error), self._stop)
+                    self._wait_for_broker(error)
                 except Exception as error:
                     # What answers there need not speak its protocol well; one odd frame must not end every consumer.
                     logger.exception("The broker said something that cannot be understood.")
-                    self._disconnect()
-                    self._broker.wait(describe(error), self._stop)
+                    self._wait_for_broker(error)
         finally:
             self._finish()
+
+    def activity(self) -> Activity:
+        """For the heartbeat, from any thread."""
+        return Activity(
+            handlers=[handler for handler in self._handlers if handler.name not in self._unordered],
+            received=self.received.total(),
+            ran=self._runner.ran,
+            waits_for=self._waits_for,
+        )
+
+    def _wait_for_broker(self, error: Exception) -> None:
+        self._disconnect()
+        self._waits_for = f"the broker: {describe(error)}"
+        self._broker.wait(describe(error), self._stop)
 
     def _connect(self) -> None:
         if self._connection is not None:

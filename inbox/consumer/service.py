@@ -8,6 +8,7 @@ from django.core.exceptions import ImproperlyConfigured
 
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.consumer import Consumer
+from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
 from inbox.handlers import registry
 from inbox.runner import Runner
@@ -45,9 +46,13 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
             "No handler is registered, so there is nothing to do. Handlers are found in the handlers.py of installed apps."
         )
     size = options.CONCURRENCY if concurrency is None else concurrency
-    with running_until_signalled(stop), watchdog.watching():
-        if scheme_of(options.broker_url) != scheme_of(LOCAL_BROKER):
-            consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
+    consumer: Consumer | None = None
+    if not is_local:
+        consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
+    heartbeats = Heartbeats(consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran))
+    aliases = {handler.using for handler in registry.all()}
+    with running_until_signalled(stop), watchdog.watching(), heartbeats.sending(aliases):
+        if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())
             logger.info("The consumer has ended. Deliveries: %s.", counts or "none")

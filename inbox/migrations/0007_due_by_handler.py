@@ -4,7 +4,7 @@ from django.db import migrations, models
 class Migration(migrations.Migration):
 
     dependencies = [
-        ('inbox', '0005_trail'),
+        ('inbox', '0006_consumer_heartbeats'),
     ]
 
     operations = [

@@ -9,6 +9,13 @@ from inbox.store.accounting import Balance, Duplicates, balance, conflicts
 from inbox.store.dialect import TABLE, is_reachable
 from inbox.store.due import MOST_COUNTED, due_handlers, orphans
 from inbox.store.fresh import begin_fresh, count_duplicate, store_due, store_failed
+from inbox.store.heartbeats import (
+    ConsumerState,
+    consumers,
+    delete_heartbeat,
+    delete_silent_heartbeats,
+    write_heartbeat,
+)
 from inbox.store.intake import Incoming, Taken, take_in
 from inbox.store.operating import (
     RETRYABLE,
@@ -45,6 +52,7 @@ __all__ = [
     "SKIPPABLE",
     "TABLE",
     "Balance",
+    "ConsumerState",
     "DuplicateCause",
     "Duplicates",
     "Earlier",
@@ -66,8 +74,11 @@ __all__ = [
     "claim_due",
     "claimed",
     "conflicts",
+    "consumers",
     "count_duplicate",
     "deciding",
+    "delete_heartbeat",
+    "delete_silent_heartbeats",
     "due_handlers",
     "fail_stored",
     "finish",
@@ -91,4 +102,5 @@ __all__ = [
     "store_due",
     "store_failed",
     "take_in",
+    "write_heartbeat",
 ]

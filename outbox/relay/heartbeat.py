@@ -8,32 +8,29 @@ reader of the page, because nothing that is promised rests on it.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
-import uuid
 from collections import deque
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 
 from django.db import Error, connections
 
 from outbox import store
 from outbox.kernel.clock import monotonic
 from outbox.kernel.faults import is_outage
-from outbox.kernel.text import NAME_LENGTH
+from outbox.kernel.heartbeat import (
+    AFTER_FAILURE_SECONDS,
+    FORGET_SECONDS,
+    FORGOTTEN_AFTER,
+    HEARTBEAT_SECONDS,
+    UNCHANGED_SECONDS,
+    ProcessIdentity,
+    one_line,
+)
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 2.0
-_UNCHANGED_SECONDS = 5.0
-"""Between two beats that say the same, where each of them takes the lock of the only writer."""
-_AFTER_FAILURE_SECONDS = 10.0
 _RATE_SECONDS = 10.0
 """What the rate is an average of; an idle relay's falls to 0 within it."""
-_FORGET_SECONDS = 3600.0
-_FORGOTTEN_AFTER = timedelta(days=1)
-_VERSION_LENGTH = 32
 
 
 class Heartbeat:
@@ -44,10 +41,7 @@ class Heartbeat:
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
-        self._id = uuid.uuid4()
-        self._host = _line(socket.gethostname(), NAME_LENGTH)
-        self._pid = os.getpid()
-        self._version = _installed_version()
+        self._identity = ProcessIdentity()
         self._counting = threading.Lock()
         self._published = 0
         self._passed_at: float | None = None
@@ -102,7 +96,7 @@ class Heartbeat:
             if self._written is None or self._failing:
                 return  # It would only wait for a database that is away; the row is forgotten in time.
             try:
-                store.retire(self._alias, self._id)
+                store.retire(self._alias, self._identity.id)
             except Error as error:
                 logger.debug("The heartbeat was not removed: %s", error)
             if not connections[self._alias].in_atomic_block:  # as it is in a test
@@ -111,13 +105,13 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         told = self._told(now)
         said = (told.published, told.rate, told.waits_for)
-        if said == self._written and now < self._written_at + _UNCHANGED_SECONDS and not store.claims_by_locks(self._alias):
+        if said == self._written and now < self._written_at + UNCHANGED_SECONDS and not store.claims_by_locks(self._alias):
             return
         try:
             store.beat(self._alias, told)
             if now >= self._forget_at:
-                self._forget_at = now + _FORGET_SECONDS
-                store.forget_silent(self._alias, _FORGOTTEN_AFTER)
+                self._forget_at = now + FORGET_SECONDS
+                store.forget_silent(self._alias, FORGOTTEN_AFTER)
         except Error as error:
             self._failed(error)
         else:
@@ -129,15 +123,12 @@ class Heartbeat:
             self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
             waits = list(self._waits.values())
         return store.Beat(
-            id=self._id,
-            host=self._host,
-            pid=self._pid,
-            version=self._version,
+            identity=self._identity,
             running_for=timedelta(seconds=now - self._started_at),
             since_pass=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
             published=published,
             rate=self._rate(now, published),
-            waits_for=_line(waits[0], NAME_LENGTH) if waits and all(waits) else "",
+            waits_for=one_line(waits[0]) if waits and all(waits) else "",
         )
 
     def _rate(self, now: float, published: int) -> float:
@@ -151,20 +142,7 @@ class Heartbeat:
         connection = connections[self._alias]
         if is_outage(error) and not connection.in_atomic_block:
             connection.close()
-        self._due_at = monotonic() + _AFTER_FAILURE_SECONDS
+        self._due_at = monotonic() + AFTER_FAILURE_SECONDS
         if not self._failing:
             logger.info("The heartbeat was not written (%s). The relay goes on; it may be shown as silent.", error)
         self._failing = True
-
-
-def _installed_version() -> str:
-    try:
-        return _line(version("django-exactly-once"), _VERSION_LENGTH)
-    except PackageNotFoundError:
-        return "unknown"
-
-
-def _line(text: str, limit: int) -> str:
-    """One line that a column takes and that moves nothing on a terminal; the broker's words are not ours."""
-    line = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    return line if len(line) <= limit else f"{line[: limit - 1]}…"

@@ -37,7 +37,7 @@ from outbox.store.claiming import (
     table_lockers,
     writers,
 )
-from outbox.store.heartbeats import SILENT_AFTER, Beat, beat, forget_silent, relays, retire
+from outbox.store.heartbeats import Beat, beat, forget_silent, relays, retire
 from outbox.store.lease import Lease, LeaseLost
 from outbox.store.operating import (
     CANCELLABLE,
@@ -98,7 +98,6 @@ __all__ = [
     "REQUEUEABLE",
     "RESCHEDULABLE",
     "RESTORABLE",
-    "SILENT_AFTER",
     "UNDECIDED",
     "Beat",
     "Busy",

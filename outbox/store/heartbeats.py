@@ -1,8 +1,4 @@
-"""Heartbeats: what the running relays say of themselves, for people to read.
-
-One row for each process, written over and over. Every instant is of the database's clock, so that hosts whose clocks differ
-can be compared. Nothing that is promised rests on these rows: a missing one loses no message, a stale one holds none.
-"""
+"""Heartbeats of relays; see `kernel.heartbeat`."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
-from django.db.models import BooleanField, ExpressionWrapper, Q
 
-from outbox.kernel.clock import DatabaseTime, now_after
+from outbox.kernel.clock import now_after
+from outbox.kernel.heartbeat import ProcessIdentity, delete_silent, with_silence
 from outbox.models import RelayHeartbeat
 from outbox.store.dialect import now
 
@@ -22,9 +18,6 @@ if TYPE_CHECKING:
     from django.db.models import QuerySet
 
 TABLE = RelayHeartbeat._meta.db_table
-
-SILENT_AFTER = timedelta(seconds=15)
-"""A relay that has not written for this long is shown as silent: it was killed, is frozen, or cannot reach its database."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +32,7 @@ class Beat:
         waits_for: what keeps it from working; "" when it works.
     """
 
-    id: uuid.UUID
-    host: str
-    pid: int
-    version: str
+    identity: ProcessIdentity
     running_for: timedelta
     since_pass: timedelta | None
     published: int
@@ -63,10 +53,7 @@ def beat(alias: str, told: Beat) -> None:
             "ON CONFLICT (id) DO UPDATE SET published = EXCLUDED.published, rate = EXCLUDED.rate, "
             "waits_for = EXCLUDED.waits_for, last_pass_at = EXCLUDED.last_pass_at, beat_at = EXCLUDED.beat_at",
             [
-                told.id if connection.features.has_native_uuid_field else told.id.hex,
-                told.host,
-                told.pid,
-                told.version,
+                *told.identity.columns(connection),
                 told.published,
                 told.rate,
                 told.waits_for,
@@ -82,11 +69,9 @@ def retire(alias: str, relay: uuid.UUID) -> None:
 
 def forget_silent(alias: str, older_than: timedelta) -> int:
     """Delete the rows of relays that have been silent for `older_than`; how many there were."""
-    return RelayHeartbeat.objects.using(alias).filter(beat_at__lt=DatabaseTime(-older_than)).delete()[0]
+    return delete_silent(RelayHeartbeat.objects.using(alias).all(), older_than)
 
 
 def relays(alias: str) -> QuerySet[Any]:
     """Every relay that is known, the silent ones last, each with `silent` and with `database_now`, when it was looked at."""
-    silent = ExpressionWrapper(Q(beat_at__lt=DatabaseTime(-SILENT_AFTER)), output_field=BooleanField())
-    rows: QuerySet[Any] = RelayHeartbeat.objects.using(alias).annotate(silent=silent, database_now=DatabaseTime())
-    return rows.order_by("silent", "-started_at", "id")
+    return with_silence(RelayHeartbeat.objects.using(alias).all())

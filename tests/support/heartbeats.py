@@ -1,23 +1,25 @@
-"""Rows of relays, as those would have written them."""
+"""Rows of relays and consumers, as those would have written them."""
 
 from __future__ import annotations
 
 import uuid
 from datetime import timedelta
 
+from inbox import store as inbox_store
+from inbox.models import ConsumerHeartbeat
 from outbox import store
 from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.heartbeat import ProcessIdentity
 from outbox.models import RelayHeartbeat
 from outbox.store import Beat
 
 
 def a_beat(**told):
     """What a relay says that has worked for five hours."""
+    identity = {"id": uuid.uuid4(), "host": "relay-1", "pid": 4711, "version": "1.2.3"}
+    identity.update({name: told.pop(name) for name in list(told) if name in identity})
     values = {
-        "id": uuid.uuid4(),
-        "host": "relay-1",
-        "pid": 4711,
-        "version": "1.2.3",
+        "identity": ProcessIdentity(**identity),
         "running_for": timedelta(hours=5),
         "since_pass": timedelta(minutes=4),
         "published": 1_234_567,
@@ -28,13 +30,33 @@ def a_beat(**told):
 
 
 def a_relay(*, silent_for=None, **told):
-    """The row of a relay; with `silent_for`, of one that was killed that long ago."""
+    """The row of a relay, by its identity; with `silent_for`, of one that was killed that long ago."""
     beat = a_beat(**told)
     store.beat("default", beat)
     if silent_for is not None:
-        fall_silent(silent_for, pk=beat.id)
-    return beat
+        fall_silent(silent_for, pk=beat.identity.id)
+    return beat.identity
 
 
 def fall_silent(span, **which):
     RelayHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-span))
+
+
+def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712, **said):
+    """The row of a consumer, by its identity; with `silent_for`, of one that was killed that long ago."""
+    identity = ProcessIdentity(host=host, pid=pid, version="1.2.3")
+    values = {
+        "running_for": timedelta(hours=5),
+        "handlers": ["shop.reserve_stock"],
+        "received": 1_234_567,
+        "ran": 89,
+        "waits_for": "",
+    }
+    inbox_store.write_heartbeat(using, inbox_store.ConsumerState(identity=identity, **{**values, **said}))
+    if silent_for is not None:
+        let_consumers_fall_silent(silent_for, pk=identity.id)
+    return identity
+
+
+def let_consumers_fall_silent(span, **which):
+    ConsumerHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-span))

@@ -1,6 +1,6 @@
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -9,6 +9,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
 from inbox.conf import inbox_options
+from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leasing.opening import lease_store
 from inbox.leasing.stores import LeaseStoreAway
 from outbox.kernel.console import age, table, watch
@@ -19,7 +20,9 @@ _CONFLICTS = 50
 
 
 class Command(BaseCommand):
-    help = "Show what became of every delivery: messages by state, duplicates by cause, and the oldest waiting message."
+    help = (
+        "Show what became of every delivery, by state and by cause, how long the oldest message waits, and which consumers run."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to look at (default: %(default)s)")
@@ -56,6 +59,8 @@ def _told(alias: str, *, with_conflicts: bool) -> dict[str, Any]:
         "quarantined": balance.quarantined,
         "oldest_waiting": _iso(store.oldest_waiting(alias)),
         "without_rows": _without_rows(),
+        "consumers": [_consumer_as_json(consumer) for consumer in store.consumers(alias)],
+        "unattended": unattended(alias),
     }
     if with_conflicts:
         told["conflicts"] = [
@@ -76,7 +81,8 @@ def _told(alias: str, *, with_conflicts: bool) -> dict[str, Any]:
 def _drawn(alias: str, *, with_conflicts: bool) -> str:
     balance = store.balance(alias)
     duplicates = balance.duplicates
-    drawn = table(
+    consumers = list(store.consumers(alias))
+    counts = table(
         [
             ("inbox", alias),
             *((state, f"{count:,}") for state, count in balance.states.items()),
@@ -89,7 +95,55 @@ def _drawn(alias: str, *, with_conflicts: bool) -> str:
             *_leased(),
         ]
     )
-    return f"{drawn}\n\n{_conflicts(alias)}" if with_conflicts else drawn
+    drawn = [counts]
+    if consumers:
+        drawn.append(_consumers(consumers))
+    if names := unattended(alias):
+        drawn.append(f"No consumer is running for: {', '.join(names)}. {what_to_start()}")
+    if with_conflicts:
+        drawn.append(_conflicts(alias))
+    return "\n\n".join(drawn)
+
+
+def _consumers(consumers: Sequence[Any]) -> str:
+    head = ("consumer", "version", "started", "heartbeat", "deliveries", "stored run")
+    rows = [head, *(_cells(consumer) for consumer in consumers)]
+    # What a consumer waits for is a sentence, and its handlers may be many.
+    said = ["state", *(f"{_state(consumer)}: {', '.join(consumer.handlers) or 'no handler'}" for consumer in consumers)]
+    return "\n".join(f"{line}  {state}" for line, state in zip(table(rows).splitlines(), said, strict=True))
+
+
+def _cells(consumer: Any) -> tuple[str, ...]:
+    return (
+        f"{consumer.host}:{consumer.pid}",
+        consumer.version,
+        age(consumer.started_at, consumer.database_now),
+        age(consumer.beat_at, consumer.database_now),
+        f"{consumer.received:,}",
+        f"{consumer.ran:,}",
+    )
+
+
+def _state(consumer: Any) -> str:
+    if consumer.silent:
+        return "silent"
+    return f"waits for {consumer.waits_for}" if consumer.waits_for else "working"
+
+
+def _consumer_as_json(consumer: Any) -> dict[str, Any]:
+    return {
+        "id": str(consumer.id),
+        "host": consumer.host,
+        "pid": consumer.pid,
+        "version": consumer.version,
+        "started": _iso(consumer.started_at),
+        "beat": _iso(consumer.beat_at),
+        "handlers": consumer.handlers,
+        "received": consumer.received,
+        "ran": consumer.ran,
+        "waits_for": consumer.waits_for,
+        "silent": consumer.silent,
+    }
 
 
 def _conflicts(alias: str) -> str:

@@ -20,8 +20,8 @@ from outbox.admin import OutboxMessageAdmin, RelayAdmin
 from outbox.conf import outbox_options
 from outbox.kernel import acting_admin, display
 from outbox.kernel.clock import utcnow
+from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.models import OutboxMessage, RelayHeartbeat, State
-from outbox.store import SILENT_AFTER
 from tests.support.admin_pages import (
     CANCEL,
     DETAIL,

@@ -69,6 +69,8 @@ class TestStatus:
             "quarantined": 0,
             "oldest_waiting": None,
             "without_rows": {},
+            "consumers": [],
+            "unattended": [],
         }
 
     def test_status_counts_states_and_duplicates(self, handles, dead):
@@ -134,8 +136,10 @@ class TestStatus:
 
         text = run("inbox_status")
 
-        lines = dict(re.split(r"  +", line.strip()) for line in text.splitlines())
+        counts, running = text.split("\n\n")
+        lines = dict(re.split(r"  +", line.strip()) for line in counts.splitlines())
         assert (lines["done"], lines["delivered, the sum"], lines["oldest waiting"]) == ("1", "1", "-")
+        assert running.startswith("No consumer is running for: tests.handler0. ")
 
     def test_status_reads_the_given_database(self, handles):
         deliver(handles(lambda message: None, using="other"))

@@ -15,11 +15,11 @@ from django.db import connection
 
 from outbox import store
 from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.kernel.loop import StopRequest
 from outbox.management.commands import outbox_status
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease, State
 from outbox.relay.service import serve
-from outbox.store import SILENT_AFTER
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.heartbeats import a_relay
 from tests.support.relaying import ids, published, row_of, set_columns, state_of, states

@@ -5,17 +5,19 @@ import os
 import socket
 import threading
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from django.db import OperationalError, connections
 
 from outbox import store
+from outbox.kernel import heartbeat as kernel
 from outbox.kernel.clock import utcnow
+from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
-from outbox.store import SILENT_AFTER
 from tests.support.heartbeats import a_beat, a_relay, fall_silent
 from tests.support.relaying import in_threads
 
@@ -76,7 +78,7 @@ class TestRow:
         fall_silent(A_MOMENT)
         first = the_row()
         again = a_beat(
-            id=beat.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
+            id=beat.identity.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
         )
         store.beat("default", again)
         second = the_row()
@@ -127,9 +129,9 @@ class TestRow:
         for beat in (ended, running):
             store.beat("default", beat)
 
-        store.retire("default", ended.id)
+        store.retire("default", ended.identity.id)
 
-        assert the_row().id == running.id
+        assert the_row().id == running.identity.id
 
     @pytest.mark.django_db(databases=["default", "other"])
     def test_heartbeat_is_stored_in_the_relayed_database(self):
@@ -145,12 +147,12 @@ class TestHeartbeat:
 
         row = the_row()
         assert (row.host, row.pid) == (socket.gethostname(), os.getpid())
-        assert row.version == module.version("django-exactly-once")
+        assert row.version == version("django-exactly-once")
         assert is_near(row.started_at)
         assert (row.last_pass_at, row.published, row.rate, row.waits_for) == (None, 0, 0.0, "")
 
     def test_heartbeat_without_an_installed_version_says_unknown(self, monkeypatch):
-        monkeypatch.setattr(module, "version", lambda name: (_ for _ in ()).throw(module.PackageNotFoundError(name)))
+        monkeypatch.setattr(kernel, "version", lambda name: (_ for _ in ()).throw(PackageNotFoundError(name)))
 
         Heartbeat("default").beat()
 

@@ -1,0 +1,175 @@
+"""Heartbeats of a process that runs handlers: people see which processes live, for which handlers, and what each waits for.
+
+They are sent from threads of their own, one for each database: neither the thread that owns the broker connection nor a worker
+ever waits for them. That the loops of the process go round is the watchdog's business: it ends a process that is silent.
+Sending one may fail without consequence but for those who look, because nothing that is promised rests on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from django.db import connections
+
+from inbox import store
+from inbox.conf import LOCAL_BROKER, inbox_options
+from inbox.handlers import Handler, registry
+from inbox.runner import Runner
+from outbox.kernel.broker import scheme_of
+from outbox.kernel.clock import monotonic
+from outbox.kernel.databases import drop_unusable_connections
+from outbox.kernel.heartbeat import (
+    AFTER_FAILURE_SECONDS,
+    FORGET_SECONDS,
+    FORGOTTEN_AFTER,
+    HEARTBEAT_SECONDS,
+    UNCHANGED_SECONDS,
+    ProcessIdentity,
+    one_line,
+)
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_GOODBYE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What a process does now; see `store.ConsumerState`."""
+
+    handlers: Sequence[Handler]
+    received: int = 0
+    ran: int = 0
+    waits_for: str = ""
+
+
+def unattended(alias: str) -> list[str]:
+    """Names of this project's handlers on a database for which no process runs, as far as heartbeats show."""
+    running = store.consumers(alias).filter(silent=False).values_list("handlers", flat=True)
+    attended = {name for names in running for name in names}
+    return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
+
+
+def what_to_start() -> str:
+    """For an operator, when something is unattended."""
+    if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
+        return "Their messages wait in the database. Start `outbox_relay` or `inbox_consume`."
+    return "Their messages wait in the broker's queues. Start `inbox_consume`, or look into its log if it runs."
+
+
+class Heartbeats:
+    """The heartbeats of this process; `activity` is asked from other threads what to say."""
+
+    def __init__(self, activity: Callable[[], Activity]) -> None:
+        self._activity = activity
+        self._identity = ProcessIdentity()
+        self._started_at = monotonic()
+        self._end = StopRequest()
+
+    @contextmanager
+    def sending(self, aliases: Collection[str]) -> Iterator[None]:
+        """Send them to these databases during the block, and delete the rows at its end."""
+        # The transaction of a test is seen by no other connection.
+        asked = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
+        threads = [
+            threading.Thread(target=self._send_to, args=[alias], name=f"heartbeat-{alias}", daemon=True) for alias in asked
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._end.set()
+            end_at = monotonic() + _LONGEST_GOODBYE_SECONDS
+            # Not longer: a database that does not answer keeps nobody from ending.
+            for thread in threads:
+                thread.join(max(end_at - monotonic(), 0))
+
+    def _send_to(self, alias: str) -> None:
+        sender = _Sender(alias, self._identity)
+        try:
+            while not self._end:
+                sender.send(self._state(alias))
+                self._end.wait(sender.pause_seconds)
+            sender.retire()
+        finally:
+            connections.close_all()
+
+    def _state(self, alias: str) -> store.ConsumerState:
+        activity = self._activity()
+        return store.ConsumerState(
+            identity=self._identity,
+            running_for=timedelta(seconds=monotonic() - self._started_at),
+            handlers=sorted(handler.name for handler in activity.handlers if handler.using == alias),
+            received=activity.received,
+            ran=activity.ran,
+            waits_for=one_line(activity.waits_for),
+        )
+
+
+class _Sender:
+    """Writes the row of this process on one database. Never raises."""
+
+    def __init__(self, alias: str, identity: ProcessIdentity) -> None:
+        self._alias = alias
+        self._id = identity.id
+        self._forget_at = monotonic()
+        self._written = self._failing = False
+
+    @property
+    def pause_seconds(self) -> float:
+        if self._failing:
+            return AFTER_FAILURE_SECONDS
+        # Where there is one writer, each heartbeat takes its lock.
+        return HEARTBEAT_SECONDS if connections[self._alias].vendor == "postgresql" else UNCHANGED_SECONDS
+
+    def send(self, state: store.ConsumerState) -> None:
+        try:
+            drop_unusable_connections()
+            store.write_heartbeat(self._alias, state)
+            if monotonic() >= self._forget_at:
+                self._forget_at = monotonic() + FORGET_SECONDS
+                store.delete_silent_heartbeats(self._alias, FORGOTTEN_AFTER)
+            self._written, self._failing = True, False
+        except Exception as error:  # noqa: BLE001 - whatever it is, the process goes on
+            connections[self._alias].close()
+            if not self._failing:
+                logger.info(
+                    "The heartbeat was not written to %r (%s). The process goes on; it may be shown as silent.",
+                    self._alias,
+                    describe(error),
+                )
+            self._failing = True
+
+    def retire(self) -> None:
+        """Delete the row, unless that would only wait for a database that is unavailable."""
+        if not self._written or self._failing:
+            return
+        try:
+            store.delete_heartbeat(self._alias, self._id)
+        except Exception as error:  # noqa: BLE001 - as above; another process deletes it in time
+            logger.debug("The heartbeat on %r was not deleted: %s", self._alias, describe(error))
+
+
+class RunnerHeartbeats:
+    """The heartbeats of a relay that runs this service's handlers (local://), sent beside it."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def run(self, stop: StopRequest) -> None:
+        heartbeats = Heartbeats(lambda: Activity(handlers=registry.all(), ran=self._runner.ran))
+        with heartbeats.sending({handler.using for handler in registry.all()}):
+            while not stop.wait(HEARTBEAT_SECONDS):
+                pass
+
+    def drain(self, stop: StopRequest) -> int:
+        """There is nothing to wait for."""
+        return 0

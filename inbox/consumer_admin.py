@@ -1,0 +1,50 @@
+"""In the admin: which processes run handlers on this database, for which handlers, and what each waits for."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from django.contrib import admin
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from inbox.consumer.heartbeat import unattended, what_to_start
+from inbox.models import ConsumerHeartbeat
+from outbox.kernel.display import NOTHING, identifier, stacked
+from outbox.kernel.process_admin import ProcessAdmin
+
+_HANDLERS_IN_THE_LIST = 3
+
+
+@admin.register(ConsumerHeartbeat)
+class ConsumerAdmin(ProcessAdmin):
+    title = "Consumers"
+    change_list_template = "inbox/admin/consumers.html"
+    list_display = ("process", "state", "started", "heartbeat", "some_handlers", "received_count", "ran_count")
+    fields: ClassVar[Any] = ("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count")
+    readonly_fields: ClassVar[Any] = fields
+
+    class Media:
+        css: ClassVar[Any] = {"all": ["inbox/admin.css"]}
+
+    def none_runs(self) -> str:
+        names = unattended(self.using)
+        return f"No consumer is running for: {', '.join(names)}. {what_to_start()}" if names else ""
+
+    @admin.display(description="handlers")
+    def some_handlers(self, row: Any) -> SafeString:
+        names, more = row.handlers[:_HANDLERS_IN_THE_LIST], len(row.handlers) - _HANDLERS_IN_THE_LIST
+        lines = [identifier(name) for name in names] or [format_html("{}", NOTHING)]
+        return stacked(*lines, *([format_html("and {} more", more)] if more > 0 else []))
+
+    @admin.display(description="handlers")
+    def all_handlers(self, row: Any) -> SafeString:
+        return stacked(*map(identifier, row.handlers)) if row.handlers else format_html("{}", NOTHING)
+
+    @admin.display(description="deliveries")
+    def received_count(self, row: Any) -> str:
+        return f"{row.received:,}"
+
+    @admin.display(description="stored run")
+    def ran_count(self, row: Any) -> str:
+        return f"{row.ran:,}"

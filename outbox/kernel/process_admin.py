@@ -1,0 +1,62 @@
+"""Running processes in the admin, by their heartbeats; see `kernel.heartbeat`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from outbox.kernel.acting_admin import ReadOnlyAdmin
+from outbox.kernel.display import Tone, age, badge, identifier, span, stacked, visible
+from outbox.kernel.heartbeat import SILENT_AFTER, with_silence
+
+
+class ProcessAdmin(ReadOnlyAdmin):
+    """One row per running process, as it last said of itself."""
+
+    title = ""
+    sortable_by = ()
+    actions = None
+    show_full_result_count = False
+
+    def none_runs(self) -> str:
+        """What nobody does, and what follows; "" when all is done."""
+        raise NotImplementedError
+
+    def is_starting(self, row: Any) -> bool:
+        """Has it done nothing yet?"""
+        return False
+
+    def processes(self) -> QuerySet[Any]:
+        return with_silence(self.model.objects.using(self.using).all())
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        return self.processes()
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        context = {"title": self.title, "silent_after": span(SILENT_AFTER), "none_runs": self.none_runs()}
+        return super().changelist_view(request, {**context, **(extra_context or {})})
+
+    @admin.display(description="process, version")
+    def process(self, row: Any) -> SafeString:
+        return stacked(identifier(f"{row.host}:{row.pid}"), identifier(row.version))
+
+    @admin.display(description="state")
+    def state(self, row: Any) -> SafeString:
+        if row.silent:
+            return stacked(badge("Silent", Tone.STOPPED), format_html("for {}", span(row.database_now - row.beat_at)))
+        if row.waits_for:
+            return stacked(badge("Waiting", Tone.FAILING), format_html("for {}", visible(row.waits_for)))
+        return badge("Starting", Tone.LATER) if self.is_starting(row) else badge("Working", Tone.DONE)
+
+    @admin.display(description="started")
+    def started(self, row: Any) -> SafeString:
+        return age(row.started_at, row.database_now)
+
+    @admin.display(description="last heartbeat")
+    def heartbeat(self, row: Any) -> SafeString:
+        return age(row.beat_at, row.database_now)

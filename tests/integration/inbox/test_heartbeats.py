@@ -1,0 +1,197 @@
+"""Heartbeats of processes that run handlers: who runs, for which handlers, and what each waits for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+
+from inbox import store
+from inbox.consumer import heartbeat as module
+from inbox.consumer.heartbeat import Activity, Heartbeats
+from inbox.models import ConsumerHeartbeat
+from outbox.kernel.heartbeat import SILENT_AFTER
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import the_effect
+from tests.support.heartbeats import a_consumer, let_consumers_fall_silent
+from tests.support.relaying import published
+from tests.support.servers.private import free_port
+from tests.support.waiting import wait_until
+from tests.support.workers import GROUP, Process, as_environment, send
+
+pytestmark = pytest.mark.django_db(transaction=True, databases=["default", "other"])
+
+HANDLERS = ["testworker.chained", "testworker.work"]
+
+
+class Service:
+    """A project with two handlers, `HANDLERS`."""
+
+    def __init__(self, environment, directory, broker):
+        given = as_environment(OUTBOX={"BROKER_URL": broker}, INBOX={"GROUP": GROUP})
+        self._environment = {**environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings", **given}
+        self._directory = directory
+
+    def runs(self, name):
+        return Process(self._environment, self._directory / f"{name}.log", name)
+
+    def status(self, *options):
+        """What `inbox_status` prints."""
+        log = self._directory / "inbox_status.log"
+        log.unlink(missing_ok=True)
+        with Process(self._environment, log, "inbox_status", *options) as process:
+            assert process.ends() == 0, process.said()
+        return process.said()
+
+    def status_as_json(self):
+        return json.loads(self.status("--json"))
+
+
+@pytest.fixture
+def service(process_environment, tmp_path):
+    return lambda broker: Service(process_environment, tmp_path, broker)
+
+
+def heartbeats():
+    return list(store.consumers("default"))
+
+
+@pytest.mark.every_database
+def test_status_shows_a_running_consumer_with_its_handlers_and_counts_until_it_ends(service, rabbitmq_url):
+    service = service(rabbitmq_url)
+    with service.runs("inbox_consume") as consumer:
+        consumer.until(lambda: "Consuming 2 queues" in consumer.said())
+        send(rabbitmq_url, JOB, {}, message_id="m-1")
+        consumer.until(lambda: [row.received for row in heartbeats()] == [1])
+        shown = service.status_as_json()
+        text = service.status()
+        consumer.terminate()
+        assert consumer.ends() == 0
+
+    [row] = shown["consumers"]
+    assert set(row) == {"id", "host", "pid", "version", "started", "beat", "handlers", "received", "ran", "waits_for", "silent"}
+    assert (row["handlers"], row["received"], row["waits_for"], row["silent"]) == (HANDLERS, 1, "", False)
+    assert shown["unattended"] == []
+    assert "working: testworker.chained, testworker.work" in text
+    assert "No consumer is running" not in text
+    assert not heartbeats()
+    assert (
+        "No consumer is running for: testworker.chained, testworker.work. Their messages wait in the broker's queues."
+        in service.status()
+    )
+
+
+@pytest.mark.every_database
+def test_killed_consumer_is_shown_as_silent_and_its_handlers_as_unattended(service, rabbitmq_url):
+    service = service(rabbitmq_url)
+    with service.runs("inbox_consume") as consumer:
+        consumer.until(lambda: len(heartbeats()) == 1)
+        consumer.kill()
+        consumer.ends()
+    let_consumers_fall_silent(2 * SILENT_AFTER)
+
+    shown = service.status_as_json()
+
+    assert [row["silent"] for row in shown["consumers"]] == [True]
+    assert shown["unattended"] == HANDLERS
+    assert "silent: testworker.chained" in service.status()
+
+
+@pytest.mark.every_database
+def test_consumer_without_a_broker_is_shown_with_what_it_waits_for(service):
+    service = service(f"amqp://user:secret@127.0.0.1:{free_port()}//")
+    with service.runs("inbox_consume") as consumer:
+        consumer.until(lambda: [row.waits_for for row in heartbeats() if "refused" in row.waits_for])
+        text = service.status()
+
+    assert "waits for the broker: " in text
+    assert "secret" not in text
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
+def test_process_that_runs_the_handlers_of_local_is_shown_as_a_consumer(service, name):
+    service = service("local://")
+    assert "Their messages wait in the database. Start `outbox_relay` or `inbox_consume`." in service.status()
+
+    with service.runs(name) as process, service.runs("outbox_relay"):
+        process.until(heartbeats)
+        published(topic=JOB, payload={})
+        process.until(lambda: sum(row.ran for row in heartbeats()) == 1)
+        shown = service.status_as_json()
+        process.terminate()
+        assert process.ends() == 0
+
+    assert {tuple(row["handlers"]) for row in shown["consumers"]} == {tuple(HANDLERS)}
+    assert shown["unattended"] == []
+
+
+@pytest.mark.every_database
+class TestThreads:
+    """In this process, with handlers of its own."""
+
+    @pytest.fixture(autouse=True)
+    def often(self, monkeypatch):
+        monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
+        monkeypatch.setattr(module, "UNCHANGED_SECONDS", 0.05)
+
+    def test_each_database_gets_a_row_with_the_handlers_that_write_to_it(self, handles):
+        here, there = handles(the_effect, name="tests.here"), handles(the_effect, name="tests.there", using="other")
+        heartbeats = Heartbeats(lambda: Activity(handlers=[here, there], received=3, ran=2))
+
+        with heartbeats.sending(["default", "other"]):
+            wait_until(lambda: store.consumers("default") and store.consumers("other"))
+            rows = [store.consumers(alias).get() for alias in ("default", "other")]
+
+        assert [row.handlers for row in rows] == [["tests.here"], ["tests.there"]]
+        assert [(row.received, row.ran) for row in rows] == [(3, 2), (3, 2)]
+        assert not store.consumers("default")
+        assert not store.consumers("other")
+
+    def test_heartbeat_is_written_again_with_what_has_changed(self):
+        said = {"waits_for": "", "ran": 0}
+
+        with Heartbeats(lambda: Activity(handlers=[], **said)).sending(["default"]):
+            wait_until(lambda: store.consumers("default"))
+            first = store.consumers("default").get()
+            said.update(waits_for="the broker:\n\x1b[2Jgone", ran=7)
+            wait_until(lambda: store.consumers("default").get().ran == 7)
+            second = store.consumers("default").get()
+
+        assert second.waits_for == "the broker: [2Jgone"
+        assert second.beat_at > first.beat_at
+        assert abs(second.started_at - first.started_at) < timedelta(seconds=1)
+
+    def test_row_of_a_process_that_is_silent_for_a_day_is_deleted_by_the_next_one(self):
+        a_consumer(host="old", silent_for=timedelta(days=2))
+        a_consumer(host="recent", silent_for=timedelta(hours=23))
+
+        with Heartbeats(lambda: Activity(handlers=[])).sending(["default"]):
+            wait_until(lambda: not ConsumerHeartbeat.objects.filter(host="old"))
+
+        assert ConsumerHeartbeat.objects.get().host == "recent"
+
+    def test_nothing_is_sent_inside_the_transaction_of_a_test(self):
+        with transaction.atomic(), Heartbeats(pytest.fail).sending(["default"]):
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("heartbeat-")]
+
+
+def test_locked_table_of_heartbeats_stops_neither_handling_nor_the_end_of_a_consumer(service, rabbitmq_url):
+    service = service(rabbitmq_url)
+    with service.runs("inbox_consume") as consumer:
+        consumer.until(lambda: heartbeats() and "Consuming 2 queues" in consumer.said())
+        with transaction.atomic():
+            lock_the_table()
+            send(rabbitmq_url, JOB, {}, message_id="m-1")
+            consumer.until(Effect.objects.exists)
+            consumer.terminate()
+            assert consumer.ends() == 0
+
+
+def lock_the_table():
+    with connection.cursor() as cursor:
+        cursor.execute(f"LOCK TABLE {ConsumerHeartbeat._meta.db_table} IN ACCESS EXCLUSIVE MODE")
