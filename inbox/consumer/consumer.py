@@ -37,9 +37,11 @@ from inbox.runner import Runner
 from inbox.shedding import shedder_of
 from outbox.kernel.broker import (
     BROKER_FAILURES,
+    REFUSAL_REMEDY,
     connection_attempts,
     connection_options,
     dispatch_what_is_read,
+    is_refusal,
     read_in_chunks,
     speaks_amqp,
 )
@@ -47,6 +49,7 @@ from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.masking import masked
 from outbox.kernel.outage import Outage
+from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
@@ -97,6 +100,7 @@ class Consumer:
         self._stop = stop
         self._watchdog = watchdog
         self._broker = Outage("the broker")
+        self._refusals = Reminder()
         self._waits_for = "the broker"
         self._connection: Any = None
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
@@ -165,7 +169,13 @@ class Consumer:
     def _wait_for_broker(self, error: Exception) -> None:
         self._disconnect()
         self._waits_for = f"the broker: {describe(error)}"
-        self._broker.wait(describe(error), self._stop)
+        if not is_refusal(error):
+            self._broker.wait(describe(error), self._stop)
+            return
+        if self._refusals.is_due():
+            setting, shown = self._options.broker_setting, masked(self._options.broker_url)
+            logger.error("The broker refuses %s, %s: %s. %s", setting, shown, describe(error), REFUSAL_REMEDY)
+        self._stop.wait(self._broker.enter())
 
     def _connect(self) -> None:
         if self._connection is not None:

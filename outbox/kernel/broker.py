@@ -12,7 +12,7 @@ import socket
 import struct
 from typing import Any
 
-from amqp.exceptions import AMQPError, FrameSyntaxError
+from amqp.exceptions import AccessRefused, AMQPError, FrameSyntaxError, NotAllowed
 from amqp.method_framing import frame_handler
 from kombu.exceptions import KombuError
 from kombu.transport import TRANSPORT_ALIASES, get_transport_cls
@@ -42,6 +42,13 @@ SEVERAL_HINT = (
     "Name the brokers of one cluster, all of one kind: amqp://user:password@first//;amqp://user:password@second//. "
     "A ';' that is part of a password is written %3B."
 )
+
+REFUSAL_REMEDY = (
+    "Correct its user, password or virtual host, or grant the user its permissions on the broker. It is tried again every few "
+    "seconds; no message is lost and no attempt is counted."
+)
+_REFUSALS_OF_REDIS = {"AuthenticationError", "NoPermissionError"}
+"""Names of classes, because its library need not be installed."""
 
 BROKER_FAILURES: tuple[type[Exception], ...] = (AMQPError, KombuError, OSError, AttributeError)
 """What a lost connection can look like, whatever the kombu transport adds to it (`connection_errors`, `channel_errors`).
@@ -157,6 +164,16 @@ def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
             return read((kind, channel, bytes(content[:_HEADER_PREFIX]) + b"\0\0"))
 
     return on_frame
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Does the broker refuse this login or virtual host, or lack its user a right? Waiting does not help then."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, AccessRefused | NotAllowed) or _REFUSALS_OF_REDIS & {kind.__name__ for kind in type(link).__mro__}:
+            return True
+        link = link.__cause__
+    return False
 
 
 def read_in_chunks(transport: Any) -> None:

@@ -45,6 +45,12 @@ class Outage:
             logger.info("%s is still away, now because: %s", self._what.capitalize(), self._reason)
         return self._pause.next_seconds()
 
+    def enter(self) -> float:
+        """As `note`, for a caller that reports it itself."""
+        if self._since is None:
+            self._since = monotonic()
+        return self._pause.next_seconds()
+
     def over(self) -> None:
         """It answered."""
         if self._since is not None:

@@ -98,6 +98,10 @@ class BrokerUnavailable(Exception):
     """The broker cannot be reached or used now. Nobody's attempt; wait and connect again."""
 
 
+class BrokerRefused(BrokerUnavailable):
+    """The broker answers, and refuses this login or virtual host, or the rights that every message needs."""
+
+
 class Companion(Protocol):
     """A loop that must run beside the relay for messages to take effect."""
 

@@ -15,13 +15,16 @@ from django.db import DatabaseError, InterfaceError, connections
 from outbox import store
 from outbox.conf import OutboxOptions
 from outbox.doorbell import ALERT_SECONDS
+from outbox.kernel.broker import REFUSAL_REMEDY
 from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.faults import is_canceled, is_collision, is_lock_timeout, is_outage
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
+from outbox.kernel.masking import masked
 from outbox.kernel.outage import Outage
+from outbox.kernel.reminder import Reminder
 from outbox.kernel.retry import Pause
-from outbox.kernel.transport import BrokerUnavailable, Transport
+from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Transport
 from outbox.models import SHARDS
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.breaker import Breakers
@@ -47,6 +50,7 @@ class Relay:
 
     Args:
         timed: a timer beside it makes ready what was scheduled; without one the relay does it, less exactly.
+        refusals: says when to report that the broker refuses this service; relays of one process share it.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Relay:
         heartbeat: Heartbeat,
         shards: Iterable[int] = range(SHARDS),
         timed: bool = False,
+        refusals: Reminder | None = None,
     ) -> None:
         self.bell = Bell()
         self.siblings: Sequence[Relay] = ()
@@ -80,6 +85,7 @@ class Relay:
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._alert_until = 0.0
         self._broker = Outage("the broker")
+        self._refusals = refusals or Reminder()
         self._database = Outage("the database")
         self._trouble = Pause()
         self._contended = Pause(first_seconds=_SHORTEST_REST_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
@@ -128,7 +134,7 @@ class Relay:
         try:
             self._transport.connect()
         except BrokerUnavailable as error:
-            self._wait_for_broker(str(error))
+            self._wait_for_broker(str(error), refused=isinstance(error, BrokerRefused))
             return None
         try:
             drop_unusable_connections()
@@ -226,11 +232,17 @@ class Relay:
             )
             self._waits_for = report.waits_for
 
-    def _wait_for_broker(self, reason: str) -> None:
+    def _wait_for_broker(self, reason: str, *, refused: bool = False) -> None:
         self._heartbeat.waits_for(f"the broker: {reason}")
         if not self._database.ongoing:
             self._heartbeat.beat()
-        self._broker.wait(reason, self._stop)
+        if not refused:
+            self._broker.wait(reason, self._stop)
+            return
+        if self._refusals.is_due():
+            shown = masked(self._options.BROKER_URL)
+            logger.error('The broker refuses OUTBOX["BROKER_URL"], %s: %s. %s', shown, reason, REFUSAL_REMEDY)
+        self._stop.wait(self._broker.enter())
 
     def _rest(self, report: PassReport) -> None:
         is_contended = bool(report.refused or report.skipped)

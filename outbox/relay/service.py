@@ -16,6 +16,7 @@ from outbox.conf import outbox_options
 from outbox.kernel.databases import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
 from outbox.kernel.masking import masked
+from outbox.kernel.reminder import Reminder
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
 from outbox.relay.calling import callers
@@ -43,6 +44,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
     heartbeat = Heartbeat(alias)
+    refusals = Reminder()
     transport = open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     transports = [transport]
     if _several_help(alias, transport):
@@ -58,6 +60,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
             heartbeat=heartbeat,
             shards=range(number, SHARDS, len(transports)),
             timed=not drain,
+            refusals=refusals,
         )
         for number, each in enumerate(transports)
     ]

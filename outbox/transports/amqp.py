@@ -17,10 +17,10 @@ from typing import Any
 import kombu
 from amqp.exceptions import NotFound, RecoverableConnectionError
 
-from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options
+from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, is_refusal
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
-from outbox.kernel.transport import BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
+from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
 from outbox.kernel.wire import Wire
 from outbox.transports.confirms import ConfirmTracker
 from outbox.transports.frames import FrameWriter
@@ -133,7 +133,7 @@ class AmqpTransport:
         except Exception as error:
             # Not only its known failures: what answers on that port need not speak AMQP.
             self._discard()
-            raise BrokerUnavailable(self._explained(error)) from error
+            raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(self._explained(error)) from error
         self._frames = FrameWriter(channel=self._channel.channel_id, exchange=self._exchange, frame_max=self._amqp.frame_max)
         self._channel.events["basic_ack"].add(self._tracker.acked)
         self._channel.events["basic_nack"].add(self._tracker.nacked)

@@ -13,12 +13,13 @@ from typing import Any
 import kombu
 from kombu.transport.virtual import Channel as VirtualChannel
 
-from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, scheme_of
+from outbox.kernel.broker import BROKER_FAILURES, EXCHANGE_TYPE, connection_attempts, connection_options, is_refusal, scheme_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.text import describe
 from outbox.kernel.transport import (
     CONFIRMED,
+    BrokerRefused,
     BrokerUnavailable,
     Capabilities,
     Companion,
@@ -76,7 +77,7 @@ class VirtualTransport:
             self._exchange(self._channel).declare()
         except self._failures(connection) as error:
             connection.collect(socket_timeout=1.0)
-            raise BrokerUnavailable(describe(error)) from error
+            raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(describe(error)) from error
         self._connection = connection
 
     def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:

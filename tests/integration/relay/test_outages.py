@@ -159,7 +159,7 @@ class TestBrokerOutage:
         wrong = rabbitmq_url.replace("guest:guest", "guest:secret-word")
 
         with relaying(wrong):
-            wait_until(lambda: said(caplog, AWAY))
+            wait_until(lambda: said(caplog, "The broker refuses"))
             assert untouched(message)
 
         assert "secret-word" not in caplog.text

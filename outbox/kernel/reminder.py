@@ -1,0 +1,27 @@
+"""When to repeat a log line about something that goes on: at once, and then once a minute."""
+
+from __future__ import annotations
+
+import threading
+from math import inf
+
+from outbox.kernel.clock import monotonic
+
+_SECONDS = 60.0
+
+
+class Reminder:
+    """For one event, shared by all loops of a process that may report it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reminded_at = -inf
+
+    def is_due(self) -> bool:
+        """Is it time to report it? The one that is answered True reports it."""
+        with self._lock:
+            now = monotonic()
+            if now - self._reminded_at < _SECONDS:
+                return False
+            self._reminded_at = now
+            return True

@@ -1,0 +1,102 @@
+"""A broker that refuses the login or virtual host: an error that names the setting, once a minute, until it is corrected."""
+
+from __future__ import annotations
+
+import secrets
+
+import pytest
+
+from outbox.models import State
+from tests.support.relaying import published, state_of
+from tests.support.waiting import wait_until
+from tests.support.workers import GROUP, Process, as_environment
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+SECRET = "Xy7secret7yX"
+BOTH = pytest.mark.parametrize("name", ["outbox_relay", "inbox_consume"])
+
+
+@pytest.fixture
+def running(process_environment, tmp_path):
+    def start(name, outbox, **inbox):
+        environment = {**process_environment, "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings"}
+        given = as_environment(OUTBOX={"BROKER_URL": outbox}, INBOX={"GROUP": GROUP, **inbox})
+        return Process({**environment, **given}, tmp_path / "log", name)
+
+    return start
+
+
+def errors(process):
+    return [line for line in process.said().splitlines() if " ERROR " in line]
+
+
+def tries(server):
+    """How often RabbitMQ has refused somebody so far."""
+    text = server.log.read_text(errors="replace")
+    return text.count("PLAIN login refused") + text.count("not found")
+
+
+@BOTH
+def test_refused_password_is_reported_once_with_the_setting_and_without_the_password(rabbitmq_server, running, name):
+    url = rabbitmq_server.start().url.replace("guest:guest", f"guest:{SECRET}")
+    before = tries(rabbitmq_server)
+
+    with running(name, url) as process:
+        process.until(lambda: errors(process))
+        process.until(lambda: tries(rabbitmq_server) >= before + 4)
+        process.terminate()
+        assert process.ends() == 0
+
+    [line] = errors(process)
+    assert 'The broker refuses OUTBOX["BROKER_URL"]' in line
+    assert "'amqp://***@127.0.0.1:" in line
+    assert "ACCESS_REFUSED" in line
+    assert "Correct its user, password or virtual host" in line
+    assert SECRET not in process.said()
+    assert "Traceback" not in process.said()
+
+
+def test_refused_login_of_the_inbox_names_the_setting_of_the_inbox(rabbitmq_server, running):
+    url = rabbitmq_server.start().url
+
+    with running("inbox_consume", url, BROKER_URL=url.replace("guest:guest", f"guest:{SECRET}")) as process:
+        process.until(lambda: errors(process))
+
+    assert 'The broker refuses INBOX["BROKER_URL"]' in errors(process)[0]
+
+
+@BOTH
+def test_missing_virtual_host_is_reported_until_it_is_created(rabbitmq_server, running, name):
+    vhost = f"late-{secrets.token_hex(4)}"
+    url = rabbitmq_server.start().url_of(vhost)
+    message = published(topic="worker.job", payload={})
+
+    with running(name, url) as process:
+        process.until(lambda: errors(process))
+        rabbitmq_server.create_vhost(vhost)
+        try:
+            process.until(lambda: "The broker is back" in process.said())
+            if name == "outbox_relay":
+                with running("inbox_consume", url):
+                    wait_until(lambda: state_of(message) == State.PUBLISHED)
+            process.terminate()
+            assert process.ends() == 0
+        finally:
+            rabbitmq_server.delete_vhost(vhost)
+
+    [line] = errors(process)
+    assert "NOT_ALLOWED" in line
+    assert 'OUTBOX["BROKER_URL"]' in line
+
+
+@BOTH
+def test_refused_password_of_redis_is_reported_with_the_setting(redis_url, running, name):
+    with running(name, redis_url.replace("redis://", f"redis://user:{SECRET}@")) as process:
+        process.until(lambda: errors(process))
+        process.terminate()
+        assert process.ends() == 0
+
+    [line] = errors(process)
+    assert 'The broker refuses OUTBOX["BROKER_URL"]' in line
+    assert SECRET not in process.said()
