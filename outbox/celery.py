@@ -17,15 +17,21 @@ A project's celery.py imports this before Django's models can be, so what needs 
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, timedelta
+from types import FrameType
 from typing import Any, ClassVar
 from weakref import WeakSet
 
 from celery import _state
 from celery.contrib.django.task import DjangoTask
+from django.db.backends.base.base import BaseDatabaseWrapper
+
+logger = logging.getLogger(__name__)
 
 LAYOUT_OPTIONS = frozenset(
     {
@@ -40,6 +46,8 @@ LAYOUT_OPTIONS = frozenset(
 )
 """Those of `broker_transport_options` that say under which names messages lie on a broker that is not RabbitMQ."""
 
+_RUNS_HOOKS = BaseDatabaseWrapper.run_and_clear_commit_hooks.__code__
+_warned: set[str] = set()
 _bound: WeakSet[Any] = WeakSet()
 _at_once: ContextVar[bool] = ContextVar("sent at once, whatever transaction is open", default=False)
 
@@ -76,7 +84,10 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
         from outbox.api import in_transaction  # noqa: PLC0415 - models are not ready when this module is imported
 
         app = self._get_app()
-        if app.conf.task_always_eager or _at_once.get() or not in_transaction(self.outbox_using):
+        at_once = app.conf.task_always_eager or _at_once.get()
+        if at_once or not in_transaction(self.outbox_using):
+            if not at_once:
+                _warn_of_commit_hook(self)
             return super().apply_async(args, kwargs, task_id, producer, link, link_error, shadow, **options)
 
         from outbox.task_messages import RowProducer  # noqa: PLC0415 - as above
@@ -115,6 +126,28 @@ def apps() -> list[Any]:
     """
     open_apps = list(_state._get_active_apps())  # noqa: SLF001 - Celery tells nobody else which apps are closed
     return [app for app in open_apps if app in _bound] or [app for app in open_apps if app is _state.default_app]
+
+
+def _warn_of_commit_hook(task: OutboxTask) -> None:
+    """Once for each task: this call could have committed with the transaction that has just ended."""
+    if task.name in _warned or not _is_in_a_commit_hook(task.outbox_using):
+        return
+    _warned.add(task.name)
+    logger.warning(
+        "The task %s is called in an on_commit hook of %r: it is lost if this process ends before that, or the broker is "
+        "unavailable. Call it inside the transaction, without on_commit: then it is stored with it.",
+        task.name,
+        task.outbox_using,
+    )
+
+
+def _is_in_a_commit_hook(alias: str) -> bool:
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - documented, and the only way to know the caller
+    while frame is not None:
+        if frame.f_code is _RUNS_HOOKS and frame.f_locals["self"].alias == alias:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager

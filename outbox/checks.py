@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import kombu
@@ -12,7 +14,9 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections
+from django.utils.module_loading import module_has_submodule
 
+from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
@@ -126,18 +130,20 @@ def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
 @register()
 def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """outbox.W004, W005: workers that would not find the tasks that go through the outbox."""
-    # An extra, and it says something only where it is used.
-    if "outbox.celery" not in sys.modules:
+    celery = _celery_in_use()
+    if celery is None:
         return []
     try:
         url = outbox_options().BROKER_URL
     except ImproperlyConfigured:
         return []
-    celery: Any = sys.modules["outbox.celery"]
     found: list[CheckMessage] = []
     for app in celery.apps():
-        with app.connection_for_write() as connection:
-            theirs = connection.alt or [connection.as_uri(include_password=True)]
+        try:
+            with app.connection_for_write() as connection:
+                theirs = connection.alt or [connection.as_uri(include_password=True)]
+        except Exception:  # noqa: BLE001, S112 - Celery reports what it cannot read itself, and this error may quote the password
+            continue
         if not set(map(_place, theirs)) & set(map(_place, url.split(";"))):
             found.append(
                 Warning(
@@ -159,6 +165,37 @@ def check_celery(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
                 )
             )
     return found
+
+
+@register()
+def check_commit_hooks(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
+    """outbox.W006: tasks that could commit with the transaction and are called after it."""
+    celery = _celery_in_use()
+    if celery is None:
+        return []
+    return [
+        Warning(
+            f"{call.path}, line {call.line}: the task {call.task.name} is called after the transaction's commit. The call is "
+            "lost if the process ends before it, or the broker is unavailable.",
+            hint="It is of the class OutboxTask: call it inside the transaction, without on_commit, and it commits with it.",
+            id="outbox.W006",
+        )
+        for call in hooked_calls(app_configs or apps.get_app_configs(), celery.OutboxTask)
+    ]
+
+
+def _celery_in_use() -> Any:
+    """The module `outbox.celery`, an extra, if this project uses it.
+
+    A project imports its Celery app with its settings, but its tasks only when they are first needed. So they are imported
+    here, as a worker does; what cannot be imported, a worker reports.
+    """
+    if "celery" in sys.modules:
+        for config in apps.get_app_configs():
+            if module_has_submodule(config.module, "tasks"):
+                with suppress(Exception):
+                    import_module(f"{config.name}.tasks")
+    return sys.modules.get("outbox.celery")
 
 
 def _place(url: str) -> tuple[object, ...]:

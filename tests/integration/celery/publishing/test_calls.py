@@ -4,6 +4,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from uuid import UUID
 
 import pytest
@@ -13,6 +14,7 @@ from django.db import transaction
 from django.urls import reverse
 from kombu.exceptions import EncodeError, OperationalError
 
+import outbox.celery
 from outbox import InvalidMessage, PayloadTooLarge, store
 from outbox.celery import OutboxTask
 from outbox.kernel.context import Cause, caused_by
@@ -133,6 +135,44 @@ class TestCall:
             add.delay_on_commit(1, 2)
 
         assert rows() == []
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda task: transaction.on_commit(lambda: task.delay(1, 2)),
+            lambda task: transaction.on_commit(partial(task.apply_async, [1, 2]), robust=True),
+            lambda task: task.delay_on_commit(1, 2),
+        ],
+        ids=["delay", "robust", "delay_on_commit"],
+    )
+    def test_call_in_an_on_commit_hook_is_warned_of_once_with_the_remedy(self, make, caplog, call, monkeypatch):
+        app = make("memory://")
+        monkeypatch.setattr(outbox.celery, "_warned", set())
+        for _ in range(2):
+            with transaction.atomic():
+                call(app.tasks["tests.add"])
+
+        [record] = [record for record in caplog.records if record.name == "outbox.celery"]
+        assert record.levelname == "WARNING"
+        assert "The task tests.add is called in an on_commit hook of 'default'" in record.getMessage()
+        assert "Call it inside the transaction, without on_commit" in record.getMessage()
+
+    def test_call_outside_of_a_hook_is_not_warned_of(self, make, caplog):
+        """Also in the hook of another database, and in a hook that begins a transaction of its own."""
+        add = make("memory://").tasks["tests.add"]
+
+        def in_its_own():
+            with transaction.atomic():
+                add.delay(1, 2)
+
+        add.delay(1, 2)
+        with transaction.atomic(using="other"):
+            transaction.on_commit(lambda: add.delay(1, 2), using="other")
+        with transaction.atomic():
+            transaction.on_commit(in_its_own)
+
+        assert len(rows()) == 1
+        assert not [record for record in caplog.records if record.name == "outbox.celery"]
 
     def test_call_with_a_connection_or_producer_does_not_use_them(self, app, add):
         with transaction.atomic(), app.connection_for_write() as connection, app.amqp.producer_pool.acquire() as producer:

@@ -1,0 +1,154 @@
+"""System checks of a project whose tasks go through the outbox, in a process of its own that needs no task."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+SETTINGS = """\
+SECRET_KEY = "x"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+INSTALLED_APPS = ["outbox", "shop"]
+DATABASES = {
+    "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:", "OPTIONS": {"transaction_mode": "IMMEDIATE"}}
+}
+OUTBOX = {"BROKER_URL": "amqp://user:secret@rabbit.example//"}
+CELERY_BROKER_URL = "BROKER"
+"""
+CELERY = """\
+from celery import Celery
+
+app = Celery("shopproject", set_as_current=True)
+app.config_from_object("django.conf:settings", namespace="CELERY")
+app.autodiscover_tasks()
+"""
+TASKS = """\
+from celery import shared_task
+
+from outbox.celery import OutboxTask
+
+
+@shared_task(base=OutboxTask)
+def send_receipt(order_id): ...
+
+
+@shared_task
+def count(): ...
+"""
+SAME_BROKER = "amqp://user:secret@rabbit.example//"
+
+
+class Project:
+    """With a Celery app that its settings' package imports, as Celery's manual says, and an app `shop` with tasks."""
+
+    def __init__(self, directory, broker=SAME_BROKER):
+        self._directory = directory
+        for name, text in {
+            "shopproject/__init__.py": "from .celery import app\n",
+            "shopproject/celery.py": CELERY,
+            "shopproject/settings.py": SETTINGS.replace('"BROKER"', repr(broker)),
+            "shop/__init__.py": "",
+            "shop/tasks.py": TASKS,
+        }.items():
+            self.write(name, text)
+
+    def write(self, name, text):
+        path = self._directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+
+    def check(self):
+        done = subprocess.run(
+            [sys.executable, "-m", "django", "check"],
+            cwd=self._directory,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(self._directory), str(ROOT)]),
+                "DJANGO_SETTINGS_MODULE": "shopproject.settings",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+
+@pytest.fixture
+def project(tmp_path):
+    return lambda **options: Project(tmp_path, **options)
+
+
+def test_different_brokers_raise_w004_although_the_project_has_imported_no_task(project):
+    said = project(broker="redis://:secret@localhost/0").check()
+
+    assert "outbox.W004" in said
+    assert "uses 'redis://***@localhost" in said
+    assert "secret" not in said
+
+
+def test_tasks_that_cannot_be_imported_do_not_break_the_check(project):
+    project = project()
+    project.write("shop/tasks.py", TASKS + "\nimport no_such_module\n")
+
+    assert "System check identified no issues" in project.check()
+
+
+HOOKS = """\
+from functools import partial
+
+from django.db import transaction
+from django.db.transaction import on_commit
+
+import shop.tasks
+from shop import tasks
+from shop.tasks import count, send_receipt as receipt
+
+from .tasks import send_receipt
+
+
+def place(order):
+    transaction.on_commit(lambda: send_receipt.delay(order))  # found
+    on_commit(partial(receipt.apply_async, [order]), using="default")  # found
+    transaction.on_commit(tasks.send_receipt.delay)  # found
+    transaction.on_commit(lambda: shop.tasks.send_receipt.apply_async([order]))  # found
+    send_receipt.delay_on_commit(order)  # found
+    transaction.on_commit(count.delay)
+    transaction.on_commit(lambda: unknown.delay(order))
+    transaction.on_commit(lambda: print(order))
+    transaction.on_commit(place)
+    send_receipt.delay(order)
+"""
+
+
+def test_calls_of_outbox_tasks_in_on_commit_hooks_raise_w006_for_each_line(project):
+    project = project()
+    project.write("shop/services.py", HOOKS)
+    project.write("shop/broken.py", "on_commit(")
+    project.write("shop/tests.py", HOOKS)
+    expected = {number for number, line in enumerate(HOOKS.splitlines(), 1) if "# found" in line}
+
+    said = project.check()
+
+    found = [line for line in said.splitlines() if "outbox.W006" in line]
+    assert {int(line.partition("services.py, line ")[2].partition(":")[0]) for line in found} == expected
+    assert len(found) == len(expected) == 5
+    assert all("the task shop.tasks.send_receipt is called after" in line for line in found)
+    assert "call it inside the transaction, without on_commit" in said
+
+
+def test_project_without_such_calls_passes_the_check(project):
+    project = project()
+    project.write(
+        "shop/services.py", "def place(order):\n    from shop.tasks import send_receipt\n    send_receipt.delay(order)\n"
+    )
+
+    assert "System check identified no issues" in project.check()
