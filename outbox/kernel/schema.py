@@ -7,6 +7,7 @@ applied migrations, because that can be ahead of them (`--fake`) or behind (SQL 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from importlib import import_module
@@ -19,14 +20,19 @@ from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connectio
 from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 
+from outbox.kernel.reminder import Reminder
+
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import Model
+
+logger = logging.getLogger(__name__)
 
 _MISSING = {"42P01", "42703"}
 """SQLSTATEs: no such table, no such column."""
 _MISSING_IN_SQLITE = ("no such table", "no such column")
 _MOST_NAMES = 3
+_reminder = Reminder()
 
 
 def require_schema(alias: str, *labels: str) -> None:
@@ -89,17 +95,29 @@ def _has(connection: BaseDatabaseWrapper, table: str, columns: Iterable[str]) ->
         with kept, connection.cursor() as cursor:
             cursor.execute(f"SELECT {asked} FROM {quote(table)} WHERE 1 = 0")  # noqa: S608 - names of models, quoted
     except DatabaseError as error:
-        if not _is_missing(error):
+        if not is_missing(error):
             raise
         return False
     return True
 
 
-def _is_missing(error: BaseException) -> bool:
+def is_missing(error: BaseException) -> bool:
     """Does the database say that it has no such table or column?"""
+    if not isinstance(error, DatabaseError):
+        return False
     if sqlstate := getattr(error.__cause__, "sqlstate", None):
         return sqlstate in _MISSING
     return str(error).startswith(_MISSING_IN_SQLITE)
+
+
+def report_missing(error: BaseException) -> None:
+    """For a process that meets it later, as in a deploy in the wrong order: once a minute, whichever of its loops it is."""
+    if _reminder.is_due():
+        logger.error(
+            "A database is not migrated for this version: %s. Run `python manage.py migrate` on it. It is tried again; no "
+            "message is lost and no attempt is counted.",
+            str(error).partition("\n")[0],
+        )
 
 
 def _unapplied(alias: str, label: str) -> list[str]:

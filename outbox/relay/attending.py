@@ -17,6 +17,7 @@ from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.loop import Bell, StopRequest
 from outbox.kernel.outage import Outage
+from outbox.kernel.schema import is_missing, report_missing
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,9 @@ class Attendant:
                 self._database.wait(error, stop)
             elif is_collision(error):
                 stop.wait(_AFTER_A_COLLISION_SECONDS)
+            elif is_missing(error):
+                report_missing(error)
+                stop.wait(self._database.enter())
             else:
                 raise
             return None

@@ -24,6 +24,7 @@ from outbox.kernel.masking import masked
 from outbox.kernel.outage import Outage
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.retry import Pause
+from outbox.kernel.schema import is_missing, report_missing
 from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Transport
 from outbox.models import SHARDS
 from outbox.relay.batch_size import BatchSize
@@ -151,6 +152,11 @@ class Relay:
                 self._stop.wait(_SHORTEST_REST_SECONDS)
             elif is_canceled(error) and self._size.now > 1:
                 self._size.overdue(error)
+            elif is_missing(error) and not drain:
+                self._heartbeat.waits_for("the database, which is not migrated")
+                self._heartbeat.beat()
+                report_missing(error)
+                self._stop.wait(self._database.enter())
             else:
                 if drain:
                     raise

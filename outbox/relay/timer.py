@@ -34,6 +34,7 @@ from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
+from outbox.kernel.schema import is_missing, report_missing
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
 from outbox.store import Place
 
@@ -104,6 +105,9 @@ class Timer:
                 self._database.wait(error, stop)
             elif is_collision(error):
                 stop.wait(_AFTER_A_COLLISION_SECONDS)
+            elif is_missing(error):
+                report_missing(error)
+                stop.wait(self._database.enter())
             else:
                 logger.exception("The timer failed in a way nobody foresaw; it begins anew.")
                 stop.wait(self._trouble.next_seconds())

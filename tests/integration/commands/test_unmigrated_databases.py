@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from datetime import timedelta
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -10,8 +11,8 @@ from django.db import connection
 from django.db.migrations.executor import MigrationExecutor
 from django.db.migrations.loader import MigrationLoader
 
-from outbox.models import State
-from tests.support.relaying import published, state_of
+from outbox.models import RelayHeartbeat, State
+from tests.support.relaying import published, row_of, state_of
 from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
@@ -136,3 +137,31 @@ class Nowhere:
 
     def allow_migrate(self, db, app_label, **hints):
         return False if app_label == "outbox" else None
+
+
+LATER = "A database is not migrated for this version: "
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("broker", ["local://", "amqp"])
+def test_schema_that_is_taken_from_a_running_relay_is_one_line_and_no_attempt(command, request, broker):
+    """Callbacks, checks, the timer and two lanes meet it, again and again; the message goes out when the schema is back."""
+    url = broker if broker == "local://" else request.getfixturevalue("rabbitmq_url")
+    with command("outbox_relay", OUTBOX={"BROKER_URL": url}) as relay:
+        relay.until(lambda: "Relaying" in relay.said() and RelayHeartbeat.objects.exclude(last_pass_at=None).exists())
+        taken = "inbox_inboxmessage" if broker == "local://" else "outbox_outboxmessage"
+        message = published(topic="worker.job", payload={}, delay=timedelta(seconds=1))
+        executed(f"ALTER TABLE {taken} RENAME TO hidden")
+        try:
+            relay.until(lambda: LATER in relay.said())
+            relay.until(lambda: RelayHeartbeat.objects.filter(waits_for="the database, which is not migrated").exists())
+        finally:
+            executed(f"ALTER TABLE hidden RENAME TO {taken}")
+        if broker == "local://":
+            relay.until(lambda: state_of(message) == State.PUBLISHED)
+        relay.terminate()
+        assert relay.ends() == 0
+
+    assert relay.said().count(LATER) == 1
+    assert row_of(message).attempts == (1 if broker == "local://" else 0)
+    assert broker == "local://" or "Traceback" not in relay.said(), "with local:// a runner of handlers is there, too"
