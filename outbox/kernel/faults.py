@@ -49,6 +49,13 @@ def is_canceled(error: BaseException) -> bool:
     return any(getattr(link, "sqlstate", None) == _CANCELED for link in _chain(error))
 
 
+def why_unavailable(error: BaseException, alias: str) -> str:
+    """What to log of an outage: the database's words, or what is wrong and what to do, where that is known."""
+    if any(getattr(link, "sqlstate", None) == _READ_ONLY for link in _chain(error)):
+        return f"it is a standby or read-only; point DATABASES[{alias!r}] at the primary, or make it writable"
+    return str(error)
+
+
 def _is_sqlite_busy(error: BaseException) -> bool:
     return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")) or (
         isinstance(error, OperationalError) and str(error).startswith(("database is locked", "database table is locked"))

@@ -18,7 +18,7 @@ from outbox.doorbell import ALERT_SECONDS
 from outbox.kernel.broker import REFUSAL_REMEDY
 from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_canceled, is_collision, is_lock_timeout, is_outage
+from outbox.kernel.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.masking import masked
 from outbox.kernel.outage import Outage
@@ -145,7 +145,7 @@ class Relay:
             if is_outage(error):
                 self._floors.forget()
                 self._heartbeat.waits_for("the database")
-                self._database.wait(error, self._stop)
+                self._database.wait(why_unavailable(error, self._alias), self._stop)
             elif is_collision(error):
                 if is_lock_timeout(error):
                     self._pass.contention.timed_out()

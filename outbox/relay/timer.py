@@ -30,7 +30,7 @@ from outbox import store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.faults import is_collision, is_outage, why_unavailable
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
@@ -102,7 +102,7 @@ class Timer:
             connections[self._alias].close()
             self._forget()
             if is_outage(error):
-                self._database.wait(error, stop)
+                self._database.wait(why_unavailable(error, self._alias), stop)
             elif is_collision(error):
                 stop.wait(_AFTER_A_COLLISION_SECONDS)
             elif is_missing(error):

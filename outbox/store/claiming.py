@@ -365,7 +365,11 @@ def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
 
 
 def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> frozenset[int]:
-    """The positions of those that are ready and that no other session has locked; they are locked from now on."""
+    """The positions of those that are ready and that no other session has locked; they are locked from now on.
+
+    Raises:
+        django.db.Error: the server is a standby or read-only (25006). So nothing is sent that could not be settled.
+    """
     positions = [row.position for row in rows]
     if not (positions and is_postgresql(connection)):
         return frozenset(positions)

@@ -11,7 +11,8 @@ import pwd
 import secrets
 import signal
 import subprocess
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -60,6 +61,14 @@ class PostgresServer(PrivateServer):
     def drop_database(self, name: str) -> None:
         self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
+    def standby(self) -> StandbyServer:
+        """Another server that follows this one, which must be running."""
+        return StandbyServer(self)
+
+    def written(self) -> str:
+        """The position up to which its log is written."""
+        return self._answer("SELECT pg_current_wal_lsn()")
+
     def _prepare(self) -> None:
         self._tools = self._reachable(binaries.postgres())
         self._data = self.directory / "data"
@@ -84,11 +93,45 @@ class PostgresServer(PrivateServer):
         with psycopg.connect(self.url_of("postgres"), autocommit=True, connect_timeout=5) as connection:
             connection.execute(statement)
 
+    def _answer(self, question: LiteralString, parameters: Sequence[str] = ()) -> str:
+        with psycopg.connect(self.url_of("postgres"), autocommit=True, connect_timeout=5) as connection:
+            row = connection.execute(question, parameters).fetchone()
+            assert row is not None
+            return str(row[0])
+
     def _reachable(self, tools: binaries.PostgresTools) -> binaries.PostgresTools:
         """PostgreSQL installed below root's home is closed to the user it has to run as: give that user a copy."""
         if self.account.can_reach(tools.directory / "postgres"):
             return tools
         return tools.moved_to(self.directory / "postgresql")
+
+
+class StandbyServer(PostgresServer):
+    """A hot standby of another server: it can be read, and takes no writes until it is promoted."""
+
+    name: ClassVar[str] = "PostgreSQL standby"
+
+    def __init__(self, primary: PostgresServer) -> None:
+        super().__init__()
+        self._primary = primary
+
+    def has_caught_up(self) -> bool:
+        """Whether it has applied what the primary had written before."""
+        return self._answer("SELECT pg_last_wal_replay_lsn() >= %s", [self._primary.written()]) == "True"
+
+    def promote(self) -> None:
+        """Make it a primary, as a failover does; its sessions stay."""
+        assert self._answer("SELECT pg_promote()") == "True"
+
+    def _prepare(self) -> None:
+        self._tools = self._reachable(binaries.postgres())
+        self._data = self.directory / "data"
+        source = ["--host", LOOPBACK, "--port", str(self._primary.port), "--username=postgres"]
+        command = [self._binary("pg_basebackup"), "--pgdata", str(self._data), "--write-recovery-conf", *source]
+        self._run([*command, "--checkpoint=fast", "--no-sync"])
+
+    def _answers(self) -> bool:
+        return self._answer("SELECT 1") == "1"
 
 
 def account() -> Account:
