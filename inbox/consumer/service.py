@@ -1,4 +1,4 @@
-"""A consumer as a process: signals, watchdog, the runner beside it, an orderly end."""
+"""A consumer: watchdog, the runner beside it, an orderly end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inbox.handlers import registry
 from inbox.runner import Runner
 from outbox.kernel.broker import scheme_of, why_unusable
 from outbox.kernel.databases import leave_pools
-from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
+from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _BEAT_SECONDS = 0.5
 
 
 def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequest | None = None) -> None:
-    """Receive from the broker and run what is stored until SIGTERM or SIGINT, or with `drain` until nothing is due.
+    """Receive from the broker and run what is stored until asked to stop, or with `drain` until nothing is due.
 
     With local:// there is nothing to receive; then this only runs what the relay handed over.
 
@@ -39,7 +39,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     if not is_local and (reason := why_unusable(options.broker_url)):
         raise ImproperlyConfigured(f"The inbox receives from {masked(options.broker_url)}, which cannot be used: {reason}.")
     stop = StopRequest() if stop is None else stop
-    watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
+    watchdog = Watchdog(limit=options.WATCHDOG)
     runner = Runner(options, stop)
     if not registry.all():
         logger.warning(
@@ -51,7 +51,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
         consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
     heartbeats = Heartbeats(consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran))
     aliases = {handler.using for handler in registry.all()}
-    with running_until_signalled(stop), watchdog.watching(), heartbeats.sending(aliases):
+    with watchdog.watching(), heartbeats.sending(aliases):
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())

@@ -1,9 +1,9 @@
 """The stoppable loop: asked to stop it finishes what is in hand; gone silent it is ended from outside.
 
 `StopRequest` is what every loop of ours waits on instead of sleeping; a `Bell` adds "or until there is work".
-`running_until_signalled` ties a stop request to SIGTERM and SIGINT for the life of a command. `Watchdog` is the guard against
-lies of the platform: a socket or a lock that never answers leaves a process that looks alive and does nothing, and only ending
-it gives its work to another.
+`running_until_signalled` ties a stop request to SIGTERM and SIGINT for the life of a command; `kernel.process` bounds the time
+that the stop takes. `Watchdog` is the guard against lies of the platform: a socket or a lock that never answers leaves a
+process that looks alive and does nothing, and only ending it gives its work to another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from outbox.kernel.clock import awake
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _PIPE_BYTES = 65_536
 
 EXIT_SILENT = 70
-"""Exit status of a process ended by its watchdog (EX_SOFTWARE of sysexits.h)."""
+"""Exit status of a process that could not end in an orderly way (EX_SOFTWARE of sysexits.h)."""
 
 
 class HasFileno(Protocol):
@@ -110,17 +110,15 @@ class Bell:
 
 
 class Watchdog:
-    """Ends the process when a loop has not called `beat` for `limit`, or when a stop takes longer than `grace`.
+    """Ends the process when a loop has not called `beat` for `limit`.
 
     Time in which the machine was suspended does not count, because no loop could call it then.
 
     Nothing is lost by that: whatever was in hand is an open transaction or an unacknowledged delivery.
     """
 
-    def __init__(self, stop: StopRequest, *, limit: timedelta, grace: timedelta) -> None:
-        self._stop = stop
+    def __init__(self, *, limit: timedelta) -> None:
         self._limit = limit.total_seconds()
-        self._grace = grace.total_seconds()
         self._beaten_at: dict[threading.Thread, float] = {}
         self._done = threading.Event()
 
@@ -143,7 +141,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """For work on the main thread that may rightly take long. A stop request is still bounded."""
+        """For work on this thread that may rightly take long. A stop request is still bounded (`kernel.process`)."""
         limit, self._limit = self._limit, float("inf")
         try:
             yield
@@ -152,22 +150,18 @@ class Watchdog:
             self._limit = limit
 
     def _watch(self) -> None:
-        stopping_since: float | None = None
-        while not self._done.wait(min(1.0, self._limit / 4, self._grace / 4)):
+        while not self._done.wait(min(1.0, self._limit / 4)):
             now = awake()
-            if self._stop and stopping_since is None:
-                stopping_since = now
-            if stopping_since is not None and now - stopping_since > self._grace:
-                self._end(f"asked to stop {self._grace:.0f} s ago and still not done")
             for thread, beaten_at in list(self._beaten_at.items()):
                 if thread.is_alive() and now - beaten_at > self._limit:
-                    self._end(f"the loop of {thread.name} has been silent for more than {self._limit:.0f} s")
+                    end_process(f"the loop of {thread.name} has been silent for more than {self._limit:.0f} s")
 
-    @staticmethod
-    def _end(reason: str) -> None:
-        logger.critical("Ending this process: %s. What it had in hand goes to the next one.", reason)
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2)
-        os._exit(EXIT_SILENT)
+
+def end_process(reason: str) -> NoReturn:
+    """Log the reason and the stacks of all threads, and end this process without waiting for any of them."""
+    logger.critical("Ending this process: %s. What it had in hand goes to the next one.", reason)
+    faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+    os._exit(EXIT_SILENT)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A relay as a process: signals, watchdog, two lanes, the timer, the doorbell, companions, an orderly end."""
+"""A relay: watchdog, two lanes, the timer, the doorbell, companions, an orderly end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from django.db import connections
 from outbox import store
 from outbox.conf import outbox_options
 from outbox.kernel.databases import leave_pools
-from outbox.kernel.loop import StopRequest, Watchdog, running_until_signalled
+from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.transport import Companion, Transport
@@ -34,15 +34,14 @@ _LANES = 2
 
 
 def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -> int:
-    """Relay the messages of `alias` until SIGTERM or SIGINT, or with `drain` until nothing is due; how many went out.
+    """Relay the messages of `alias` until asked to stop, or with `drain` until nothing is due; how many went out.
 
-    What is in hand is finished first. A handler or broker that does not come to an end within `SHUTDOWN_GRACE` is cut off;
-    its work is uncommitted and goes to the next process.
+    What is in hand is finished first.
     """
     leave_pools()
     options = outbox_options()
     stop = StopRequest() if stop is None else stop
-    watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
+    watchdog = Watchdog(limit=options.WATCHDOG)
     heartbeat = Heartbeat(alias)
     refusals = Reminder()
     transport = open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
@@ -66,7 +65,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     ]
     for lane in lanes:
         lane.siblings = [other for other in lanes if other is not lane]
-    with running_until_signalled(stop), watchdog.watching(), closing(heartbeat):
+    with watchdog.watching(), closing(heartbeat):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
         companions = [*transport.companions(), *callers(alias, options), *askers(alias, options)]
         if drain:

@@ -54,7 +54,7 @@ STEPS = {
     "settled, not committed": (f"after {SETTLE} 1 once {SEND}", True),
     "committed": (f"after outbox.relay.passes.Pass.run 1 once {SEND}", False),
 }
-LANES = ["MainThread", "lane_0"]
+LANES = ["main-loop", "lane_0"]
 
 
 @pytest.fixture

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
+from django.db import connection
 
+from outbox.kernel.loop import EXIT_SILENT
 from tests.support import ROOT
+from tests.support.crash.world import CONSUMER, RELAY
+from tests.support.servers import FaultProxy
 
 SIGNALLED_WHILE_WAITING = """
 import faulthandler, random, signal
@@ -81,6 +88,82 @@ def test_a_handler_that_outlasts_the_shutdown_grace_is_rolled_back_and_run_again
     assert consumer.ends() not in (0, -signal.SIGKILL), consumer.tail()
     assert world.inbox()["done"] == 0
     world.assert_nothing_went_wrong(world.drain())
+
+
+SESSIONS_THAT_POLL = {"relay": 3, "consumer": 1}
+"""Two lanes and the timer; one worker at a time."""
+
+
+@contextmanager
+def hanging_database(world, command):
+    """The server processes of a command's sessions stand still, and its loops wait for their answers."""
+    name = {"relay": RELAY, "consumer": CONSUMER}[command]
+    stopped = {}
+
+    def hangs():
+        for pid, port in backends(name).items():
+            stopped[pid] = port
+            os.kill(pid, signal.SIGSTOP)
+        return len(unanswered(stopped.values())) >= SESSIONS_THAT_POLL[command]
+
+    try:
+        world.wait_until(hangs, "it waits for the database")
+        yield
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def backends(name):
+    """The server processes of the sessions of this name, each with its client's port."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pid, client_port FROM pg_stat_activity WHERE application_name = %s", [name])
+        return dict(cursor.fetchall())
+
+
+def unanswered(client_ports):
+    """Those of these clients that have sent the server something that it has not read."""
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        local, remote, _, queues = line.split()[1:5]
+        if _port(local) == int(connection.settings_dict["PORT"]) and int(queues.partition(":")[2], 16):
+            found.add(_port(remote))
+    return found & set(client_ports)
+
+
+def _port(address):
+    return int(address.rpartition(":")[2], 16)
+
+
+@pytest.mark.parametrize("command", ["relay", "consumer"])
+def test_sigterm_ends_a_process_within_the_shutdown_grace_while_its_database_hangs(world, command):
+    options = {"SHUTDOWN_GRACE": 1, "WATCHDOG": 1000}
+    worker = getattr(world, command)(outbox=options, inbox=options)
+    with hanging_database(world, command):
+        worker.ask_to_end()
+
+        assert worker.ends() == EXIT_SILENT, worker.tail()
+    assert worker.has_said("asked to stop 1 s ago")
+
+
+def test_second_sigterm_ends_a_relay_at_once_while_its_database_hangs(world):
+    relay = world.relay(outbox={"SHUTDOWN_GRACE": 1000, "WATCHDOG": 1000})
+    with hanging_database(world, "relay"):
+        world.wait_until(lambda: relay.ask_to_end() or not relay.is_alive, "it has heard two of them")
+
+        assert relay.ends() == 128 + signal.SIGTERM
+
+
+def test_sigterm_ends_a_relay_within_the_shutdown_grace_whose_database_hangs_at_its_start(world):
+    with FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy:
+        proxy.freeze()
+        options = {"SHUTDOWN_GRACE": 1, "WATCHDOG": 1000}
+        relay = world.relay(database_url=proxy.through(world.environment["DATABASE_URL"]), outbox=options)
+        world.wait_until(lambda: relay.is_ready and proxy.connections, "it has asked the database something")
+        relay.ask_to_end()
+
+        assert relay.ends() == EXIT_SILENT, relay.tail()
 
 
 def test_a_signal_at_any_instruction_sets_the_stop_request():

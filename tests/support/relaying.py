@@ -141,16 +141,14 @@ def in_hand(limit=500, alias="default"):
 def relay_for(url, stop, *, alias="default", shards=range(SHARDS), timed=False, **options):
     options = quick(BROKER_URL=url, **options)
     transport = open_transport(url, alias=alias, exchange=EXCHANGE)
-    watchdog = Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE)
+    watchdog = Watchdog(limit=options.WATCHDOG)
     heartbeat = Heartbeat(alias)
     return Relay(alias, transport, options, stop=stop, watchdog=watchdog, heartbeat=heartbeat, shards=shards, timed=timed)
 
 
 def timer_for(relay, stop, *, alias="default", **options):
     options = quick(**options)
-    return Timer(
-        alias, options, watchdog=Watchdog(stop, limit=options.WATCHDOG, grace=options.SHUTDOWN_GRACE), ring=relay.bell.ring
-    )
+    return Timer(alias, options, watchdog=Watchdog(limit=options.WATCHDOG), ring=relay.bell.ring)
 
 
 def drained(url, *, alias="default", **options):

@@ -50,7 +50,7 @@ def broker_options(url, **changes):
 def consuming(handlers, options):
     """A consumer on a thread of this test; leaving asks it to end and waits until it has finished what is in hand."""
     stop = StopRequest()
-    watchdog = Watchdog(stop, limit=timedelta(hours=1), grace=timedelta(hours=1))
+    watchdog = Watchdog(limit=timedelta(hours=1))
     consumer = Consumer(handlers, options, stop=stop, watchdog=watchdog)
     failed = []
 

@@ -15,7 +15,7 @@ from textwrap import indent
 
 import psycopg.errors
 import pytest
-from django.db import DatabaseError, InterfaceError, InternalError, OperationalError
+from django.db import DatabaseError, InterfaceError, InternalError, OperationalError, connection
 
 from outbox.kernel import broker, console
 from outbox.kernel.clock import utcnow
@@ -24,6 +24,7 @@ from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.identity import new_message_id, process_name
 from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from outbox.kernel.outage import Outage
+from outbox.kernel.process import run_until_signalled
 from outbox.kernel.retry import Pause
 from outbox.kernel.text import describe
 
@@ -218,12 +219,12 @@ class TestWatchdog:
     """In a process of its own each time, because ending the process is what it does."""
 
     @staticmethod
-    def exit_status_of(body, *, limit, grace):
+    def exit_status_of(body, *, limit):
         program = (
             "import sys; from datetime import timedelta\n"
             "from outbox.kernel.loop import StopRequest, Watchdog\n"
             "from outbox.kernel import loop\n"
-            f"stop = StopRequest(); dog = Watchdog(stop, limit=timedelta(seconds={limit}), grace=timedelta(seconds={grace}))\n"
+            f"stop = StopRequest(); dog = Watchdog(limit=timedelta(seconds={limit}))\n"
             "now = [loop.awake()]\n"
             f"with dog.watching():\n{indent(body, '    ')}\n"
         )
@@ -231,27 +232,73 @@ class TestWatchdog:
         return done.returncode, done.stderr
 
     def test_a_silent_loop_ends_the_process_and_its_stack_is_printed(self):
-        status, shown = self.exit_status_of("StopRequest().wait(90)", limit=1, grace=60)
+        status, shown = self.exit_status_of("StopRequest().wait(90)", limit=1)
 
         assert status == EXIT_SILENT
         assert "silent" in shown
         assert "in wait" in shown
 
-    def test_a_process_that_does_not_stop_within_its_grace_is_ended(self):
-        status, shown = self.exit_status_of("stop.set()\nStopRequest().wait(90)", limit=60, grace=0.05)
-
-        assert status == EXIT_SILENT
-        assert "asked to stop" in shown
-
     def test_a_loop_that_sends_heartbeats_is_left_alone(self):
         body = f"{MANUAL_CLOCK}\nfor _ in range(30):\n    now[0] += 1; dog.beat(); stop.wait(0.05)"
 
-        assert self.exit_status_of(body, limit=2, grace=0.1)[0] == 0
+        assert self.exit_status_of(body, limit=2)[0] == 0
 
     def test_suspended_work_may_take_longer_than_the_limit(self):
         body = f"{MANUAL_CLOCK}\nwith dog.suspended():\n    now[0] += 90; stop.wait(1)"
 
-        assert self.exit_status_of(body, limit=0.1, grace=60)[0] == 0
+        assert self.exit_status_of(body, limit=0.1)[0] == 0
+
+
+class TestRunUntilSignalled:
+    def test_result_of_the_work_is_returned(self):
+        assert run_until_signalled(lambda stop: 17, grace=timedelta(seconds=1)) == 17
+
+    @pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+    def test_exception_of_the_work_is_raised(self, error):
+        def work(stop):
+            raise error("no")
+
+        with pytest.raises(error, match="no"):
+            run_until_signalled(work, grace=timedelta(seconds=1))
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    def test_signal_asks_the_work_to_stop_and_the_previous_handler_is_restored(self, number):
+        before = signal.getsignal(number)
+
+        def work(stop):
+            os.kill(os.getpid(), number)
+            return stop.wait(60)
+
+        assert run_until_signalled(work, grace=timedelta(seconds=60)) is True
+        assert signal.getsignal(number) is before
+
+    def test_work_runs_beside_the_main_thread(self):
+        thread = run_until_signalled(lambda stop: threading.current_thread(), grace=timedelta(seconds=1))
+
+        assert thread is not threading.main_thread()
+
+    @pytest.mark.every_database
+    @pytest.mark.django_db
+    def test_work_runs_on_the_calling_thread_inside_the_transaction_of_a_test(self):
+        assert connection.in_atomic_block
+
+        thread = run_until_signalled(lambda stop: threading.current_thread(), grace=timedelta(seconds=1))
+
+        assert thread is threading.current_thread()
+
+    def test_work_that_does_not_stop_within_the_grace_is_ended_with_its_stack(self):
+        program = (
+            "import os, signal, threading; from datetime import timedelta\n"
+            "from django.conf import settings; settings.configure()\n"
+            "from outbox.kernel.process import run_until_signalled\n"
+            "def sleeping(stop):\n    os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait()\n"
+            "run_until_signalled(sleeping, grace=timedelta(seconds=0.05))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
+
+        assert done.returncode == EXIT_SILENT
+        assert "asked to stop 0.05 s ago and still not done" in done.stderr
+        assert "in sleeping" in done.stderr
 
 
 SUSPENDING = (
@@ -276,7 +323,7 @@ class TestSuspendedMachine:
         program = (
             f"{SUSPENDING}from datetime import timedelta\n"
             "from outbox.kernel.loop import StopRequest, Watchdog\n"
-            "stop = StopRequest(); dog = Watchdog(stop, limit=timedelta(seconds=60), grace=timedelta(seconds=0.1))\n"
+            "stop = StopRequest(); dog = Watchdog(limit=timedelta(seconds=60))\n"
             "with dog.watching():\n"
             "    for _ in range(20):\n"
             "        dog.beat(); suspended[0] += 3600; stop.wait(0.05)\n"

@@ -1,10 +1,14 @@
+from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from inbox.conf import inbox_options
 from inbox.consumer.service import serve
 from inbox.handlers import registry
 from outbox.kernel.console import log_to_console
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.process import run_until_signalled
 from outbox.kernel.schema import require_schema
 
 
@@ -19,10 +23,16 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        for alias in {handler.using for handler in registry.all()}:
-            require_schema(alias, "inbox")
         log_to_console("inbox", options["verbosity"])
         log_to_console("outbox", options["verbosity"])
         if options["concurrency"] is not None and options["concurrency"] < 1:
             raise CommandError(f"--concurrency is {options['concurrency']}: it must be 1 or more.")
-        serve(drain=options["drain"], concurrency=options["concurrency"])
+        run_until_signalled(
+            partial(_consume, drain=options["drain"], concurrency=options["concurrency"]), grace=inbox_options().SHUTDOWN_GRACE
+        )
+
+
+def _consume(stop: StopRequest, *, drain: bool, concurrency: int | None) -> None:
+    for alias in {handler.using for handler in registry.all()}:
+        require_schema(alias, "inbox")
+    serve(drain=drain, concurrency=concurrency, stop=stop)

@@ -1,4 +1,5 @@
 import gc
+from functools import partial
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
@@ -7,6 +8,8 @@ from django.db import DEFAULT_DB_ALIAS
 from outbox.conf import LOCAL_BROKER, outbox_options
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.console import log_to_console
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.process import run_until_signalled
 from outbox.kernel.schema import require_schema
 from outbox.relay.service import serve
 
@@ -19,14 +22,18 @@ class Command(BaseCommand):
         parser.add_argument("--drain", action="store_true", help="end when nothing is due instead of waiting for more")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        require_schema(options["database"], *_apps_at_work())
         log_to_console("outbox", options["verbosity"])
         log_to_console("inbox", options["verbosity"])
-        # What is loaded by now stays for good. The collector need not walk through all of Django again and again, which
-        # costs a tenth of the relay's speed.
-        gc.collect()
-        gc.freeze()
-        serve(options["database"], drain=options["drain"])
+        run_until_signalled(partial(_relay, options["database"], drain=options["drain"]), grace=outbox_options().SHUTDOWN_GRACE)
+
+
+def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
+    require_schema(alias, *_apps_at_work())
+    # What is loaded by now stays for good. The collector need not walk through all of Django again and again, which costs a
+    # tenth of the relay's speed.
+    gc.collect()
+    gc.freeze()
+    serve(alias, drain=drain, stop=stop)
 
 
 def _apps_at_work() -> list[str]:

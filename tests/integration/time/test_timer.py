@@ -31,9 +31,8 @@ def _everything_leaves_a_trail(settings):
 
 
 def a_timer(*, ring=lambda: None, **options):
-    stop = StopRequest()
     options = quick(**options)
-    return Timer("default", options, watchdog=Watchdog(stop, limit=HOUR, grace=HOUR), ring=ring)
+    return Timer("default", options, watchdog=Watchdog(limit=HOUR), ring=ring)
 
 
 @contextmanager

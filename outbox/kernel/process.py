@@ -1,0 +1,70 @@
+"""A command as a process: the main thread waits for signals, another thread does the work.
+
+Python runs signal handlers on the main thread, between two bytecodes. A thread that waits in libpq for a database that does not
+answer comes to no bytecode, so on the main thread it would hear SIGTERM when the database answers, or never. Here the main
+thread waits for nothing but signals and the end of the work, and ends the process when a stop takes too long.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from math import inf
+from typing import Any, TypeVar
+
+from django.db import connections
+
+from outbox.kernel.clock import awake
+from outbox.kernel.loop import StopRequest, end_process, running_until_signalled
+
+Result = TypeVar("Result")
+
+THREAD_NAME = "main-loop"
+_LOOK_SECONDS = 0.2
+
+
+def run_until_signalled(work: Callable[[StopRequest], Result], *, grace: timedelta) -> Result:
+    """What `work` returned or raised. At SIGTERM or SIGINT its stop request is set, and it has `grace` to come to its end.
+
+    After that, and at once at a second signal, the process is ended. Nothing is lost by that: whatever was in hand is an open
+    transaction or an unacknowledged delivery.
+
+    Where another thread could not do the work, this one does: see `_is_private`. So does any but the main thread, where Python
+    delivers no signals.
+    """
+    stop = StopRequest()
+    is_main = threading.current_thread() is threading.main_thread()
+    with running_until_signalled(stop):
+        if not is_main or any(map(_is_private, connections.all(initialized_only=True))):
+            return work(stop)
+        return _run_on_a_thread(work, stop, grace.total_seconds())
+
+
+def _run_on_a_thread(work: Callable[[StopRequest], Result], stop: StopRequest, grace: float) -> Result:
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work(stop))
+        except BaseException as error:  # noqa: BLE001 - it is raised on the main thread
+            outcome.set_exception(error)
+        finally:
+            connections.close_all()
+
+    thread = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
+    thread.start()
+    ends_at = inf
+    while thread.is_alive():
+        thread.join(_LOOK_SECONDS)
+        if stop:
+            ends_at = min(ends_at, awake() + grace)
+        if awake() >= ends_at and thread.is_alive():
+            end_process(f"asked to stop {grace:g} s ago and still not done")
+    return outcome.result()
+
+
+def _is_private(connection: Any) -> bool:
+    """Does this thread see in it what no other thread would: an open transaction, as of a test, or SQLite in memory?"""
+    return bool(connection.in_atomic_block) or (connection.vendor == "sqlite" and bool(connection.is_in_memory_db()))
