@@ -34,10 +34,11 @@ class OutboxOptions:
         DELAY_LEVELS: what `delay_level` may be, by name or counted from 1: "30s", "2m", "1h", "7d". The default is RocketMQ's.
         WHEEL_TICK, WHEEL_SLOTS: the timing wheel's resolution and the size of its ring.
         CHECK_AFTER: how long a prepared message may go without a decision before its checker is asked.
-        CHECK_EVERY: rest between two questions about one prepared message.
+        CHECK_EVERY: rest between two questions about one prepared message; a checker that takes longer is reported.
         CHECK_LIMIT: real answers "unknown" after which a prepared message is stuck until a person has it resumed.
-        CHECK_THREADS: checkers that run at a time in one relay process.
-        CALLBACK_THREADS: callbacks that run at a time in one relay process.
+        CHECK_THREADS: checkers that run at a time in one relay process; one topic leaves one of them to the others.
+        CALLBACK_THREADS: callbacks that run at a time in one relay process; one callback leaves one of them to the others.
+        CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
         BATCH_SIZE: most messages in one pass of the relay.
         BATCH_DEADLINE: longest time one pass may wait for the broker.
         POLL_INTERVAL: longest rest of an idle relay; a busy one does not rest.
@@ -68,6 +69,7 @@ class OutboxOptions:
     CHECK_LIMIT: int = 15
     CHECK_THREADS: int = 4
     CALLBACK_THREADS: int = 4
+    CALLBACK_TIMEOUT: timedelta = timedelta(seconds=30)
     BATCH_SIZE: int = 500
     BATCH_DEADLINE: timedelta = timedelta(seconds=5)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)

@@ -1,107 +1,178 @@
 """Functions of the project that a relay process calls beside its own work: checkers and callbacks.
 
-They may be slow, hang or fail, and none of it may hold up a message. So they have threads of their own, a bounded number, and
-no more is claimed than these can begin at once: what is not claimed is free for another process.
+They may be slow, hang or fail, and none of it may hold up a message or another function. They have threads of their own, a
+bounded number, and no more calls are claimed than these threads can begin at once: what is not claimed is free for another
+process. Calls that share a fate are a *group*: the checks of a topic, the calls of a callback. No group takes the last thread.
+
+Python cannot stop a thread. A call that runs longer than its limit is reported with its stack, and another thread takes the
+place of its thread. It still counts for its group, so the threads that hang are a bounded number as well.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from math import inf
 from queue import SimpleQueue
+from typing import Protocol
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from outbox.kernel.clock import awake, monotonic
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.faults import is_collision, is_outage, why_unavailable
 from outbox.kernel.loop import Bell, StopRequest
 from outbox.kernel.outage import Outage
 from outbox.kernel.schema import is_missing, report_missing
+from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-_REST_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _AFTER_A_COLLISION_SECONDS = 0.01
+_REPORT_SECONDS = 60.0
+_SHARE_OF_THE_GRACE = 0.8
+"""How much of SHUTDOWN_GRACE the running calls get; the rest is for what the process does after them."""
 
-Job = Callable[[], object]
-"""A claimed call, and the writing down of what came of it."""
+
+class Call(Protocol):
+    """A claimed call. Its `str()` names it in the log."""
+
+    @property
+    def group(self) -> str:
+        """What shares its fate: the topic of a check, the name of a callback."""
+
+    def run(self) -> None:
+        """Call the function and store what came of it.
+
+        Raises:
+            django.db.Error: the database became unavailable, so nothing came of it.
+        """
+
+    def keep(self) -> None:
+        """It is still running: extend its claim, so that no other process begins it."""
+
+    def give_back(self) -> None:
+        """Nothing came of it: end its claim, so that it is due again."""
+
+
+@dataclass(eq=False)
+class _Running:
+    call: Call
+    since: float = field(default_factory=awake)
+    thread: int | None = None
+    kept_at: float = field(default_factory=monotonic)
+    reported_at: float | None = None
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.reported_at is not None
 
 
 class Attendant:
     """A companion of the relay that calls what is due.
 
     Args:
-        name: of its threads.
-        claim: take up to so many jobs that are due, so that no other process takes them meanwhile.
-        threads: how many are called at a time.
+        name: of its threads, and in the log.
+        alias: the database of the outbox.
+        claim: take up to so many calls that are due, none of these groups, so that no other process takes them meanwhile.
+        threads: how many calls run at a time, not counting those beyond their limit.
+        limit: after so long a running call is reported.
+        grace: longest time between a stop request and the end of the process.
     """
 
-    def __init__(self, name: str, claim: Callable[[int], Sequence[Job]], *, threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        alias: str,
+        claim: Callable[[int, Collection[str]], Sequence[Call]],
+        *,
+        threads: int,
+        limit: timedelta,
+        grace: timedelta,
+    ) -> None:
         self._name = name
+        self._alias = alias
         self._claim = claim
         self._most = threads
-        self._busy = 0
-        self._counting = threading.Lock()
+        self._each = max(threads - 1, 1)
+        self._limit = limit.total_seconds()
+        self._kept_seconds = self._limit / 4
+        self._grace = grace.total_seconds()
+        self._changing = threading.Lock()
+        self._running: list[_Running] = []
+        self._interrupted: list[Call] = []
+        self._outage_reported_at = -inf
+        self._threads: list[threading.Thread] = []
+        self._numbers = count()
         self._freed = Bell()
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Running | None] = SimpleQueue()
         self._database = Outage("the database")
 
     def run(self, stop: StopRequest) -> None:
-        threads = [threading.Thread(target=self._work, name=f"{self._name}-{number}") for number in range(self._most)]
-        for thread in threads:
-            thread.start()
+        for _ in range(self._most):
+            self._start_thread()
         try:
-            while not stop:
-                if not self._hand_out(stop):
-                    self._freed.wait(_REST_SECONDS, stop)
+            with self._reporting():
+                while not stop:
+                    if not self._hand_out(stop):
+                        self._freed.wait(min(_POLL_SECONDS, self._kept_seconds), stop)
+                self._end_threads()
         finally:
-            for _ in threads:
-                self._jobs.put(None)
-            for thread in threads:
-                thread.join()
             connections.close_all()
 
     def drain(self, stop: StopRequest) -> int:
         """Call everything that is due, one after the other; how much that was. An absent database is waited for."""
         done = 0
-        while not stop:
-            jobs = self._due(self._most, stop)
-            if jobs is None:
-                continue
-            if not jobs:
-                break
-            for job in jobs:
-                _call(job)
-            done += len(jobs)
+        with self._reporting():
+            while not stop:
+                calls = self._due(stop)
+                if calls is None:
+                    continue
+                if not calls:
+                    break
+                for running in self._begin(calls):
+                    self._run(running)
+                done += len(calls)
         return done
 
     def _hand_out(self, stop: StopRequest) -> int:
         """Give the threads that are free something to do; how much."""
-        free = self._most - self._busy
-        if not free:
-            return 0
         try:
-            jobs = self._due(free, stop) or ()
+            calls = self._due(stop) or ()
         except Exception:
-            logger.exception("What is due could not be claimed, for a reason that nobody foresaw; it stays due.")
+            logger.exception("Unexpected error in %s: what is due could not be claimed; it stays due.", self._name)
             connections.close_all()
             return 0
-        with self._counting:
-            self._busy += len(jobs)
-        for job in jobs:
-            self._jobs.put(job)
-        return len(jobs)
+        for running in self._begin(calls):
+            self._queue.put(running)
+        return len(calls)
 
-    def _due(self, most: int, stop: StopRequest) -> Sequence[Job] | None:
-        """Claim up to so many; None when the database was away, or somebody in the way."""
+    def _due(self, stop: StopRequest) -> Sequence[Call] | None:
+        """Claim what there is room for; None when the database was unavailable, or another transaction in the way.
+
+        What runs is kept first, so it is not claimed a second time.
+        """
+        room, full = self._room()
         try:
             drop_unusable_connections()
-            jobs = self._claim(most)
+            self._keep_claims()
+            self._give_back_interrupted()
+            if not room:
+                return ()
+            calls = self._claim(room, full)
         except (DatabaseError, InterfaceError) as error:
             if is_outage(error):
                 connections.close_all()
-                self._database.wait(error, stop)
+                self._database.wait(why_unavailable(error, self._alias), stop)
             elif is_collision(error):
                 stop.wait(_AFTER_A_COLLISION_SECONDS)
             elif is_missing(error):
@@ -111,23 +182,133 @@ class Attendant:
                 raise
             return None
         self._database.over()
-        return jobs
+        return calls
+
+    def _room(self) -> tuple[int, set[str]]:
+        """How many calls may begin, whatever groups they are of, and which groups have as many as they may."""
+        with self._changing:
+            free = self._most - sum(not running.is_overdue for running in self._running)
+            counted = Counter(running.call.group for running in self._running)
+        full = {group for group, number in counted.items() if number >= self._each}
+        most_of_one = max((number for group, number in counted.items() if group not in full), default=0)
+        return min(free, self._each - most_of_one), full
+
+    def _keep_claims(self) -> None:
+        now = monotonic()
+        for running in list(self._running):
+            if now - running.kept_at >= self._kept_seconds:
+                running.kept_at = now
+                running.call.keep()
+
+    def _give_back_interrupted(self) -> None:
+        while self._interrupted:
+            self._interrupted[0].give_back()
+            del self._interrupted[0]
+
+    def _begin(self, calls: Sequence[Call]) -> list[_Running]:
+        begun = [_Running(call) for call in calls]
+        with self._changing:
+            self._running += begun
+        return begun
+
+    def _run(self, running: _Running) -> None:
+        running.thread, running.since = threading.get_ident(), awake()
+        try:
+            drop_unusable_connections()
+            running.call.run()
+        except BaseException as error:
+            if is_outage(error):
+                self._report_outage(running.call, error)
+                self._interrupted.append(running.call)
+            else:
+                logger.exception(
+                    "Unexpected error in %s: what came of %s was not stored; it is called again.", self._name, running.call
+                )
+        finally:
+            with self._changing:
+                self._running.remove(running)
+            self._freed.ring()
+
+    def _report_outage(self, call: Call, error: BaseException) -> None:
+        level = logging.DEBUG
+        with self._changing:
+            if (now := monotonic()) - self._outage_reported_at >= _REPORT_SECONDS:
+                level, self._outage_reported_at = logging.WARNING, now
+        logger.log(
+            level,
+            "%s: a database became unavailable during %s, which is called again: %s.",
+            self._name,
+            call,
+            describe(error),
+        )
 
     def _work(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
-                _call(job)
-                with self._counting:
-                    self._busy -= 1
-                self._freed.ring()
+            while (running := self._queue.get()) is not None:
+                self._run(running)
+                if running.is_overdue:
+                    break  # another thread has taken the place of this one
         finally:
             connections.close_all()
 
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{next(self._numbers)}", daemon=True)
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        thread.start()
 
-def _call(job: Job) -> None:
-    try:
-        drop_unusable_connections()
-        job()
-    except BaseException:
-        # What came of it could not be written down, or it tried to end the process: it is called again.
-        logger.exception("A call beside the relay failed; it is repeated.")
+    def _end_threads(self) -> None:
+        """Let them end what they run, for most of the grace. What runs still longer, or hangs, ends with the process."""
+        for _ in range(self._most):
+            self._queue.put(None)
+        ends_at = awake() + _SHARE_OF_THE_GRACE * self._grace
+        hanging = {running.thread for running in self._running if running.is_overdue}
+        for thread in self._threads:
+            if thread.ident not in hanging:
+                thread.join(max(ends_at - awake(), 0.0))
+        for running in list(self._running):
+            logger.error(
+                "%s: the process ends while %s is running, since %.0f s. Nothing comes of it, and it is called again.",
+                self._name,
+                running.call,
+                awake() - running.since,
+            )
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """During the block a thread looks for calls beyond their limit. It needs no database, because that may hang as well."""
+        done = threading.Event()
+
+        def look() -> None:
+            while not done.wait(min(self._limit / 4, 1.0)):
+                self._report_overdue(awake())
+
+        thread = threading.Thread(target=look, name=f"{self._name}-reports", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _report_overdue(self, now: float) -> None:
+        for running in list(self._running):
+            if now - running.since < self._limit or now - (running.reported_at or -inf) < _REPORT_SECONDS:
+                continue
+            with self._changing:
+                if running not in self._running:
+                    continue
+                if not running.is_overdue and self._threads:
+                    self._start_thread()
+                running.reported_at = now
+            self._freed.ring()
+            frame = sys._current_frames().get(running.thread or 0)  # noqa: SLF001 - documented, and the only way to a thread's stack
+            logger.error(
+                "%s: %s has been running for %.0f s. Others go on beside it, of %s up to %d at a time in this process. Give "
+                "what it waits for a timeout, and restart this process. It is here:\n%s",
+                self._name,
+                running.call,
+                now - running.since,
+                running.call.group,
+                self._each,
+                "".join(traceback.format_stack(frame)) if frame else "(it has just returned)",
+            )

@@ -1,27 +1,28 @@
 """Checks of prepared messages, beside the relay: claim those that are due, ask their checkers, decide by the answers.
 
-A checker is called between two transactions, never inside one. Whoever claims a check puts the next one off, so that a process
-that dies, or a checker that hangs, is followed by another question and nothing else. What the answer decides is decided by the
-state that the message is in then (`store.preparing`).
+A checker is called between two transactions, never inside one. Whoever claims a check puts the next one off, again and again
+while the checker runs, so a process that dies is followed by another question, and a checker that hangs by none. What the
+answer decides is decided by the state that the message is in then (`store.preparing`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 
 from django.db import transaction
 
 from outbox import doorbell, signals, store
 from outbox.checkers import Answer, HalfMessage, checkers
 from outbox.conf import OutboxOptions
-from outbox.kernel.clock import monotonic
+from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.text import describe
 from outbox.models import OutboxMessage, State
-from outbox.relay.attending import Attendant, Job
+from outbox.relay.attending import Attendant
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,16 @@ def askers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
     """What asks the checkers of this process; nothing, when it has none."""
     if not checkers.topics():
         return ()
-    return (Attendant("checks", Checks(alias, options).claim, threads=options.CHECK_THREADS),)
+    return (
+        Attendant(
+            "checks",
+            alias,
+            Checks(alias, options).claim,
+            threads=options.CHECK_THREADS,
+            limit=options.CHECK_EVERY,
+            grace=options.SHUTDOWN_GRACE,
+        ),
+    )
 
 
 class Checks:
@@ -41,12 +51,13 @@ class Checks:
         self._options = options
         self._look_round_at = 0.0
 
-    def claim(self, most: int) -> list[Job]:
-        """Up to `most` questions, which no other process asks meanwhile."""
+    def claim(self, most: int, without: Collection[str]) -> list[_Check]:
+        """Up to `most` questions, none of the topics `without`, which no other process asks meanwhile."""
         if monotonic() >= self._look_round_at:
             self._look_round()
-        due = store.claim_checks(self._alias, checkers.topics(), most, self._options.CHECK_EVERY)
-        return [partial(self._ask, row) for row in due]
+        topics = [topic for topic in checkers.topics() if topic not in without]
+        due = store.claim_checks(self._alias, topics, most, self._options.CHECK_EVERY)
+        return [_Check(self._alias, self._options, row, utcnow()) for row in due]
 
     def _look_round(self) -> None:
         """Tell of those that nobody asks about, as after a deployment that has lost a checker."""
@@ -62,8 +73,32 @@ class Checks:
                 topic,
             )
 
-    def _ask(self, row: OutboxMessage) -> None:
-        message = _half(row)
+
+@dataclass(frozen=True)
+class _Check:
+    """A claimed question about one message, as the attendant handles it."""
+
+    alias: str
+    options: OutboxOptions
+    row: OutboxMessage
+    asked_at: datetime
+
+    def __str__(self) -> str:
+        return f"the checker of {_named(_half(self.row))}"
+
+    @property
+    def group(self) -> str:
+        return self.row.topic
+
+    def keep(self) -> None:
+        said = f"no answer yet: its checker was asked at {self.asked_at:%Y-%m-%d %H:%M:%S} UTC and has not returned"
+        store.keep_check(self.alias, self.row.pk, self.options.CHECK_EVERY, said)
+
+    def give_back(self) -> None:
+        store.ask_at_once(self.alias, self.row.pk)
+
+    def run(self) -> None:
+        message = _half(self.row)
         try:
             answer = checkers.ask(message)
         except BaseException as error:
@@ -72,21 +107,22 @@ class Checks:
                 "The checker gave no answer about %s and is asked again: %s.", _named(message), describe(error), exc_info=True
             )
             drop_unusable_connections()
-            store.note_no_answer(self._alias, row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
+            store.note_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
             return
         drop_unusable_connections()
         if answer is Answer.UNKNOWN:
-            self._count(row.pk, message)
+            self._count(message)
         else:
-            self._decide(row.pk, message, answer)
+            self._decide(message, answer)
 
-    def _decide(self, position: int, message: HalfMessage, answer: Answer) -> None:
+    def _decide(self, message: HalfMessage, answer: Answer) -> None:
+        position = self.row.pk
         decide = store.commit_prepared if answer is Answer.COMMIT else store.roll_back_prepared
-        with transaction.atomic(using=self._alias):
-            decided = decide(self._alias, position, reason=f"its checker answered {answer}")
+        with transaction.atomic(using=self.alias):
+            decided = decide(self.alias, position, reason=f"its checker answered {answer}")
             if decided and answer is Answer.COMMIT:
-                doorbell.ring_after_commit(self._alias)
-        state = store.states_of(self._alias, [position]).get(position, "")
+                doorbell.ring_after_commit(self.alias)
+        state = store.states_of(self.alias, [position]).get(position, "")
         if decided:
             logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)
         elif (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):
@@ -97,10 +133,10 @@ class Checks:
                 state or "gone",
             )
 
-    def _count(self, position: int, message: HalfMessage) -> None:
-        limit = self._options.CHECK_LIMIT
+    def _count(self, message: HalfMessage) -> None:
+        limit = self.options.CHECK_LIMIT
         said = f"its checker answered unknown, {message.checks + 1} of {limit} times"
-        state = store.count_unknown(self._alias, position, message.checks, limit, said)
+        state = store.count_unknown(self.alias, self.row.pk, message.checks, limit, said)
         if state == State.STUCK:
             logger.error(
                 "The prepared %s is stuck: %s. Find out what happened, then run outbox_resume, or decide in the admin.",

@@ -1,13 +1,14 @@
 """Callbacks that are still to be called: a row each, from the transaction that settled the message until it has returned.
 
 To call one is two transactions. The first claims it until the end of a lease, so that nobody else begins it and that it is due
-again should its process die. The second deletes it and runs the callback; the number of its call is the fencing token.
+again should its process die. The second deletes it and runs the callback; the number of its call is the fencing token. The
+second is bounded in the database, because nothing else ends a callback that hangs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -18,16 +19,18 @@ from django.db.models import Count, F, Min, Q
 from outbox.callbacks import Event, SettledMessage, registry
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.envelope import REPLAY_HEADER
+from outbox.kernel.faults import is_outage
 from outbox.kernel.text import ERROR_LENGTH, describe, printable
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.store.dialect import TABLE, any_of, now
+from outbox.store.dialect import TABLE, any_of, is_postgresql, now
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models import QuerySet
 
 _PENDING = PendingCallback._meta.db_table
+_AFTER_AN_OUTAGE = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +90,13 @@ def note_calls(connection: BaseDatabaseWrapper, positions: Sequence[int]) -> Non
         )
 
 
-def claim_calls(alias: str, limit: int, lease: timedelta) -> list[DueCall]:
+def claim_calls(alias: str, limit: int, lease: timedelta, *, without: Collection[str] = ()) -> list[DueCall]:
     """Take up to `limit` due callbacks of names that this process knows; nobody else begins them before `lease` is over.
 
-    Others stay for a process that knows them: in a deploy, the new one.
+    Others stay for a process that knows them: in a deploy, the new one. So do those of the names in `without`.
     """
-    due = _rows(alias).filter(callback__in=registry.names, available_at__lte=DatabaseTime()).order_by("available_at", "pk")
+    names = [name for name in registry.names if name not in without]
+    due = _rows(alias).filter(callback__in=names, available_at__lte=DatabaseTime()).order_by("available_at", "pk")
     # An idle relay must not take SQLite's write lock.
     if not due.exists():
         return []
@@ -106,6 +110,18 @@ def claim_calls(alias: str, limit: int, lease: timedelta) -> list[DueCall]:
             attempts=F("attempts") + 1, available_at=DatabaseTime(lease)
         )
     return claimed
+
+
+def bound_call(alias: str, longest: timedelta) -> None:
+    """Let the server end the open transaction of a callback that waits for something else, or for one statement, this long."""
+    # Inside the transaction of a test it would outlive the call.
+    if not is_postgresql(connections[alias]) or len(connections[alias].atomic_blocks) > 1:
+        return
+    milliseconds = int(longest.total_seconds() * 1000)
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; SET LOCAL statement_timeout = {milliseconds}"
+        )
 
 
 def begin_call(call: DueCall) -> SettledMessage:
@@ -131,10 +147,13 @@ def finish_call(call: DueCall) -> None:
 
     Raises:
         CallLost: it was rolled back, or cannot commit.
+        django.db.Error: the database became unavailable, or ended the transaction.
     """
     try:
         intact = not connections[call.alias].closed_in_transaction and not _rows(call.alias).filter(pk=call.pending).exists()
     except DatabaseError as error:
+        if is_outage(error):
+            raise
         raise CallLost(
             f"it returned, but its transaction cannot commit, as after a swallowed error: {describe(error)}"
         ) from error
@@ -148,6 +167,26 @@ def put_off_call(call: DueCall, error: str, rest: timedelta) -> bool:
         _rows(call.alias)
         .filter(pk=call.pending, attempts=call.number)
         .update(available_at=DatabaseTime(rest), last_error=printable(error, ERROR_LENGTH))
+    )
+
+
+def keep_call(call: DueCall, lease: timedelta, said: str) -> None:
+    """It is still running: nobody else begins it before another `lease` is over.
+
+    While its transaction is open the row is locked by that, and claims pass over it anyway. On SQLite nobody else writes then.
+    """
+    if not is_postgresql(connections[call.alias]):
+        return
+    ours = _rows(call.alias).filter(pk=call.pending, attempts=call.number)
+    with transaction.atomic(using=call.alias, durable=True):
+        if ours.select_for_update(skip_locked=True).first() is not None:
+            ours.update(available_at=DatabaseTime(lease), last_error=printable(said, ERROR_LENGTH))
+
+
+def give_back_call(call: DueCall) -> None:
+    """The database became unavailable during the call: it does not count, and is due again."""
+    _rows(call.alias).filter(pk=call.pending, attempts=call.number).update(
+        attempts=F("attempts") - 1, available_at=DatabaseTime(_AFTER_AN_OUTAGE)
     )
 
 

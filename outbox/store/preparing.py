@@ -89,6 +89,13 @@ def claim_checks(alias: str, topics: Collection[str], limit: int, every: timedel
     return found
 
 
+def keep_check(alias: str, position: int, every: timedelta, said: str) -> bool:
+    """Its checker still runs: its next check comes after `every` from now. False: it was decided about meanwhile."""
+    return bool(
+        _prepared(alias).filter(pk=position).update(available_at=DatabaseTime(every), last_error=printable(said, ERROR_LENGTH))
+    )
+
+
 def topics_unchecked(alias: str, topics: Collection[str]) -> list[str]:
     """Of which topics other than these there are messages that nobody has decided about."""
     others = OutboxMessage.objects.using(alias).filter(state__in=UNDECIDED).exclude(topic__in=topics)

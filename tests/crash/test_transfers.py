@@ -92,7 +92,7 @@ def test_a_checker_that_asks_too_early_gets_the_right_answer(bank):
         bank.wait_until(lambda teller=teller: teller.is_stopped, "the teller stands still")
 
     bank.listening()
-    bank.relay(outbox={**OFTEN, "CHECK_THREADS": 2})
+    bank.relay(outbox={**OFTEN, "CHECK_THREADS": 3})
     bank.wait_until(lambda: became("too late") == State.ROLLED_BACK, "the checker has written its tombstone")
     bank.wait_until(a_transaction_waits_for_another, "the checker waits for the debit")
     assert became("in time") == State.PREPARED

@@ -1,0 +1,211 @@
+"""Checkers and callbacks that hang: each is reported once and holds up nothing but its own."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import timedelta
+
+import pytest
+from django.db import connection
+
+from outbox import Answer, checker, prepare
+from outbox.checkers import checkers
+from outbox.models import PendingCallback, State
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.stalling import CHECKED, CHECKED_IN_VAIN, HANGING, QUICK, WAITING
+from tests.support.relaying import published, row_of, state_of
+from tests.support.waiting import wait_until
+from tests.support.workers import Process
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+RELAY = "outbox_relay"
+A_LONG_TIME = 100
+"""In seconds: longer than any of these tests."""
+
+
+@pytest.fixture(autouse=True)
+def _topics_with_a_checker(settings):
+    """`prepare` asks for one in its own process; it is asked in the relay's, and at once."""
+    settings.OUTBOX = {"CHECK_AFTER": timedelta(milliseconds=1)}
+    topics = (CHECKED, CHECKED_IN_VAIN)
+    for topic in topics:
+        checker(topic)(lambda message: Answer.UNKNOWN)
+    yield
+    for topic in topics:
+        checkers.remove(topic)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    """While this file is there, callbacks of WAITING do not return."""
+    place = tmp_path / "gate"
+    place.touch()
+    return place
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """How often a function was begun for which biz-id."""
+
+    def counted():
+        place = tmp_path / "runs"
+        return Counter(place.read_text().splitlines()) if place.exists() else Counter()
+
+    return counted
+
+
+@pytest.fixture
+def relay(process_environment, peer, tmp_path):
+    """Start `outbox_relay` with these options; spans are in seconds."""
+    environment = {
+        **process_environment,
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.stalling.settings",
+        "BROKER_URL": peer.url,
+        "PGAPPNAME": RELAY,
+        "RUNS": str(tmp_path / "runs"),
+        "GATE": str(tmp_path / "gate"),
+    }
+
+    def start(name="relay", **options):
+        return Process({**environment, "OUTBOX": json.dumps(options)}, tmp_path / f"{name}.log", RELAY)
+
+    return start
+
+
+def sessions_of_the_relay(state):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pid FROM pg_stat_activity WHERE application_name = %s AND state = %s", [RELAY, state])
+        return [pid for (pid,) in cursor.fetchall()]
+
+
+def effects():
+    return list(Effect.objects.values_list("name", "detail"))
+
+
+def wait_until_claimed_anew(half, times):
+    """Its next check was put off so many times."""
+    seen = set()
+    wait_until(lambda: seen.add(row_of(half).available_at) or len(seen) > times)
+
+
+HANGING_CHECKS = {"CHECK_EVERY": 0.4, "SHUTDOWN_GRACE": A_LONG_TIME}
+
+
+@pytest.mark.every_database
+def test_checker_that_hangs_for_one_message_is_reported_with_its_stack_and_holds_up_no_other_message(relay, begun):
+    hanging = prepare(CHECKED_IN_VAIN, {}, biz_id="hanging")
+    with relay(**HANGING_CHECKS) as process:
+        process.until(lambda: ", in asks_a_service_that_never_answers" in process.said())
+        others = [prepare(topic, {"is_answered": True}) for topic in (CHECKED, CHECKED_IN_VAIN, CHECKED_IN_VAIN)]
+        process.until(lambda: {state_of(half) for half in others} == {State.PUBLISHED})
+        wait_until_claimed_anew(hanging, 4)
+
+        assert state_of(hanging) == State.PREPARED
+        assert begun() == {"hanging": 1}, "it was asked about again while it hangs"
+        assert f"the checker of message {hanging.id} ({CHECKED_IN_VAIN}, biz-id hanging) has been running" in process.said()
+        assert process.said().count("has been running") == 1
+        assert "has not returned" in row_of(hanging).last_error
+        process.terminate()
+        assert process.ends() == 0
+
+
+@pytest.mark.every_database
+@pytest.mark.parametrize(("threads", "taken"), [(1, 1), (2, 1), (4, 3)])
+def test_checker_that_hangs_for_every_message_leaves_a_thread_to_other_topics(relay, begun, threads, taken):
+    in_vain = [prepare(CHECKED_IN_VAIN, {}, biz_id=f"in vain {n}") for n in range(6)]
+    with relay(CHECK_THREADS=threads, **HANGING_CHECKS) as process:
+        process.until(lambda: process.said().count("has been running") == taken)
+        other = prepare(CHECKED, {})
+        process.until(lambda: state_of(other) == State.PUBLISHED)
+
+        assert {state_of(half) for half in in_vain} == {State.PREPARED}
+        assert begun().total() == taken
+        process.terminate()
+        assert process.ends() == 0
+
+
+@pytest.mark.proof
+def test_message_whose_checker_hangs_is_checked_by_no_other_relay(relay, begun):
+    first = prepare(CHECKED_IN_VAIN, {}, biz_id="first")
+    with relay(CHECK_EVERY=4) as process:
+        process.until(lambda: begun()["first"])
+        with relay("another", CHECK_EVERY=4) as another:
+            other = prepare(CHECKED, {})
+            another.until(lambda: state_of(other) == State.PUBLISHED)
+            wait_until_claimed_anew(first, 5)
+
+            assert begun() == {"first": 1}
+
+
+def test_hanging_callback_is_reported_with_its_stack_and_holds_up_no_other_callback(relay, begun):
+    with relay(CALLBACK_TIMEOUT=0.5, CALLBACK_THREADS=2, SHUTDOWN_GRACE=A_LONG_TIME) as process:
+        for n in range(5):
+            published(HANGING, biz_id=f"hanging {n}")
+        process.until(begun)
+        published(QUICK, biz_id="quick")
+
+        process.until(lambda: effects() == [("quick", "1")])
+        process.until(lambda: ", in calls_a_service_that_never_answers" in process.said())
+        process.until(lambda: not sessions_of_the_relay("idle in transaction"))
+        assert begun().total() == 1
+        process.terminate()
+        assert process.ends() == 0
+    assert PendingCallback.objects.count() == 5
+
+
+def test_database_ends_the_transaction_of_a_callback_that_takes_too_long_and_it_is_called_again(relay, gate, begun):
+    with relay(CALLBACK_TIMEOUT=0.5, CALLBACK_THREADS=1) as process:
+        published(WAITING, biz_id="waiting")
+        process.until(lambda: begun()["waiting"])
+        process.until(lambda: not sessions_of_the_relay("idle in transaction"))
+        process.until(lambda: "has not returned" in PendingCallback.objects.get().last_error)
+        assert effects() == []
+
+        gate.unlink()
+        process.until(lambda: effects() == [("waiting", "2")])
+        assert "CALLBACK_TIMEOUT is 0.5 s" in process.said()
+        assert not PendingCallback.objects.exists()
+
+
+def test_database_outage_is_no_failed_attempt_of_a_callback(relay, gate, begun):
+    with relay() as process:
+        published(WAITING, biz_id="waiting")
+        process.until(lambda: begun()["waiting"])
+        [pid] = sessions_of_the_relay("idle in transaction")
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(%s)", [pid])
+        gate.unlink()
+        process.until(effects)
+
+        assert effects() == [("waiting", "1")]
+        assert begun() == {"waiting": 2}
+        assert "a database became unavailable during the callback" in process.said()
+        assert "failed and is called again" not in process.said()
+        assert "Traceback" not in process.said()
+
+
+def test_sigterm_waits_for_a_callback_that_returns_within_the_shutdown_grace(relay, gate, begun):
+    with relay(SHUTDOWN_GRACE=A_LONG_TIME) as process:
+        published(WAITING, biz_id="waiting")
+        process.until(lambda: begun()["waiting"])
+        process.terminate()
+        process.until(lambda: "Stopping" in process.said())
+        gate.unlink()
+
+        assert process.ends() == 0
+    assert effects() == [("waiting", "1")]
+    assert not PendingCallback.objects.exists()
+
+
+def test_sigterm_ends_a_relay_with_0_whose_callback_outlasts_the_shutdown_grace_and_it_is_called_again(relay, gate, begun):
+    with relay(SHUTDOWN_GRACE=1) as process:
+        published(WAITING, biz_id="waiting")
+        process.until(lambda: begun()["waiting"])
+        process.terminate()
+
+        assert process.ends() == 0
+        assert "the process ends while the callback" in process.said()
+    assert effects() == []
+    assert PendingCallback.objects.count() == 1

@@ -1,0 +1,5 @@
+from django.apps import AppConfig
+
+
+class StallingConfig(AppConfig):
+    name = "tests.support.apps.stalling"
