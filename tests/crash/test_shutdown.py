@@ -116,9 +116,13 @@ def hanging_database(world, command):
 
 
 def backends(name):
-    """The server processes of the sessions of this name, each with its client's port."""
+    """The server processes of the sessions of this name that poll, each with its client's port."""
     with connection.cursor() as cursor:
-        cursor.execute("SELECT pid, client_port FROM pg_stat_activity WHERE application_name = %s", [name])
+        cursor.execute(
+            "SELECT pid, client_port FROM pg_stat_activity WHERE application_name = %s "
+            "AND query_start - backend_start > interval '0.5 s'",
+            [name],
+        )
         return dict(cursor.fetchall())
 
 
