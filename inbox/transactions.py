@@ -19,6 +19,7 @@ from inbox import store
 from inbox.blocks import none_left_open
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers import Handler, Message
+from inbox.statements import controls_transaction
 from inbox.store import Guard
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.databases import drop_unusable_connections
@@ -30,10 +31,6 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 TRIES_AT_ONCE = 5
-_TRANSACTION_CONTROL = re.compile(
-    r"\s*(begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(work\s+|transaction\s+)?to\b))\b",
-    re.IGNORECASE,
-)
 _WRITES = re.compile(r"\s*(insert|update|delete|merge|truncate)\b", re.IGNORECASE)
 
 
@@ -136,10 +133,10 @@ class _Supervision:
             wrappers.remove(watch)
 
     def _refuse_transaction_control(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
-        if isinstance(sql, str) and _TRANSACTION_CONTROL.match(sql):
+        if statement := controls_transaction(sql, context["connection"]):
             raise TransactionControl(
-                f"The handler {self._handler.name} executed {sql.strip()[:40]!r}. Its effect and its inbox row must commit "
-                "together: leave commit and rollback to the inbox, and use `transaction.atomic()` for savepoints."
+                f"The handler {self._handler.name} executed {statement.strip()[:40]!r}. Its effect and its inbox row must "
+                "commit together: leave commit and rollback to the inbox, and use `transaction.atomic()` for savepoints."
             )
         return execute(sql, params, many, context)
 

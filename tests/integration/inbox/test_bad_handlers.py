@@ -275,10 +275,34 @@ def uses_savepoints_by_sql(message):
     the_effect(message)
 
 
-@commits_by_itself
-def hides_a_commit_in_a_comment(message):
+@fails("must commit together")
+def hides_a_commit_behind_a_comment(message):
     the_effect(message)
-    execute("/* a comment */ COMMIT")
+    execute("/* a comment /* in a comment */ */ -- and another\n; COMMIT")
+
+
+@fails("must commit together")
+def hides_a_commit_behind_another_statement(message):
+    the_effect(message)
+    execute("SELECT ';'; COMMIT")
+
+
+@fails("must commit together", databases=POSTGRESQL)
+def commits_by_a_composed_statement(message):
+    the_effect(message)
+    execute(psycopg.sql.SQL("{}").format(psycopg.sql.SQL("COMMIT")))
+
+
+@fails("must commit together", databases=POSTGRESQL)
+def commits_by_a_statement_in_bytes(message):
+    the_effect(message)
+    execute(b"COMMIT")
+
+
+@does_no_harm()
+def says_commit_in_text_and_comments(message):
+    execute("SELECT 'a; COMMIT' -- ; COMMIT\n/* ; COMMIT */")
+    the_effect(message)
 
 
 @commits_by_itself
@@ -301,8 +325,8 @@ def rolls_back_through_the_driver_after_its_effect(message):
     connection.connection.rollback()
 
 
-@fails("ended the inbox's transaction", lost_on=EVERYWHERE)
-def hides_a_rollback_in_a_comment(message):
+@fails("must commit together")
+def hides_a_rollback_behind_a_comment(message):
     the_effect(message)
     execute("/* a comment */ ROLLBACK")
 

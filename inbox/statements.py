@@ -1,0 +1,62 @@
+"""Does a statement end or begin a transaction?
+
+It is asked about each statement of a handler, and most of them have none of the words. In the others comments, quoted text and
+names are left out, and each of several statements in one string counts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_CONTROL = re.compile(
+    r"(?:begin|commit|end|abort|start\s+transaction|prepare\s+transaction|rollback(?!\s+(?:work\s+|transaction\s+)?to\b))\b",
+    re.IGNORECASE,
+)
+_WORDS = re.compile(r"\b(?:begin|commit|end|abort|start|prepare|rollback)\b", re.IGNORECASE)
+# The bodies of functions and triggers have statements of their own.
+_DEFINES = re.compile(r"\s*create\b", re.IGNORECASE)
+_LEFT_OUT = re.compile(
+    r"""/\*|--[^\n]*|\be'(?:[^'\\]|''|\\.)*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$((?:[a-z_]\w*)?)\$.*?\$\1\$""",
+    re.IGNORECASE | re.DOTALL,
+)
+_COMMENT = re.compile(r"/\*|\*/")
+
+
+def controls_transaction(statement: object, connection: Any) -> str:
+    """The text of `statement`, as any driver takes it, when it begins, ends or prepares a transaction; else ""."""
+    text = _text(statement, connection)
+    if not _WORDS.search(text):
+        return ""
+    first, *others = _bare(text, nested=connection.vendor == "postgresql").split(";")
+    statements = [first] if _DEFINES.match(first) else [first, *others]
+    return text if any(_CONTROL.match(one.lstrip()) for one in statements) else ""
+
+
+def _text(statement: object, connection: Any) -> str:
+    if isinstance(statement, bytes):
+        return statement.decode("latin-1")
+    # psycopg composes statements of parts.
+    as_string = getattr(statement, "as_string", None)
+    return str(as_string(connection.connection) if as_string else statement)
+
+
+def _bare(text: str, *, nested: bool) -> str:
+    """`text` without comments, quoted text and quoted names."""
+    pieces, at = [], 0
+    while found := _LEFT_OUT.search(text, at):
+        pieces.append(text[at : found.start()])
+        at = _end_of_comment(text, found.end(), nested=nested) if found.group() == "/*" else found.end()
+    return " ".join([*pieces, text[at:]])
+
+
+def _end_of_comment(text: str, at: int, *, nested: bool) -> int:
+    depth = 1
+    for found in _COMMENT.finditer(text, at):
+        if found.group() == "*/":
+            depth -= 1
+        elif nested:
+            depth += 1
+        if not depth:
+            return found.end()
+    return len(text)
