@@ -6,7 +6,9 @@ A lane knows what its handler takes at a time: one message, a batch, what shares
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import kombu
 
@@ -19,6 +21,8 @@ TAKEN_IN_AT_ONCE = 100
 """Deliveries of an ordered handler that are stored in one transaction."""
 SIFTED_AT_ONCE = 100
 """Deliveries that are looked through together for those to be dropped."""
+LOAD_BYTES = 8 * 1024 * 1024
+"""Bodies that one load may have together, unless it is a single delivery: what a worker decodes and stores at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,11 @@ class Delivery:
     @property
     def redelivered(self) -> bool:
         return bool(self.message.delivery_info.get("redelivered"))
+
+    @property
+    def size(self) -> int:
+        """Of the body, in bytes, or in characters where a virtual transport has them."""
+        return len(self.message.body or b"")
 
 
 class Undecided(Exception):
@@ -93,7 +102,7 @@ class Lane:
         """The next load for a worker; empty when there is none yet. `hurry` does not wait for a batch to fill."""
         if self.seconds_left(now, hurry=hurry) > 0:
             return []
-        most = min(self._most, self._ready)
+        most = _fitting(chain(self._kept, self._waiting), min(self._most, self._ready))
         if self._limiter is not None:
             most = self._limiter.take(most)
         self._in_hand = self.handler.ordered and most > 0
@@ -118,7 +127,8 @@ class Lane:
         """
         if not self._is_shedding or now < self._rests_until:
             return []
-        return [self._waiting.popleft() for _ in range(min(SIFTED_AT_ONCE, len(self._waiting)))]
+        most = _fitting(self._waiting, min(SIFTED_AT_ONCE, len(self._waiting)))
+        return [self._waiting.popleft() for _ in range(most)]
 
     def keep(self, sifted: list[Delivery]) -> None:
         """These are not dropped: they are next."""
@@ -164,3 +174,15 @@ class Lane:
             while waiting and waiting[0].at < before:
                 found.append(waiting.popleft())
         return found
+
+
+def _fitting(waiting: Iterable[Delivery], most: int) -> int:
+    """How many of the first `most` make one load: at least one, however large it is."""
+    if most <= 1:
+        return most
+    size = 0
+    for count, delivery in enumerate(islice(waiting, most)):
+        size += delivery.size
+        if count and size > LOAD_BYTES:
+            return count
+    return most

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections
 
@@ -23,6 +24,31 @@ def now(connection: BaseDatabaseWrapper) -> str:
     """The database's clock at this statement, for SQL written by hand."""
     # Adding nothing to it would cost PostgreSQL as much as a tenth of the statement.
     return "statement_timestamp()" if is_postgresql(connection) else now_after(connection).replace("%s", "0")
+
+
+def binary(connection: BaseDatabaseWrapper) -> str:
+    """The placeholder of bytes in a statement for `fetch_all`."""
+    driver: Any = getattr(connection, "Database", None)
+    return "%b" if is_postgresql(connection) and driver.__name__ == "psycopg" else "%s"
+
+
+def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Execute a statement with large parameters, which go beside it and as they are; its rows.
+
+    Django's cursor puts them into the statement as text, where a body takes up twice its size, several times over. It is still
+    used when statements are being watched.
+    """
+    connection.ensure_connection()
+    if binary(connection) == "%s" or connection.queries_logged or connection.execute_wrappers:
+        with connection.cursor() as cursor:
+            cursor.execute(sql, parameters)
+            return list(cursor.fetchall())
+    from psycopg import Cursor  # noqa: PLC0415 - an extra
+
+    connection.validate_no_broken_transaction()
+    with connection.wrap_database_errors, Cursor(connection.connection) as cursor:
+        cursor.execute(sql, parameters)
+        return cursor.fetchall()
 
 
 def is_reachable(alias: str) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import OperationalError, connections
 
 from inbox.models import DUE, State
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql, now
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import note, noting
@@ -30,7 +30,7 @@ _COUNTED_AS = {
 _KEEP_CONFLICT = (
     "conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END, "
     "conflicting_id = CASE WHEN digest <> %s THEN %s ELSE conflicting_id END, "
-    "conflicting_body = CASE WHEN digest <> %s THEN %s ELSE conflicting_body END, "
+    "conflicting_body = CASE WHEN digest <> %s THEN {body} ELSE conflicting_body END, "
     "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END"
 )
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
@@ -95,14 +95,14 @@ def _milliseconds(span: timedelta) -> str:
     return f"{int(span.total_seconds() * 1000)}ms"
 
 
-def store_due(alias: str, row: NewRow, twin_timeout: timedelta) -> bool:
-    """∅ → received, to be run now by whoever runs stored messages. False: the row exists.
+def store_due(alias: str, row: NewRow, twin_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:
+    """∅ → received, due now or `after` a delay, for the runner. False: the row exists.
 
     Raises:
         TwinBusy: see `begin_fresh`.
     """
     with noting(alias, matters=False):
-        inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=timedelta())
+        inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=after)
         note(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted is not None
 
@@ -193,26 +193,31 @@ def _insert(
     if due_after is not None:
         due = now_after(connection)
         parameters.append(due_after.total_seconds())
-    places = ", ".join([*["%s"] * len(values), at, at if state == State.DEAD else "NULL", due])
-    with connection.cursor() as cursor:
-        if is_postgresql(connection):
-            try:
-                # One round trip: bound the wait for a concurrent duplicate, insert, give the transaction its own lock_timeout
-                # back, also when nothing was inserted.
-                cursor.execute(
-                    "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
-                    f"set_config('lock_timeout', %s, true)), begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} "
-                    f"FROM bound {_ONCE} RETURNING id, pg_current_xact_id()::text) "
-                    "SELECT begun.*, set_config('lock_timeout', bound.before, true) FROM bound LEFT JOIN begun ON true",
-                    [_milliseconds(twin_timeout), *parameters],
-                )
-            except OperationalError as error:
-                if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-                    raise TwinBusy from error
-                raise
-        else:
-            cursor.execute(f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''", parameters)
-        found = cursor.fetchall()
+    each = (binary(connection) if column == "body" else "%s" for column, _ in values)
+    places = ", ".join([*each, at, at if state == State.DEAD else "NULL", due])
+    if not is_postgresql(connection):
+        sql = f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''"
+        return _guard(alias, fetch_all(connection, sql, parameters))
+    # One round trip: bound the wait for a concurrent duplicate, insert, give the transaction its own lock_timeout back, also when
+    # nothing was inserted. A row that is there is left out before the unique index is asked: that would wait for the end of a
+    # handler which is running the row.
+    sql = (
+        "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
+        f"set_config('lock_timeout', %s, true)), begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound "
+        f"WHERE NOT EXISTS (SELECT 1 FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s) {_ONCE} "
+        "RETURNING id, pg_current_xact_id()::text) "
+        "SELECT begun.*, set_config('lock_timeout', bound.before, true) FROM bound LEFT JOIN begun ON true"
+    )
+    name = [row.handler, row.topic, row.biz_id]
+    try:
+        return _guard(alias, fetch_all(connection, sql, [_milliseconds(twin_timeout), *parameters, *name]))
+    except OperationalError as error:
+        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+            raise TwinBusy from error
+        raise
+
+
+def _guard(alias: str, found: Sequence[tuple[Any, ...]]) -> Guard | None:
     return Guard(alias, (found[0][0],), found[0][1]) if found and found[0][0] else None
 
 
@@ -230,17 +235,16 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
     column = _COUNTED_AS[if_the_same]
     # What has no id is only known to be the same when the broker says so.
     same_id = row.message_id if row.message_id or redelivered else None
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {TABLE} SET duplicates = duplicates + 1, "
-            f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
-            f"{_KEEP_CONFLICT.format(now=now(connection))} "
-            f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
-            # The columns as they are: SQLite 3.40 answers `... IS NULL` in RETURNING wrongly.
-            "RETURNING id, state, message_id, digest, next_attempt_at",
-            [same_id, *[row.digest] * 2, row.message_id, row.digest, row.body, row.digest, row.handler, row.topic, row.biz_id],
-        )
-        found = cursor.fetchall()
+    found = fetch_all(
+        connection,
+        f"UPDATE {TABLE} SET duplicates = duplicates + 1, "
+        f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
+        f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection))} "
+        f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
+        # The columns as they are: SQLite 3.40 answers `... IS NULL` in RETURNING wrongly.
+        "RETURNING id, state, message_id, digest, next_attempt_at",
+        [same_id, *[row.digest] * 2, row.message_id, row.digest, row.body, row.digest, row.handler, row.topic, row.biz_id],
+    )
     if not found:
         return None
     ((pk, state, message_id, digest, next_attempt_at),) = found

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from django.db import OperationalError, connections
 
 from inbox.models import State
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE, fetch_all, is_postgresql, now
 from inbox.store.fresh import count_duplicate
 from inbox.store.ordering import OPEN, hold_gates, promote_next
 from inbox.store.rows import Earlier, NewRow, TwinBusy
-from inbox.store.together import COLUMNS, FROM_JSON, as_json
+from inbox.store.together import COLUMNS, IN_JSON, VALUES, as_json, rows_of
 from inbox.store.trail import note
 from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.text import ERROR_LENGTH, printable
@@ -132,21 +132,18 @@ def _insert_all(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _S
     What is stored already is left out before the unique index is asked: that would wait for the end of a handler which is
     running the row. It still waits for a twin that is being inserted.
     """
-    columns = {**COLUMNS, "ordered": "boolean", "leads": "boolean", "quarantined": "boolean", "refused": "text"}
-    values = ", ".join(FROM_JSON.get(column, column) for column in COLUMNS)
+    columns = {**IN_JSON, "ordered": "boolean", "leads": "boolean", "quarantined": "boolean", "refused": "text"}
     state = _state_of("given.handler", "given.key", "given.refused <> ''", "given.ordered", "NOT given.leads")
     sql = (
         f"INSERT INTO {TABLE} ({_columns()}) "
-        f"SELECT {values}, ordered, quarantined, refused, state, {_times('state', connection)} "
-        f"FROM (SELECT given.*, {state} AS state FROM ROWS FROM (json_to_recordset(%s::json) "
-        f"AS ({', '.join(f'{column} {kind}' for column, kind in columns.items())})) WITH ORDINALITY "
-        f"AS given({', '.join(columns)}, number)) given WHERE NOT EXISTS (SELECT 1 FROM {TABLE} m "
+        f"SELECT {VALUES}, ordered, quarantined, refused, state, {_times('state', connection)} "
+        f"FROM (SELECT given.*, {state} AS state FROM {rows_of(columns, connection)} WITH ORDINALITY "
+        f"AS given({', '.join(columns)}, body, number)) given WHERE NOT EXISTS (SELECT 1 FROM {TABLE} m "
         "WHERE m.handler = given.handler AND m.topic = given.topic AND m.biz_id = given.biz_id) "
         "ORDER BY number ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING biz_id, state, id"
     )
-    with connection.cursor() as cursor:
-        cursor.execute(sql, [json.dumps([_as_json(place) for place in places])])
-        return {biz_id: (state, row) for biz_id, state, row in cursor.fetchall()}
+    parameters = [json.dumps([_as_json(place) for place in places]), [place.given.row.body for place in places]]
+    return {biz_id: (state, row) for biz_id, state, row in fetch_all(connection, sql, parameters)}
 
 
 def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _Stored:

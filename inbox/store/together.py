@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import OperationalError, connections
 
 from inbox.models import State
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql, now
 from inbox.store.fresh import begin_fresh
 from inbox.store.rows import Guard, NewRow, TwinBusy
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import LOCK_TIMEOUT
 
-COLUMNS = {
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+IN_JSON = {
     "handler": "text",
     "topic": "text",
     "biz_id": "text",
     "message_id": "text",
     "key": "text",
     "content_type": "text",
-    "body": "text",
     "digest": "text",
     "headers": "text",
     "source": "text",
@@ -32,8 +34,9 @@ COLUMNS = {
     "traceparent": "text",
     "created_at": "timestamptz",
 }
-FROM_JSON = {"body": "decode(body, 'hex')", "headers": "headers::jsonb"}
-"""What has another form in JSON than in its column."""
+"""The columns of many rows that are sent as one JSON document: a parameter for each would cost more than the INSERT."""
+COLUMNS = (*IN_JSON, "body")
+VALUES = ", ".join("headers::jsonb" if column == "headers" else column for column in COLUMNS)
 
 
 def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:
@@ -59,30 +62,32 @@ def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) 
     return Guard(alias, tuple(ids[biz_id] for biz_id in begun), found[0][2]), list(begun.values())
 
 
-def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> list[tuple[int, str, str]]:
-    """One parameter instead of a dozen for each row: putting them into the statement costs more than the INSERT."""
+def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> list[tuple[Any, ...]]:
     connection = connections[alias]
-    typed = ", ".join(f"{column} {kind}" for column, kind in COLUMNS.items())
-    values = ", ".join(FROM_JSON.get(column, column) for column in COLUMNS)
     sql = (
         f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}, state, received_at) "
-        f"SELECT {values}, '{State.RECEIVED.value}', {now(connection)} FROM json_to_recordset(%s::json) AS given({typed}) "
+        f"SELECT {VALUES}, '{State.RECEIVED.value}', {now(connection)} "
+        f"FROM {rows_of(IN_JSON, connection)} AS given({', '.join(COLUMNS)}) "
         "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id, biz_id, pg_current_xact_id()::text"
     )
-    with connection.cursor() as cursor, lock_timeout(alias, twin_timeout):
+    parameters = [json.dumps([as_json(row) for row in rows]), [row.body for row in rows]]
+    with lock_timeout(alias, twin_timeout):
         try:
-            cursor.execute(sql, [json.dumps([as_json(row) for row in rows])])
+            return fetch_all(connection, sql, parameters)
         except OperationalError as error:
             if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
                 raise TwinBusy from error
             raise
-        found: list[tuple[int, str, str]] = cursor.fetchall()
-    return found
+
+
+def rows_of(columns: Mapping[str, str], connection: BaseDatabaseWrapper) -> str:
+    """The rows of two parameters: a JSON document with these columns, and an array of the bodies."""
+    typed = ", ".join(f"{column} {kind}" for column, kind in columns.items())
+    return f"ROWS FROM (json_to_recordset(%s::json) AS ({typed}), unnest({binary(connection)}::bytea[]))"
 
 
 def as_json(row: NewRow) -> dict[str, Any]:
-    """`row` as JSON has it: `COLUMNS` in their forms of `FROM_JSON`."""
-    values: dict[str, Any] = {column: getattr(row, column) for column in COLUMNS}
-    values["body"] = row.body.hex()
+    """`row` without its body, as `IN_JSON` has it."""
+    values: dict[str, Any] = {column: getattr(row, column) for column in IN_JSON}
     values["created_at"] = row.created_at.isoformat() if row.created_at else None
     return values

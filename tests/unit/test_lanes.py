@@ -10,7 +10,7 @@ import pytest
 from inbox import Shed, shedding
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
-from inbox.consumer.lanes import SIFTED_AT_ONCE, TAKEN_IN_AT_ONCE, Delivery, Lane, prefetch_of, size_of
+from inbox.consumer.lanes import LOAD_BYTES, SIFTED_AT_ONCE, TAKEN_IN_AT_ONCE, Delivery, Lane, prefetch_of, size_of
 from inbox.handlers import Handler
 from inbox.shedding import shedder_of
 
@@ -269,3 +269,31 @@ class TestPrefetch:
         handler = a_handler(**given)
 
         assert (size_of(handler), prefetch_of(handler, InboxOptions())) == (size, prefetch)
+
+
+class TestLargeBodies:
+    @pytest.mark.parametrize("options", [{"ordered": True}, {"batch": 10}, {"group_commit": 10}], ids=str)
+    def test_a_load_is_limited_by_the_size_of_its_bodies(self, options):
+        lane = a_lane(**options)
+        for number in range(4):
+            message = kombu.Message(body=bytes(LOAD_BYTES // 2), delivery_tag=number)
+            lane.put(Delivery(1, lane.handler, message, 0.0))
+
+        loads = []
+        while load := lane.take(0.0, hurry=True):
+            loads.append(numbers(load))
+            lane.done()
+
+        assert loads == [[0, 1], [2, 3]]
+
+    def test_a_single_delivery_is_taken_however_large_it_is(self):
+        lane = a_lane(ordered=True)
+        for number, size in enumerate([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES]):
+            lane.put(Delivery(1, lane.handler, kombu.Message(body=bytes(size), delivery_tag=number), 0.0))
+
+        loads = []
+        while load := lane.take(0.0):
+            loads.append(numbers(load))
+            lane.done()
+
+        assert loads == [[0], [1], [2]]

@@ -1,0 +1,68 @@
+"""A queue of an ordered handler with large bodies is stored without taking much more memory than what is delivered."""
+
+from __future__ import annotations
+
+import json
+
+import kombu
+import pytest
+
+from inbox.consumer.topology import queue_of
+from inbox.handlers import Handler
+from inbox.models import InboxMessage, State
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.ordered import STEP
+from tests.support.workers import CONFIRMED, EXCHANGE, Process, broker_options
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=True)
+"""As far as its queue goes; the function lives in the processes."""
+
+
+def send_large(url, count, megabytes):
+    body = json.dumps({"fails": False, "large": "x" * (megabytes * 1024 * 1024)}).encode()
+    with kombu.Connection(url, transport_options=CONFIRMED) as connection:
+        channel = connection.channel()
+        queue_of(HANDLER, broker_options(url))(channel).declare()
+        producer = kombu.Producer(channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
+        for number in range(count):
+            producer.publish(
+                body,
+                routing_key=STEP,
+                content_type="application/json",
+                content_encoding="utf-8",
+                delivery_mode=2,
+                message_id=f"{number:06}",
+                headers={"cloudEvents:orderingkey": f"key-{number % 10}"},
+            )
+
+
+@pytest.mark.parametrize(
+    ("count", "megabytes", "most"),
+    [
+        pytest.param(40, 1, 160, id="40 bodies of 1 MB"),
+        pytest.param(100, 6, 1100, id="100 bodies of 6 MB", marks=pytest.mark.proof),
+    ],
+)
+def test_ordered_queue_with_large_bodies_is_handled_in_bounded_memory(
+    process_environment, rabbitmq_url, tmp_path, count, megabytes, most
+):
+    environment = {
+        **process_environment,
+        "DJANGO_SETTINGS_MODULE": "tests.support.apps.ordered.settings",
+        "BROKER_URL": rabbitmq_url,
+        "INBOX": json.dumps({"GROUP": "tests"}),
+    }
+    send_large(rabbitmq_url, count, megabytes)
+
+    with Process(environment, tmp_path / "consumer.log", "inbox_consume", "--concurrency", "2") as process:
+        process.until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == count)
+        peak = process.peak_megabytes()
+
+    names = list(Effect.objects.order_by("id").values_list("name", "detail"))
+    assert len(names) == count
+    for key in {key for _, key in names}:
+        assert [name for name, of in names if of == key] == sorted(name for name, of in names if of == key)
+    assert InboxMessage.objects.filter(attempts=1).count() == count
+    assert peak < most
