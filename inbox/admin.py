@@ -41,6 +41,7 @@ from outbox.kernel.display import (
     visible,
     warning,
 )
+from outbox.kernel.envelope import COMPRESSION
 from outbox.kernel.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
@@ -341,7 +342,7 @@ class InboxMessageAdmin(MessageAdmin):
             warning(words),
             identifier(row.conflicting_id),
             moment(row.conflicting_at, row.database_now),
-            as_payload(bytes(row.conflicting_body), row.content_type).as_html(),
+            as_payload(bytes(row.conflicting_body), row.content_type, _compression(row)).as_html(),
         )
 
     @admin.display(description="steps taken")
@@ -367,7 +368,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:
-        return as_payload(bytes(row.body), row.content_type).as_html()
+        return as_payload(bytes(row.body), row.content_type, _compression(row)).as_html()
 
     @admin.display(description="last error, or reason")
     def error_headline(self, row: Any) -> SafeString:
@@ -439,3 +440,7 @@ class InboxMessageAdmin(MessageAdmin):
             button="Run the messages",
             form=form,
         )
+
+
+def _compression(row: InboxMessage) -> str:
+    return str(row.headers.get(COMPRESSION, ""))

@@ -19,6 +19,7 @@ from django.db import connections
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
+from inbox.in_hand import in_hand
 from inbox.outcomes import Received, duplicate, handled
 from inbox.reading import Arrival, messages_of
 from inbox.store import Guard, NewRow, TwinBusy
@@ -62,7 +63,11 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
     of: dict[int, Arrival] = {id(arrival.row): arrival for arrival in arrivals}
     fresh = {row: messages_of(arrival, options) for row, arrival in of.items()}
     try:
-        persistently(handler.using, lambda: in_transaction(handler, begin, run, of=f"{len(arrivals)} messages"))
+        rows = [arrival.row for arrival in arrivals]
+        with in_hand.holding(rows) as free:
+            if not free or any(map(in_hand.is_elsewhere, rows)):
+                return None
+            persistently(handler.using, lambda: in_transaction(handler, begin, run, of=f"{len(arrivals)} messages"))
     except DatabaseAway:
         raise
     except TwinBusy:

@@ -10,6 +10,7 @@ from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 
 from outbox.kernel import options
+from outbox.kernel.body import BODY_LIMIT_BYTES
 from outbox.kernel.broker import why_no_exchange
 from outbox.kernel.masking import kind, masked, quoted, why_unreadable
 from outbox.kernel.retry import RetryPolicy
@@ -31,6 +32,7 @@ class InboxOptions:
         GROUP: this service's name on the broker, the first part of its queues' names; "" takes the project's name.
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
         ACCEPT: media types that are decoded; all must be JSON. Anything else is a dead letter.
+        BODY_LIMIT_BYTES: largest body that is decoded, before and after it is inflated. Anything larger is a dead letter.
         CONCURRENCY: worker threads of a consumer process, each with a database connection of its own.
         ACK_TIMEOUT: how long the broker waits for an answer before it takes a consumer for dead: RabbitMQ's consumer_timeout.
         PREFETCH: most unanswered deliveries of each queue in one process's hands.
@@ -54,6 +56,7 @@ class InboxOptions:
     GROUP: str = ""
     QUEUE_TYPE: str = "quorum"
     ACCEPT: tuple[str, ...] = ("application/json", "text/json")
+    BODY_LIMIT_BYTES: int = BODY_LIMIT_BYTES
     CONCURRENCY: int = 4
     ACK_TIMEOUT: timedelta = timedelta(minutes=30)
     PREFETCH: int = 50

@@ -19,8 +19,9 @@ from django.db import DatabaseError, InterfaceError, transaction
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
+from inbox.in_hand import in_hand
 from inbox.leasing import running as leased
-from inbox.models import InboxMessage
+from inbox.models import InboxMessage, State
 from inbox.outcomes import (
     Received,
     announce,
@@ -33,12 +34,25 @@ from inbox.outcomes import (
     store_failure,
     taken_in,
 )
-from inbox.reading import Arrival, identify_late, message_of, messages_of, stored_envelope
+from inbox.reading import (
+    UNIDENTIFIED,
+    Arrival,
+    identify_late,
+    is_undecided,
+    message_of,
+    messages_of,
+    read,
+    stored_envelope,
+    undecided_envelope,
+    why_undecodable,
+)
 from inbox.store import Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
 from inbox.suspects import is_suspect, one_suspect
 from inbox.transactions import DatabaseAway, call, decided, in_transaction, persistently
+from inbox.undecided import decide
+from outbox.kernel.body import Undecodable
 from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.envelope import Envelope, Undecodable
+from outbox.kernel.envelope import Envelope
 from outbox.kernel.faults import is_collision
 
 _KEY_BUSY_REST = timedelta(seconds=0.5)
@@ -57,10 +71,16 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
             return store_failure(handler, arrival.row, refusal(arrival), options, redelivered=redelivered)
         if handler.mode == "lease":
             return leased.receive(handler, arrival, options, redelivered=redelivered)
-        if redelivered:
-            return _receive_carefully(handler, arrival.row, options)
-        return _receive_fresh(handler, arrival, options)
+        if in_hand.is_elsewhere(arrival.row):
+            return Received.PUT_OFF
+        with in_hand.holding([arrival.row]) as free:
+            if not free:
+                return Received.PUT_OFF
+            return (
+                _receive_carefully(handler, arrival.row, options) if redelivered else _receive_fresh(handler, arrival, options)
+            )
     except TwinBusy:
+        in_hand.note_elsewhere(arrival.row, options.TWIN_TIMEOUT)
         return Received.PUT_OFF
 
 
@@ -125,19 +145,33 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
     if attempt > options.MAX_ATTEMPTS:
         error = stored.last_error or "Its attempts were begun and never ended: its process died, or its database went away."
         return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
+    if is_undecided(stored.biz_id):
+        ended = decide(handler, stored, read(handler, undecided_envelope(stored), options))
+        if ended is not None:
+            return ended
     envelope = stored_envelope(stored)
     try:
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
-        return fail_stored(handler, stored, Failure(error=str(error), retry_after=None, attempts=attempt))
+        return _refuse(handler, stored, envelope, why_undecodable(error), options)
     if biz_id != stored.biz_id and not decided(lambda: store.rekey(handler.using, stored.pk, biz_id), handler.using):
         reason = f"its biz-id is {biz_id}, and another message of that name is here already"
         decided(lambda: store.skip(handler.using, stored.pk, reason), handler.using)
         return Received.DUPLICATE
     stored.biz_id = biz_id
-    if handler.mode == "lease":
-        return leased.run_stored(handler, stored, envelope, options)
-    return _run_in_transaction(handler, stored, envelope, options, follower)
+    with in_hand.running(stored):
+        if handler.mode == "lease":
+            return leased.run_stored(handler, stored, envelope, options)
+        return _run_in_transaction(handler, stored, envelope, options, follower)
+
+
+def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Received:
+    """A dead letter, because it cannot be read."""
+    # Of what was stored unread nobody has used the name in its headers, and what cannot be read has no claim to it.
+    unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered
+    if unread and not stored.biz_id.startswith(UNIDENTIFIED):
+        return decide(handler, stored, read(handler, envelope, options, refused=why)) or Received.DEAD
+    return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
 
 
 def _run_in_transaction(

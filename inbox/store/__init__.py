@@ -43,6 +43,7 @@ from inbox.store.stored import (
 )
 from inbox.store.together import begin_together
 from inbox.store.trail import purge_trail, purgeable_trail
+from inbox.store.undecided import decide_now, fold_undecided, name_undecided
 
 __all__ = [
     "ABANDONED",
@@ -76,15 +77,18 @@ __all__ = [
     "conflicts",
     "consumers",
     "count_duplicate",
+    "decide_now",
     "deciding",
     "delete_heartbeat",
     "delete_silent_heartbeats",
     "due_handlers",
     "fail_stored",
     "finish",
+    "fold_undecided",
     "give_back",
     "hold_gates",
     "is_reachable",
+    "name_undecided",
     "note_error",
     "oldest_waiting",
     "orphans",

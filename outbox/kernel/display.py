@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -21,7 +22,7 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from django.utils.text import Truncator
 
-from outbox.kernel.envelope import Undecodable, decode_payload
+from outbox.kernel.body import Undecodable, decode_payload
 
 if TYPE_CHECKING:
     _ModelAdmin = admin.ModelAdmin[Any]
@@ -98,10 +99,10 @@ def _laid_out(value: Any) -> Shown:
     return as_text("".join(pieces))
 
 
-def as_payload(body: bytes, content_type: str) -> Shown:
+def as_payload(body: bytes, content_type: str, compression: str = "") -> Shown:
     """A body: as JSON, or else as text, or else as bytes, with the reason."""
     try:
-        shown, reason = _laid_out(decode_payload(body, content_type)), ""
+        shown, reason = _laid_out(decode_payload(body, content_type, compression=compression)), ""
     except Undecodable as error:
         shown, reason = _undecoded(body), str(error)
     except RecursionError:
@@ -112,8 +113,9 @@ def as_payload(body: bytes, content_type: str) -> Shown:
 
 
 def _undecoded(body: bytes) -> Shown:
+    most = TEXT_LIMIT_BYTES + 4  # one character more than is shown
     try:
-        return as_text(body.decode())
+        return as_text(getincrementaldecoder("utf-8")().decode(body[:most], final=len(body) <= most))
     except UnicodeDecodeError:
         note = f"Only the first {HEX_LIMIT_BYTES // 1024} kB are shown." if len(body) > HEX_LIMIT_BYTES else ""
         return Shown(text="\n".join(_hex_lines(body[:HEX_LIMIT_BYTES])), note=note)

@@ -17,10 +17,12 @@ import math
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from outbox.kernel.text import NAME_LENGTH, fit, printable
+from outbox.kernel.body import BODY_LIMIT_BYTES, Undecodable, decode_payload
+from outbox.kernel.text import NAME_LENGTH, describe, fit, printable
 
 JSON = "application/json"
 STRUCTURED_JSON = "application/cloudevents+json"
@@ -42,8 +44,9 @@ _BY_BROKER = (
     "x-received-from",
     "x-shovel",
 )
-# kombu takes it as its own and would try to inflate the body.
-_RESERVED_NAMES = {"compression"}
+COMPRESSION = "compression"
+"""The header by which kombu says that a body is compressed, and how."""
+_RESERVED_NAMES = {COMPRESSION}
 COPIES = ("CC", "BCC")
 """Headers by which RabbitMQ routes copies of a message ("Sender-selected Distribution"), in capitals only. It takes them as
 lists, and closes the channel over any other value."""
@@ -132,66 +135,96 @@ class Envelope(NamedTuple):
         return self.id if _is_uuid(self.id) else fit(f"{self.source}#{self.id}" if self.source else self.id)
 
 
-class Undecodable(ValueError):
-    """A delivery that cannot be read, with the reason for people."""
-
-
 def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], body: bytes, routing_key: str) -> Envelope:
-    """Read what a broker delivered.
+    """What a broker delivered, as far as that can be told without its body; see `opened`.
 
     Args:
         properties: AMQP basic properties (`message_id`, `content_type`, `correlation_id`, `timestamp`…).
         headers: application headers.
         routing_key: the topic when the message does not name its type.
-
-    Raises:
-        Undecodable: a structured-mode body that is no CloudEvent.
     """
-    content_type = str(properties.get("content_type") or JSON)
     attributes, own_headers = _divided(headers)
-    if media_type(content_type) == STRUCTURED_JSON:
-        attributes, body, content_type = _structured(body)
-
-    def text(name: str, otherwise: object = "") -> str:
-        value = attributes.get(name)
-        if value is None:
-            value = otherwise or ""
-        # Most of them are not there.
-        return "" if value == "" else fit(str(value))
-
-    return Envelope(
-        id=text("id", properties.get("message_id")),
-        topic=text("type", routing_key),
-        source=text("source"),
-        created_at=_parse_time(attributes.get("time", properties.get("timestamp"))),
-        deliver_at=_parse_time(attributes.get("deliverat")),
-        biz_id=text("bizid"),
-        key=text("orderingkey"),
-        correlation_id=text("correlationid", properties.get("correlation_id")),
-        causation_id=text("causationid"),
-        traceparent=text("traceparent"),
-        content_type=fit(content_type),
-        body=body,
-        headers=own_headers,
-        replayed=bool(attributes.get("replay")),
+    return _described(
+        attributes,
+        Envelope(
+            id=properties.get("message_id") or "",
+            topic=routing_key,
+            created_at=_parse_time(properties.get("timestamp")),
+            correlation_id=properties.get("correlation_id") or "",
+            content_type=fit(str(properties.get("content_type") or JSON)),
+            body=body,
+            headers=own_headers,
+        ),
     )
 
 
+def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
+    """A delivery in structured mode as the event in its body describes it; any other as it is.
+
+    Raises:
+        OverLimit: see `decode_payload`.
+        Undecodable: its body is no CloudEvent.
+    """
+    if not is_structured(envelope):
+        return envelope
+    event = decode_payload(envelope.body, STRUCTURED_JSON, compression=compression_of(envelope), limit=limit)
+    if not isinstance(event, dict) or "specversion" not in event:
+        raise Undecodable(f"The body says {STRUCTURED_JSON} but is no CloudEvent.")
+    headers = {name: value for name, value in envelope.headers.items() if name != COMPRESSION}
+    content_type = fit(str(event.get("datacontenttype") or JSON))
+    return _described(event, envelope._replace(body=_data(event), content_type=content_type, headers=headers))
+
+
+def is_structured(envelope: Envelope) -> bool:
+    """Is the message an event in the body, which says what it is called and what it is about?"""
+    return media_type(envelope.content_type) == STRUCTURED_JSON
+
+
+def compression_of(envelope: Envelope) -> str:
+    """How the body is compressed, as kombu calls it; "" when it is not."""
+    return str(envelope.headers.get(COMPRESSION, ""))
+
+
+@lru_cache(maxsize=256)  # of a few, asked about several times for each message
 def media_type(content_type: str) -> str:
     """`content_type` without its parameters, in lower case."""
     return content_type.partition(";")[0].strip().lower()
 
 
-def decode_payload(body: bytes, content_type: str) -> Any:
-    """The payload in `body`, which is JSON of some media type.
+def _described(attributes: Mapping[str, Any], otherwise: Envelope) -> Envelope:
+    """The envelope that the attributes describe; what they leave out or leave blank is as `otherwise` says."""
 
-    Raises:
-        Undecodable: it is not JSON after all.
-    """
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Undecodable(f"The body ({len(body)} bytes, {content_type}) is not JSON: {error}") from error
+    def text(name: str, default: object) -> str:
+        value = attributes.get(name)
+        if value is None or _is_blank(value):
+            value = default
+        # Most of them are not there.
+        return "" if value == "" else fit(str(value))
+
+    def instant(name: str, default: datetime | None) -> datetime | None:
+        value = attributes.get(name)
+        return default if value is None or _is_blank(value) else _parse_time(value)
+
+    return Envelope(
+        id=text("id", otherwise.id),
+        topic=text("type", otherwise.topic),
+        source=text("source", otherwise.source),
+        created_at=instant("time", otherwise.created_at),
+        deliver_at=instant("deliverat", otherwise.deliver_at),
+        biz_id=text("bizid", otherwise.biz_id),
+        key=text("orderingkey", otherwise.key),
+        correlation_id=text("correlationid", otherwise.correlation_id),
+        causation_id=text("causationid", otherwise.causation_id),
+        traceparent=text("traceparent", otherwise.traceparent),
+        content_type=otherwise.content_type,
+        body=otherwise.body,
+        headers=otherwise.headers,
+        replayed=otherwise.replayed or bool(attributes.get("replay")),
+    )
+
+
+def _is_blank(value: object) -> bool:
+    return isinstance(value, str) and not value.strip()
 
 
 def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:
@@ -213,17 +246,16 @@ def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Head
     return attributes, own
 
 
-def _structured(body: bytes) -> tuple[dict[str, Any], bytes, str]:
-    event = decode_payload(body, STRUCTURED_JSON)
-    if not isinstance(event, dict) or "specversion" not in event:
-        raise Undecodable(f"The body says {STRUCTURED_JSON} but is no CloudEvent.")
-    content_type = str(event.get("datacontenttype") or JSON)
-    if "data_base64" in event:
-        try:
-            return event, base64.b64decode(str(event["data_base64"]), validate=True), content_type
-        except binascii.Error as error:
-            raise Undecodable(f"The CloudEvent's data_base64 is not base64: {error}") from error
-    return event, json.dumps(event.get("data"), ensure_ascii=False, separators=(",", ":")).encode(), content_type
+def _data(event: Mapping[str, Any]) -> bytes:
+    """What an event in structured mode is about, as a body in binary mode would say it."""
+    try:
+        if "data_base64" in event:
+            return base64.b64decode(str(event["data_base64"]), validate=True)
+        return json.dumps(event.get("data"), ensure_ascii=False, separators=(",", ":")).encode()
+    except binascii.Error as error:
+        raise Undecodable(f"The CloudEvent's data_base64 is not base64: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise Undecodable(f"The CloudEvent's data cannot be written as JSON: {describe(error)}") from error
 
 
 def _format_time(instant: datetime | None) -> str:

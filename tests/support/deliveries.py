@@ -53,7 +53,7 @@ def an_envelope(payload=None, *, body=None, **attributes):
 
 def deliver(handler, envelope=None, *, given=OPTIONS, redelivered=False):
     """What the consumer does with one delivery, between taking it from the broker and answering."""
-    arrival = read(handler, envelope or an_envelope(), given)
+    arrival = read(handler, envelope or an_envelope(), given, redelivered=redelivered)
     return receive(handler, arrival, given, redelivered=redelivered)
 
 

@@ -22,7 +22,7 @@ from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers import Handler
 from outbox.kernel.loop import StopRequest, Watchdog
 from tests.support import processes
-from tests.support.apps.worker import JOB
+from tests.support.apps.worker import JOB, NAMED
 from tests.support.waiting import A_WHILE, wait_until
 
 EXCHANGE = "outbox"
@@ -31,6 +31,7 @@ CONFIRMED = {"confirm_publish": True}
 
 OF_THE_WORKERS = Handler(name="testworker.work", topic=JOB, function=print, biz_id=None, using="default")
 """As far as its queue goes; the function lives in the processes."""
+NAMED_OF_THE_WORKERS = Handler(name="testworker.named", topic=NAMED, function=print, biz_id=None, using="default")
 
 
 def broker_options(url, **changes):
@@ -87,6 +88,13 @@ def send(url, topic, payload, *, body=None, **properties):
     with kombu.Connection(url, transport_options=CONFIRMED) as connection:
         producer = kombu.Producer(connection.default_channel, kombu.Exchange(EXCHANGE, "topic", durable=True))
         producer.publish(json.dumps(payload) if body is None else body, routing_key=topic, **properties)
+
+
+def mark_redelivered(handler, options):
+    """Have the broker deliver what is in the queue to a consumer that goes away, so that it will be delivered again."""
+    with kombu.Connection(options.broker_url) as connection:
+        while connection.default_channel.basic_get(queue_name(handler, options)) is not None:
+            pass
 
 
 def relay(url):
@@ -149,6 +157,11 @@ class Process:
 
     def has_ended(self):
         return self._process.poll() is not None
+
+    def peak_megabytes(self):
+        """The most memory that it has had resident so far, by the kernel's count."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) // 1024
 
     def said(self):
         return self.log.read_text(errors="replace") if self.log.exists() else ""

@@ -9,7 +9,8 @@ from cloudevents.core.bindings.amqp import AMQPMessage, from_binary_event, from_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox.kernel.envelope import Envelope, Undecodable, decode_payload, from_delivery, is_reserved, media_type
+from outbox.kernel.body import Undecodable, decode_payload
+from outbox.kernel.envelope import Envelope, from_delivery, is_reserved, media_type, opened
 from outbox.kernel.text import NAME_LENGTH
 
 VECTORS = Path(__file__).parent.parent / "vectors"
@@ -28,11 +29,13 @@ def envelope_of(vector):
 
 
 def received(vector):
-    return from_delivery(
-        properties=vector["properties"],
-        headers=vector["headers"],
-        body=vector["body"].encode(),
-        routing_key=vector.get("routing_key", vector["envelope"]["topic"]),
+    return opened(
+        from_delivery(
+            properties=vector["properties"],
+            headers=vector["headers"],
+            body=vector["body"].encode(),
+            routing_key=vector.get("routing_key", vector["envelope"]["topic"]),
+        )
     )
 
 
@@ -129,7 +132,7 @@ class TestForeignCloudEvents:
 )
 def test_a_structured_body_that_is_not_a_cloudevent_is_undecodable_with_the_reason(body, reason):
     with pytest.raises(Undecodable, match=reason):
-        a_delivery(properties={"content_type": "application/cloudevents+json"}, body=body)
+        opened(a_delivery(properties={"content_type": "application/cloudevents+json"}, body=body))
 
 
 def test_headers_added_by_the_broker_are_not_passed_on():
@@ -157,6 +160,18 @@ def test_amqp_properties_are_used_where_cloudevents_attributes_are_missing():
     envelope = a_delivery(properties={"message_id": "m", "correlation_id": "c"}, routing_key="the.key")
 
     assert (envelope.id, envelope.correlation_id, envelope.topic) == ("m", "c", "the.key")
+
+
+@pytest.mark.parametrize("blank", ["", "  ", None])
+def test_amqp_properties_are_used_where_cloudevents_attributes_are_blank(blank):
+    headers = {f"cloudEvents:{name}": blank for name in ("id", "type", "time", "correlationid")}
+
+    envelope = a_delivery(
+        properties={"message_id": "m", "correlation_id": "c", "timestamp": 1772366400}, headers=headers, routing_key="the.key"
+    )
+
+    assert (envelope.id, envelope.correlation_id, envelope.topic) == ("m", "c", "the.key")
+    assert envelope.created_at == datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
 def test_an_id_too_long_to_store_is_replaced_by_its_digest():
@@ -257,7 +272,7 @@ def test_any_envelope_is_unchanged_by_encoding_and_decoding(envelope):
 )
 def test_any_delivery_is_decoded_to_json_values_or_raises_undecodable(headers, body, content_type):
     try:
-        envelope = a_delivery(headers=headers, properties={"content_type": content_type}, body=body)
+        envelope = opened(a_delivery(headers=headers, properties={"content_type": content_type}, body=body))
     except Undecodable as error:
         values = [str(error)]
     else:

@@ -70,6 +70,7 @@ from tests.support.workers import (
     consuming,
     declare,
     length_of,
+    mark_redelivered,
     send,
 )
 
@@ -254,22 +255,61 @@ class TestAcknowledging:
         assert sorted(gate.begun) == sorted(names(10))
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
 
-    def test_concurrent_duplicates_occupy_no_worker_and_cause_no_busy_loop(self, handles, rabbitmq_url, gate, length):
-        gate.open(*names(20))
-        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2, TWIN_TIMEOUT=timedelta(milliseconds=20))
-        declare(handler, options)
-        send_all(rabbitmq_url, TOPIC, [("slow", {})])
+    @pytest.mark.parametrize("redelivered", [False, True], ids=["fresh", "redelivered"])
+    @pytest.mark.parametrize("by_payload", [False, True], ids=["biz-id of the message", "biz-id in the payload"])
+    def test_sixty_copies_of_a_running_message_delay_no_other_message(
+        self, handles, rabbitmq_url, gate, length, redelivered, by_payload
+    ):
+        """No worker waits for the first copy: with this TWIN_TIMEOUT none of them would be free again."""
+        gate.open(*names(40))
+        named = {"biz_id": lambda message: message.payload["name"]} if by_payload else {}
+        handler, other = handles(gate, **named), handles(gate, topic="other", **named)
+        options = broker_options(rabbitmq_url, CONCURRENCY=2, TWIN_TIMEOUT=timedelta(hours=1))
+        for each in (handler, other):
+            declare(each, options)
+        slow = ("slow", {"name": "slow"})
+        send_all(rabbitmq_url, TOPIC, [slow] * (61 if redelivered else 1))
+        if redelivered:
+            mark_redelivered(handler, options)
 
-        with consuming([handler], options) as consumer:
+        with consuming([handler, other], options):
             wait_until(lambda: gate.inside == ["slow"])
-            send_all(rabbitmq_url, TOPIC, [(name, {}) for name in [*["slow"] * 15, *names(20)]])
-            wait_until(lambda: effects() == 20)
-            wait_until(lambda: len(consumer._put_off) >= 12 and not consumer._is_answer_due())
+            if not redelivered:
+                send_all(rabbitmq_url, TOPIC, [slow] * 60)
+            send_all(rabbitmq_url, TOPIC, [(name, {"name": name}) for name in names(40)[:20]])
+            send_all(rabbitmq_url, other.topic, [(name, {"name": name}) for name in names(40)[20:]])
+            wait_until(lambda: effects() == 40)
+            wait_until(lambda: length(handler) == 1)
+            assert gate.inside == ["slow"]
             gate.open()
-            wait_until(lambda: length(handler) == 0)
+            wait_until(lambda: length(handler) == 0 and InboxMessage.objects.count() == 41)
 
-        assert effects_by_name() == dict.fromkeys([*names(20), "slow"], 1)
-        assert the_row(message_id="slow").duplicates == 15
+        assert effects_by_name() == dict.fromkeys([*names(40), "slow"], 1)
+        assert (the_row(message_id="slow").duplicates, the_row(message_id="slow").attempts) == (60, 1)
+
+    def test_copies_of_a_message_that_another_process_handles_occupy_one_worker_at_most(
+        self, handles, rabbitmq_url, gate, length
+    ):
+        """With this TWIN_TIMEOUT the one that waits for the first copy is free again when that has ended, and not before."""
+        gate.open()
+        handler, other = handles(gate), handles(gate, topic="other")
+        options = broker_options(rabbitmq_url, CONCURRENCY=2, TWIN_TIMEOUT=timedelta(hours=1))
+        for each in (handler, other):
+            declare(each, options)
+        row = read(handler, an_envelope(biz_id="slow", id="slow"), OPTIONS).row
+
+        with consuming([handler, other], options):
+            with transaction.atomic():
+                guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+                send_all(rabbitmq_url, TOPIC, [("slow", {})] * 60)
+                send_all(rabbitmq_url, other.topic, [(name, {}) for name in names(20)])
+                wait_until(lambda: effects() == 20)
+                wait_until(lambda: length(handler) == 1)
+                store.finish(guard, 1)
+            wait_until(lambda: length(handler) == 0 and InboxMessage.objects.count() == 21)
+
+        assert effects_by_name() == dict.fromkeys(names(20), 1)
+        assert the_row(biz_id="slow").duplicates == 60
 
     def test_twenty_threads_with_one_biz_id_have_one_effect(self, handles):
         handler = handles(the_effect)
@@ -285,7 +325,7 @@ class TestAcknowledging:
         send_all(rabbitmq_url, TOPIC, [(name, {"order": "one"}) for name in names(20)])
 
         with consuming([handler], options), consuming([handler], options):
-            wait_until(lambda: length(handler) == 0)
+            wait_until(lambda: length(handler) == 0 and InboxMessage.objects.count() == 1)
 
         assert (effects("one"), the_row().duplicates, the_row().attempts) == (1, 19, 1)
 
@@ -466,10 +506,11 @@ class TestConsumerTimeout:
 
         with consuming([handler], options) as consumer:
             wait_until(lambda: gate.inside == ["slow"])
-            wait_until(lambda: consumer._epoch > 2 and consumer._put_off)
+            # The broker has delivered it again, and the copy is stored until the first one has ended.
+            wait_until(lambda: consumer._epoch > 2 and InboxMessage.objects.exists())
             send_all(rabbitmq_url, TOPIC, [("next", {})])
             gate.open()
-            wait_until(lambda: effects("next") == 1 and length(handler) == 0)
+            wait_until(lambda: effects("next") == 1 and length(handler) == 0 and InboxMessage.objects.count() == 2)
 
         assert (effects("slow"), gate.begun.count("slow")) == (1, 1)
         assert (the_row(message_id="slow").state, the_row(message_id="slow").attempts) == (State.DONE, 1)

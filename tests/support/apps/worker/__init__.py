@@ -2,3 +2,4 @@
 
 JOB = "worker.job"
 CHAINED = "worker.chained"
+NAMED = "worker.named"

@@ -1,0 +1,96 @@
+"""Which messages this process is handling in open transactions, so that it knows a concurrent duplicate at once.
+
+Without it each duplicate would hold a worker while it waits in the database for the end of the first delivery. A message that
+another process is handling is remembered for a short time after a delivery has waited for it in vain.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from inbox.models import InboxMessage
+from inbox.store import NewRow
+from outbox.kernel.clock import monotonic
+
+_REMEMBERED = 5
+"""How many times as long as a worker has waited: so duplicates of one message make it wait for a sixth of its time at most."""
+
+_Name = tuple[str, str, str]
+
+
+def _name(row: NewRow) -> _Name:
+    return row.handler, row.topic, row.biz_id
+
+
+class InHand:
+    """Called by all worker threads of a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: Counter[_Name] = Counter()
+        self._after: defaultdict[_Name, list[Callable[[], object]]] = defaultdict(list)
+        self._elsewhere: dict[_Name, float] = {}
+
+    @contextmanager
+    def holding(self, rows: Iterable[NewRow]) -> Iterator[bool]:
+        """Handle these messages in the block; False when this process is handling one of them already."""
+        names = {_name(row) for row in rows}
+        with self._lock:
+            free = self._holders.keys().isdisjoint(names)
+            if free:
+                self._holders.update(names)
+        try:
+            yield free
+        finally:
+            if free:
+                self._end(names)
+
+    @contextmanager
+    def running(self, stored: InboxMessage) -> Iterator[None]:
+        """Handle a stored message in the block, which is claimed, and so is free whoever holds it."""
+        name = (stored.handler, stored.topic, stored.biz_id)
+        with self._lock:
+            self._holders[name] += 1
+        try:
+            yield
+        finally:
+            self._end({name})
+
+    def holds(self, row: NewRow) -> bool:
+        """Is this process handling that message?"""
+        return _name(row) in self._holders
+
+    def after(self, row: NewRow, callback: Callable[[], object]) -> None:
+        """Call `callback`, which must not raise, when this process has handled that message, if it is handling it."""
+        with self._lock:
+            if _name(row) in self._holders:
+                self._after[_name(row)].append(callback)
+
+    def note_elsewhere(self, row: NewRow, waited: timedelta) -> None:
+        """Another process is handling it, and did not end in the time that was `waited`."""
+        now = monotonic()
+        with self._lock:
+            self._elsewhere = {name: until for name, until in self._elsewhere.items() if until > now}
+            self._elsewhere[_name(row)] = now + _REMEMBERED * waited.total_seconds()
+
+    def is_elsewhere(self, row: NewRow) -> bool:
+        """Was another process handling it a moment ago?"""
+        return bool(self._elsewhere) and self._elsewhere.get(_name(row), 0.0) > monotonic()
+
+    def _end(self, names: Iterable[_Name]) -> None:
+        callbacks: list[Callable[[], object]] = []
+        with self._lock:
+            self._holders.subtract(names)
+            for name in names:
+                if not self._holders[name]:
+                    del self._holders[name]
+                    callbacks += self._after.pop(name, [])
+        for callback in callbacks:
+            callback()
+
+
+in_hand = InHand()

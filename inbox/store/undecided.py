@@ -1,0 +1,102 @@
+"""Deliveries that are stored under a provisional name, until it is known which message they carry and that it is handled once.
+
+Their row becomes that of the message, or is a duplicate of the row that the message has.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import timedelta
+
+from django.db import IntegrityError, OperationalError, connections, transaction
+
+from inbox.models import InboxMessage, State
+from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql
+from inbox.store.fresh import count_duplicate
+from inbox.store.rows import Earlier, NewRow, TwinBusy
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.databases import lock_timeout
+from outbox.kernel.faults import LOCK_TIMEOUT
+
+_COUNTS = ("duplicates", "redeliveries", "resends", "replays")
+
+
+def name_undecided(alias: str, stored: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:
+    """Make of a claimed row the row of its message. False: the message has a row. None: the claim has ended.
+
+    Raises:
+        TwinBusy: another transaction is inserting that row and did not end within `longest_wait`.
+    """
+    connection = connections[alias]
+    postgresql = is_postgresql(connection)
+    found = {**asdict(row), "headers": json.loads(row.headers)}
+    del found["replayed"]
+    changed = [name for name, value in found.items() if getattr(stored, name) != value]
+    places = {"body": binary(connection), **({"headers": "%s::jsonb"} if postgresql else {})}
+    given = {
+        **asdict(row),
+        "created_at": connection.ops.adapt_datetimefield_value(row.created_at) if row.created_at else None,
+    }
+    named = ", ".join(f"{name} = {places.get(name, '%s')}" for name in changed) or "id = id"
+    sql = f"UPDATE {TABLE} SET {named} WHERE id = %s AND attempts = %s RETURNING id"
+    try:
+        with transaction.atomic(using=alias), lock_timeout(alias, longest_wait):
+            ours = fetch_all(connection, sql, [*(given[name] for name in changed), stored.pk, stored.attempts])
+    except IntegrityError:
+        return False
+    except OperationalError as error:
+        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+            raise TwinBusy from error
+        raise
+    for name in changed:
+        setattr(stored, name, found[name])
+    return bool(ours) or None
+
+
+def fold_undecided(
+    alias: str, stored: InboxMessage, row: NewRow, longest_wait: timedelta, *, redelivered: bool
+) -> Earlier | None:
+    """Count a claimed row, and the duplicates counted on it, as duplicates of the row that its message has, and delete it.
+
+    None: that row is gone meanwhile, or the claim has ended.
+
+    Raises:
+        TwinBusy: another transaction is running that row and did not end within `longest_wait`.
+    """
+    with transaction.atomic(using=alias):
+        _lock(alias, row, longest_wait)
+        earlier = count_duplicate(alias, row, redelivered=redelivered)
+        if earlier is None:
+            return None
+        with connections[alias].cursor() as cursor:
+            cursor.execute(
+                f"DELETE FROM {TABLE} WHERE id = %s AND attempts = %s RETURNING {', '.join(_COUNTS)}",
+                [stored.pk, stored.attempts],
+            )
+            counted = cursor.fetchone()
+            if counted is None:
+                # Its claim has ended, and another has it.
+                transaction.set_rollback(True, using=alias)
+                return None
+            added = ", ".join(f"{name} = {name} + %s" for name in _COUNTS)
+            cursor.execute(f"UPDATE {TABLE} SET {added} WHERE id = %s", [*counted, earlier.row])
+    return earlier
+
+
+def _lock(alias: str, row: NewRow, longest_wait: timedelta) -> None:
+    named = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
+    try:
+        with lock_timeout(alias, longest_wait):
+            list(named.select_for_update().values_list("pk"))
+    except OperationalError as error:
+        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
+            raise TwinBusy from error
+        raise
+
+
+def decide_now(alias: str, row: NewRow) -> None:
+    """received, undecided and due later → due now: what it waited for has ended."""
+    InboxMessage.objects.using(alias).filter(
+        handler=row.handler, topic=row.topic, biz_id=row.biz_id, state=State.RECEIVED, attempts=0
+    ).update(next_attempt_at=DatabaseTime())
