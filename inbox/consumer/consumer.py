@@ -26,6 +26,7 @@ from django.db import connections
 
 from inbox.conf import InboxOptions
 from inbox.consumer.acks import Acks
+from inbox.consumer.bodies import receiving_bodies_as_sent
 from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.pool import Busy, Pool
@@ -194,7 +195,7 @@ class Consumer:
         for lane, declared in self._lanes:
             if lane.handler.name in self._unordered:
                 continue
-            channel = self._connection.channel()
+            channel = receiving_bodies_as_sent(self._connection.channel())
             queue = declared(channel)
             acks = self._acks.setdefault(channel, Acks(channel, multiple=self._speaks_amqp))
             on_delivery = partial(self._on_delivery, self._epoch, lane, acks)

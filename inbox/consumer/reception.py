@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import kombu
 from django.db import connections
@@ -17,6 +16,7 @@ from django.db import connections
 from inbox import store
 from inbox.batching import receive_together
 from inbox.conf import InboxOptions
+from inbox.consumer.bodies import body_of
 from inbox.consumer.lanes import Delivery, Undecided
 from inbox.debts import Debts
 from inbox.handlers import Handler
@@ -28,8 +28,9 @@ from inbox.receiving import receive
 from inbox.shedding import receive_shed, shedder_of
 from inbox.store import TwinBusy
 from inbox.transactions import DatabaseAway
+from inbox.undecided import store_undecided
 from outbox.kernel.clock import monotonic
-from outbox.kernel.envelope import OPAQUE, Envelope, Undecodable, from_delivery
+from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery
 from outbox.kernel.outage import Outage
 from outbox.kernel.text import describe
 
@@ -211,7 +212,7 @@ class Reception:
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)
-        if shedder is None or not shedder.is_shedding or arrival.refused:
+        if shedder is None or not shedder.is_shedding or arrival.refused or arrival.undecoded:
             return ""
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
@@ -247,13 +248,29 @@ class Reception:
         else:
             self._outages[handler.using].over()
             self._stuck[handler.name].over()
-        if became is None:
-            return False
+            if became is None:
+                return False
+            became = [
+                self._deferred(one) if received is Received.PUT_OFF else received
+                for one, received in zip(part, became, strict=True)
+            ]
         with self._counting:
             self.received.update(became)
         for one, received in zip(part, became, strict=True):
             self._answer(one.delivery, received)
         return True
+
+    def _deferred(self, one: _Read) -> Received:
+        """Store a delivery whose message another one is handling. What cannot be stored so goes back to the broker."""
+        handler = one.delivery.handler
+        # The next delivery of an ordered queue must not be stored before it.
+        if handler.ordered or one.arrival.refused:
+            return Received.PUT_OFF
+        try:
+            return store_undecided(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
+        except Exception as error:  # noqa: BLE001 - its neighbours have been decided
+            logger.debug("%s: a concurrent duplicate cannot be stored: %s", handler.name, describe(error))
+            return Received.PUT_OFF
 
     def _failed(self, one: _Read, error: BaseException) -> Received:
         """Store a delivery that failed outside its handler, so that people see it and it runs out of attempts."""
@@ -291,34 +308,33 @@ class Reception:
             return False
 
     def _read(self, delivery: Delivery) -> Arrival:
+        refused = delivery.refused
         try:
-            envelope, refused = envelope_of(delivery.message)
+            envelope = envelope_of(delivery.message)
         except Exception as error:  # noqa: BLE001 - whatever a foreign producer thought of, it must not end the worker
             envelope, refused = _opaque(delivery.message), f"It cannot be read: {type(error).__name__}: {describe(error)}"
-        return read(delivery.handler, envelope, self._options, refused=delivery.refused or refused)
+        return read(delivery.handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
 
 
-def envelope_of(message: kombu.Message) -> tuple[Envelope, str]:
-    """What was delivered, and why it cannot be read, or ""."""
-    body: Any = message.body
-    if isinstance(body, str):
-        # py-amqp has decoded it by its content encoding; what was sent is what is stored and compared.
-        body = body.encode(message.content_encoding or "utf-8", "surrogateescape")
-    body = bytes(body)
-    properties = {**message.properties, "content_type": message.content_type}
-    headers = message.headers or {}
-    routing_key = str(message.delivery_info.get("routing_key") or "")
-    read_as = partial(from_delivery, headers=headers, body=body, routing_key=routing_key)
-    try:
-        return read_as(properties=properties), ""
-    except Undecodable as error:
-        # What can be told without the body: its binary-mode attributes and AMQP properties.
-        return read_as(properties={**properties, "content_type": OPAQUE}), str(error)
+def envelope_of(message: kombu.Message) -> Envelope:
+    """What was delivered, as far as that can be told without its body."""
+    return from_delivery(
+        properties={**message.properties, "content_type": message.content_type},
+        headers=message.headers or {},
+        body=body_of(message),
+        routing_key=_routing_key(message),
+    )
 
 
 def _opaque(message: kombu.Message) -> Envelope:
-    """What can be told of a delivery that says nothing in a form we know: its body, for people to look at."""
-    body: Any = message.body
-    if not isinstance(body, bytes):
-        body = str(body).encode("utf-8", "surrogatepass")
-    return from_delivery(properties={"content_type": OPAQUE}, headers={}, body=body, routing_key="")
+    """What can be told of a delivery that says nothing in a form we know: its id, and its body for people to look at."""
+    properties = {"message_id": message.properties.get("message_id"), "content_type": OPAQUE}
+    try:
+        body = body_of(message)
+    except TypeError:
+        body = str(message.body).encode("utf-8", "surrogatepass")
+    return from_delivery(properties=properties, headers={}, body=body, routing_key=_routing_key(message))
+
+
+def _routing_key(message: kombu.Message) -> str:
+    return str(message.delivery_info.get("routing_key") or "")

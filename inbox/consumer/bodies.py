@@ -1,0 +1,52 @@
+"""Bodies as they were sent.
+
+kombu inflates a compressed body, and py-amqp decodes it by its content encoding, as soon as it arrives: without a limit, on the
+thread that owns the connection, and before the inbox knows which message it is. Here they do neither; see `inbox.reading`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import kombu
+
+from outbox.kernel.envelope import COMPRESSION
+
+
+def receiving_bodies_as_sent(channel: Any) -> Any:
+    """`channel`, whose deliveries keep their bodies as they were sent."""
+    channel.Message = _as_sent(channel.Message)
+    if hasattr(channel, "auto_decode"):
+        channel.auto_decode = False
+    return channel
+
+
+def body_of(message: kombu.Message) -> bytes:
+    """Its bytes; of a virtual transport it may be text.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    body: Any = message.body
+    return body.encode("utf-8", "surrogatepass") if isinstance(body, str) else bytes(body)
+
+
+@cache
+def _as_sent(kind: type[Any]) -> type[Any]:
+    class AsSent(kind):  # type: ignore[misc] # kombu's, of whichever transport
+        # kombu leaves alone the body of a message that something is wrong with.
+        errors: Any = ("not inflated",)
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.errors = []
+
+        def serializable(self) -> Any:
+            """What a virtual transport stores when the message is requeued. kombu would leave out how it is compressed."""
+            stored = super().serializable()
+            if COMPRESSION in self.headers:
+                stored["headers"][COMPRESSION] = self.headers[COMPRESSION]
+            return stored
+
+    return AsSent
