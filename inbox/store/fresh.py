@@ -199,8 +199,8 @@ def _insert(
         sql = f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''"
         return _guard(alias, fetch_all(connection, sql, parameters))
     # One round trip: bound the wait for a concurrent duplicate, insert, give the transaction its own lock_timeout back, also
-    # when nothing was inserted. A row that is there is left out before the unique index is asked: that would wait for the end
-    # of a handler which is running the row.
+    # when nothing was inserted. A row that is there is left out before the unique index is asked, which would wait for the end
+    # of a handler that is running the row.
     sql = (
         "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
         f"set_config('lock_timeout', %s, true)), begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import kombu
 import pytest
+
 from inbox.consumer.bodies import body_of, receiving_bodies_as_sent
 
 BODY = '{"a": "ä"}'

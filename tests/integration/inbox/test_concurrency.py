@@ -250,6 +250,7 @@ class TestAcknowledging:
             wait_until(lambda: consumer._epoch > epoch + 1 and consumer._unanswered == 10)
             gate.open()
             wait_until(lambda: length(handler) == 0 and effects() == 10)
+            wait_until(lambda: InboxMessage.objects.count() == 10)
 
         assert effects_by_name() == dict.fromkeys(names(10), 1)
         assert sorted(gate.begun) == sorted(names(10))
