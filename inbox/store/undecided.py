@@ -14,7 +14,7 @@ from django.db import IntegrityError, OperationalError, connections, transaction
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql
 from inbox.store.fresh import count_duplicate
-from inbox.store.rows import Earlier, NewRow, TwinBusy
+from inbox.store.rows import DuplicateCause, Earlier, NewRow, TwinBusy
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import LOCK_TIMEOUT
@@ -79,8 +79,13 @@ def fold_undecided(
                 # Its claim has ended, and another has it.
                 transaction.set_rollback(True, using=alias)
                 return None
-            added = ", ".join(f"{name} = {name} + %s" for name in _COUNTS)
-            cursor.execute(f"UPDATE {TABLE} SET {added} WHERE id = %s", [*counted, earlier.row])
+            duplicates, *causes = counted
+            if earlier.cause is DuplicateCause.BUSINESS:
+                # They were copies of this delivery, and of another message than the row's.
+                causes = [0] * len(causes)
+            added = ", ".join(f"{name} = {name} + %s" for name in (*_COUNTS, "conflicts"))
+            conflicts = duplicates if earlier.conflicting else 0
+            cursor.execute(f"UPDATE {TABLE} SET {added} WHERE id = %s", [duplicates, *causes, conflicts, earlier.row])
     return earlier
 
 

@@ -13,7 +13,7 @@ from django.db import connections, transaction
 from inbox import store
 from inbox.handlers import Handler
 from inbox.leasing.opening import lease_store
-from inbox.models import State
+from inbox.models import InboxMessage, State
 from inbox.reading import read
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
@@ -112,6 +112,7 @@ def test_duplicates_in_twenty_processes_that_wait_for_the_same_row_have_one_effe
             wait_until(lambda: len(processes_that_wait_for_a_lock()) == PROCESSES, STARTING_SECONDS)
             transaction.set_rollback(True)
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_WORKERS, options) == 0)
+        wait_until(lambda: InboxMessage.objects.count() == 1)
         all_end(consumers)
 
     assert list(Effect.objects.values_list("name", "detail")) == [("one", "1")]
@@ -133,7 +134,7 @@ def test_duplicates_in_twenty_processes_under_a_lease_have_one_run(request, proc
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) <= IN_HAND)
         Unique.objects.create(name="go one")
         wait_until(lambda: length_of(rabbitmq_server, OF_THE_LEASED, options) == 0)
-        wait_until(lambda: the_row().state == State.DONE)
+        wait_until(lambda: [*InboxMessage.objects.values_list("state", flat=True)] == [State.DONE])
         all_end(consumers)
 
     assert list(Effect.objects.order_by("id").values_list("name", "detail")) == [("begun one", "1"), ("one", "1")]

@@ -312,6 +312,24 @@ class TestAcknowledging:
         assert effects_by_name() == dict.fromkeys(names(20), 1)
         assert the_row(biz_id="slow").duplicates == 60
 
+    def test_copies_of_a_running_message_are_counted_by_their_cause(self, handles, rabbitmq_url, gate, length):
+        handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
+        declare(handler, options)
+        bizid = {"headers": {"cloudEvents:bizid": "one"}}
+        send(rabbitmq_url, TOPIC, {}, message_id="first", **bizid)
+
+        with consuming([handler], options):
+            wait_until(lambda: gate.inside == ["one"])
+            for name, payload in [*[("first", {})] * 3, *[("again", {})] * 4, *[("other", {"says": "something else"})] * 5]:
+                send(rabbitmq_url, TOPIC, payload, message_id=name, **bizid)
+            wait_until(lambda: length(handler) == 1)
+            gate.open()
+            wait_until(lambda: InboxMessage.objects.count() == 1)
+
+        row = the_row()
+        assert (row.duplicates, row.resends, row.redeliveries, row.conflicts) == (12, 3, 0, 5)
+        assert (row.conflicting_id, effects()) == ("other", 1)
+
     def test_twenty_threads_with_one_biz_id_have_one_effect(self, handles):
         handler = handles(the_effect)
         became = at_once([lambda: deliver(handler, an_envelope(biz_id="one"))] * 20)
