@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import uuid
+import zlib
 from datetime import timedelta
 
 import pytest
@@ -317,6 +318,16 @@ class TestDetailPage:
 
         assert "80 04 70 69 63 6b 6c 65 64" in text
         assert "(9 bytes, application/x-python-serialize) is not JSON" in text
+
+    def test_detail_page_shows_a_compressed_body_inflated_and_a_bomb_as_bytes(self):
+        body, bomb = (
+            a_message(body=zlib.compress(inflated), headers={"compression": "gzip"})
+            for inflated in (b'{"total": "9.90"}', bytes(32 * 1024 * 1024))
+        )
+        client = staff_client(VIEW)
+
+        assert "&quot;9.90&quot;" in html(client.get(reverse(DETAIL, args=[body.pk])))
+        assert "inflates to more than" in html(client.get(reverse(DETAIL, args=[bomb.pk])))
 
     def test_message_text_is_escaped_on_every_page(self):
         names = ("handler", "topic", "biz_id", "message_id", "key", "content_type", "source")
