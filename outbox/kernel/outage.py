@@ -1,4 +1,4 @@
-"""Something this process depends on is away: say so once, wait with a cap, say once that it is back."""
+"""Something this process depends on is away: say so, wait with a cap, repeat it once a minute, say once that it is back."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from outbox.kernel.retry import Pause
 
 logger = logging.getLogger(__name__)
 
+_REMINDER_SECONDS = 60.0
+
 
 class Outage:
     """The absence of one dependency, called `what` ("the broker", "the database").
@@ -18,31 +20,37 @@ class Outage:
     """
 
     def __init__(self, what: str, pause: Pause | None = None) -> None:
-        self._what = what
+        self._name = what[:1].upper() + what[1:]
         self._pause = pause or Pause()
         self._since: float | None = None
-        self._reason = ""
+        self._logged_at = 0.0
 
     @property
     def ongoing(self) -> bool:
         return self._since is not None
 
     def wait(self, reason: object, stop: StopRequest) -> None:
-        """It did not answer, for `reason`: pause, longer each time, at most the cap. Another reason is told as well."""
+        """It did not answer, for `reason`: pause, longer each time, at most the cap."""
         stop.wait(self.note(reason))
 
-    def note(self, reason: object) -> float:
-        """As `wait`, for a caller with something else to do meanwhile: how many seconds not to ask."""
-        told, self._reason = self._reason, str(reason).strip() or repr(reason)
-        if self._since is None:
-            self._since = monotonic()
+    def note(self, reason: object, remedy: str = "") -> float:
+        """As `wait`, for a caller with something else to do meanwhile: how many seconds not to ask.
+
+        Args:
+            remedy: sentences that say what an operator does about it.
+        """
+        now = monotonic()
+        if self._since is None or now - self._logged_at >= _REMINDER_SECONDS:
+            first, self._logged_at = self._since is None, now
             logger.warning(
-                "%s is away (%s). Waiting for it; no message is lost and no attempt is counted.",
-                self._what.capitalize(),
-                self._reason,
+                "%s is %s (%s). %sWaiting for it; no message is lost and no attempt is counted.",
+                self._name,
+                "away" if first else f"still away after {now - (self._since or now):.0f} s",
+                str(reason).strip() or repr(reason),
+                f"{remedy} " if remedy else "",
             )
-        elif self._reason != told:
-            logger.info("%s is still away, now because: %s", self._what.capitalize(), self._reason)
+        if self._since is None:
+            self._since = now
         return self._pause.next_seconds()
 
     def enter(self) -> float:
@@ -54,7 +62,6 @@ class Outage:
     def over(self) -> None:
         """It answered."""
         if self._since is not None:
-            logger.warning("%s is back after %.1f s.", self._what.capitalize(), monotonic() - self._since)
+            logger.warning("%s is back after %.1f s.", self._name, monotonic() - self._since)
         self._since = None
-        self._reason = ""
         self._pause.reset()

@@ -15,12 +15,21 @@ from textwrap import indent
 
 import psycopg.errors
 import pytest
-from django.db import DatabaseError, InterfaceError, InternalError, OperationalError, connection
+from django.db import (
+    DatabaseError,
+    DataError,
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    ProgrammingError,
+    connection,
+)
 
 from outbox.kernel import broker, console
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import Cause, caused_by, current_cause
-from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from outbox.kernel.identity import new_message_id, process_name
 from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from outbox.kernel.outage import Outage
@@ -92,7 +101,7 @@ class TestDatabaseErrors:
         assert is_collision(error)
         assert not is_outage(error)
 
-    @pytest.mark.parametrize("sqlstate", ["08006", "08003", "57P01", "57P02", "57P03", "53300"])
+    @pytest.mark.parametrize("sqlstate", ["08006", "08003", "57P01", "57P02", "57P03", "25006", "53100", "53300", "58030"])
     def test_connection_failures_and_server_shutdowns_are_outages(self, sqlstate):
         error = driver_error(sqlstate)
 
@@ -114,12 +123,54 @@ class TestDatabaseErrors:
         assert is_outage(driver_error(None, message))
         assert is_outage(InterfaceError(message))
 
-    @pytest.mark.parametrize("sqlstate", ["57014", "42P01", "53100"])
+    @pytest.mark.parametrize("sqlstate", ["57014", "42P01", "42501"])
     def test_other_sqlstates_are_neither_collision_nor_outage(self, sqlstate):
         error = driver_error(sqlstate, "canceling statement")
 
         assert not is_outage(error)
         assert not is_collision(error)
+
+    @pytest.mark.parametrize(
+        ("sqlstate", "kind"),
+        [("22P05", DataError), ("22001", DataError), ("23505", IntegrityError), ("23514", IntegrityError), ("54000", None)],
+    )
+    def test_errors_of_values_blame_the_row(self, sqlstate, kind):
+        error = (kind or OperationalError)("refused")
+        error.__cause__ = psycopg.errors.lookup(sqlstate)("refused")
+
+        assert is_about_values(error)
+        assert not is_outage(error)
+
+    @pytest.mark.parametrize(
+        ("sqlstate", "kind"),
+        [("42P01", ProgrammingError), ("42501", ProgrammingError), ("25006", InternalError), ("23502", IntegrityError)],
+    )
+    def test_errors_of_the_schema_and_the_server_do_not_blame_the_row(self, sqlstate, kind):
+        """23502: a column that this version does not write; all that it writes has a value."""
+        error = kind("refused")
+        error.__cause__ = psycopg.errors.lookup(sqlstate)("refused")
+
+        assert not is_about_values(error)
+
+    @pytest.mark.parametrize("sqlstate", ["08006", "57P01", "25P03"])
+    def test_a_session_that_the_server_ended_is_lost(self, sqlstate):
+        assert is_lost(driver_error(sqlstate))
+
+    @pytest.mark.parametrize("sqlstate", ["25006", "53100", "58030", "42P01"])
+    def test_a_session_that_answers_with_an_error_is_not_lost(self, sqlstate):
+        assert not is_lost(driver_error(sqlstate))
+
+    @pytest.mark.parametrize(
+        ("sqlstate", "alias", "expected"),
+        [
+            ("42P01", "default", "Run `python manage.py migrate`."),
+            ("42703", "other", "Run `python manage.py migrate --database other`."),
+            ("53100", "default", "Free disk space on its server."),
+            ("XX000", "default", ""),
+        ],
+    )
+    def test_the_remedy_of_a_database_error_names_the_database(self, sqlstate, alias, expected):
+        assert remedy(driver_error(sqlstate), alias) == expected
 
     @pytest.mark.parametrize("message", ["database is locked", "database table is locked: outbox"])
     def test_a_locked_sqlite_database_is_a_collision(self, message):
@@ -156,6 +207,20 @@ class TestOutage:
         assert "The broker is away (connection refused)" in begin
         assert "The broker is back" in end
         assert not outage.ongoing
+
+    def test_an_ongoing_outage_is_logged_again_once_a_minute_with_its_latest_reason_and_remedy(
+        self, outage, caplog, monkeypatch
+    ):
+        now = 1000.0
+        monkeypatch.setattr("outbox.kernel.outage.monotonic", lambda: now)
+        for second in range(150):
+            now = 1000.0 + second
+            outage.note(f"disk full for {second} s", "Free some.")
+
+        first, second, third = [record.message for record in caplog.records]
+        assert "away (disk full for 0 s). Free some." in first
+        assert "still away after 60 s (disk full for 60 s). Free some." in second
+        assert "still away after 120 s (disk full for 120 s). Free some." in third
 
     def test_a_reason_without_a_message_is_logged_by_its_type(self, outage, caplog):
         outage.wait(TimeoutError(), StopRequest())
