@@ -67,7 +67,8 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
         with in_hand.holding(rows) as free:
             if not free or any(map(in_hand.is_elsewhere, rows)):
                 return None
-            persistently(handler.using, lambda: in_transaction(handler, begin, run, of=f"{len(arrivals)} messages"))
+            of_all = f"{len(arrivals)} messages"
+            persistently(handler.using, lambda: in_transaction(handler, begin, run, of=of_all), reruns=False)
     except DatabaseAway:
         raise
     except TwinBusy:

@@ -17,6 +17,7 @@ from django.db import DatabaseError, InterfaceError, connections
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler
 from inbox.purse import Purse
+from inbox.sessions import end_session
 from inbox.store.buckets import lease_tokens
 from outbox.kernel.clock import monotonic
 from outbox.kernel.databases import drop_unusable_connections
@@ -125,7 +126,11 @@ class Limiter:
         collided = is_collision(error)
         with self._lock:
             self._purse.rest(random.uniform(0, _AFTER_COLLISION) if collided else self._pause.next_seconds(), monotonic())
-        if collided or self._away:
+        if collided:
+            return
+        # It may be the session, which a handler has changed or a failover left behind.
+        end_session(self._alias)
+        if self._away:
             return
         self._away = True
         logger.warning(

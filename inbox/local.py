@@ -20,8 +20,7 @@ from inbox.receiving import hand_over
 from inbox.runner import Runner
 from inbox.store import TwinBusy
 from outbox.kernel.clock import monotonic
-from outbox.kernel.faults import is_collision, is_outage
-from outbox.kernel.schema import is_missing
+from outbox.kernel.faults import is_about_values
 from outbox.kernel.text import describe
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
 
@@ -66,7 +65,7 @@ class LocalTransport:
         except TwinBusy:
             return Verdict(Outcome.UNKNOWN, "an earlier copy is being run right now")
         except DatabaseError as error:
-            if is_collision(error) or is_outage(error) or is_missing(error):
+            if not is_about_values(error):
                 raise
             return Verdict(Outcome.REFUSED, f"the inbox cannot store it: {describe(error)}")
         except Exception as error:  # noqa: BLE001 - a row that was damaged by hand may hold anything

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+
+from django.db import DatabaseError
 
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler
-from inbox.outcomes import Received, taken_in
+from inbox.outcomes import Received, taken_in, unfit
 from inbox.reading import Arrival
 from inbox.store import Incoming, Taken, TwinBusy
 from inbox.transactions import DatabaseAway, decided
@@ -47,8 +50,17 @@ def take_in(handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], option
         raise
     except TwinBusy as error:
         raise DatabaseAway(f"a transaction has had one of these messages in hand for over {options.TWIN_TIMEOUT}") from error
+    except DatabaseError as error:
+        if len(deliveries) > 1:
+            # The values of one are to blame, and the others are not to wait for it.
+            return [took for delivery in deliveries for took in take_in(handler, [delivery], options)]
+        ((arrival, again),) = deliveries
+        body_only = replace(arrival, row=store.undecoded(arrival.row), refused=unfit(error))
+        if arrival.refused == body_only.refused:
+            raise DatabaseAway(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
+        return take_in(handler, [(body_only, again)], options)
     except Exception as error:
-        # Nothing may go past them, so whatever it is, it must be put right first.
+        # Whatever it is, it must be put right first.
         logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(incoming))
-        raise DatabaseAway(f"{handler.name}: its deliveries cannot be stored: {describe(error)}") from error
+        raise DatabaseAway(f"its deliveries cannot be stored: {describe(error)}") from error
     return [taken_in(handler, arrival, one) for (arrival, _), one in zip(deliveries, taken, strict=True)]

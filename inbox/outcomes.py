@@ -11,6 +11,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
+from django.db import DatabaseError
 from django.dispatch import Signal
 
 from inbox import signals, store
@@ -40,13 +41,24 @@ class Received(Enum):
     SHED = "shed"
     """Too many wait, and it may be dropped: written down, not handled."""
     PUT_OFF = "put off"
-    """A twin has it in hand: not acknowledged, to be delivered again."""
+    """A concurrent duplicate is being run: not acknowledged, to be tried again in a moment."""
+    UNSTORED = "unstored"
+    """Neither it nor why it failed could be stored: not acknowledged, to be tried again later."""
 
 
 def store_failure(
     handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False
 ) -> Received:
-    if not decided(lambda: store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT), handler.using):
+    def write() -> bool:
+        return store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT)
+
+    try:
+        new = decided(write, handler.using)
+    except DatabaseError as error:
+        # The values of its row are to blame; what is written now has none of them but the body.
+        row, failure = store.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
+        new = decided(write, handler.using)
+    if not new:
         return duplicate(handler, row, redelivered=redelivered)
     return announce(handler, row.message_id, row.biz_id, failure)
 
@@ -59,6 +71,12 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
         decided(lambda: store.note_error(handler.using, stored.pk, failure), handler.using)
         return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
     return announce(handler, stored.message_id, stored.biz_id, failure)
+
+
+def unfit(error: DatabaseError) -> str:
+    """Why only the body of a message is stored; in ASCII, because the database may have refused a character."""
+    said = describe(error).encode("ascii", "backslashreplace").decode()
+    return f"The database refuses what it says: {said}. Only its body is stored."
 
 
 def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from inbox.conf import InboxOptions
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage
-from inbox.store import NewRow
+from inbox.store import UNIDENTIFIED, NewRow
 from outbox.kernel.body import OverLimit, Undecodable, decode_payload
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import (
@@ -31,8 +31,6 @@ from outbox.kernel.envelope import (
 )
 from outbox.kernel.text import describe
 
-UNIDENTIFIED = "unidentified:"
-"""Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
 _UNDECIDED = "undecided:"
 _UNDECIDED_REDELIVERY = f"{_UNDECIDED}redelivery:"
 

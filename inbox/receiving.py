@@ -5,7 +5,7 @@ that. *Careful path*, a delivery the broker has sent before: store it first, so 
 its own before the handler runs; a message that kills its process then runs out of attempts. Failed messages are stored, too,
 and acknowledged: retries wait in the database, where people can see them.
 
-Whatever happens, a delivery ends as one of `Received`; only PUT_OFF goes back to the broker.
+Whatever happens, a delivery ends as one of `Received`; only PUT_OFF and UNSTORED are not acknowledged, and tried again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
-from django.db import DatabaseError, InterfaceError, transaction
+from django.db import DatabaseError, transaction
 
 from inbox import store
 from inbox.conf import InboxOptions
@@ -35,7 +35,6 @@ from inbox.outcomes import (
     taken_in,
 )
 from inbox.reading import (
-    UNIDENTIFIED,
     Arrival,
     identify_late,
     is_undecided,
@@ -46,12 +45,11 @@ from inbox.reading import (
     undecided_envelope,
     why_undecodable,
 )
-from inbox.store import Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.store import UNIDENTIFIED, Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
 from inbox.suspects import is_suspect, one_suspect
 from inbox.transactions import DatabaseAway, call, decided, in_transaction, persistently
 from inbox.undecided import decide
 from outbox.kernel.body import Undecodable
-from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.faults import is_collision
 
@@ -119,13 +117,17 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     known = {handler.name: handler for handler in handlers if handler.using == alias}
     stored: InboxMessage | None = None
     suspects = one_suspect.take()
+
+    def claim() -> InboxMessage | None:
+        try:
+            return store.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects)
+        except DatabaseError as error:
+            if is_collision(error):
+                return None
+            raise
+
     try:
-        drop_unusable_connections()
-        stored = store.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects)
-    except (DatabaseError, InterfaceError) as error:
-        if is_collision(error):
-            return None
-        raise DatabaseAway(str(error)) from error
+        stored = decided(claim, alias)
     finally:
         if stored is None or not is_suspect(stored):
             one_suspect.leave()
@@ -133,7 +135,11 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
 
 
 def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Received:
-    """Run a stored message whose attempt has been claimed. When it is handled, `follower` has claimed who follows it."""
+    """Run a stored message whose attempt has been claimed. When it is handled, `follower` has claimed who follows it.
+
+    Raises:
+        DatabaseAway: the database does not answer.
+    """
     try:
         return _run_claimed(handler, stored, options, follower)
     finally:
@@ -192,7 +198,8 @@ def _run_in_transaction(
         return message if ran else None
 
     try:
-        message = persistently(handler.using, run)
+        # A handler whose session is lost each time it runs is run again once, and then once for each attempt.
+        message = persistently(handler.using, run, reruns=attempt == 1)
     except DatabaseAway as away:
         away.owed = partial(store.give_back, handler.using, stored.pk, attempt)
         raise

@@ -22,13 +22,13 @@ from inbox.debts import Debts
 from inbox.handlers import Handler, registry
 from inbox.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage
+from inbox.outages import Outages
 from inbox.outcomes import Received
 from inbox.receiving import claim_next, run_stored
 from inbox.store import Follower, OrderedKey
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
-from outbox.kernel.outage import Outage
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,11 @@ def _after(served: str, handlers: Sequence[Handler]) -> list[Handler]:
     return sorted(handlers, key=lambda handler: (handler.name <= served, handler.name))
 
 
+def _stored_on(alias: str) -> str:
+    """The name of this work in the log, when it alone cannot be done."""
+    return f"stored messages on {alias!r}"
+
+
 class Runner:
     """Runs what is due for the handlers of this process. A message of an unknown handler stays for a worker that knows it.
 
@@ -75,7 +80,7 @@ class Runner:
     def __init__(self, options: InboxOptions, stop: StopRequest | None = None) -> None:
         self._options = options
         self._stop = StopRequest() if stop is None else stop
-        self._outages: defaultdict[str, Outage] = defaultdict(partial(Outage, "the database"))
+        self.outages = Outages()
         self._ask_at: dict[str, float] = {}
         self._lock = threading.Lock()
         self._look_at = 0.0
@@ -125,8 +130,7 @@ class Runner:
             done += now
             if now:
                 continue
-            away = any(outage.ongoing for outage in self._outages.values())
-            rest = _LONGEST_NAP_SECONDS if away else self._rest_for_tokens()
+            rest = _LONGEST_NAP_SECONDS if self._ask_at else self._rest_for_tokens()
             if rest is None:
                 break
             stop.wait(rest)
@@ -155,6 +159,9 @@ class Runner:
             if not self._may_ask(alias):
                 continue
             try:
+                if self.outages.is_ongoing(alias) and (seconds := self.outages.ask(alias)):
+                    self._ask_at[alias] = monotonic() + seconds
+                    continue
                 self._tell_orphans(alias, handlers)
                 self._debts.settle(alias)
                 self._sweep(alias, handlers)
@@ -163,10 +170,10 @@ class Runner:
                 if claimed:
                     self.ring()
                     ran += self._run(*claimed)
-                self._outages[alias].over()
+                self.outages.end(_stored_on(alias))
             except DatabaseAway as error:
-                self._ask_at[alias] = monotonic() + self._outages[alias].note(error)
                 self._debts.add(alias, error)
+                self._ask_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
             except BaseException:
                 # Nothing that a handler or a receiver of a signal does may end this thread.
                 self._ask_at[alias] = monotonic() + _AFTER_AN_ERROR_SECONDS
@@ -183,7 +190,7 @@ class Runner:
         with self._lock:
             if monotonic() < self._ask_at.get(alias, 0.0):
                 return False
-            if self._outages[alias].ongoing:
+            if self.outages.is_ongoing(alias):
                 self._ask_at[alias] = inf
             return True
 

@@ -25,7 +25,7 @@ _COMMENT = re.compile(r"/\*|\*/")
 
 def controls_transaction(statement: object, connection: Any) -> str:
     """The text of `statement`, as any driver takes it, when it begins, ends or prepares a transaction; else ""."""
-    text = _text(statement, connection)
+    text = text_of(statement, connection)
     if not _WORDS.search(text):
         return ""
     first, *others = _bare(text, nested=connection.vendor == "postgresql").split(";")
@@ -33,7 +33,8 @@ def controls_transaction(statement: object, connection: Any) -> str:
     return text if any(_CONTROL.match(one.lstrip()) for one in statements) else ""
 
 
-def _text(statement: object, connection: Any) -> str:
+def text_of(statement: object, connection: Any) -> str:
+    """`statement` as text, as any driver takes it."""
     if isinstance(statement, bytes):
         return statement.decode("latin-1")
     # psycopg composes statements of parts.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import kombu
+from amqp import spec
 
 
 class Acks:
@@ -32,7 +33,11 @@ class Acks:
 
     def requeue(self, message: kombu.Message) -> None:
         """Give it back, to be delivered again."""
-        message.requeue()
+        if self._multiple:
+            # Unlike basic.reject, RabbitMQ from 4.3 on counts this as no failed delivery. py-amqp has no method for it.
+            self._channel.send_method(spec.Basic.Nack, "Lbb", (message.delivery_tag, False, True))
+        else:
+            message.requeue()
         self._outstanding.pop(message.delivery_tag, None)
 
     def flush(self) -> None:

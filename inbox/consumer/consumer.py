@@ -60,16 +60,19 @@ _BUSY_TICK_SECONDS = 0.005
 _HOUSEKEEPING_SECONDS = 0.5
 _MANY_ANSWERS = 10
 _GLANCE_SECONDS = 0.0001
-_PUT_OFF_SECONDS = 1.0
+_AGAIN_AFTER = {Received.PUT_OFF: 1.0, Received.UNSTORED: 60.0}
+"""Seconds until what has not been decided is tried again. Here, because the broker counts what it delivers again."""
+_HELD_IN_VAIN = 1.5
+"""Of `longest_silence`: when deliveries that cannot be stored go back to the broker, before it takes this process for dead."""
 _HEALTH_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What to tell the broker about a delivery, not before `at` (monotonic)."""
+    """What is to be done with a delivery, not before `at` (monotonic): acknowledge it, or try it `again`."""
 
     delivery: Delivery
-    requeue: bool
+    again: bool
     at: float
 
 
@@ -105,10 +108,9 @@ class Consumer:
         self._waits_for = "the broker"
         self._connection: Any = None
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
-        self._subscriptions: list[Subscription] = []
         self._epoch = 0
         self._complaints: set[str] = set()
-        self._unordered: set[str] = set()
+        self._unusable: set[str] = set()
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._put_off: list[Answer] = []
@@ -116,9 +118,15 @@ class Consumer:
         self._answered = Bell()
         self._checked_at = self._ticked_at = 0.0
         self._speaks_amqp = False
-        self._acks: dict[Any, Acks] = {}
+        self._open: dict[Any, Subscription] = {}
         self._runner = Runner(options, stop) if runner is None else runner
-        self._reception = Reception(options, is_current=self._is_current, answer=self._put_answer, ring=self._runner.ring)
+        self._reception = Reception(
+            options,
+            is_current=self._is_current,
+            answer=self._put_answer,
+            ring=self._runner.ring,
+            outages=self._runner.outages,
+        )
         self._pool = Pool(
             [lane for lane, _ in self._lanes],
             self._runner,
@@ -161,7 +169,7 @@ class Consumer:
     def activity(self) -> Activity:
         """For the heartbeat, from any thread."""
         return Activity(
-            handlers=[handler for handler in self._handlers if handler.name not in self._unordered],
+            handlers=[handler for handler in self._handlers if handler.name not in self._unusable],
             received=self.received.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,
@@ -186,25 +194,41 @@ class Consumer:
         url = self._options.broker_url
         self._connection = kombu.Connection(url, **connection_options(url))
         self._connection.ensure_connection(**connection_attempts(url))
-        self._unordered = self._declare()
-        self._subscriptions = []
-        self._acks = {}
+        self._unusable = self._declare()
+        self._open = {}
         self._speaks_amqp = speaks_amqp(url)
         if self._speaks_amqp:
             read_in_chunks(self._connection.connection.transport)
-        for lane, declared in self._lanes:
-            if lane.handler.name in self._unordered:
-                continue
+        self._checked_at = monotonic()
+
+    def _subscribe(self) -> None:
+        """Receive from the queues whose handlers' databases can store what comes.
+
+        What is delivered and cannot be stored would go back to the broker when this process ends, and count as one more
+        delivery.
+        """
+        open_lanes = {id(subscription.lane) for subscription in self._open.values()}
+        waiting = [(lane, queue) for lane, queue in self._usable if id(lane) not in open_lanes and self._pool.can_store(lane)]
+        for lane, declared in waiting:
             channel = receiving_bodies_as_sent(self._connection.channel())
             queue = declared(channel)
-            acks = self._acks.setdefault(channel, Acks(channel, multiple=self._speaks_amqp))
+            acks = Acks(channel, multiple=self._speaks_amqp)
             on_delivery = partial(self._on_delivery, self._epoch, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
+            self._open[channel] = Subscription(lane, queue, consumer, acks)
             consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
             consumer.consume()
-            self._subscriptions.append(Subscription(lane, queue, consumer, acks))
-        self._checked_at = monotonic()
-        logger.info("Consuming %d queues from %s.", len(self._subscriptions), masked(url))
+        if waiting:
+            logger.info("Consuming %d queues from %s.", len(self._open), masked(self._options.broker_url))
+
+    @property
+    def _usable(self) -> list[tuple[Lane, kombu.Queue]]:
+        """The lanes with queues that may be received from."""
+        return [(lane, queue) for lane, queue in self._lanes if lane.handler.name not in self._unusable]
+
+    @property
+    def _subscriptions(self) -> list[Subscription]:
+        return list(self._open.values())
 
     def _declare(self) -> set[str]:
         """Have all queues and their bindings, before the first delivery and then again and again; whose cannot be used.
@@ -212,18 +236,18 @@ class Consumer:
         A binding that somebody removed, or that went with a deleted exchange, leaves a consumer that looks healthy and hears
         nothing.
         """
-        unordered = set()
+        unusable = set()
         for handler in self._handlers:
             self._watchdog.beat()
             try:
                 complaint = declare(self._connection, handler, self._options)
             except Unordered as error:
-                unordered.add(handler.name)
+                unusable.add(handler.name)
                 complaint = f"{error} Until then nothing is received for it."
             if complaint and complaint not in self._complaints:
                 self._complaints.add(complaint)
                 logger.error(complaint)
-        return unordered
+        return unusable
 
     def _on_delivery(
         self, epoch: int, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None
@@ -234,6 +258,8 @@ class Consumer:
 
     def _pump(self) -> None:
         """Answer, receive what has come, and wait for either a little."""
+        if len(self._open) < len(self._lanes) and not self._stop:
+            self._subscribe()
         self._answer()
         self._receive()
         now = monotonic()
@@ -241,6 +267,7 @@ class Consumer:
             self._ticked_at = now
             self._connection.heartbeat_check()
             self._store_stale(now)
+            self._give_back_in_vain(now)
             self._watch(now)
             if now - self._checked_at > _HEALTH_SECONDS:
                 self._check_subscriptions()
@@ -272,24 +299,28 @@ class Consumer:
         for answer in answers:
             if answer.delivery.epoch != self._epoch:
                 continue
-            acks = self._acks[answer.delivery.message.channel]
+            subscription = self._open.get(answer.delivery.message.channel)
+            if subscription is None:
+                continue
             if answer.at > now:
                 self._put_off.append(answer)
-            elif answer.requeue:
-                acks.requeue(answer.delivery.message)
+            elif not answer.again:
+                subscription.acks.settle(answer.delivery.message)
+            elif now - answer.delivery.at < self._options.longest_silence:
+                self._pool.put(subscription.lane, answer.delivery)
             else:
-                acks.settle(answer.delivery.message)
-        for acks in self._acks.values():
-            acks.flush()
+                subscription.acks.requeue(answer.delivery.message)
+        for subscription in self._open.values():
+            subscription.acks.flush()
 
     @property
     def _unanswered(self) -> int:
-        return sum(map(len, self._acks.values()))
+        return sum(len(subscription.acks) for subscription in self._open.values())
 
     def _put_answer(self, delivery: Delivery, received: Received) -> None:
         """Called by the workers."""
-        put_off = received is Received.PUT_OFF
-        self._answers.append(Answer(delivery, requeue=put_off, at=monotonic() + (_PUT_OFF_SECONDS if put_off else 0)))
+        rest = _AGAIN_AFTER.get(received, 0.0)
+        self._answers.append(Answer(delivery, again=rest > 0, at=monotonic() + rest))
         # Not for each: the connection's thread takes them by the dozen, at its next tick, or when a worker rests.
         if self._is_answer_due():
             self._answered.ring()
@@ -304,7 +335,7 @@ class Consumer:
     def _check_subscriptions(self) -> None:
         """Healthy means that the broker knows bindings and subscriptions of our queues, not that a socket is open."""
         self._checked_at = monotonic()
-        if self._declare() != self._unordered:
+        if self._declare() != self._unusable:
             raise ConnectionError("an operator has changed its queues")
         if not speaks_amqp(self._options.broker_url):
             return
@@ -328,6 +359,24 @@ class Consumer:
         if stale := self._pool.stale(now - self._options.longest_silence):
             self._holder = threading.Thread(target=self._hold, args=[stale], name="holder", daemon=True)
             self._holder.start()
+
+    def _give_back_in_vain(self, now: float) -> None:
+        """Close the channels of queues whose deliveries have waited here for too long, because they cannot be stored.
+
+        The broker would do it after `consumer_timeout`, again and again for as long as the outage lasts, and end the connection
+        with all other channels on it. Each time would count as a delivery. This is once for each outage.
+        """
+        for lane in self._pool.held_in_vain(now - _HELD_IN_VAIN * self._options.longest_silence):
+            for channel in [channel for channel, subscription in self._open.items() if subscription.lane is lane]:
+                subscription = self._open.pop(channel)
+                subscription.consumer.cancel()
+                channel.close()
+                logger.warning(
+                    "%s: its database could not store %d deliveries for too long. They are the broker's again, and nothing is "
+                    "received for it until its database can.",
+                    lane.handler.name,
+                    self._pool.forget(lane),
+                )
 
     def _hold(self, stale: list[tuple[Lane, list[Delivery]]]) -> None:
         try:
@@ -360,6 +409,8 @@ class Consumer:
 
     def _is_drained(self) -> bool:
         if self._unanswered or self._answers or not self._pool.idle:
+            return False
+        if len(self._open) < len(self._usable):
             return False
         waiting = any(self._length_of(subscription.queue)[0] for subscription in self._subscriptions)
         # The broker counts what is on its way to us as ours, and it may have come while we asked.

@@ -91,6 +91,7 @@ class Lane:
         self._shedder = shedder_of(handler)
         self._in_hand = False
         self._rests_until = self._rest = 0.0
+        self._forgot_at = float("-inf")
 
     def __len__(self) -> int:
         return len(self._kept) + len(self._waiting)
@@ -150,8 +151,9 @@ class Lane:
 
     def put_back(self, load: list[Delivery], now: float, *, rest: float) -> None:
         """A worker could not end these: they are next, after `rest` seconds."""
+        current = [delivery for delivery in load if delivery.at > self._forgot_at]
         # In the order they came in, whichever worker gives its load back first.
-        self._waiting = deque(sorted([*load, *self._waiting], key=lambda delivery: delivery.at))
+        self._waiting = deque(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
         self._in_hand = False
         self._rest, self._rests_until = rest, now + rest
 
@@ -165,14 +167,31 @@ class Lane:
         self._waiting = deque(delivery for delivery in self._waiting if delivery.epoch == epoch)
         self._kept = deque(delivery for delivery in self._kept if delivery.epoch == epoch)
 
-    def stale(self, before: float) -> list[Delivery]:
-        """Take out what has waited since `before`, oldest first. Nothing is taken out of an order."""
-        found: list[Delivery] = []
-        if self.handler.ordered:
-            return found
-        for waiting in (self._kept, self._waiting):
-            while waiting and waiting[0].at < before:
-                found.append(waiting.popleft())
+    def forget(self, now: float) -> int:
+        """Everything that has come until now has been given back to the broker; how many of these waited here."""
+        count = len(self)
+        self._kept.clear()
+        self._waiting.clear()
+        self._forgot_at = now
+        return count
+
+    @property
+    def oldest(self) -> float:
+        """When what has waited for the longest came; infinite when nothing waits."""
+        return min((delivery.at for delivery in (*self._kept, *self._waiting)), default=float("inf"))
+
+    @property
+    def is_stuck(self) -> bool:
+        """Its last load could not be ended."""
+        return self._rest > 0
+
+    def stale(self, before: float, now: float) -> list[Delivery]:
+        """Take out what has waited since `before`. Nothing is taken out of an order, nor while the lane rests."""
+        if self.handler.ordered or now < self._rests_until or self.oldest >= before:
+            return []
+        found = [delivery for delivery in (*self._kept, *self._waiting) if delivery.at < before]
+        self._kept = deque(delivery for delivery in self._kept if delivery.at >= before)
+        self._waiting = deque(delivery for delivery in self._waiting if delivery.at >= before)
         return found
 
 

@@ -37,8 +37,9 @@ class Pool:
     """`size` threads that run loads of `lanes` by `receive`, and between them what `runner` finds due.
 
     While too many wait for a lane's handler, `sift` drops some of its loads and answers with the rest. What is left
-    `Undecided` goes back to the front of its lane. When that is because a database is away, all lanes of its handlers rest,
-    and one thread at a time may `ask` for it: that answers how many seconds to rest, or 0. `at_rest` is called, and must be
+    `Undecided` goes back to the front of its lane. When that is because a database cannot store, all lanes of its handlers
+    rest, and one thread at a time may `ask` for it: that answers how many seconds to rest, or 0. Nothing is run on a database
+    before it has been asked once. `at_rest` is called, and must be
     quick, whenever a thread finds nothing to do.
     """
 
@@ -65,7 +66,7 @@ class Pool:
         self._stored_next = False
         self._next_lane = 0
         self._epoch = 0
-        self._ask_at: dict[str, float] = {}
+        self._ask_at = {lane.handler.using: 0.0 for lane in lanes}
         self._busy: dict[int, Busy] = {}
         self._threads = [threading.Thread(target=self._work, name=f"worker-{n}", daemon=True) for n in range(1, size + 1)]
 
@@ -105,6 +106,22 @@ class Pool:
             for lane in self._lanes:
                 lane.drop_others(epoch)
 
+    def can_store(self, lane: Lane) -> bool:
+        """Does the database of its handler take what comes, as far as is known?"""
+        with self._changed:
+            return lane.handler.using not in self._ask_at
+
+    def held_in_vain(self, before: float) -> list[Lane]:
+        """Lanes with deliveries that came before that instant and could not be stored."""
+        with self._changed:
+            unable = [lane for lane in self._lanes if lane.is_stuck or lane.handler.using in self._ask_at]
+            return [lane for lane in unable if lane.oldest < before]
+
+    def forget(self, lane: Lane) -> int:
+        """The deliveries of this lane, also those in a worker's hands, are the broker's again; how many have waited here."""
+        with self._changed:
+            return lane.forget(monotonic())
+
     def join(self, seconds: float) -> None:
         """Wait for the end of a thread, for so long."""
         for thread in self._threads:
@@ -113,9 +130,10 @@ class Pool:
                 return
 
     def stale(self, before: float) -> list[tuple[Lane, list[Delivery]]]:
-        """Take out the deliveries that have waited here since `before`, but none whose database is away."""
+        """Take out the deliveries that have waited here since `before`, but none whose database cannot store."""
         with self._changed:
-            return [(lane, stale) for lane in self._answering if (stale := lane.stale(before))]
+            now = monotonic()
+            return [(lane, stale) for lane in self._answering if (stale := lane.stale(before, now))]
 
     def run(self, lane: Lane, load: list[Delivery], do: Callable[[list[Delivery]], object]) -> None:
         """On this thread: what is left `Undecided` goes back to the front of its lane."""
@@ -143,7 +161,7 @@ class Pool:
 
     @property
     def _answering(self) -> list[Lane]:
-        """The lanes of databases that are there."""
+        """The lanes of databases that can store."""
         return [lane for lane in self._lanes if lane.handler.using not in self._ask_at] if self._ask_at else self._lanes
 
     def _wake(self) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 
 import kombu
 from django.db import connections
 
-from inbox import store
 from inbox.batching import receive_together
 from inbox.conf import InboxOptions
 from inbox.consumer.bodies import body_of
@@ -22,6 +21,7 @@ from inbox.debts import Debts
 from inbox.handlers import Handler
 from inbox.holding import store_for_later
 from inbox.ordering import take_in
+from inbox.outages import Outages
 from inbox.outcomes import Received, failure_of, store_failure
 from inbox.reading import Arrival, message_of, read
 from inbox.receiving import receive
@@ -31,7 +31,6 @@ from inbox.transactions import DatabaseAway
 from inbox.undecided import store_undecided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery
-from outbox.kernel.outage import Outage
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ class Reception:
         is_current: is this epoch still the connection's? What came in another life is left alone.
         answer: take note of what became of a delivery.
         ring: something has been stored that is due now.
+        outages: which databases cannot store, shared with the runner.
     """
 
     def __init__(
@@ -69,17 +69,15 @@ class Reception:
         is_current: Callable[[int], bool],
         answer: Callable[[Delivery, Received], None],
         ring: Callable[[], None],
+        outages: Outages,
     ) -> None:
         self._options = options
         self._is_current = is_current
         self._answer = answer
         self._ring = ring
         self._closing = False
-        self._outages: defaultdict[str, Outage] = defaultdict(partial(Outage, "the database"))
-        self._stuck: defaultdict[str, Outage] = defaultdict(partial(Outage, "the database"))
-        self._reasons: dict[str, Exception] = {}
+        self._outages = outages
         self._debts = Debts()
-        self._noting = threading.Lock()
         self._counting = threading.Lock()
         self.received: Counter[Received] = Counter()
 
@@ -152,16 +150,10 @@ class Reception:
         return [one.delivery for one in kept]
 
     def ask(self, alias: str) -> float:
-        """Ask a database that was away, and do first what is owed to it: seconds to leave it alone, or 0: it is back."""
-        try:
+        """Try to store in a database, and do first what is owed to it: seconds to leave it alone, or 0: it can store."""
+        with suppress(DatabaseAway):
             self._debts.settle(alias)
-        except DatabaseAway as away:
-            self._reasons[alias] = away
-        else:
-            if self._is_there(alias):
-                self._outages[alias].over()
-                return 0.0
-        return self._outages[alias].note(self._reasons[alias])
+        return self._outages.ask(alias)
 
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
         """The load in parts that are run alike, in its order."""
@@ -246,8 +238,7 @@ class Reception:
                 raise DatabaseAway(f"{handler.name}: its deliveries cannot be stored: {describe(error)}") from error
             became = [self._failed(one, error) for one in part]
         else:
-            self._outages[handler.using].over()
-            self._stuck[handler.name].over()
+            self._outages.end(handler.name)
             if became is None:
                 return False
             became = [
@@ -261,7 +252,7 @@ class Reception:
         return True
 
     def _deferred(self, one: _Read) -> Received:
-        """Store a delivery whose message another one is handling. What cannot be stored so goes back to the broker."""
+        """Store a delivery whose message another one is handling. What cannot be stored so is tried again in a moment."""
         handler = one.delivery.handler
         # The next delivery of an ordered queue must not be stored before it.
         if handler.ordered or one.arrival.refused:
@@ -283,29 +274,15 @@ class Reception:
         except TwinBusy:
             return Received.PUT_OFF
         except BaseException:
-            logger.exception("%s: that delivery cannot even be stored; it goes back to the broker.", handler.name)
+            logger.exception("%s: a delivery cannot be stored. It is not acknowledged, and is tried again later.", handler.name)
             connections.close_all()
-            return Received.PUT_OFF
+            return Received.UNSTORED
 
     def _undecided(self, handler: Handler, left: Iterable[_Read], away: DatabaseAway) -> Undecided:
-        alias = handler.using
-        self._debts.add(alias, away)
-        self._reasons[alias] = away
+        self._debts.add(handler.using, away)
+        seconds, everywhere = self._outages.pause(handler.using, handler.name, away)
         load = sorted((one.delivery for one in left), key=lambda delivery: delivery.at)
-        if self._is_there(alias):
-            # It is there for others: what this handler has to write does not get in, or its lease store is away.
-            return Undecided(load, self._stuck[handler.name].note(away), everywhere=False)
-        with self._noting:
-            outage = self._outages[alias]
-            # Of many threads that learn of it at once, one begins the rest, lest it be as long as after many tries.
-            return Undecided(load, 0.0 if outage.ongoing else outage.note(away), everywhere=True)
-
-    def _is_there(self, alias: str) -> bool:
-        try:
-            return store.is_reachable(alias)
-        except Exception as error:  # noqa: BLE001 - whatever the project's backend raises, it must not end the worker
-            self._reasons[alias] = error
-            return False
+        return Undecided(load, seconds, everywhere=everywhere)
 
     def _read(self, delivery: Delivery) -> Arrival:
         refused = delivery.refused

@@ -33,6 +33,7 @@ from inbox.outcomes import (
     store_failure,
 )
 from inbox.reading import Arrival, message_of, messages_of
+from inbox.sessions import SessionChanges
 from inbox.store import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, give_back, leases, store_due
 from inbox.transactions import DatabaseAway, call, decided
 from outbox.kernel.databases import drop_unusable_connections
@@ -135,12 +136,15 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
     handler = lease.wanted.handler
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease, outside transactions, but is called inside one.")
+    changes = SessionChanges()
     try:
-        with autocommit(handler.using):
+        with changes, autocommit(handler.using):
             call(handler, message, envelope)
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
         return failure_of(steps.interrupted or error, lease.attempt, options)
+    finally:
+        changes.end_sessions()
     # The handler may have caught it, and then the message must stop all the same.
     return failure_of(steps.interrupted, lease.attempt, options) if steps.interrupted else None
 

@@ -28,7 +28,19 @@ from inbox.store.operating import (
     skip,
 )
 from inbox.store.ordering import Released, deciding, hold_gates, promote_next, release_stuck
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Follower, Guard, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.store.rows import (
+    UNIDENTIFIED,
+    DuplicateCause,
+    Earlier,
+    Failure,
+    Follower,
+    Guard,
+    KeyBusy,
+    NewRow,
+    OrderedKey,
+    TwinBusy,
+    undecoded,
+)
 from inbox.store.sentinel import ENDED, finish, refuse_if_ended
 from inbox.store.stored import (
     ABANDONED,
@@ -43,6 +55,7 @@ from inbox.store.stored import (
 )
 from inbox.store.together import begin_together
 from inbox.store.trail import purge_trail, purgeable_trail
+from inbox.store.trial import try_to_store
 from inbox.store.undecided import decide_now, fold_undecided, name_undecided
 
 __all__ = [
@@ -52,6 +65,7 @@ __all__ = [
     "RETRYABLE",
     "SKIPPABLE",
     "TABLE",
+    "UNIDENTIFIED",
     "Balance",
     "ConsumerState",
     "DuplicateCause",
@@ -106,5 +120,7 @@ __all__ = [
     "store_due",
     "store_failed",
     "take_in",
+    "try_to_store",
+    "undecoded",
     "write_heartbeat",
 ]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple
 
+UNIDENTIFIED = "unidentified:"
+"""Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 
 
@@ -48,6 +51,27 @@ class NewRow:
     traceparent: str
     created_at: datetime | None
     replayed: bool = False
+
+
+def undecoded(row: NewRow) -> NewRow:
+    """The row of a delivery whose values the database refuses: its body, under a name that the same delivery gets again."""
+    named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
+    return NewRow(
+        handler=row.handler,
+        topic=row.topic,
+        biz_id=UNIDENTIFIED + hashlib.sha256(named).hexdigest(),
+        message_id="",
+        key="",
+        content_type="application/octet-stream",
+        body=row.body,
+        digest=row.digest,
+        headers="{}",
+        source="",
+        correlation_id="",
+        causation_id="",
+        traceparent="",
+        created_at=None,
+    )
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from inbox.store.dialect import TABLE, is_postgresql, now
 from inbox.store.ordering import GATE, for_gate, promote_next
 from inbox.store.rows import PARTLY, Guard
 from inbox.store.trail import note
-from outbox.kernel.faults import is_collision, is_outage
+from outbox.kernel.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from outbox.kernel.prepared import Prepared, is_usable
 from outbox.kernel.text import describe
 
@@ -66,10 +66,15 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     except (DatabaseError, InterfaceError) as error:
         if is_outage(error) or is_collision(error):
             raise
+        if sqlstate_of(error) == UNDEFINED_TABLE:
+            cause = "It has changed search_path, so that the inbox's table is not found. Change it back before returning."
+        else:
+            cause = (
+                "It caught a database error without a savepoint. Let the error out, or wrap the statement that may fail in its "
+                "own `with transaction.atomic():`."
+            )
         raise TransactionBroken(
-            f"The handler returned, but its transaction can no longer commit ({describe(error)}). It caught a database error "
-            "without a savepoint. Let the error out, or wrap the statement that may fail in its own "
-            "`with transaction.atomic():`."
+            f"The handler returned, but its transaction can no longer commit ({describe(error)}). {cause}"
         ) from error
     if hit != len(guard.rows):
         raise TransactionEnded(ENDED)

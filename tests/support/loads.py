@@ -6,6 +6,7 @@ import kombu
 
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception
+from inbox.outages import Outages
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from tests.support.deliveries import OPTIONS, an_envelope
@@ -34,6 +35,7 @@ def receive_load(load, given=OPTIONS, *, stop=None):
         is_current=lambda epoch: not stop,
         answer=lambda delivery, received: answers.setdefault(id(delivery), []).append(received),
         ring=lambda: None,
+        outages=Outages(),
     )
     reception.receive(load)
     assert all(len(given) == 1 for given in answers.values()), "answered twice"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from amqp import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,13 @@ class Channel:
     def deliver(self, tag):
         self.outstanding.append(tag)
         return Delivered(self, tag)
+
+    def send_method(self, method, _format, arguments):
+        assert method == spec.Basic.Nack
+        tag, multiple, requeue = arguments
+        assert (multiple, requeue) == (False, True)
+        self.outstanding.remove(tag)
+        self.requeued.append(tag)
 
     def basic_ack(self, tag, multiple=False):
         assert tag in self.outstanding, f"delivery {tag} is not outstanding, and a broker closes the channel for such an ack"

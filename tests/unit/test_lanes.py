@@ -240,13 +240,13 @@ class TestStaleDeliveries:
         lane = a_lane(2, at=1.0)
         put(lane, 2, at=5.0)
 
-        assert numbers(lane.stale(5.0)) == [0, 1]
+        assert numbers(lane.stale(5.0, 6.0)) == [0, 1]
         assert numbers(lane.take(9.0)) == [2]
 
     def test_stale_deliveries_stay_in_an_ordered_lane(self):
         lane = a_lane(2, ordered=True)
 
-        assert lane.stale(100.0) == []
+        assert lane.stale(100.0, 100.0) == []
         assert len(lane) == 2
 
 

@@ -28,6 +28,7 @@ from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
+from inbox.outages import Outages
 from inbox.outcomes import Received
 from inbox.reading import read
 from inbox.runner import Runner
@@ -386,12 +387,12 @@ class TestUnavailableDatabase:
         unavailable = self.handler_on_the_other_database(handles, options, **given)
 
         with consuming([unavailable, here], options) as consumer:
-            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+            wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
             send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(20)])
             wait_until(lambda: effects() == 20)
             assert length(unavailable) == 10
             # The runner also asks this database, and logs the outage for itself.
-            assert 1 <= caplog.text.count("The database is away") <= 2
+            assert 1 <= caplog.text.count("The database 'other' is away") <= 2
             assert "is back" not in caplog.text
             other_database_outage.end()
             wait_until(lambda: length(unavailable) == 0)
@@ -399,14 +400,14 @@ class TestUnavailableDatabase:
         handled = Effect.objects.using("other").values_list("name", flat=True)
         assert Counter(handled) == dict.fromkeys(names(10, "waits "), 1)
         assert set(InboxMessage.objects.using("other").values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
-        assert 1 <= caplog.text.count("The database is back") <= 2
+        assert 1 <= caplog.text.count("The database 'other' is back") <= 2
 
     def test_consumer_stops_while_a_database_is_unavailable(self, handles, rabbitmq_url, length, other_database_outage):
         options = broker_options(rabbitmq_url, CONCURRENCY=1)
         unavailable = self.handler_on_the_other_database(handles, options)
 
         with consuming([unavailable], options) as consumer:
-            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+            wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
 
         assert length(unavailable) == 10
 
@@ -423,7 +424,7 @@ class TestUnavailableDatabase:
                     cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
         handler = handles(handle, using="other")
-        reception = Reception(OPTIONS, is_current=bool, answer=lambda *_: None, ring=lambda: None)
+        reception = Reception(OPTIONS, is_current=bool, answer=lambda *_: None, ring=lambda: None, outages=Outages())
         other_database_outage.end()
         with pytest.raises(Undecided) as left:
             reception.receive([a_delivery(handler, redelivered=True)])
@@ -443,7 +444,7 @@ class TestUnavailableDatabase:
         unavailable = self.handler_on_the_other_database(handles, options)
 
         with consuming([unavailable], options) as consumer:
-            wait_until(lambda: consumer._reception._outages["other"].ongoing)
+            wait_until(lambda: consumer._reception._outages.is_ongoing("other"))
             passed = monotonic() + options.longest_silence
             wait_until(lambda: monotonic() > passed and consumer._ticked_at > passed)
             assert consumer._holder is None or not consumer._holder.is_alive()
@@ -459,7 +460,7 @@ def test_database_that_never_answers_occupies_only_one_thread_of_the_runner(hand
     here, runner = handles(the_effect, name="tests.here"), Runner(OPTIONS)
     pool = Pool([], runner, size=2)
     pool.start()
-    wait_until(lambda: runner._outages["other"].ongoing)
+    wait_until(lambda: runner.outages.is_ongoing("other"))
     with (
         ExitStack() as accepted,
         socket.create_server(("127.0.0.1", int(connections["other"].settings_dict["PORT"]))) as silent,
@@ -758,10 +759,10 @@ class TestProcesses:
                 process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
             ) as process:
                 for _ in range(2):
-                    seen, outages = effects_at(url), process.said().count("The database is away")
+                    seen, outages = effects_at(url), process.said().count("The database 'default' is away")
                     process.until(lambda seen=seen: effects_at(url) >= min(seen + 50, 900))
                     mortal_postgres.stop()
-                    process.until(lambda outages=outages: process.said().count("The database is away") > outages)
+                    process.until(lambda outages=outages: process.said().count("The database 'default' is away") > outages)
                     mortal_postgres.start()
                 process.until(lambda: all_empty(length) and effects_at(url) >= 900)
                 process.terminate()

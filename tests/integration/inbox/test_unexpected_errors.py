@@ -84,11 +84,11 @@ def test_unexpected_error_in_a_load_stores_every_delivery(handles, breaks):
     assert Counter(Effect.objects.values_list("name", flat=True)) == dict.fromkeys("abc", 1)
 
 
-def test_delivery_whose_failure_cannot_be_stored_goes_back_to_the_broker(handles, breaks):
+def test_delivery_whose_failure_cannot_be_stored_is_neither_acknowledged_nor_requeued(handles, breaks):
     breaks("receive")
     breaks("store_failure")
 
-    assert receive_load([a_delivery(handles(the_effect))]) == [Received.PUT_OFF]
+    assert receive_load([a_delivery(handles(the_effect))]) == [Received.UNSTORED]
 
     assert not InboxMessage.objects.exists()
 

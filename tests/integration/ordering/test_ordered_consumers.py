@@ -272,7 +272,7 @@ class TestPartitions:
                 wait_until(lambda: effects("other#1") == 1)
                 assert not consumer._broker.ongoing
                 rabbitmq_server.evaluate(f"rabbit_registry:register(exchange, {kind}, rabbit_exchange_type_consistent_hash).")
-                wait_until(lambda: not consumer._unordered)
+                wait_until(lambda: not consumer._unusable)
                 wait_until(lambda: len(consumer._subscriptions) == 3)
                 sent(rabbitmq_url, [0])
                 wait_until(lambda: effects("/tests#0") == 1)

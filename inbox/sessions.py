@@ -1,0 +1,75 @@
+"""The database session that handlers share, and what one of them changes in it.
+
+A worker keeps its session from message to message. `SET` without LOCAL, `RESET`, `DISCARD`, `set_config(…, false)` and SQLite's
+`PRAGMA` outlast the transaction, and would decide how other handlers' statements run: read-only, with another search_path, with
+a timeout of a millisecond. So what a handler changes is undone inside its transaction, for our own last statement and for a
+proxy that gives the server's session to others, and its session is ended afterwards; the next message gets a new one.
+
+Seen is what is executed through Django's cursors. What a database function changes, or a cursor of the driver's own, is found
+when a statement fails for it: after such an error the session is ended as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from contextlib import suppress
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connections, transaction
+
+from inbox.statements import text_of
+
+_COMMENTS = r"(?:\s|--[^\n]*\n|/\*(?:[^*]|\*(?!/))*\*/)*"
+_CHANGE = rf"{_COMMENTS}(?:set\s+(?!(?:local|transaction|constraints)\b)|(?:reset|discard|pragma)\b)"
+_FIRST = re.compile(_CHANGE, re.IGNORECASE)
+_LATER = re.compile(f";{_CHANGE}", re.IGNORECASE)
+_CALL = re.compile(r"\bset_config\s*\((?![^()]*,\s*(?:true|'t'|'true'|'on')\s*\))", re.IGNORECASE)
+_NAMED = re.compile(rf"(?:^|;){_COMMENTS}set\s+(?:session\s+)?(?!local\b)([a-z_][\w.]*)\s*(?:=|to\b)", re.IGNORECASE)
+_NAMED_IN_CALL = re.compile(r"\bset_config\s*\(\s*'([a-z_][\w.]*)'", re.IGNORECASE)
+
+_OF_THE_CONNECTION = {"role", "session_authorization"}
+"""What Django sets when it connects (`assume_role`), which RESET would not bring back."""
+
+
+class SessionChanges:
+    """The settings that one run of a handler changes, on any database; as a context around it."""
+
+    def __init__(self) -> None:
+        self._names: defaultdict[str, set[str]] = defaultdict(set)
+
+    def __enter__(self) -> None:
+        for alias in connections:
+            connections[alias].execute_wrappers.append(self._watch)
+
+    def __exit__(self, *exc_info: object) -> None:
+        for alias in connections:
+            connections[alias].execute_wrappers.remove(self._watch)
+
+    def undo(self, alias: str) -> None:
+        """Inside the handler's transaction, as its next statement: the settings become what the session began with."""
+        names = {name.lower() for name in self._names.get(alias, ())} - _OF_THE_CONNECTION
+        if not names or connections[alias].vendor != "postgresql":
+            return
+        # A transaction that is broken refuses this, as it will refuse our next statement, which says so.
+        with suppress(DatabaseError, InterfaceError), transaction.atomic(using=alias), connections[alias].cursor() as cursor:
+            cursor.execute("; ".join(f"RESET {name}" for name in sorted(names)))
+
+    def end_sessions(self) -> None:
+        """Outside transactions: nothing that was changed is left."""
+        for alias in self._names:
+            end_session(alias)
+
+    def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
+        text = text_of(sql, context["connection"])
+        calls = "set_config" in text.lower() and _CALL.search(text)
+        if calls or _FIRST.match(text) or _LATER.search(text):
+            names = self._names[context["connection"].alias]
+            names.update(_NAMED.findall(text), _NAMED_IN_CALL.findall(text))
+        return execute(sql, params, many, context)
+
+
+def end_session(alias: str) -> None:
+    """Close the connection of this thread, unless a transaction around us is using it; its next use connects anew."""
+    if not connections[alias].in_atomic_block:
+        connections[alias].close()

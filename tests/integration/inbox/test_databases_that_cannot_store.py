@@ -1,0 +1,346 @@
+"""A database that answers and cannot store: no delivery is acknowledged, none goes back to the broker, none is lost."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+
+import amqp
+import kombu
+import pytest
+from django.db import connections, transaction
+
+from inbox import store
+from inbox.consumer.pool import Pool
+from inbox.consumer.topology import queue_name
+from inbox.models import InboxMessage, State
+from inbox.reading import read
+from inbox.runner import Runner
+from outbox import publish
+from tests.support.apps.effects.models import Effect
+from tests.support.apps.worker import JOB
+from tests.support.deliveries import OPTIONS, an_envelope, deliver
+from tests.support.waiting import wait_until
+from tests.support.workers import Process, as_environment, broker_options, consuming, declare, length_of, send
+
+pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
+
+TOPIC = "stored.elsewhere"
+LIMIT = 1
+"""Deliveries after which the broker drops a message, by a policy."""
+EXPOSURE_SECONDS = 3.0
+"""For so long the database cannot store: longer than it took a consumer that requeues once a second to reach the limit."""
+
+
+def effect_on_other(message):
+    Effect.objects.using("other").create(name=message.biz_id)
+
+
+def effects_on_other():
+    return Counter(Effect.objects.using("other").values_list("name", flat=True))
+
+
+def execute(sql):
+    with connections["other"].cursor() as cursor:
+        cursor.execute(sql)
+
+
+def end_other_sessions():
+    """Every session of the database but this one: those that come anew have what ALTER DATABASE says now."""
+    execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+
+
+@contextmanager
+def altered(do, undo):
+    execute(do)
+    end_other_sessions()
+    try:
+        yield
+    finally:
+        execute(undo)
+
+
+def database():
+    return connections["other"].ops.quote_name(connections["other"].settings_dict["NAME"])
+
+
+@contextmanager
+def read_only():
+    """As a standby is, after a failover; its sessions stay so for as long as they live."""
+    with altered(
+        f"ALTER DATABASE {database()} SET default_transaction_read_only = on",
+        f"ALTER DATABASE {database()} RESET default_transaction_read_only",
+    ):
+        yield
+
+
+@contextmanager
+def without_rights():
+    execute("DROP ROLE IF EXISTS without_rights; CREATE ROLE without_rights")
+    with altered(f"ALTER DATABASE {database()} SET role = without_rights", f"ALTER DATABASE {database()} RESET role"):
+        yield
+    end_other_sessions()
+    execute("DROP ROLE without_rights")
+
+
+def renamed(what, name):
+    return lambda: altered(f"ALTER TABLE inbox_inboxmessage {what.format(name, 'away')}", undo_of(what, name))
+
+
+def undo_of(what, name):
+    table = "away" if what == "RENAME TO {1}" else "inbox_inboxmessage"
+    return f"ALTER TABLE {table} {what.format('away', name)}"
+
+
+def refusing(sqlstate):
+    """A trigger says what the server would say."""
+    return lambda: altered(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{sqlstate}'; END $$; "
+        "CREATE TRIGGER refuse BEFORE INSERT OR UPDATE ON inbox_inboxmessage EXECUTE FUNCTION refuse()",
+        "DROP TRIGGER refuse ON inbox_inboxmessage; DROP FUNCTION refuse()",
+    )
+
+
+PROBLEMS = {
+    "read-only": (read_only, "primary"),
+    "missing table": (renamed("RENAME TO {1}", "inbox_inboxmessage"), "migrate inbox --database other"),
+    "missing column": (renamed("RENAME COLUMN {0} TO {1}", "traceparent"), "migrate inbox --database other"),
+    "missing right": (without_rights, "Grant"),
+    "full disk": (refusing("53100"), "Free disk space"),
+    "full memory": (refusing("53200"), "Free memory"),
+    "I/O error": (refusing("58030"), "log"),
+}
+
+
+@pytest.fixture
+def limited(rabbitmq_server, rabbitmq_url):
+    """A policy that has the broker drop what it has delivered several times, as an operator may set for all queues."""
+    vhost = rabbitmq_url.rpartition("/")[2]
+    definition = json.dumps({"delivery-limit": LIMIT})
+    rabbitmq_server.ctl("set_policy", "-p", vhost, "limit", ".*", definition, "--apply-to", "queues")
+    return rabbitmq_url
+
+
+@pytest.fixture
+def handler(handles):
+    return handles(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
+
+
+def store_due(handler, envelope):
+    assert store.store_due("other", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+
+
+def names(count):
+    return [f"m{number}" for number in range(count)]
+
+
+def send_all(url, count=10):
+    for name in names(count):
+        send(url, TOPIC, {}, message_id=name)
+
+
+def subscribers(url, name):
+    with kombu.Connection(url) as connection:
+        try:
+            return connection.default_channel.queue_declare(name, passive=True).consumer_count
+        except amqp.NotFound:
+            return 0
+
+
+def wait_for_subscription(url, name):
+    wait_until(lambda: subscribers(url, name))
+
+
+def pass_by(seconds):
+    """What is tested is that nothing happens for so long."""
+    until = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > until)
+
+
+def lines_of(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("inbox") or "outage" in record.name]
+
+
+@pytest.mark.parametrize(
+    "problem", [pytest.param(name, marks=[pytest.mark.proof] if name != "read-only" else []) for name in PROBLEMS]
+)
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param({}, id="single"),
+        pytest.param({"ordered": True}, id="ordered", marks=pytest.mark.proof),
+        pytest.param({"group_commit": 4}, id="group_commit", marks=pytest.mark.proof),
+    ],
+)
+def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_delivery_limit(
+    handles, limited, rabbitmq_server, caplog, problem, given
+):
+    broken, remedy = PROBLEMS[problem]
+    handler, given_options = handles(effect_on_other, topic=TOPIC, using="other", **given), broker_options(limited)
+    with consuming([handler], given_options):
+        wait_for_subscription(limited, queue_name(handler, given_options))
+        with broken():
+            send_all(limited)
+            wait_until(lambda: "is away" in caplog.text)
+            pass_by(EXPOSURE_SECONDS)
+            assert length_of(rabbitmq_server, handler, given_options) == 10
+            logged = [line for line in lines_of(caplog) if not line.startswith("Consuming")]
+        wait_until(lambda: len(effects_on_other()) == 10)
+        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+
+    assert effects_on_other() == dict.fromkeys(names(10), 1)
+    rows = InboxMessage.objects.using("other").values_list("state", "attempts", "redeliveries")
+    assert set(rows) == {(State.DONE, 1, 0)}
+    assert len(logged) == 1, logged
+    assert "The database 'other' is away" in logged[0]
+    assert remedy in logged[0]
+
+
+def test_restarts_while_the_database_cannot_store_do_not_count_against_the_delivery_limit(
+    handler, limited, rabbitmq_server, caplog
+):
+    given = broker_options(limited)
+    declare(handler, given)
+    send_all(limited)
+    with read_only():
+        for _ in range(LIMIT + 2):
+            caplog.clear()
+            with consuming([handler], given):
+                wait_until(lambda: "is away" in caplog.text)
+                pass_by(0.2)
+    with consuming([handler], given):
+        wait_until(lambda: length_of(rabbitmq_server, handler, given) == 0)
+
+    assert effects_on_other() == dict.fromkeys(names(10), 1)
+    assert set(InboxMessage.objects.using("other").values_list("redeliveries", flat=True)) == {0}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("given", [{}, {"ordered": True}], ids=["single", "ordered"])
+def test_outage_longer_than_the_ack_timeout_returns_deliveries_to_the_broker_once(
+    handles, limited, rabbitmq_server, caplog, given
+):
+    handler = handles(effect_on_other, topic=TOPIC, using="other", **given)
+    given_options = broker_options(limited, ACK_TIMEOUT=timedelta(seconds=1.5))
+    name = queue_name(handler, given_options)
+    with consuming([handler], given_options):
+        wait_for_subscription(limited, name)
+        with read_only():
+            send_all(limited)
+            wait_until(lambda: "They are the broker's again" in caplog.text)
+            pass_by(EXPOSURE_SECONDS)
+            assert subscribers(limited, name) == 0
+            assert length_of(rabbitmq_server, handler, given_options) == 10
+        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+        wait_until(lambda: len(effects_on_other()) == 10)
+
+    assert effects_on_other() == dict.fromkeys(names(10), 1)
+    assert caplog.text.count("They are the broker's again") == 1
+
+
+def test_table_lock_does_not_count_against_the_delivery_limit(handler, limited, rabbitmq_server):
+    """Another session alters the table of the inbox, and no delivery can be stored meanwhile."""
+    given = broker_options(limited)
+    with consuming([handler], given):
+        wait_for_subscription(limited, queue_name(handler, given))
+        with transaction.atomic(using="other"):
+            execute("LOCK TABLE inbox_inboxmessage IN ACCESS EXCLUSIVE MODE")
+            send_all(limited)
+            pass_by(EXPOSURE_SECONDS)
+            assert length_of(rabbitmq_server, handler, given) == 10
+        wait_until(lambda: length_of(rabbitmq_server, handler, given) == 0)
+
+    assert effects_on_other() == dict.fromkeys(names(10), 1)
+
+
+@pytest.fixture
+def refused_values():
+    """Nothing that has this message id can be stored."""
+    execute("ALTER TABLE inbox_inboxmessage ADD CONSTRAINT refused CHECK (message_id <> 'bad')")
+    yield
+    execute("ALTER TABLE inbox_inboxmessage DROP CONSTRAINT refused")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"ordered": True}, {"group_commit": 4}, {"mode": "lease"}],
+    ids=["single", "ordered", "group_commit", "lease"],
+)
+def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_no_other(
+    handles, rabbitmq_server, rabbitmq_url, refused_values, given
+):
+    handler, given_options = handles(effect_on_other, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
+    declare(handler, given_options)
+    for name in ("first", "bad", "bad", "last"):
+        send(rabbitmq_url, TOPIC, {"name": name}, message_id=name)
+    with consuming([handler], given_options):
+        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+        wait_until(lambda: len(effects_on_other()) == 2)
+
+    assert effects_on_other() == {"first": 1, "last": 1}
+    dead = InboxMessage.objects.using("other").get(state=State.DEAD)
+    assert (bytes(dead.body), dead.duplicates) == (b'{"name": "bad"}', 1)
+    assert "The database refuses what it says" in dead.last_error
+
+
+def test_missing_table_of_a_handler_is_its_failed_attempt(handles):
+    def read_a_missing_table(message):
+        with connections["other"].cursor() as cursor:
+            cursor.execute("SELECT * FROM missing")
+
+    handler = handles(read_a_missing_table, using="other")
+    deliver(handler, an_envelope())
+
+    row = InboxMessage.objects.using("other").get()
+    assert (row.state, row.attempts) == (State.RETRYING, 1)
+    assert "missing" in row.last_error
+
+
+class TestSessions:
+    """A session that was opened while the database was read-only stays read-only."""
+
+    @pytest.fixture
+    def running(self):
+        pools = []
+
+        def run():
+            pool = Pool([], Runner(OPTIONS), size=2)
+            pools.append(pool)
+            pool.start()
+
+        yield run
+        for pool in pools:
+            pool.close()
+        wait_until(lambda: not any(pool.alive for pool in pools))
+
+    def test_runner_continues_when_a_read_only_database_is_writable_again(self, handler, running, caplog):
+        with read_only():
+            running()
+            wait_until(lambda: "is away" in caplog.text)
+            pass_by(1.0)
+            for name in names(20):
+                store_due(handler, an_envelope(topic=TOPIC, biz_id=name))
+        wait_until(lambda: len(effects_on_other()) == 20)
+
+        assert "The database 'other' is back" in caplog.text
+
+    def test_relay_on_local_continues_when_a_read_only_database_is_writable_again(self, handler, process_environment, tmp_path):
+        environment = {
+            **process_environment,
+            **as_environment(INBOX={"POLL_INTERVAL": timedelta(seconds=0.1)}, OUTBOX={"BROKER_URL": "local://"}),
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+            "DATABASE_URL": process_environment["OTHER_DATABASE_URL"],
+        }
+        with read_only(), Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
+            relay.until(lambda: "is away" in relay.said())
+            for name in names(20):
+                with transaction.atomic(using="other"):
+                    publish(JOB, {}, biz_id=name, using="other")
+            execute(f"ALTER DATABASE {database()} RESET default_transaction_read_only")
+            relay.until(lambda: len(effects_on_other()) == 20)

@@ -1,0 +1,214 @@
+"""A worker keeps its database session; what one handler changes in it, or does to it, reaches no other handler."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from django.db import connection, connections, transaction
+
+from inbox.models import State
+from inbox.outcomes import Received
+from tests.support.aliases import the_default_at
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import (
+    an_envelope,
+    deliver,
+    effects,
+    options,
+    run_to_the_end,
+    the_effect,
+    the_row,
+)
+from tests.support.loads import receive_together
+from tests.support.servers import PgBouncer
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+CHANGES = {
+    "statement_timeout": "SET statement_timeout = '1ms'",
+    "default_transaction_read_only": "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY",
+    "search_path": "/* of the tenant */ set search_path to nowhere",
+    "TimeZone": "SET TIME ZONE 'Asia/Tokyo'",
+    "lock_timeout": "SELECT set_config('lock_timeout', '1ms', false)",
+    "work_mem": "SELECT 1; SET work_mem TO '64kB'",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_session(transactional_db):
+    """What a test changes in its session does not reach the next test."""
+    yield
+    connection.close()
+
+
+def setting(name, alias="default"):
+    with connections[alias].cursor() as cursor:
+        cursor.execute("SELECT current_setting(%s)", [name])
+        return cursor.fetchone()[0]
+
+
+def executing(*statements, then=the_effect):
+    def handle(message):
+        with connection.cursor() as cursor:
+            for statement in statements:
+                cursor.execute(statement)
+        if then is not None:
+            then(message)
+
+    return handle
+
+
+def a_slow_effect(message):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_sleep(0.01)")
+    the_effect(message)
+
+
+@pytest.mark.parametrize("given", [{}, {"mode": "lease"}, {"group_commit": 2}], ids=["transaction", "lease", "group_commit"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_setting_that_a_handler_changes_is_not_seen_by_the_next_handler(handles, name, given):
+    seen, before = [], setting(name)
+    changing = handles(executing(CHANGES[name], then=None), name="tests.changing", **given)
+    other = handles(lambda message: seen.append(setting(name)) or a_slow_effect(message), name="tests.other")
+
+    assert deliver(changing, an_envelope(biz_id="changing")) is Received.HANDLED
+    assert deliver(other, an_envelope(biz_id="other")) is Received.HANDLED
+
+    assert seen == [before]
+    assert effects("other") == 1
+
+
+def test_setting_that_a_handler_changes_holds_for_its_own_statements(handles):
+    seen = []
+    handler = handles(executing("SET work_mem = '64kB'", then=lambda message: seen.append(setting("work_mem"))))
+
+    assert deliver(handler) is Received.HANDLED
+
+    assert seen == ["64kB"]
+
+
+@pytest.mark.parametrize("statement", ["SET LOCAL work_mem = '64kB'", "SELECT set_config('work_mem', '64kB', true)"])
+def test_handler_that_sets_for_its_transaction_only_keeps_the_session(handles, statement):
+    pids = []
+
+    def note_session(message):
+        pids.append(connection.connection.info.backend_pid)
+
+    handler = handles(executing(statement, then=note_session))
+    for _ in range(3):
+        assert deliver(handler) is Received.HANDLED
+
+    assert len(set(pids)) == 1
+
+
+def test_session_that_a_function_of_the_database_changed_is_replaced_after_the_first_error(handles):
+    """No statement says that it changes a setting, so the next handler fails once."""
+    changing = handles(through_the_driver("SET statement_timeout = '1ms'"), name="tests.changing")
+    other = handles(a_slow_effect, name="tests.other")
+
+    deliver(changing, an_envelope(biz_id="changing"))
+    deliver(other, an_envelope(biz_id="other"))
+    run_to_the_end()
+
+    assert (effects("other"), the_row(biz_id="other").state) == (1, State.DONE)
+    assert the_row(biz_id="other").attempts <= 2
+
+
+def through_the_driver(statement):
+    def handle(message):
+        connection.connection.execute(statement)
+
+    return handle
+
+
+@pytest.mark.parametrize(
+    ("statement", "named"),
+    [
+        ("SET search_path = nowhere", "search_path of this session is nowhere"),
+        ("SET default_transaction_read_only = on", "read-only"),
+    ],
+    ids=["search_path", "read-only"],
+)
+def test_session_that_cannot_store_any_more_is_replaced_and_named_in_the_log(handles, caplog, statement, named):
+    """Changed through the driver, where nothing of Django's sees it."""
+
+    def change_after_the_commit(message):
+        transaction.on_commit(lambda: through_the_driver(statement)(message))
+
+    changing = handles(change_after_the_commit, name="tests.changing")
+    other = handles(the_effect, name="tests.other")
+
+    assert deliver(changing) is Received.HANDLED
+    assert deliver(other, an_envelope(biz_id="other")) is Received.HANDLED
+
+    assert (effects("other"), the_row(biz_id="other").attempts) == (1, 1)
+    (logged,) = [record.getMessage() for record in caplog.records if "session" in record.getMessage()]
+    assert named in logged
+
+
+def test_search_path_that_a_handler_changed_unseen_is_named_in_its_error(handles):
+    handler = handles(through_the_driver("SET search_path = nowhere"))
+
+    assert deliver(handler) is Received.STORED
+
+    assert "search_path" in the_row().last_error
+
+
+def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_server_connection(handles):
+    settings = connection.settings_dict
+    handler = handles(executing("SET statement_timeout = '12345ms'"))
+    with (
+        PgBouncer(int(settings["PORT"] or 5432), pool_size=1, user=settings["USER"]) as pooler,
+        the_default_at(PORT=pooler.port),
+    ):
+        assert deliver(handler) is Received.HANDLED
+        connection.close()
+        with psycopg.connect(pooler.url_of(settings["NAME"])) as another_client:
+            assert another_client.execute("SHOW statement_timeout").fetchone() == ("0",)
+
+
+class TestLostSessions:
+    @staticmethod
+    def end_own_session(message):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    @pytest.mark.parametrize("redelivered", [False, True], ids=["first delivery", "redelivery"])
+    def test_handler_that_ends_its_own_session_runs_once_per_attempt_and_once_more(self, handles, redelivered):
+        runs = []
+        handler = handles(lambda message: runs.append(message.attempt) or self.end_own_session(message))
+        given = options(MAX_ATTEMPTS=4)
+
+        deliver(handler, given=given, redelivered=redelivered)
+        run_to_the_end(given)
+
+        assert runs == [1, 1, 2, 3, 4]
+        assert (the_row().state, the_row().attempts) == (State.DEAD, 4)
+
+    def test_message_that_ends_its_session_in_a_load_is_run_once_for_the_load_and_then_alone(self, handles):
+        runs = []
+
+        def handle(message):
+            runs.append(message.biz_id)
+            if message.biz_id == "b":
+                self.end_own_session(message)
+            the_effect(message)
+
+        handler = handles(handle, group_commit=3)
+        receive_together(handler, [an_envelope(biz_id=name) for name in "abc"])
+
+        assert runs.count("b") == 3  # with the load, alone, and alone once more
+        assert sorted(Effect.objects.values_list("name", flat=True)) == ["a", "c"]
+
+    def test_session_lost_once_costs_no_attempt(self, handles):
+        runs = []
+
+        def handle(message):
+            runs.append(message.attempt)
+            if len(runs) == 1:
+                self.end_own_session(message)
+            the_effect(message)
+
+        assert deliver(handles(handle)) is Received.HANDLED
+
+        assert (runs, the_row().attempts, effects()) == ([1, 1], 1, 1)
