@@ -6,12 +6,14 @@ Every way of running a handler ends here. How it is run is the business of `rece
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-from django.db import DatabaseError
+from django.db import DatabaseError, InterfaceError, connections
 from django.dispatch import Signal
 
 from inbox import signals, store
@@ -20,7 +22,7 @@ from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers import Handler, Message
 from inbox.models import InboxMessage, State
 from inbox.reading import Arrival
-from inbox.store import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, Taken
+from inbox.store import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, Taken, TwinBusy
 from inbox.transactions import TRIES_AT_ONCE, decided
 from outbox.kernel.faults import is_collision
 from outbox.kernel.text import describe
@@ -66,11 +68,60 @@ def store_failure(
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
     passed_over = stored.ordered and handler.on_dead == "skip"
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
-    ours = decided(lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using)
+    try:
+        ours = decided(
+            lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using
+        )
+    except TwinBusy:
+        logger.warning(
+            "%s: message %s (biz-id %s) failed at attempt %d (%s), which is not written down: %s",
+            handler.name,
+            stored.message_id,
+            stored.biz_id,
+            stored.attempts,
+            failure.error,
+            _locked(handler, stored),
+        )
+        return Received.STORED
     if not ours:
         decided(lambda: store.note_error(handler.using, stored.pk, failure), handler.using)
         return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
     return announce(handler, stored.message_id, stored.biz_id, failure)
+
+
+def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
+    """A claimed message cannot be run, because another session has locked its row: its attempt is given back later."""
+    # Not by this thread: it waits until that session lets go, and gets the row before anybody claims it.
+    threading.Thread(target=_give_back_unlocked, args=[handler, stored], name="locked row", daemon=True).start()
+    logger.warning(
+        "%s: message %s (biz-id %s) is deferred: %s", handler.name, stored.message_id, stored.biz_id, _locked(handler, stored)
+    )
+    return Received.STORED
+
+
+def _give_back_unlocked(handler: Handler, stored: InboxMessage) -> None:
+    try:
+        store.give_back(handler.using, stored.pk, stored.attempts)
+    except (DatabaseError, InterfaceError) as error:
+        logger.warning(
+            "%s: message %s (biz-id %s) has an attempt counted that was not made: %s",
+            handler.name,
+            stored.message_id,
+            stored.biz_id,
+            describe(error),
+        )
+    finally:
+        connections.close_all()
+
+
+def _locked(handler: Handler, stored: InboxMessage) -> str:
+    holder = ""
+    with suppress(DatabaseError, InterfaceError):
+        holder = store.who_locks(handler.using, stored.pk)
+    return (
+        f"another session has locked row {stored.pk} of {store.TABLE}{f', {holder}' if holder else ''}. It is run when that "
+        "session lets go; if it does not, end it with pg_terminate_backend()."
+    )
 
 
 def unfit(error: DatabaseError) -> str:

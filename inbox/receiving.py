@@ -26,6 +26,7 @@ from inbox.outcomes import (
     Received,
     announce,
     announce_duplicate,
+    defer_locked,
     duplicate,
     fail_stored,
     failure_of,
@@ -190,7 +191,15 @@ def _run_in_transaction(
         message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
         ran = in_transaction(
             handler,
-            lambda: store.begin_stored(handler.using, stored.pk, attempt, alone_in, follower, was=stored.state),
+            lambda: store.begin_stored(
+                handler.using,
+                stored.pk,
+                attempt,
+                alone_in,
+                follower,
+                was=stored.state,
+                longest_wait=options.TWIN_TIMEOUT,
+            ),
             lambda: call(handler, message, envelope),
             of=message.id,
             attempt=attempt,
@@ -206,6 +215,8 @@ def _run_in_transaction(
     except KeyBusy:
         decided(lambda: store.give_back(handler.using, stored.pk, attempt, _KEY_BUSY_REST), handler.using)
         return Received.STORED
+    except TwinBusy:
+        return defer_locked(handler, stored)
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
         return fail_stored(handler, stored, failure_of(error, attempt, options))
     return handled(handler, message) if message else Received.DUPLICATE

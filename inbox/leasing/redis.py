@@ -31,7 +31,7 @@ from inbox.conf import InboxOptions
 from inbox.leasing import scripts
 from inbox.leasing.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStoreAway, Verdict, Wanted
 from inbox.models import InboxMessage, State
-from inbox.store import DuplicateCause, Failure, KeyBusy, NewRow, leases
+from inbox.store import DuplicateCause, Failure, KeyBusy, NewRow, TwinBusy, leases
 from inbox.store import steps as steps_table
 from inbox.store.fresh import cause_if_the_same
 from inbox.transactions import DatabaseAway, decided
@@ -196,7 +196,7 @@ class RedisLeases:
                 lease.steps = decided(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
             if decided(show, alias):
                 return lease
-        except (KeyBusy, DatabaseAway):
+        except (KeyBusy, TwinBusy, DatabaseAway):
             self._ours(scripts.FREE, lease, lease.attempt - 1)
             raise
         self._ours(scripts.FREE, lease, lease.attempt - 1)

@@ -26,6 +26,7 @@ from inbox.outcomes import (
     Received,
     announce,
     announce_duplicate,
+    defer_locked,
     duplicate,
     fail_stored,
     failure_of,
@@ -34,7 +35,7 @@ from inbox.outcomes import (
 )
 from inbox.reading import Arrival, message_of, messages_of
 from inbox.sessions import SessionChanges
-from inbox.store import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, give_back, leases, store_due
+from inbox.store import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy, give_back, leases, store_due
 from inbox.transactions import DatabaseAway, call, decided
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope
@@ -88,14 +89,16 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     give_it_back = partial(give_back, alias, stored.pk, stored.attempts)
     try:
         verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
-    except LeaseStoreAway as away:
+    except (LeaseStoreAway, KeyBusy) as busy:
         # Nobody's attempt, and no reason to let the messages of others wait.
-        logger.warning("%s: message %s is not run now: %s", handler.name, stored.message_id, away)
-        decided(partial(give_it_back, _AWAY_REST), alias)
+        rest = _KEY_BUSY_REST
+        if isinstance(busy, LeaseStoreAway):
+            rest = _AWAY_REST
+            logger.warning("%s: message %s is not run now: %s", handler.name, stored.message_id, busy)
+        decided(partial(give_it_back, rest), alias)
         return Received.STORED
-    except KeyBusy:
-        decided(partial(give_it_back, _KEY_BUSY_REST), alias)
-        return Received.STORED
+    except TwinBusy:
+        return defer_locked(handler, stored)
     except DatabaseAway as away:
         away.owed = give_it_back
         raise

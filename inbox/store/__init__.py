@@ -52,6 +52,7 @@ from inbox.store.stored import (
     give_back,
     note_error,
     rekey,
+    who_locks,
 )
 from inbox.store.together import begin_together
 from inbox.store.trail import purge_trail, purgeable_trail
@@ -122,5 +123,6 @@ __all__ = [
     "take_in",
     "try_to_store",
     "undecoded",
+    "who_locks",
     "write_heartbeat",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 TABLE = InboxMessage._meta.db_table
+LONGEST_LOCK_WAIT = timedelta(seconds=2)
+BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"
+"""Before a statement FROM bound, on PostgreSQL: so long it waits for a lock, and UNBOUND in its result undoes that."""
+UNBOUND = "set_config('lock_timeout', bound.before, true)"
 
 
 def is_postgresql(connection: BaseDatabaseWrapper) -> bool:

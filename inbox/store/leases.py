@@ -19,10 +19,10 @@ from django.db import connections, transaction
 from django.db.models import F
 
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, is_postgresql, now
 from inbox.store.fresh import store_running
 from inbox.store.ordering import deciding, hold_gates, promote_next
-from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey
+from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.steps import remember_all
 from inbox.store.trail import note, note_leaving, noting
 from outbox.kernel.clock import DatabaseTime, now_after
@@ -113,14 +113,18 @@ def lease_stored(
 
     Raises:
         KeyBusy: one does. Give the row back.
+        TwinBusy: another session has locked the row and does not let it go.
     """
     connection = connections[alias]
-    with _in_order(alias, alone_in, matters=was == State.RUNNING), connection.cursor() as cursor:
+    bound, among, wait = "", "", []
+    if is_postgresql(connection):
+        bound, among, wait = BOUND, "FROM bound", [f"{int(LONGEST_LOCK_WAIT.total_seconds() * 1000)}ms"]
+    with locked_means_busy(), _in_order(alias, alone_in, matters=was == State.RUNNING), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
-            "WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') AND next_attempt_at IS NOT NULL "
-            "RETURNING id, attempts, fence",
-            [lease.total_seconds(), pk, attempts],
+            f"{bound} UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "
+            f"{among} WHERE id = %s AND attempts = %s AND state IN ('received', 'retrying', 'running') "
+            "AND next_attempt_at IS NOT NULL RETURNING id, attempts, fence",
+            [*wait, lease.total_seconds(), pk, attempts],
         )
         found = cursor.fetchall()
         if found:
@@ -217,9 +221,9 @@ def show_running(
         was: the state that it was claimed in, for the trail.
 
     Raises:
-        KeyBusy: see `lease_stored`.
+        KeyBusy, TwinBusy: see `lease_stored`.
     """
-    with _in_order(alias, alone_in, matters=was == State.RUNNING):
+    with locked_means_busy(), deciding(alias, LONGEST_LOCK_WAIT):
         ours = _claimed(alias, pk, attempts)
         shown = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
         if shown:

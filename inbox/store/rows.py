@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple
+
+from django.db import OperationalError
+
+from outbox.kernel.faults import LOCK_TIMEOUT, sqlstate_of
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
@@ -19,6 +25,17 @@ class TwinBusy(Exception):
 
 class KeyBusy(Exception):
     """Another message of the same ordering key is being run."""
+
+
+@contextmanager
+def locked_means_busy() -> Iterator[None]:
+    """A statement of the block that waits for a lock for longer than lock_timeout raises TwinBusy."""
+    try:
+        yield
+    except OperationalError as error:
+        if sqlstate_of(error) == LOCK_TIMEOUT:
+            raise TwinBusy from error
+        raise
 
 
 class OrderedKey(NamedTuple):

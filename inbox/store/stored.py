@@ -15,12 +15,13 @@ from django.db import IntegrityError, connections, transaction
 
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
-from inbox.store.dialect import TABLE, is_postgresql
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, is_postgresql
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
-from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey
+from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import is_noted, note_leaving, noting
+from inbox.store.trail import is_noted, note_leaving
 from outbox.kernel.clock import DatabaseTime, now_after
+from outbox.kernel.databases import lock_timeout
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 _OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
@@ -78,6 +79,7 @@ def begin_stored(
     follower: Follower | None = None,
     *,
     was: str = State.RECEIVED,
+    longest_wait: timedelta = LONGEST_LOCK_WAIT,
 ) -> Guard | None:
     """Lock a claimed row as the first statement of the handler's transaction. None: it is not ours any more.
 
@@ -88,33 +90,40 @@ def begin_stored(
 
     Raises:
         KeyBusy: one does. Roll back, and give the row back.
+        TwinBusy: another session has locked the row and did not let it go within `longest_wait`.
     """
     connection = connections[alias]
     postgresql = is_postgresql(connection)
     if follower is not None:
         follower.row = None
-    returned = "pg_current_xact_id()::text" if postgresql else "''"
+    returned = "pg_current_xact_id()::text AS proof" if postgresql else "''"
     parameters: list[Any] = [row, attempts]
     if alone_in is not None:
         columns, for_columns = begun(connection, alone_in)
         returned += f", ordered, {columns}"
         parameters += for_columns
-    with connection.cursor() as cursor:
+    sql = (
         # In a CASE, or the planner may take the whole index of what is due for a shorter way to one row than its primary key.
-        cursor.execute(
-            f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL WHERE id = %s AND attempts = %s AND "
-            "CASE WHEN state IN ('received', 'retrying', 'running') THEN next_attempt_at IS NOT NULL ELSE false END "
-            f"RETURNING {returned}",
-            parameters,
-        )
-        found = cursor.fetchall()
+        f"WHERE id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END "
+        f"RETURNING {returned}"
+    )
+    begin = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
+    if postgresql:
+        # One round trip: bound the wait for the row, lock it, give the transaction its own lock_timeout back, found or not.
+        sql = f"{BOUND}, begun AS ({begin} FROM bound {sql}) SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
+        parameters.insert(0, f"{int(longest_wait.total_seconds() * 1000)}ms")
+    else:
+        sql = f"{begin} {sql}"
+    with locked_means_busy(), connection.cursor() as cursor:
+        cursor.execute(sql, parameters)
+        found = [columns for columns in cursor.fetchall() if columns[0] is not None]
         if not found:
             return None
         if not postgresql:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
     if alone_in is None:
         return Guard(alias, (row,), found[0][0], was=was)
-    ((proof, ordered, isolation, alone),) = found
+    proof, ordered, isolation, alone = found[0][:4]
     if not alone:
         raise KeyBusy
     return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None, follower, was)
@@ -134,6 +143,9 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
     """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: not ours any more.
 
     A dead letter keeps its place in the order of its key, unless it `leaves` that order and lets the next one follow.
+
+    Raises:
+        TwinBusy: another session has locked the row and does not let it go.
     """
     dead = failure.retry_after is None
     became = State.DEAD if dead else State.RETRYING
@@ -154,9 +166,9 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         return bool(told) or not is_noted(matters=matters)
 
     if not dead or leaves is None:
-        with noting(alias, matters=matters):
+        with transaction.atomic(using=alias), locked_means_busy(), lock_timeout(alias, LONGEST_LOCK_WAIT):
             return ours_is_told() and bool(ours.update(**written))
-    with deciding(alias):
+    with locked_means_busy(), deciding(alias):
         if not ours_is_told() or not ours.update(**written, ordered=False):
             return False
         hold_gates(alias, leaves.handler, [leaves.key])
@@ -176,6 +188,24 @@ def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta(
     InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
         attempts=attempts - 1, next_attempt_at=DatabaseTime(after)
     )
+
+
+def who_locks(alias: str, row: int) -> str:
+    """Which session has locked the row, for people; "" when that cannot be seen."""
+    connection = connections[alias]
+    if not is_postgresql(connection):
+        return ""
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL lock_timeout = 100")  # all of the table may be locked
+        cursor.execute(
+            "SELECT format('process %%s (%%s, %%s for %%s s)', a.pid, coalesce(nullif(a.application_name, ''), a.usename), "
+            "a.state, extract(epoch FROM clock_timestamp() - a.state_change)::int) "
+            f"FROM {TABLE} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax AND l.granted "
+            "JOIN pg_stat_activity a ON a.pid = l.pid WHERE m.id = %s",
+            [row],
+        )
+        found = cursor.fetchone()
+    return str(found[0]) if found and found[0] else ""
 
 
 def bury_abandoned(alias: str, row: int | None = None) -> int:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from datetime import timedelta
+
 import psycopg
 import pytest
 from django.db import connection, connections, transaction
 
-from inbox.models import State
+from inbox import receiving, store
+from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
+from inbox.reading import read
+from inbox.runner import Runner
+from outbox.kernel.loop import StopRequest
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
+    OPTIONS,
+    InAThread,
     an_envelope,
     deliver,
     effects,
@@ -21,6 +30,7 @@ from tests.support.deliveries import (
 )
 from tests.support.loads import receive_together
 from tests.support.servers import PgBouncer
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
 
@@ -212,3 +222,73 @@ class TestLostSessions:
         assert deliver(handles(handle)) is Received.HANDLED
 
         assert (runs, the_row().attempts, effects()) == ([1, 1], 1, 1)
+
+
+def store_due(handler, envelope):
+    assert store.store_due("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+
+
+def waits_for_a_lock(what):
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE %s", [f"%{what}%"])
+        return cursor.fetchone()[0]
+
+
+class Running:
+    """A runner on a thread of its own, for `with`."""
+
+    def __init__(self, given):
+        self._stop = StopRequest()
+        self._job = InAThread(lambda: Runner(given, self._stop).run(self._stop))
+
+    def __enter__(self):
+        self._job.__enter__()
+
+    def __exit__(self, *exc_info):
+        self._stop.set()
+        self._job.__exit__(*exc_info)
+
+
+class TestLockedRows:
+    """Another session locks a row after it was claimed, such as an operator's SELECT … FOR UPDATE."""
+
+    @pytest.fixture
+    def locking(self, monkeypatch):
+        """`with locking() as unlock`: the next stored message that is claimed gets its row locked."""
+        params = connection.get_connection_params()
+        names = ("dbname", "user", "host", "port")
+        operator = psycopg.connect(**{name: params[name] for name in names}, application_name="operator")
+        stored_envelope = receiving.stored_envelope
+
+        def lock_first(stored):
+            if not operator.info.transaction_status:
+                operator.execute("SELECT 1 FROM inbox_inboxmessage WHERE id = %s FOR UPDATE", [stored.pk])
+            return stored_envelope(stored)
+
+        @contextmanager
+        def lock():
+            monkeypatch.setattr(receiving, "stored_envelope", lock_first)
+            yield
+            monkeypatch.setattr(receiving, "stored_envelope", stored_envelope)
+            operator.rollback()
+
+        with operator:
+            yield lock
+
+    @pytest.mark.parametrize("given", [{}, {"ordered": True}, {"mode": "lease"}], ids=["single", "ordered", "lease"])
+    def test_row_locked_by_another_session_is_deferred_and_costs_no_attempt(self, handles, locking, caplog, given):
+        handler = handles(the_effect, **given)
+        for name in ("locked", "free"):
+            store_due(handler, an_envelope(biz_id=name, key=name))
+
+        with Running(options(REDELIVERY_AFTER=timedelta(seconds=30), MAX_ATTEMPTS=1)):
+            with locking():
+                wait_until(lambda: "has locked row" in caplog.text)
+                wait_until(lambda: effects() == 1)
+                wait_until(lambda: waits_for_a_lock("UPDATE"))
+            wait_until(lambda: effects() == 2)
+
+        assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
+        (logged,) = [record.getMessage() for record in caplog.records if "has locked row" in record.getMessage()]
+        assert "operator" in logged
+        assert "pg_terminate_backend" in logged
