@@ -19,7 +19,7 @@ from outbox.kernel.text import why_unfit
 LOCAL_BROKER = "local://"
 IN_THE_DATABASE = "database"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-_MAY_BE_EMPTY = {"BROKER_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT", "LEASE_STORE", "TRAIL"}
+_MAY_BE_EMPTY = {"BROKER_URL", "MANAGEMENT_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT", "LEASE_STORE", "TRAIL"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class InboxOptions:
 
     Attributes:
         BROKER_URL: any kombu URL or `local://`; "" takes `OUTBOX["BROKER_URL"]`, so that a service says it once.
+        MANAGEMENT_URL: RabbitMQ's management API, which knows policies that limit deliveries; "": its usual port, for a broker
+            that is at its own.
         EXCHANGE: the topic exchange that queues are bound to; "" takes `OUTBOX["EXCHANGE"]`.
         GROUP: this service's name on the broker, the first part of its queues' names; "" takes the project's name.
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
@@ -52,6 +54,7 @@ class InboxOptions:
     """
 
     BROKER_URL: str = field(default="", repr=False)
+    MANAGEMENT_URL: str = field(default="", repr=False)
     EXCHANGE: str = ""
     GROUP: str = ""
     QUEUE_TYPE: str = "quorum"
@@ -84,6 +87,8 @@ class InboxOptions:
                 f"AGE_FENCE_MARGIN ({self.AGE_FENCE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
                 "delivery would be too old to run."
             )
+        if self.MANAGEMENT_URL and not self.MANAGEMENT_URL.startswith(("http://", "https://")):
+            raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)!r}: it must be a URL like http://host:15672.")
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
             raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
         if self.GROUP and (reason := why_unfit(self.GROUP)):

@@ -29,9 +29,10 @@ from inbox.consumer.acks import Acks
 from inbox.consumer.bodies import receiving_bodies_as_sent
 from inbox.consumer.heartbeat import Activity
 from inbox.consumer.lanes import Delivery, Lane, prefetch_of
+from inbox.consumer.policies import Policies
 from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
-from inbox.consumer.topology import Unordered, declare, queues_of
+from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits
 from inbox.handlers import Handler
 from inbox.outcomes import Received
 from inbox.runner import Runner
@@ -110,6 +111,7 @@ class Consumer:
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
         self._epoch = 0
         self._complaints: set[str] = set()
+        self._policies = Policies(options)
         self._unusable: set[str] = set()
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
@@ -237,11 +239,13 @@ class Consumer:
         nothing.
         """
         unusable = set()
+        self._policies.refresh()
         for handler in self._handlers:
             self._watchdog.beat()
             try:
                 complaint = declare(self._connection, handler, self._options)
-            except Unordered as error:
+                refuse_limits(self._policies, handler, self._options)
+            except Unusable as error:
                 unusable.add(handler.name)
                 complaint = f"{error} Until then nothing is received for it."
             if complaint and complaint not in self._complaints:

@@ -10,6 +10,7 @@ behind an exchange that hashes the ordering key, so that a key is always found i
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import kombu
@@ -17,6 +18,7 @@ from amqp import spec
 from amqp.exceptions import InvalidCommand, NotFound, PreconditionFailed
 
 from inbox.conf import InboxOptions
+from inbox.consumer.policies import Policies
 from inbox.handlers import Handler
 from outbox.kernel.broker import EXCHANGE_TYPE, speaks_amqp
 from outbox.kernel.envelope import ORDERING_KEY_HEADER
@@ -30,10 +32,27 @@ _PLUGIN = "rabbitmq_consistent_hash_exchange"
 _ONE_SHARE = "1"
 _QUEUE_DECLARE = spec.Queue.Declare
 _SINGLE_ACTIVE = "x-single-active-consumer"
+_TYPE, _LIMIT = "x-queue-type", "x-delivery-limit"
+_LIMITS_BY_DEFAULT, _DEFAULT_LIMIT = 4, 20
+"""From this version of RabbitMQ on, a quorum queue without a limit of its own has this one."""
+_DIFFERS = re.compile(r"inequivalent arg '(x-[^']+)' .* but current is (?:none|(?:the value )?'(.*)'(?: of type '(\w+)')?)$")
+"""RabbitMQ names the type where it is not that of the value it was given."""
+_MOST_ARGUMENTS = 20
 
 
-class Unordered(Exception):
-    """What the broker has of a handler's queues cannot keep its order; the reason and the remedy, for an operator."""
+class Unusable(Exception):
+    """Nothing may be received from a handler's queues as they are; the reason and the remedy, for an operator."""
+
+
+class Unordered(Unusable):
+    """What the broker has of a handler's queues cannot keep its order."""
+
+
+class DeliveryLimited(Unusable):
+    """The broker drops a message of the queue after a number of deliveries.
+
+    A delivery is not an attempt: restarts, crashes and lost connections count, and so do outages of the database.
+    """
 
 
 def queue_name(handler: Handler, options: InboxOptions) -> str:
@@ -45,9 +64,9 @@ def queue_of(handler: Handler, options: InboxOptions, partition: int | None = No
     name = queue_name(handler, options)
     arguments: dict[str, Any] = {}
     if speaks_amqp(options.broker_url):
-        arguments["x-queue-type"] = options.QUEUE_TYPE
+        arguments[_TYPE] = options.QUEUE_TYPE
         if options.QUEUE_TYPE == "quorum":
-            arguments["x-delivery-limit"] = _NEVER
+            arguments[_LIMIT] = _NEVER
         if handler.ordered:
             arguments[_SINGLE_ACTIVE] = True
     return kombu.Queue(
@@ -73,6 +92,7 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
 
     Raises:
         Unordered: the handler is ordered, and with what is there it would not be. Nothing may be received from its queues.
+        DeliveryLimited: an argument of a queue limits how often a message is delivered.
     """
     if _is_partitioned(handler, options):
         _declare_hashing(connection, handler, options)
@@ -85,6 +105,17 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
             _topic_exchange(options)(channel).declare()
             _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=handler.topic)
     return " ".join(filter(None, complaints))
+
+
+def refuse_limits(policies: Policies, handler: Handler, options: InboxOptions) -> None:
+    """The queues of `handler` are there: do policies limit how often a message is delivered?
+
+    Raises:
+        DeliveryLimited: one does.
+    """
+    for queue in queues_of(handler, options):
+        if limit := policies.delivery_limit(queue.name):
+            raise DeliveryLimited(limit)
 
 
 def _refuse_other_partitions(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:
@@ -119,6 +150,7 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
                 "and the broker cannot change that. Stop its consumers once it has run empty, delete it and start again; what "
                 "is published meanwhile waits in the outbox."
             ) from error
+        _refuse_limit(connection, queue)
         with connection.channel() as channel:
             queue(channel).queue_declare(passive=True)
             queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
@@ -127,6 +159,57 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
             "INBOX says, stop its consumers, let it run empty, delete it and start again."
         )
     return ""
+
+
+def _refuse_limit(connection: kombu.Connection, queue: kombu.Queue) -> None:
+    """The queue exists with other arguments: does one of them limit how often a message is delivered?
+
+    The broker names one argument that differs, so the queue is declared again with what it names, until it agrees.
+    """
+    if not queue.queue_arguments:
+        return
+    arguments = {**queue.queue_arguments, _LIMIT: _NEVER}
+    for _ in range(_MOST_ARGUMENTS):
+        try:
+            with connection.channel() as channel:
+                kombu.Queue(queue.name, durable=True, queue_arguments=arguments)(channel).queue_declare()
+        except PreconditionFailed as error:
+            found = _DIFFERS.search(describe(error))
+        else:
+            return
+        if found is None:
+            return
+        name, value, kind = found.groups()
+        if name == _TYPE and value != "quorum":
+            return
+        if name == _LIMIT:
+            _refuse_low(connection, queue.name, None if value is None else int(value))
+            return
+        if value is None:
+            arguments.pop(name, None)
+        else:
+            arguments[name] = _read_as(value, kind)
+
+
+def _refuse_low(connection: kombu.Connection, queue: str, limit: int | None) -> None:
+    if (
+        limit is None
+        and int(connection.connection.server_properties.get("version", "0").partition(".")[0]) >= _LIMITS_BY_DEFAULT
+    ):
+        limit = _DEFAULT_LIMIT
+    if limit is None or not 0 <= limit < _NEVER:
+        return
+    raise DeliveryLimited(
+        f"The queue {queue!r} drops a message that has been delivered {limit} times (its argument {_LIMIT}), and the broker "
+        "cannot change that. Move its messages to another queue (by a shovel, or 'Move messages' in the management plugin), "
+        "delete it, start again, which declares it without a limit, and move them back."
+    )
+
+
+def _read_as(value: str, kind: str | None) -> Any:
+    if kind == "bool" or (kind is None and value in {"true", "false"}):
+        return value == "true"
+    return int(value) if value.isdecimal() and kind != "longstr" else value
 
 
 def _declare_hashing(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:

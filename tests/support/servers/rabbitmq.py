@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import subprocess
+from collections.abc import Sequence
 from typing import ClassVar
 
 import amqp
@@ -64,7 +65,7 @@ end || Queue <- rabbit_amqqueue:list(%s)].
 class RabbitServer(PrivateServer):
     name: ClassVar[str] = "RabbitMQ"
 
-    def __init__(self, *, spins: bool = True, **settings: str) -> None:
+    def __init__(self, *, spins: bool = True, plugins: Sequence[str] = (), **settings: str) -> None:
         """`settings` are lines of rabbitmq.conf, beside ours; `__` stands for the dot in a key.
 
         By default Erlang's schedulers spin a little before they sleep, which serves a message sooner. Where many nodes share
@@ -72,6 +73,7 @@ class RabbitServer(PrivateServer):
         """
         super().__init__()
         self._spins = spins
+        self._plugins = ["rabbitmq_consistent_hash_exchange", *plugins]
         self._settings = {key.replace("__", "."): value for key, value in settings.items()}
         self._epmd_port = free_port()
         self._distribution_port = free_port()
@@ -156,7 +158,7 @@ class RabbitServer(PrivateServer):
         (self.directory / "rabbitmq.conf").write_text("".join(lines))
         (self.directory / "rabbitmq-env.conf").touch()
         (self.directory / "advanced.config").write_text("[].\n")
-        (self.directory / "enabled_plugins").write_text("[rabbitmq_consistent_hash_exchange].\n")
+        (self.directory / "enabled_plugins").write_text(f"[{', '.join(self._plugins)}].\n")
 
     def _launch(self) -> subprocess.Popen[bytes]:
         if self._epmd is None or self._epmd.poll() is not None:

@@ -1,0 +1,112 @@
+"""What the policies of RabbitMQ do to a queue, which AMQP does not tell: the management API is asked.
+
+A delivery limit set by a policy applies whatever the queue's own argument says: RabbitMQ takes the lower one. The API is asked
+at `INBOX["MANAGEMENT_URL"]`, or at its usual port when the broker is at its own. Where it does not answer, such limits are not
+seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import quote, urlsplit
+from urllib.request import ProxyHandler, Request, build_opener
+
+import kombu
+
+from inbox.conf import InboxOptions
+from outbox.kernel.broker import scheme_of, speaks_amqp
+from outbox.kernel.clock import monotonic
+from outbox.kernel.masking import masked
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+_USUAL = {"amqp": (5672, "http", 15672), "pyamqp": (5672, "http", 15672), "amqps": (5671, "https", 15671)}
+"""By scheme of the broker: its usual port, and scheme and usual port of the API."""
+_ANSWER_SECONDS = 2.0
+_ASK_AGAIN_SECONDS = 600.0
+_APPLIES = {"all", "queues", "quorum_queues"}
+_KINDS = ("policies", "operator-policies")
+
+
+class Policies:
+    """Asked by the thread that owns the broker connection."""
+
+    def __init__(self, options: InboxOptions) -> None:
+        self._broker_url = options.broker_url
+        self._is_asked = options.QUEUE_TYPE == "quorum" and speaks_amqp(options.broker_url)
+        self._url = options.MANAGEMENT_URL
+        self._ask_at = float("-inf")
+        self._known: dict[str, list[dict[str, Any]]] = {}
+        self._opener = build_opener(ProxyHandler({}))
+
+    def delivery_limit(self, queue: str) -> str:
+        """Why nothing may be received from this queue under its policies, with the remedy; "" when that is not known."""
+        for kind, policies in self._known.items():
+            policy = _effective(policies, queue)
+            limit = policy["definition"].get("delivery-limit") if policy else None
+            if policy and isinstance(limit, int) and limit >= 0:
+                command = "set_policy" if kind == "policies" else "set_operator_policy"
+                return (
+                    f"The queue {queue!r} drops a message that has been delivered {limit} times, because the policy "
+                    f"{policy['name']!r} of the virtual host {policy['vhost']!r} says so. Take 'delivery-limit' out of it, or "
+                    f"change its pattern {policy['pattern']!r} so that it spares this queue (rabbitmqctl {command})."
+                )
+        return ""
+
+    def refresh(self) -> None:
+        """Ask which policies there are now."""
+        if not self._is_asked or monotonic() < self._ask_at:
+            return
+        broker = kombu.Connection(self._broker_url)
+        if not (url := self._url or _usual_url(self._broker_url, broker)):
+            return
+        try:
+            self._known = {kind: self._ask(url, broker, kind) for kind in _KINDS}
+        except (OSError, HTTPException, ValueError) as error:
+            self._ask_at = monotonic() + _ASK_AGAIN_SECONDS
+            logger.log(
+                logging.WARNING if self._url else logging.INFO,
+                "The management API of RabbitMQ at %s does not answer (%s), so delivery limits set by policies are not seen. "
+                "Set INBOX['MANAGEMENT_URL'] to where it does. It is asked again in %.0f minutes.",
+                masked(url),
+                describe(error),
+                _ASK_AGAIN_SECONDS / 60,
+            )
+
+    def _ask(self, url: str, broker: kombu.Connection, kind: str) -> list[dict[str, Any]]:
+        at = urlsplit(url)
+        user, password = (at.username, at.password) if at.username else (broker.userid or "guest", broker.password or "guest")
+        place = f"{at.scheme}://{at.netloc.rpartition('@')[2]}{at.path.rstrip('/')}"
+        vhost = quote(broker.virtual_host or "/", safe="")
+        request = Request(f"{place}/api/{kind}/{vhost}")  # noqa: S310 - http or https, as the option demands
+        request.add_header("Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}")
+        with self._opener.open(request, timeout=_ANSWER_SECONDS) as answer:
+            told = json.load(answer)
+        if not isinstance(told, list):
+            raise ValueError("it did not answer with a list")  # noqa: TRY004 - what was said, not what was given
+        return told
+
+
+def _effective(policies: list[dict[str, Any]], queue: str) -> dict[str, Any] | None:
+    """The one that applies to a quorum queue of this name: of those that match, that of the highest priority."""
+    matching = [policy for policy in policies if policy["apply-to"] in _APPLIES and _matches(policy["pattern"], queue)]
+    return max(matching, key=lambda policy: policy["priority"], default=None)
+
+
+def _matches(pattern: str, queue: str) -> bool:
+    try:
+        return re.search(pattern, queue) is not None
+    except re.error:  # Erlang's expressions are Perl's
+        return True
+
+
+def _usual_url(broker_url: str, broker: kombu.Connection) -> str:
+    """Where a broker at its usual port has its API; "" for any other, of which that is not known."""
+    port, scheme, usual = _USUAL[scheme_of(broker_url)]
+    return f"{scheme}://{broker.hostname}:{usual}" if (broker.port or port) == port else ""

@@ -1,0 +1,135 @@
+"""A queue whose messages the broker drops after a number of deliveries is not received from, and the log says what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import closing
+
+import kombu
+import pytest
+
+from inbox.consumer.topology import queue_name
+from tests.support.deliveries import TOPIC, effects, the_effect
+from tests.support.servers import RabbitServer
+from tests.support.servers.private import LOOPBACK, free_port
+from tests.support.waiting import wait_until
+from tests.support.workers import broker_options, consuming, send
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level(logging.INFO)
+
+
+def declare_by_hand(url, name, **arguments):
+    with closing(kombu.Connection(url)) as connection:
+        connection.channel().queue_declare(
+            name,
+            durable=True,
+            auto_delete=False,
+            arguments={f"x-{key.replace('_', '-')}": value for key, value in arguments.items()},
+        )
+
+
+def consumers_of(url, name):
+    with closing(kombu.Connection(url)) as connection:
+        return connection.default_channel.queue_declare(name, passive=True).consumer_count
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"queue_type": "quorum", "delivery_limit": 5},
+        {"queue_type": "quorum", "delivery_limit": 5, "max_length": 1000, "overflow": "reject-publish"},
+        {"queue_type": "quorum", "delivery_limit": 5, "dead_letter_exchange": "somewhere"},
+    ],
+    ids=["alone", "beside a maximum length", "beside a dead letter exchange"],
+)
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"], ids=["quorum wanted", "classic wanted"])
+def test_queue_with_a_delivery_limit_as_its_argument_is_not_received_from(handles, rabbitmq_url, caplog, arguments, queue_type):
+    options = broker_options(rabbitmq_url, QUEUE_TYPE=queue_type)
+    limited, sound = handles(the_effect, name="tests.limited"), handles(the_effect, name="tests.sound")
+    name = queue_name(limited, options)
+    declare_by_hand(rabbitmq_url, name, **arguments)
+
+    with consuming([limited, sound], options):
+        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        send(rabbitmq_url, TOPIC, {}, message_id="m")
+        wait_until(lambda: effects("m") == 1)
+        assert consumers_of(rabbitmq_url, name) == 0
+
+    (complaint,) = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+    assert "drops a message that has been delivered 5 times" in complaint
+    assert "delete it" in complaint
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"queue_type": "quorum"}, {"queue_type": "quorum", "max_length": 1000}, {"queue_type": "classic", "max_length": 1000}, {}],
+    ids=["quorum", "quorum with a maximum length", "classic with a maximum length", "classic"],
+)
+def test_queue_with_other_arguments_and_no_delivery_limit_is_received_from(handles, rabbitmq_url, caplog, arguments):
+    handler, options = handles(the_effect), broker_options(rabbitmq_url)
+    declare_by_hand(rabbitmq_url, queue_name(handler, options), **arguments)
+
+    with consuming([handler], options):
+        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        send(rabbitmq_url, TOPIC, {}, message_id="m")
+        wait_until(lambda: effects("m") == 1)
+
+    assert "exists with other arguments" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def managed():
+    port = free_port()
+    listens = {"management__tcp__port": str(port), "management__tcp__ip": LOOPBACK}
+    with RabbitServer(spins=False, plugins=["rabbitmq_management"], **listens) as server:
+        server.management_url = f"http://{LOOPBACK}:{port}"
+        yield server
+
+
+@pytest.mark.proof  # a broker of its own
+class TestPolicies:
+    @pytest.fixture
+    def url(self, managed):
+        url = managed.new_vhost()
+        yield url
+        managed.delete_vhost(url)
+
+    @pytest.mark.parametrize(
+        ("command", "clear"),
+        [("set_policy", "clear_policy"), ("set_operator_policy", "clear_operator_policy")],
+        ids=["policy", "operator policy"],
+    )
+    def test_queue_with_a_delivery_limit_by_policy_is_received_from_once_the_policy_is_changed(
+        self, handles, managed, url, caplog, command, clear
+    ):
+        vhost = url.rpartition("/")[2]
+        managed.ctl(command, "-p", vhost, "limit all", ".*", json.dumps({"delivery-limit": 5}), "--apply-to", "queues")
+        handler, options = handles(the_effect), broker_options(url, MANAGEMENT_URL=managed.management_url)
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: "drops a message that has been delivered 5 times" in caplog.text)
+            send(url, TOPIC, {}, message_id="m")
+            assert consumers_of(url, queue_name(handler, options)) == 0
+            managed.ctl(clear, "-p", vhost, "limit all")
+            consumer._checked_at = float("-inf")  # half a minute has passed
+            wait_until(lambda: effects("m") == 1)
+
+        (complaint,) = [record.getMessage() for record in caplog.records if "drops a message" in record.getMessage()]
+        assert "'limit all'" in complaint
+
+    def test_management_api_that_does_not_answer_is_logged_and_delays_nothing(self, handles, url, caplog):
+        refused = f"http://{LOOPBACK}:{free_port()}"
+        handler = handles(the_effect)
+
+        with consuming([handler], broker_options(url, MANAGEMENT_URL=refused)):
+            wait_until(lambda: "Consuming 1 queues" in caplog.text)
+            send(url, TOPIC, {}, message_id="m")
+            wait_until(lambda: effects("m") == 1)
+
+        assert caplog.text.count(f"The management API of RabbitMQ at {refused} does not answer") == 1
