@@ -281,7 +281,8 @@ class TestAcknowledging:
             send_all(rabbitmq_url, TOPIC, [(name, {"name": name}) for name in names(40)[:20]])
             send_all(rabbitmq_url, other.topic, [(name, {"name": name}) for name in names(40)[20:]])
             wait_until(lambda: effects() == 40)
-            wait_until(lambda: length(handler) == 1)
+            # One that was delivered before is acknowledged as soon as it is stored, when a runner takes it.
+            wait_until(lambda: length(handler) <= 1)
             assert gate.inside == ["slow"]
             gate.open()
             wait_until(lambda: length(handler) == 0 and InboxMessage.objects.count() == 41)
@@ -737,6 +738,8 @@ class TestProcesses:
             send_all(rabbitmq_url, topic, sent.items())
             process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists() and all_empty(length))
             process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == len(sent) - 1)
+            # Copies that came while their message was being handled have been counted by then.
+            process.restarted_until(lambda: InboxMessage.objects.count() == len(sent))
 
         assert set(process.exits) == {EXIT}
         assert effects_by_name() == dict.fromkeys(set(sent) - {"always"}, 1)
