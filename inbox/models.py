@@ -189,7 +189,7 @@ class LeaseMemory(models.Model):
 class ConsumerHeartbeat(models.Model):
     """One running process that runs handlers on this database, as it last said of itself.
 
-    For people only: nothing that is promised rests on it.
+    For people only: no promise depends on it.
     """
 
     id = models.UUIDField(primary_key=True)

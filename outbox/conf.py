@@ -34,7 +34,7 @@ class OutboxOptions:
         DELAY_LEVELS: what `delay_level` may be, by name or counted from 1: "30s", "2m", "1h", "7d". The default is RocketMQ's.
         WHEEL_TICK, WHEEL_SLOTS: the timing wheel's resolution and the size of its ring.
         CHECK_AFTER: how long a prepared message may go without a decision before its checker is asked.
-        CHECK_EVERY: rest between two questions about one prepared message; a checker that takes longer is reported.
+        CHECK_EVERY: time between two checks of one prepared message; a checker that takes longer is reported.
         CHECK_LIMIT: real answers "unknown" after which a prepared message is stuck until a person has it resumed.
         CHECK_THREADS: checkers that run at a time in one relay process; one topic leaves one of them to the others.
         CALLBACK_THREADS: callbacks that run at a time in one relay process; one callback leaves one of them to the others.

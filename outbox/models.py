@@ -212,7 +212,7 @@ class RelayLease(models.Model):
 
 
 class RelayHeartbeat(models.Model):
-    """One running relay, as it last said of itself. For people only: nothing that is promised rests on it."""
+    """One running relay, as it last said of itself. For people only: no promise depends on it."""
 
     id = models.UUIDField(primary_key=True)
     host = models.CharField(max_length=NAME_LENGTH)

@@ -2,7 +2,7 @@
 
 They are sent from threads of their own, one for each database: neither the thread that owns the broker connection nor a worker
 ever waits for them. That the loops of the process go round is the watchdog's business: it ends a process that is silent.
-Sending one may fail without consequence but for those who look, because nothing that is promised rests on it.
+Sending one may fail without consequence but for those who look, because no promise depends on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the policies of RabbitMQ do to a queue, which AMQP does not tell: the management API is asked.
+"""What the policies of RabbitMQ do to a queue, which AMQP does not show: the management API is asked.
 
 A delivery limit set by a policy applies whatever the queue's own argument says: RabbitMQ takes the lower one. The API is asked
 at `INBOX["MANAGEMENT_URL"]`, or at its usual port when the broker is at its own. Where it does not answer, such limits are not

@@ -58,7 +58,7 @@ class _Memory:
 
 
 class _Heard(NamedTuple):
-    """What Redis told last: the server process that answered, and how many writes it had seen."""
+    """What Redis reported last: the server process that answered, and how many writes it had seen."""
 
     server: str = ""
     writes: int = 0
@@ -211,7 +211,7 @@ class RedisLeases:
         return answer
 
     def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
-        """What the script answered, without what it told of Redis."""
+        """What the script answered, without what it reported of Redis."""
         keys = [self._key("memory"), self._key(_record_of(row)), self._key("counts")]
         said, told, *more = self._call(script, keys, [incarnation, *self._heard_of(incarnation), *arguments])
         if said != "lost":

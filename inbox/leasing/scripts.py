@@ -39,7 +39,8 @@ end
 """
 """`kept`: does this Redis have everything that was there when `server` had seen `count` writes?
 
-Who may not ask for INFO cannot be told of a server that took over. Then only a count that is too low now shows a loss.
+A user without the right to INFO does not learn that another server has taken over. Then only a count that is too low shows
+a loss.
 """
 
 _OPEN = (

@@ -59,7 +59,7 @@ def fold_undecided(
 ) -> Earlier | None:
     """Count a claimed row, and the duplicates counted on it, as duplicates of the row that its message has, and delete it.
 
-    None: that row is gone meanwhile, or the claim has ended.
+    None: that row has been deleted meanwhile, or the claim has ended.
 
     Raises:
         TwinBusy: another transaction is running that row and did not end within `longest_wait`.

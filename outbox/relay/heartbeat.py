@@ -2,7 +2,7 @@
 
 The loop that carries messages also writes the heartbeat, so a beat proves that the loop goes round: a thread of its own would
 go on telling that all is well. It costs one statement every two seconds. Writing it may fail without anybody noticing but the
-reader of the page, because nothing that is promised rests on it.
+reader of the page, because no promise depends on it.
 """
 
 from __future__ import annotations
