@@ -88,7 +88,7 @@ class InboxOptions:
                 "delivery would be too old to run."
             )
         if self.MANAGEMENT_URL and not self.MANAGEMENT_URL.startswith(("http://", "https://")):
-            raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)!r}: it must be a URL like http://host:15672.")
+            raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)}: it must be a URL like http://host:15672.")
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
             raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
         if self.GROUP and (reason := why_unfit(self.GROUP)):

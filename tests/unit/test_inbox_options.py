@@ -52,6 +52,10 @@ class TestInvalidSettings:
             ({"TWIN_TIMEOUT": timedelta()}, "greater than zero"),
             ({"QUEUE_TYPE": "stream"}, "'quorum' or 'classic'"),
             ({"LEASE_STORE": "memcached://:secret@host"}, "it must be 'database' or a URL"),
+            (
+                {"MANAGEMENT_URL": "amqp://user:secret@host"},
+                "MANAGEMENT_URL is 'amqp://[^s]*@host': it must be a URL like http",
+            ),
             ({"RETENTION": timedelta(hours=1)}, "AGE_FENCE_MARGIN"),
             ({"ACCEPT": "application/json"}, "list or tuple"),
             ([], "must be a dict"),

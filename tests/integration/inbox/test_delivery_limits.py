@@ -132,4 +132,4 @@ class TestPolicies:
             send(url, TOPIC, {}, message_id="m")
             wait_until(lambda: effects("m") == 1)
 
-        assert caplog.text.count(f"The management API of RabbitMQ at {refused} does not answer") == 1
+        assert caplog.text.count(f"The management API of RabbitMQ at '{refused}' does not answer") == 1
