@@ -137,6 +137,9 @@ class RabbitServer(PrivateServer):
             self._epmd = None
 
     def kill(self) -> None:
+        # RabbitMQ answers a declaration before Mnesia's log of it is in the file: a queue or binding declared a moment before
+        # a kill would be lost with some of the kills.
+        self.evaluate("mnesia:sync_log().")
         self._end_console()
         super().kill()
 
