@@ -83,6 +83,15 @@ def _work(task, order_id):
 
 def _wait_until_released(task, order_id):
     _work(task, order_id)
+    _tell_and_wait(order_id)
+
+
+def _wait_after_the_commit(task, order_id):
+    _work(task, order_id)
+    transaction.on_commit(lambda: _tell_and_wait(order_id))
+
+
+def _tell_and_wait(order_id):
     Effect.objects.using("other").create(name=f"begun {order_id}", detail=str(os.getpid()))
     wait_until(lambda: Unique.objects.using("other").filter(name=f"go {order_id}").exists())
 
@@ -121,6 +130,7 @@ def _fail(task, order_id):
 WAYS = {
     "work": _work,
     "wait until released": _wait_until_released,
+    "wait after the commit": _wait_after_the_commit,
     "swallow an IntegrityError": _swallow,
     "die": _die,
     "die with the worker after the commit": _die_with_the_worker_after_the_commit,
