@@ -13,7 +13,7 @@ from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
 from inbox.transactions import DatabaseAway
-from outbox.kernel.clock import monotonic
+from outbox.kernel.clock import monotonic, utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
@@ -245,3 +245,59 @@ def test_interrupted_repeatable_step_is_taken_again(consumer, job, is_settled):
 
     assert effects("charged job") == 2
     assert effects("job") == 1
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("lease_store", ["redis"], indirect=True)
+def test_messages_are_run_once_when_redis_is_emptied_again_and_again_under_their_leases(
+    consumer, rabbitmq_url, redis_server, length
+):
+    """One consumer outlives the loss of its leases, the other is killed over it; what was run or was being run is held back."""
+
+    def allowed(names):
+        Unique.objects.bulk_create(Unique(name=f"go {name}") for name in names)
+
+    def a_round(handled, held):
+        already = InboxMessage.objects.count()
+        allowed(handled)
+        copies = [sent_now(rabbitmq_url, name) for name in handled]
+        survivor.until(lambda: all(effects(name) for name in handled) and length() == 0)
+        # The broker deals them out in turn, so that each consumer has some in hand.
+        copies += [sent_now(rabbitmq_url, name) for name in held]
+        survivor.until(lambda: all(effects(f"begun {name}") for name in held))
+
+        redis_server.flush()
+        victim.kill()
+        victim.ends()
+        for copy in copies:
+            copy()
+        held_back = InboxMessage.objects.filter(quarantined=True, state=State.DEAD)
+        survivor.until(lambda: held_back.count() == already + len(copies))
+        allowed(held)
+        survivor.until(lambda: length() == 0)
+
+    names = [[f"{what}-{number}-{n}" for n in range(4)] for number in range(3) for what in ("handled", "held")]
+    with consumer("survivor") as survivor, consumer("victim") as victim:
+        for number in range(3):
+            survivor.until(lambda consumers=number + 1: victim.said().count("Consuming") == consumers)
+            a_round(*names[2 * number : 2 * number + 2])
+            victim.start()
+        allowed(["after"])
+        sent_now(rabbitmq_url, "after")
+        survivor.until(lambda: effects("after") and length() == 0)
+
+    begun = Effect.objects.filter(name__startswith="begun ").values_list("name", flat=True)
+    assert sorted(begun) == sorted(["begun after", *(f"begun {name}" for part in names for name in part)])
+    # Nothing is left that would be run without a person's word.
+    assert not InboxMessage.objects.exclude(state=State.DEAD, quarantined=True).exists()
+
+
+def sent_now(url, name):
+    """Send a message of this moment that waits for the word; call what is returned to send it again."""
+    headers = {"cloudEvents:time": utcnow().isoformat()}
+
+    def again():
+        send(url, LEASED_JOB, {"do": "wait for the word"}, message_id=name, headers=headers)
+
+    again()
+    return again
