@@ -144,13 +144,16 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
         if error.method_sig != _QUEUE_DECLARE:
             # Another channel's end, which is read wherever somebody waits for an answer: its consumer took too long.
             raise
-        if _SINGLE_ACTIVE in describe(error) and _SINGLE_ACTIVE in queue.queue_arguments:
+        differing = _differing_arguments(connection, queue)
+        if _SINGLE_ACTIVE in differing and _SINGLE_ACTIVE in queue.queue_arguments:
             raise Unordered(
                 f"The queue {queue.name!r} is not an ordered handler's: it has been declared without a single active consumer, "
                 "and the broker cannot change that. Stop its consumers once it has run empty, delete it and start again; what "
                 "is published meanwhile waits in the outbox."
             ) from error
-        _refuse_limit(connection, queue)
+        if _LIMIT in differing:
+            limit = differing[_LIMIT]
+            _refuse_low(connection, queue.name, None if limit is None else int(limit))
         with connection.channel() as channel:
             queue(channel).queue_declare(passive=True)
             queue(channel).bind_to(queue.exchange, routing_key=queue.routing_key)
@@ -161,13 +164,14 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
     return ""
 
 
-def _refuse_limit(connection: kombu.Connection, queue: kombu.Queue) -> None:
-    """The queue exists with other arguments: does one of them limit how often a message is delivered?
+def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> dict[str, str | None]:
+    """The arguments with which an existing queue differs from `queue`, a delivery limit included, as the broker names them.
 
-    The broker names one argument that differs, so the queue is declared again with what it names, until it agrees.
+    It names one of them at a time, so the queue is declared again with what it names, until it agrees.
     """
+    differing: dict[str, str | None] = {}
     if not queue.queue_arguments:
-        return
+        return differing
     arguments = {**queue.queue_arguments, _LIMIT: _NEVER}
     for _ in range(_MOST_ARGUMENTS):
         try:
@@ -176,19 +180,19 @@ def _refuse_limit(connection: kombu.Connection, queue: kombu.Queue) -> None:
         except PreconditionFailed as error:
             found = _DIFFERS.search(describe(error))
         else:
-            return
+            break
         if found is None:
-            return
+            break
         name, value, kind = found.groups()
-        if name == _TYPE and value != "quorum":
-            return
-        if name == _LIMIT:
-            _refuse_low(connection, queue.name, None if value is None else int(value))
-            return
+        differing[name] = value
         if value is None:
             arguments.pop(name, None)
         else:
             arguments[name] = _read_as(value, kind)
+        if name == _TYPE and value != "quorum":
+            # Other types of queues refuse it, and have no such limit.
+            arguments.pop(_LIMIT, None)
+    return differing
 
 
 def _refuse_low(connection: kombu.Connection, queue: str, limit: int | None) -> None:

@@ -205,6 +205,29 @@ class TestUnsuitableQueue:
 
         assert [record.levelno for record in caplog.records if "single active consumer" in record.message] == [logging.ERROR]
 
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"x-queue-type": "classic", "x-max-length": 1000},
+            {"x-queue-type": "quorum", "x-max-length": 1000, "x-overflow": "reject-publish"},
+            {"x-queue-type": "classic"},
+        ],
+        ids=["classic with a maximum length", "quorum with a maximum length", "classic"],
+    )
+    def test_queue_without_single_active_consumer_is_not_read_whatever_else_differs(
+        self, handles, rabbitmq_url, caplog, arguments
+    ):
+        """The broker names one of the arguments that differ, and it need not be this one."""
+        handler = handles(the_effect, ordered=True)
+        options = broker_options(rabbitmq_url)
+        with kombu.Connection(rabbitmq_url) as connection:
+            queue = kombu.Queue(queue_name(handler, options), durable=True, queue_arguments=arguments)
+            queue(connection.default_channel).queue_declare()
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: "without a single active consumer" in caplog.text)
+            assert not consumer._subscriptions
+
     def test_queue_with_other_arguments_is_reported_and_used_as_it_is(self, handles, rabbitmq_url, caplog):
         handler = handles(the_effect, ordered=True)
         declared(handler, broker_options(rabbitmq_url, QUEUE_TYPE="classic"))
