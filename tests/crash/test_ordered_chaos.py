@@ -1,4 +1,4 @@
-"""Ordered handlers while their consumers are killed: every effect once, every key in order.
+"""Ordered handlers while relays and consumers are killed: every effect once, every key in order.
 
 ORDERED_CHAOS_MESSAGES and ORDERED_CHAOS_KEYS make it longer, for example 20000 messages on 500 keys.
 """
@@ -12,16 +12,24 @@ import os
 import random
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from urllib.parse import urlsplit
 
 import kombu
 import pytest
+from django.db import OperationalError, connection, transaction
 
 from inbox.consumer.topology import queue_of
 from inbox.handlers import Handler
 from inbox.models import InboxMessage, State
+from outbox import publish
+from outbox.models import OutboxMessage
+from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
+from tests.support.crash.nemesis import Nemesis
+from tests.support.crash.world import CONSUMER, RELAY
+from tests.support.servers import PgBouncer
 from tests.support.waiting import wait_until
 from tests.support.workers import EXCHANGE, Process, broker_options
 
@@ -33,6 +41,14 @@ MESSAGES_BETWEEN_KILLS = 15
 LONGEST_SECONDS = 900.0
 ONE_IN = 50
 """One message in this many fails at its first attempt."""
+
+KILLS = 37
+"""In each of four circumstances: 148 in all."""
+MESSAGES_AT_ONCE = 10
+MOST_UNDER_WAY = 30
+MANY_NACKED = 20
+CONNECTIONS = 4
+"""Of PgBouncer, to each database."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,11 +134,127 @@ def test_consumers_killed_again_and_again_have_every_effect_once_and_every_key_i
             one.terminate()
         assert [one.ends() for one in consumers] == [0] * CONSUMERS
 
-    done = list(Effect.objects.order_by("id").values_list("name", "detail"))
-    of_keys = defaultdict(list)
-    for name, key in done:
-        of_keys[key].append(name)
-    assert len(done) == MESSAGES
     assert kills >= MESSAGES // MESSAGES_BETWEEN_KILLS // 4
-    assert of_keys == {f"key-{key}": [f"{number:06}" for number in range(key, MESSAGES, KEYS)] for key in range(KEYS)}
+    assert_every_effect_once_and_in_order(MESSAGES, KEYS)
+
+
+def assert_every_effect_once_and_in_order(messages, keys):
+    of_keys = defaultdict(list)
+    for name, key in Effect.objects.order_by("id").values_list("name", "detail"):
+        of_keys[key].append(name)
+    assert of_keys == {f"key-{key}": [f"{number:06}" for number in range(key, messages, keys)] for key in range(keys)}
     assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
+
+
+# ------------------------------------------------------------------------------------------------- all the way, from publish()
+
+
+@contextmanager
+def nothing_else(world):
+    """Kills are enough."""
+    yield
+
+
+@contextmanager
+def a_queue_that_nacks(world):
+    """It has room for two messages, and consumers take one at a time."""
+    queue = queue_of(HANDLER, broker_options(world.broker_url))
+    queue.queue_arguments |= {"x-max-length": 2, "x-overflow": "reject-publish"}
+    with kombu.Connection(world.broker_url) as broker:
+        queue(broker.channel()).declare()
+    world.inbox_options["PREFETCH"] = 1
+    yield
+    # More than one attempt: the queue was there all the time, so the others were nacked.
+    nacked = OutboxMessage.objects.filter(attempts__gt=1).count()
+    logger.info("%d messages were nacked.", nacked)
+    assert nacked >= MANY_NACKED
+
+
+@contextmanager
+def serializable_transactions(world):
+    """As a database administrator decides it: for every process, and for the producer."""
+    name = connection.settings_dict["NAME"]
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+    connection.close()
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW transaction_isolation")
+            assert cursor.fetchone() == ("serializable",)
+        yield
+    finally:
+        with connection.cursor() as cursor:
+            cursor.execute(f"ALTER DATABASE {name} RESET default_transaction_isolation")
+        connection.close()
+
+
+@contextmanager
+def pgbouncer_in_transaction_mode(world):
+    """Fewer connections than clients, for every process and for the producer."""
+    settings = connection.settings_dict
+    with PgBouncer(int(settings["PORT"] or 5432), CONNECTIONS, user=settings["USER"]) as pooler:
+        for variable in ("DATABASE_URL", "OTHER_DATABASE_URL"):
+            name = urlsplit(world.environment[variable]).path.lstrip("/")
+            world.environment[variable] = pooler.url_of(name)
+        with the_default_at(PORT=pooler.port):
+            yield
+            (used,) = [of for of in pooler.show("stats") if of["database"] == settings["NAME"]]
+            # Every message takes more than one, and the test itself is no more than a part of them.
+            assert used["total_xact_count"] > 2 * handled()
+        world.end_all()
+
+
+def again_until_committed(act):
+    """As an application does under SERIALIZABLE."""
+    while True:
+        with suppress(OperationalError), transaction.atomic():
+            return act()
+
+
+def unless_refused(condition):
+    """Under SERIALIZABLE a query may be refused, too: then nothing is known yet."""
+
+    def met():
+        with suppress(OperationalError):
+            return condition()
+        return False
+
+    return met
+
+
+@pytest.mark.parametrize(
+    ("keys", "circumstance"),
+    [
+        pytest.param(1, nothing_else, id="one hot key"),
+        pytest.param(10, a_queue_that_nacks, id="a queue that nacks"),
+        pytest.param(10, serializable_transactions, id="SERIALIZABLE"),
+        pytest.param(10, pgbouncer_in_transaction_mode, id="PgBouncer"),
+    ],
+)
+def test_relays_and_consumers_killed_again_and_again_have_every_effect_once_and_every_key_in_order(
+    world, keys, circumstance, record_property
+):
+    world.environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.ordered.settings"
+    world.inbox_options.update(GROUP="tests", MAX_ATTEMPTS=1000)
+    published = 0
+
+    def publish_some():
+        for number in range(published, published + MESSAGES_AT_ONCE):
+            publish(STEP, {"fails": number % ONE_IN == 0}, key=f"key-{number % keys}", biz_id=f"{number:06}")
+
+    with circumstance(world):
+        fleet = [world.listening(), world.listening(), *(world.relay(outbox={"MAX_ATTEMPTS": 1000}) for _ in range(2))]
+        nemesis = Nemesis(world, fleet)
+        with nemesis.at_work():
+            while nemesis.kills.total() < KILLS or min(nemesis.kills[RELAY], nemesis.kills[CONSUMER]) < KILLS // 4:
+                again_until_committed(publish_some)
+                published += MESSAGES_AT_ONCE
+                enough = published - MOST_UNDER_WAY
+                world.wait_until(unless_refused(lambda enough=enough: handled() >= enough), "some more was handled")
+        world.wait_until(unless_refused(world.is_quiet), "everything was handled")
+        world.drain()
+        figures = {"seed": world.seed, "messages": published, "kills": dict(nemesis.kills)}
+        logger.info("%s", figures)
+        record_property("figures", figures)
+        assert not nemesis.own_ends, nemesis.own_ends
+        assert_every_effect_once_and_in_order(published, keys)

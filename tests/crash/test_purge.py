@@ -1,0 +1,86 @@
+"""Handled rows are deleted while their messages come again and again, and consumers are killed."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+import re
+from datetime import timedelta
+
+import pytest
+from django.core.management import call_command
+
+from inbox.models import InboxMessage
+from outbox.models import OutboxMessage
+from tests.support.apps.effects.models import Effect
+from tests.support.crash.nemesis import Nemesis
+from tests.support.crash.world import CONSUMER
+from tests.support.waiting import wait_until
+
+logger = logging.getLogger(__name__)
+
+pytestmark = pytest.mark.proof
+
+RETENTION, MARGIN = timedelta(seconds=16), timedelta(seconds=4)
+"""A message is not run once it is 12 s old. None is first delivered so late: few are under way at any time."""
+MESSAGES_AT_ONCE, COPIES_AT_ONCE, MOST_UNDER_WAY = 3, 20, 20
+ENOUGH_PURGED, ENOUGH_KILLS = 100, 10
+
+
+def send_again(choice, number):
+    """As after a relay that died before it could note that they were sent: the same messages, with their age."""
+    sent = list(OutboxMessage.objects.filter(state="published").values_list("pk", flat=True))
+    copied = choice.sample(sent, min(number, len(sent)))
+    OutboxMessage.objects.filter(pk__in=copied, state="published").update(state="ready", settled_at=None)
+
+
+def purge():
+    """How many rows went."""
+    out = io.StringIO()
+    call_command("inbox_purge", stdout=out)
+    return int(re.search(r"(\d+) messages deleted\.", out.getvalue())[1])
+
+
+def held_back():
+    return InboxMessage.objects.filter(state="dead")
+
+
+def test_purging_while_messages_come_again_and_again_doubles_and_loses_no_effect(world, settings, record_property):
+    settings.INBOX = {"RETENTION": RETENTION, "AGE_FENCE_MARGIN": MARGIN}
+    world.inbox_options.update(RETENTION=RETENTION.total_seconds(), AGE_FENCE_MARGIN=MARGIN.total_seconds())
+    choice = random.Random(world.seed)
+    operated = purged = 0
+    world.listening()  # this one lives: what is delivered for the first time is in time
+    world.relay()
+    nemesis = Nemesis(world, [world.listening(), world.listening()])
+
+    with nemesis.at_work():
+        while purged < ENOUGH_PURGED or nemesis.kills[CONSUMER] < ENOUGH_KILLS:
+            world.operate(MESSAGES_AT_ONCE)
+            operated += MESSAGES_AT_ONCE
+            wait_until(lambda enough=operated - MOST_UNDER_WAY: Effect.objects.count() >= enough)
+            send_again(choice, COPIES_AT_ONCE)
+            purged += purge()
+    send_again(choice, operated)
+    found = world.drain()
+
+    figures = {
+        "seed": world.seed,
+        "operations": operated,
+        "purged": purged,
+        "held back": held_back().count(),
+        "deliveries": world.deliveries().total(),
+        "suppressed": world.suppressed(),
+        "kills": dict(nemesis.kills),
+        "verdict": str(found),
+    }
+    logger.info("%s", figures)
+    record_property("figures", figures)
+    assert not nemesis.own_ends, nemesis.own_ends
+    assert found.committed == operated
+    assert found.is_clean, f"{found}, seed {world.seed}\n{world.tails()}"
+    assert world.suppressed()
+    assert set(world.inbox()) == {"done", "dead"}
+    # A copy that came when its row was gone, and nothing else, is held back.
+    assert all("past the deduplication window" in reason for reason in held_back().values_list("last_error", flat=True))
