@@ -46,7 +46,7 @@ KILLS = 37
 """In each of four circumstances: 148 in all."""
 MESSAGES_AT_ONCE = 10
 MOST_UNDER_WAY = 30
-MANY_NACKED = 20
+MANY_NACKED = 5
 CONNECTIONS = 4
 """Of PgBouncer, to each database."""
 
