@@ -81,7 +81,8 @@ class Relay:
         self._floors = Floors(self._shards, partial(store.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
-        self._resumed = False
+        self._recalls_wanted = 1
+        self._recalls_begun = 0
         self._size = BatchSize(options.BATCH_SIZE)
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._alert_until = 0.0
@@ -126,6 +127,10 @@ class Relay:
     def is_working(self) -> bool:
         """Does it go round, and reach both the database and the broker?"""
         return self._running and not self._broker.ongoing and not self._database.ongoing
+
+    def want_recall(self) -> None:
+        """Another relay may have put messages of these shards off. Called from that relay's thread."""
+        self._recalls_wanted += 1
 
     def _round(self, *, drain: bool) -> PassReport | None:
         """One turn of the loop; None when it met an outage and has already waited.
@@ -175,10 +180,14 @@ class Relay:
     def _work(self, *, drain: bool) -> PassReport:
         """Look; run a pass over what is ready; make ready what has rested, or is due, or is no longer held."""
         # A relay beside this one that cannot reach the broker leaves its shards to us.
-        among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
+        alone = not all(sibling.is_working for sibling in self.siblings)
+        among = range(SHARDS) if alone else self._shards
         sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         report = self._carry(sight.busy) if sight.busy else PassReport()
+        if alone and report.settled:
+            for sibling in self.siblings:
+                sibling.want_recall()
         # Rows that have rested and are not promoted are in the hands of another relay that promotes them.
         self._rested = sight.rested
         self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND) if sight.rested else 0
@@ -206,9 +215,9 @@ class Relay:
         return released
 
     def _recall(self) -> int:
-        if not self._resumed:
+        if (wanted := self._recalls_wanted) != self._recalls_begun:
             self._pass.breakers.resume(store.topics_put_off(self._alias))
-            self._resumed = True
+            self._recalls_begun = wanted
         recalled = 0
         for topic, limit in self._pass.breakers.to_recall():
             count = store.recall(self._alias, topic, limit, self._shards)

@@ -9,10 +9,23 @@ import pytest
 from django.db import transaction
 
 from outbox import Draft, publish_many, store
-from outbox.models import OutboxMessage, State
+from outbox.kernel.loop import StopRequest
+from outbox.models import SHARDS, OutboxMessage, State
 from outbox.relay import breaker
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
-from tests.support.relaying import Queue, drained, ids, published, relaying, state_of, states
+from tests.support.relaying import (
+    Queue,
+    drained,
+    ids,
+    in_threads,
+    published,
+    relay_for,
+    relaying,
+    state_of,
+    states,
+    waiting,
+)
+from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -180,6 +193,31 @@ def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rab
             wait_until(lambda: set(states()) == {State.PUBLISHED})
 
     assert of(BAD).filter(attempts__gt=2).count() < 100
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_lane_that_was_away_recalls_what_the_other_lane_put_off_of_its_shards(rabbitmq_url):
+    """It looked for such messages when it began, and found none."""
+    port = int(rabbitmq_url.rpartition("@")[2].partition("/")[0].partition(":")[2])
+    stop = StopRequest()
+    with FaultProxy("127.0.0.1", port) as proxy, Queue(rabbitmq_url, GOOD):
+        away = relay_for(proxy.through(rabbitmq_url), stop, shards=range(0, SHARDS, 2), **AFTER_A_REFUSAL)
+        other = relay_for(rabbitmq_url, stop, shards=range(1, SHARDS, 2), **AFTER_A_REFUSAL)
+        away.siblings, other.siblings = [other], [away]
+        with in_threads(away.run, other.run, stop=stop):
+            for shard in range(SHARDS):
+                published(GOOD, key=f"key-{shard}")
+            wait_until(lambda: away.published and other.published and not waiting())
+            proxy.refuse()
+            proxy.cut()
+            wait_until(lambda: not away.is_working)
+            with transaction.atomic():
+                publish_many([Draft(BAD, {}) for n in range(REFUSED)])
+            wait_until(lambda: in_state(BAD, State.RETRYING) == REFUSED)
+
+            proxy.accept()
+            with Queue(rabbitmq_url, BAD, name="late"):
+                wait_until(lambda: set(states()) == {State.PUBLISHED})
 
 
 @pytest.mark.every_database
