@@ -155,7 +155,7 @@ def _option_of_the_outbox(name: str, otherwise: str) -> str:
     """What `OUTBOX` says, which another app reads, if it is installed at all.
 
     Raises:
-        ImproperlyConfigured: it is no text.
+        ImproperlyConfigured: it is not a string.
     """
     outbox = getattr(settings, "OUTBOX", None)
     given = outbox.get(name, otherwise) if isinstance(outbox, dict) else otherwise

@@ -1,4 +1,4 @@
-"""What is owed to a database that went away: attempts that were counted and could not be made are to be given back."""
+"""What is owed to a database that became unavailable: attempts that were counted and could not be made are to be given back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Debts:
         """Do what is owed to this database, and what is still owed another time.
 
         Raises:
-            DatabaseAway: it is still away.
+            DatabaseAway: it is still unavailable.
         """
         while (debt := self._next(alias)) is not None:
             try:

@@ -2,7 +2,7 @@
 
 All processes of a handler share one token bucket (`store.buckets`). Each leases small portions of it (`purse`) and takes from
 these. Nobody who takes waits for a database: a thread of this process's own leases what was asked for in vain. While the
-database is away nothing is granted.
+database is unavailable nothing is granted.
 """
 
 from __future__ import annotations

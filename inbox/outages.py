@@ -40,7 +40,7 @@ class Outages:
             if problem is None:
                 return self._works.setdefault(what, Outage(f"the store of {what}")).note(away, away.remedy), False
             outage = self._database(alias)
-            # Of many threads that learn of it at once, one begins the pause, lest it be as long as after many tries.
+            # Only one of the threads that learn of it at once extends the pause; otherwise they would count as many tries.
             return 0.0 if outage.ongoing else outage.note(*problem), True
 
     def ask(self, alias: str) -> float:

@@ -150,7 +150,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
     attempt = stored.attempts
     if attempt > options.MAX_ATTEMPTS:
-        error = stored.last_error or "Its attempts were begun and never ended: its process died, or its database went away."
+        error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
         return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
     if is_undecided(stored.biz_id):
         ended = decide(handler, stored, read(handler, undecided_envelope(stored), options))

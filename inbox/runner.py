@@ -155,7 +155,7 @@ class Runner:
         handlers = registry.all()
         ran = 0
         for alias in sorted({handler.using for handler in handlers}):
-            # Nobody waits for one that is away: this thread is wanted elsewhere.
+            # Nobody waits for one that is unavailable: this thread is wanted elsewhere.
             if not self._may_ask(alias):
                 continue
             try:
@@ -186,7 +186,7 @@ class Runner:
         return ran
 
     def _may_ask(self, alias: str) -> bool:
-        """False while it rests. Of one that was away last time, one thread finds out, however long its connection takes."""
+        """False while it is paused. After an outage one thread finds out whether it has ended, however long it takes."""
         with self._lock:
             if monotonic() < self._ask_at.get(alias, 0.0):
                 return False

@@ -86,7 +86,7 @@ def receive_task(
     except TwinBusy:
         _come_again(call, options.TWIN_TIMEOUT, "another delivery of the same business id is at work")
     except DatabaseAway as error:
-        _come_again(call, options.RETRY_BASE, f"the database is away ({describe(error)})")
+        _come_again(call, options.RETRY_BASE, f"the database is unavailable ({describe(error)})")
 
 
 def _receive(call: Call, options: InboxOptions) -> Answer:
@@ -188,8 +188,8 @@ def _let_go(call: Call, stored: InboxMessage, error: Exception) -> None:
             fail_stored(call.handler, stored, _last_failure(error, stored.attempts))
     except DatabaseAway as away:
         logger.warning(
-            "%s: task %s failed, and its row stays open because the database is away (%s). The next delivery of its business "
-            "id runs it.",
+            "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery of its "
+            "business id runs it.",
             call.handler.name,
             call.message.id,
             describe(away),

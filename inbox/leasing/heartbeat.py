@@ -3,8 +3,8 @@
 A server that does not answer holds up whoever asks it, so the leases of one database do not wait for another.
 
 Each lease is extended after a third of its time, so two misses cost nothing, and never beyond `lease_limit`. A lease that is
-lost is told to the log and marked; its owner can settle nothing, and its next step is refused. A store that is away is asked
-again and again until the lease has ended for all we know.
+lost is logged and marked; its owner can settle nothing, and its next step is refused. A store that is unavailable is asked
+again until the lease must have ended.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class _Pulse:
     def _miss(self, kept: _Beating, away: DatabaseAway) -> None:
         lease = kept.lease
         if lease.is_over:
-            _lose(lease, f"its store was away: {away}")
+            _lose(lease, f"its store was unavailable: {away}")
             return
         kept.next_at = min(monotonic() + _ASK_AGAIN_SECONDS, lease.ends_at)
         if not kept.told:

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 _AWAY_REST = timedelta(seconds=5)
 """How long a stored message rests that found the store of leases away."""
 _KEY_BUSY_REST = timedelta(seconds=0.5)
-_NEVER_ENDED = "Its attempts were begun and never ended: its process died, or the store of its lease went away."
+_NEVER_ENDED = "Its attempts never ended: its process died, or the store of its lease became unavailable."
 
 
 def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
@@ -153,10 +153,10 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
 
 
 def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
-    """Write the outcome down; a store that is away is asked again for as long as the lease can still be ours.
+    """Write the outcome down; a store that is unavailable is asked again for as long as the lease can still be ours.
 
     Raises:
-        DatabaseAway: it was away for longer than that.
+        DatabaseAway: it was unavailable for longer than that.
     """
     pause = Pause()
     while True:

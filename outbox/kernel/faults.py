@@ -47,7 +47,7 @@ def is_lock_timeout(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """The database went away underneath us, or ended our transaction because we were away.
+    """The database became unavailable underneath us, or ended our transaction because we were frozen.
 
     Its SQLSTATE says so; a statement that never reached the server carries none, and then only the text is left.
     """

@@ -1,4 +1,4 @@
-"""Something this process depends on is away: say so, wait with a cap, repeat it once a minute, say once that it is back."""
+"""A dependency of this process is unavailable: report it, wait with a cap, repeat it once a minute, report its return once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Outage:
             logger.warning(
                 "%s is %s (%s). %sWaiting for it; no message is lost and no attempt is counted.",
                 self._name,
-                "away" if first else f"still away after {now - (self._since or now):.0f} s",
+                "unavailable" if first else f"still unavailable after {now - (self._since or now):.0f} s",
                 str(reason).strip() or repr(reason),
                 f"{remedy} " if remedy else "",
             )
@@ -62,6 +62,6 @@ class Outage:
     def over(self) -> None:
         """It answered."""
         if self._since is not None:
-            logger.warning("%s is back after %.1f s.", self._name, monotonic() - self._since)
+            logger.warning("%s is available again after %.1f s.", self._name, monotonic() - self._since)
         self._since = None
         self._pause.reset()

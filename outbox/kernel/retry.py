@@ -42,7 +42,7 @@ class RetryPolicy:
 
 @dataclass
 class Pause:
-    """How long to wait for something that is away (a broker, a database): capped, jittered, reset by its return."""
+    """How long to wait for something that is unavailable (a broker, a database): capped, jittered, reset by its return."""
 
     first_seconds: float = 0.2
     cap_seconds: float = 10.0

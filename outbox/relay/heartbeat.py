@@ -94,7 +94,7 @@ class Heartbeat:
         with self._writing:
             self._ended = True
             if self._written is None or self._failing:
-                return  # It would only wait for a database that is away; the row is forgotten in time.
+                return  # It would only wait for a database that is unavailable; the row is forgotten in time.
             try:
                 store.retire(self._alias, self._identity.id)
             except Error as error:

@@ -19,7 +19,7 @@ from outbox.store.settling import Settlement, settle
 
 
 class LeaseLost(Exception):
-    """Another relay took over while this one was away; what it has in hand is not its own any more."""
+    """Another relay took over while this one was paused; what it has in hand is not its own any more."""
 
 
 class Lease:

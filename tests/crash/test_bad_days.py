@@ -147,7 +147,9 @@ def test_a_relay_frozen_past_its_deadline_settles_nothing(world, witness):
     settled = dict(OutboxMessage.objects.values_list("id", "settled_at"))
 
     sleeper.wake()
-    world.wait_until(lambda: sleeper.has_said("The database is away"), "the sleeper learned that its transaction is gone")
+    world.wait_until(
+        lambda: sleeper.has_said("The database is unavailable"), "the sleeper learned that its transaction has ended"
+    )
     world.end(other)
     load.write(MANY)
     world.wait_until(everything_is_published, "the sleeper does its part again")
@@ -196,7 +198,7 @@ def test_a_batch_in_hand_is_sent_again_after_the_database_was_killed(mortal_worl
     world.wait_until(everything_is_published, "everything was sent again")
     load.write(MANY)
     world.wait_until(everything_is_published, "the relays are at work")
-    world.wait_until(lambda: relays[0].has_said("The database is away"), "the one with the batch noticed")
+    world.wait_until(lambda: relays[0].has_said("The database is unavailable"), "the one with the batch noticed")
     world.end(*relays)
 
     assert witness.assert_nothing_went_wrong() > 0
@@ -213,7 +215,7 @@ def test_an_unconfirmed_batch_is_sent_again_after_the_broker_restarted(world, wi
     for relay in relays:
         relay.wake()
     load.write(MANY)
-    world.wait_until(lambda: all(relay.has_said("The broker is away") for relay in relays), "both noticed")
+    world.wait_until(lambda: all(relay.has_said("The broker is unavailable") for relay in relays), "both noticed")
     assert not OutboxMessage.objects.filter(state="ready").exclude(attempts=0, last_error="").exists()
     world.rabbit.start()
     world.wait_until(everything_is_published, "everything was sent again")
@@ -262,7 +264,7 @@ def test_a_broken_connection_to_the_broker_loses_nothing_and_stops_no_other_rela
                     proxy.cut()
                 case "no replies":
                     proxy.drop_server_to_client(True)
-            world.wait_until(lambda: victim.has_said("The broker is away"), "the victim noticed")
+            world.wait_until(lambda: victim.has_said("The broker is unavailable"), "the victim noticed")
             world.wait_until(lambda: load.published() > before + MANY, "the other relay goes on")
             proxy.drop_server_to_client(False)
             proxy.thaw()
@@ -291,7 +293,7 @@ def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_re
                     for _ in range(5):
                         proxy.cut_after(20_000, "to_client")
                         world.wait_until(lambda: not proxy._cut_after, "it was cut in the middle of something")
-                    world.wait_until(lambda: victim.has_said("The database is away"), "the victim noticed")
+                    world.wait_until(lambda: victim.has_said("The database is unavailable"), "the victim noticed")
                 case "half-open":
                     proxy.freeze()
                 case "no replies":

@@ -56,7 +56,7 @@ def the_broker_connection_dies_with_a_batch_on_its_way(world, bug):
         proxy.freeze()
         settled = world.published() + OPERATIONS
         world.operate(OPERATIONS)
-        tried = (lambda: world.published() == settled) if bug else (lambda: relay.has_said("is away"))
+        tried = (lambda: world.published() == settled) if bug else (lambda: relay.has_said("is unavailable"))
         world.wait_until(tried, "the relay has tried")
         proxy.cut()
         proxy.thaw()

@@ -17,7 +17,9 @@ def test_a_broker_killed_under_load_costs_no_message_and_no_attempt(world):
         world.flows()
         world.let_the_broker_remember_its_queues()
         world.rabbit.kill()
-        world.wait_until(lambda: workers[0].has_said("is away") and workers[1].has_said("is away"), "both noticed")
+        world.wait_until(
+            lambda: workers[0].has_said("is unavailable") and workers[1].has_said("is unavailable"), "both noticed"
+        )
         committed = tally.total()
         world.wait_until(lambda: tally.total() > committed + SOME, "producers go on without a broker")
         waiting = OutboxMessage.objects.filter(state="ready")
@@ -46,7 +48,7 @@ def test_a_database_killed_under_load_costs_no_message_and_no_attempt(mortal_wor
     found = world.drain()
 
     assert tally["unknown"] > 0, "no producer ever noticed"
-    assert all(worker.has_said("is away") or worker.has_said("is back") for worker in workers), world.tails()
+    assert all(worker.has_said("is unavailable") or worker.has_said("is available again") for worker in workers), world.tails()
     world.assert_nothing_went_wrong(found)
     assert world.most_attempts() == 1
     # A delivery whose commit was made and not answered is a duplicate of its own row.
@@ -71,7 +73,7 @@ def test_a_relay_whose_connection_is_cut_in_the_middle_of_batches_loses_nothing(
         assert relay.is_alive, relay.tail()
         found = world.drain()
 
-    assert relay.has_said("The broker is away")
+    assert relay.has_said("The broker is unavailable")
     assert world.redelivered() > 0
     assert world.suppressed() == world.redelivered()
     world.assert_nothing_went_wrong(found)
@@ -87,7 +89,7 @@ def test_messages_whose_confirms_never_arrive_are_sent_again_and_suppressed_by_t
         world.wait_until(world.is_quiet, "the connection is in use")
         proxy.drop_server_to_client(True)
         world.operate(SOME)
-        world.wait_until(lambda: relay.has_said("The broker is away"), "the relay gave up waiting for confirms")
+        world.wait_until(lambda: relay.has_said("The broker is unavailable"), "the relay gave up waiting for confirms")
         arrived = world.wait_until(lambda: world.inbox()["done"] - 1, "the broker had some of them")
         assert world.published() == 1, "a message was settled without a confirm"
         proxy.drop_server_to_client(False)

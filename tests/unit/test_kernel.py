@@ -204,8 +204,8 @@ class TestOutage:
         outage.over()
 
         begin, end = [record.message for record in caplog.records]
-        assert "The broker is away (connection refused)" in begin
-        assert "The broker is back" in end
+        assert "The broker is unavailable (connection refused)" in begin
+        assert "The broker is available again" in end
         assert not outage.ongoing
 
     def test_an_ongoing_outage_is_logged_again_once_a_minute_with_its_latest_reason_and_remedy(
@@ -219,8 +219,8 @@ class TestOutage:
 
         first, second, third = [record.message for record in caplog.records]
         assert "away (disk full for 0 s). Free some." in first
-        assert "still away after 60 s (disk full for 60 s). Free some." in second
-        assert "still away after 120 s (disk full for 120 s). Free some." in third
+        assert "still unavailable after 60 s (disk full for 60 s). Free some." in second
+        assert "still unavailable after 120 s (disk full for 120 s). Free some." in third
 
     def test_a_reason_without_a_message_is_logged_by_its_type(self, outage, caplog):
         outage.wait(TimeoutError(), StopRequest())

@@ -76,7 +76,7 @@ def test_missing_virtual_host_is_reported_until_it_is_created(rabbitmq_server, r
         process.until(lambda: errors(process))
         rabbitmq_server.create_vhost(vhost)
         try:
-            process.until(lambda: "The broker is back" in process.said())
+            process.until(lambda: "The broker is available again" in process.said())
             if name == "outbox_relay":
                 with running("inbox_consume", url):
                     wait_until(lambda: state_of(message) == State.PUBLISHED)

@@ -393,15 +393,15 @@ class TestUnavailableDatabase:
             wait_until(lambda: effects() == 20)
             assert length(unavailable) == 10
             # The runner also asks this database, and logs the outage for itself.
-            assert 1 <= caplog.text.count("The database 'other' is away") <= 2
-            assert "is back" not in caplog.text
+            assert 1 <= caplog.text.count("The database 'other' is unavailable") <= 2
+            assert "is available again" not in caplog.text
             other_database_outage.end()
             wait_until(lambda: length(unavailable) == 0)
 
         handled = Effect.objects.using("other").values_list("name", flat=True)
         assert Counter(handled) == dict.fromkeys(names(10, "waits "), 1)
         assert set(InboxMessage.objects.using("other").values_list("state", "attempts", "duplicates")) == {(State.DONE, 1, 0)}
-        assert 1 <= caplog.text.count("The database 'other' is back") <= 2
+        assert 1 <= caplog.text.count("The database 'other' is available again") <= 2
 
     def test_consumer_stops_while_a_database_is_unavailable(self, handles, rabbitmq_url, length, other_database_outage):
         options = broker_options(rabbitmq_url, CONCURRENCY=1)
@@ -764,10 +764,12 @@ class TestProcesses:
                 process_environment, rabbitmq_url, tmp_path / "log", database=url, CONCURRENCY=3, PREFETCH=20
             ) as process:
                 for _ in range(2):
-                    seen, outages = effects_at(url), process.said().count("The database 'default' is away")
+                    seen, outages = effects_at(url), process.said().count("The database 'default' is unavailable")
                     process.until(lambda seen=seen: effects_at(url) >= min(seen + 50, 900))
                     mortal_postgres.stop()
-                    process.until(lambda outages=outages: process.said().count("The database 'default' is away") > outages)
+                    process.until(
+                        lambda outages=outages: process.said().count("The database 'default' is unavailable") > outages
+                    )
                     mortal_postgres.start()
                 process.until(lambda: all_empty(length) and effects_at(url) >= 900)
                 process.terminate()

@@ -558,7 +558,7 @@ class TestConsumerProcess:
             database.cut()
             job(rabbitmq_url, "work", "meanwhile")
             process.until(lambda: length(OF_THE_WORKERS) == 1)
-            process.until(lambda: "The database 'default' is away" in process.said())
+            process.until(lambda: "The database 'default' is unavailable" in process.said())
             assert (length(OF_THE_WORKERS), state("meanwhile")) == (1, None)
             database.accept()
             process.until(lambda: state("meanwhile") == State.DONE and length(OF_THE_WORKERS) == 0)
@@ -567,7 +567,7 @@ class TestConsumerProcess:
 
         row = the_row(message_id="meanwhile")
         assert (row.state, row.attempts, row.duplicates, effects("meanwhile")) == (State.DONE, 1, 0, 1)
-        assert "The database 'default' is back" in process.said()
+        assert "The database 'default' is available again" in process.said()
 
 
 def test_handler_queue_is_bound_to_its_topic_and_to_no_other(handles, rabbitmq_url):

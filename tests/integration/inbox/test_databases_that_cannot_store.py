@@ -187,7 +187,7 @@ def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_deliv
         wait_for_subscription(limited, queue_name(handler, given_options))
         with broken():
             send_all(limited)
-            wait_until(lambda: "is away" in caplog.text)
+            wait_until(lambda: "is unavailable" in caplog.text)
             pass_by(EXPOSURE_SECONDS)
             assert length_of(rabbitmq_server, handler, given_options) == 10
             logged = [line for line in lines_of(caplog) if not line.startswith("Consuming")]
@@ -198,7 +198,7 @@ def test_deliveries_survive_a_database_that_cannot_store_on_a_queue_with_a_deliv
     rows = InboxMessage.objects.using("other").values_list("state", "attempts", "redeliveries")
     assert set(rows) == {(State.DONE, 1, 0)}
     assert len(logged) == 1, logged
-    assert "The database 'other' is away" in logged[0]
+    assert "The database 'other' is unavailable" in logged[0]
     assert remedy in logged[0]
 
 
@@ -212,7 +212,7 @@ def test_restarts_while_the_database_cannot_store_do_not_count_against_the_deliv
         for _ in range(LIMIT + 2):
             caplog.clear()
             with consuming([handler], given):
-                wait_until(lambda: "is away" in caplog.text)
+                wait_until(lambda: "is unavailable" in caplog.text)
                 pass_by(0.2)
     with consuming([handler], given):
         wait_until(lambda: length_of(rabbitmq_server, handler, given) == 0)
@@ -322,13 +322,13 @@ class TestSessions:
     def test_runner_continues_when_a_read_only_database_is_writable_again(self, handler, running, caplog):
         with read_only():
             running()
-            wait_until(lambda: "is away" in caplog.text)
+            wait_until(lambda: "is unavailable" in caplog.text)
             pass_by(1.0)
             for name in names(20):
                 store_due(handler, an_envelope(topic=TOPIC, biz_id=name))
         wait_until(lambda: len(effects_on_other()) == 20)
 
-        assert "The database 'other' is back" in caplog.text
+        assert "The database 'other' is available again" in caplog.text
 
     def test_relay_on_local_continues_when_a_read_only_database_is_writable_again(self, handler, process_environment, tmp_path):
         environment = {
@@ -338,7 +338,7 @@ class TestSessions:
             "DATABASE_URL": process_environment["OTHER_DATABASE_URL"],
         }
         with read_only(), Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
-            relay.until(lambda: "is away" in relay.said())
+            relay.until(lambda: "is unavailable" in relay.said())
             for name in names(20):
                 with transaction.atomic(using="other"):
                     publish(JOB, {}, biz_id=name, using="other")

@@ -31,8 +31,8 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-AWAY = "The broker is away"
-BACK = "The broker is back"
+AWAY = "The broker is unavailable"
+BACK = "The broker is available again"
 
 
 @pytest.fixture(autouse=True)

@@ -103,13 +103,13 @@ class TestUnavailableServer:
             proxy.refuse()
             proxy.cut()
             second = published()
-            wait_until(lambda: "The broker is away" in caplog.text)
+            wait_until(lambda: "The broker is unavailable" in caplog.text)
             assert (state_of(second), row_of(second).attempts) == (State.READY, 0)
             proxy.accept()
             wait_until(lambda: not waiting())
 
             assert set(ids(queue.take(2))) == set(ids([first, second]))
-        assert caplog.text.count("The broker is away") == 1
+        assert caplog.text.count("The broker is unavailable") == 1
 
     @pytest.mark.django_db(transaction=True)
     def test_server_restarted_after_a_kill_has_every_accepted_message(self, redis_server, redis_url, caplog):
@@ -120,7 +120,7 @@ class TestUnavailableServer:
             wait_until(lambda: state_of(first) == State.PUBLISHED)
             redis_server.kill()
             second = published()
-            wait_until(lambda: "The broker is away" in caplog.text)
+            wait_until(lambda: "The broker is unavailable" in caplog.text)
             redis_server.start()
             wait_until(lambda: not waiting())
 

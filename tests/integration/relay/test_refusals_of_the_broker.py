@@ -138,7 +138,7 @@ class TestForbiddenTopic:
             assert PAUSED in report
             assert "set_topic_permissions" in report
             assert "Traceback" not in process.said()
-            assert "The broker is away" not in process.said()
+            assert "The broker is unavailable" not in process.said()
 
     def test_messages_published_while_a_topic_is_forbidden_arrive_once(self, relay, permit_topics, rabbitmq_url):
         """The probes of the forbidden topic close the channel, and must not take other messages with it."""

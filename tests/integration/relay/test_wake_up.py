@@ -25,7 +25,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-AWAY, BACK = "The doorbell is away", "The doorbell is back"
+AWAY, BACK = "The doorbell is unavailable", "The doorbell is available again"
 
 
 @pytest.fixture(autouse=True)

@@ -297,7 +297,7 @@ def test_tasks_survive_a_database_that_is_killed_while_they_run(tasks, worker, m
         running.until(lambda: begun("o-1"))
         mortal_postgres.kill()
         sent_meanwhile = [tasks["shop.charge"].delay({"id": f"o-{n}"}) for n in (2, 3)]
-        running.until(lambda: running.said().count("the database is away") >= 2)
+        running.until(lambda: running.said().count("the database is unavailable") >= 2)
         release("o-1")
         running.until(lambda: in_the_middle.id in running.said().partition("comes again")[2])
         mortal_postgres.start()
