@@ -218,7 +218,7 @@ class TestOutage:
             outage.note(f"disk full for {second} s", "Free some.")
 
         first, second, third = [record.message for record in caplog.records]
-        assert "away (disk full for 0 s). Free some." in first
+        assert "is unavailable (disk full for 0 s). Free some." in first
         assert "still unavailable after 60 s (disk full for 60 s). Free some." in second
         assert "still unavailable after 120 s (disk full for 120 s). Free some." in third
 
