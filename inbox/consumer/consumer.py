@@ -32,7 +32,7 @@ from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.policies import Policies
 from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
-from inbox.consumer.topology import Unusable, declare, queues_of, refuse_limits
+from inbox.consumer.topology import Forbidden, Unusable, declare, forbidden_alone, queues_of, refuse_limits
 from inbox.handlers import Handler
 from inbox.outcomes import Received
 from inbox.runner import Runner
@@ -66,6 +66,7 @@ _AGAIN_AFTER = {Received.PUT_OFF: 1.0, Received.UNSTORED: 60.0}
 _HELD_IN_VAIN = 1.5
 """Of `longest_silence`: when deliveries that cannot be stored go back to the broker, before it takes this process for dead."""
 _HEALTH_SECONDS = 30.0
+_NOT_RECEIVED = "Until then nothing is received for it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class Consumer:
         self._complaints: set[str] = set()
         self._policies = Policies(options)
         self._unusable: set[str] = set()
+        self._forbidden: set[Lane] = set()
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._put_off: list[Answer] = []
@@ -170,8 +172,9 @@ class Consumer:
 
     def activity(self) -> Activity:
         """For the heartbeat, from any thread."""
+        receiving = {lane.handler.name for lane, _ in self._usable}
         return Activity(
-            handlers=[handler for handler in self._handlers if handler.name not in self._unusable],
+            handlers=[handler for handler in self._handlers if handler.name in receiving],
             received=self.received.total(),
             ran=self._runner.ran,
             waits_for=self._waits_for,
@@ -197,6 +200,7 @@ class Consumer:
         self._connection = kombu.Connection(url, **connection_options(url))
         self._connection.ensure_connection(**connection_attempts(url))
         self._unusable = self._declare()
+        self._forbidden.clear()
         self._open = {}
         self._speaks_amqp = speaks_amqp(url)
         if self._speaks_amqp:
@@ -217,16 +221,27 @@ class Consumer:
             acks = Acks(channel, multiple=self._speaks_amqp)
             on_delivery = partial(self._on_delivery, self._epoch, lane, acks)
             consumer = kombu.Consumer(channel, [queue], on_message=on_delivery, on_decode_error=on_delivery, auto_declare=False)
-            self._open[channel] = Subscription(lane, queue, consumer, acks)
             consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
-            consumer.consume()
-        if waiting:
+            try:
+                with forbidden_alone(lane.handler, self._options):
+                    consumer.consume()
+            except Forbidden as error:
+                # Until the next look at the queues.
+                self._forbidden.add(lane)
+                self._complain(f"{error} {_NOT_RECEIVED}")
+            else:
+                self._open[channel] = Subscription(lane, queue, consumer, acks)
+        if len(self._open) > len(open_lanes):
             logger.info("Consuming %d queues from %s.", len(self._open), masked(self._options.broker_url))
 
     @property
     def _usable(self) -> list[tuple[Lane, kombu.Queue]]:
         """The lanes with queues that may be received from."""
-        return [(lane, queue) for lane, queue in self._lanes if lane.handler.name not in self._unusable]
+        return [
+            (lane, queue)
+            for lane, queue in self._lanes
+            if lane.handler.name not in self._unusable and lane not in self._forbidden
+        ]
 
     @property
     def _subscriptions(self) -> list[Subscription]:
@@ -247,11 +262,14 @@ class Consumer:
                 refuse_limits(self._policies, handler, self._options)
             except Unusable as error:
                 unusable.add(handler.name)
-                complaint = f"{error} Until then nothing is received for it."
-            if complaint and complaint not in self._complaints:
-                self._complaints.add(complaint)
-                logger.error(complaint)
+                complaint = f"{error} {_NOT_RECEIVED}"
+            self._complain(complaint)
         return unusable
+
+    def _complain(self, complaint: str) -> None:
+        if complaint and complaint not in self._complaints:
+            self._complaints.add(complaint)
+            logger.error(complaint)
 
     def _on_delivery(
         self, epoch: int, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None
@@ -341,6 +359,7 @@ class Consumer:
         self._checked_at = monotonic()
         if self._declare() != self._unusable:
             raise ConnectionError("an operator has changed its queues")
+        self._forbidden.clear()
         if not speaks_amqp(self._options.broker_url):
             return
         for subscription in self._subscriptions:

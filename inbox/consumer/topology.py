@@ -11,11 +11,13 @@ behind an exchange that hashes the ordering key, so that a key is always found i
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import kombu
 from amqp import spec
-from amqp.exceptions import InvalidCommand, NotFound, PreconditionFailed
+from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, PreconditionFailed
 
 from inbox.conf import InboxOptions
 from inbox.consumer.policies import Policies
@@ -53,6 +55,10 @@ class DeliveryLimited(Unusable):
 
     A delivery is not an attempt: restarts, crashes and lost connections count, and so do outages of the database.
     """
+
+
+class Forbidden(Unusable):
+    """The broker's user lacks a right on a queue or topic of this handler."""
 
 
 def queue_name(handler: Handler, options: InboxOptions) -> str:
@@ -93,7 +99,34 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
     Raises:
         Unordered: the handler is ordered, and with what is there it would not be. Nothing may be received from its queues.
         DeliveryLimited: an argument of a queue limits how often a message is delivered.
+        Forbidden: the user may not declare or bind a queue of its.
     """
+    with forbidden_alone(handler, options):
+        return _declare_all(connection, handler, options)
+
+
+@contextmanager
+def forbidden_alone(handler: Handler, options: InboxOptions) -> Iterator[None]:
+    """What the broker refuses of this handler's own queues, or of its topic, is no refusal of the others.
+
+    Raises:
+        Forbidden: in place of such a refusal.
+    """
+    try:
+        yield
+    except AccessRefused as error:
+        refused = describe(error)
+        # A login that is refused, or the exchange of all handlers.
+        if "access to " not in refused or (f"exchange '{options.exchange}'" in refused and "topic '" not in refused):
+            raise
+        raise Forbidden(
+            f"The broker forbids what the handler {handler.name} receives from ({refused}). Grant the user of "
+            f"{options.broker_setting} the rights to configure, write and read its queue, and to read its topic: rabbitmqctl "
+            "set_permissions, set_topic_permissions."
+        ) from error
+
+
+def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
     if _is_partitioned(handler, options):
         _declare_hashing(connection, handler, options)
     _refuse_other_partitions(connection, handler, options)

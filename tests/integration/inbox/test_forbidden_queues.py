@@ -1,0 +1,83 @@
+"""A queue or topic that the broker forbids is its handler's trouble: the others receive, and the log says what to grant."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+import pytest
+
+from inbox.consumer.consumer import Consumer
+from inbox.consumer.topology import queue_name
+from outbox.kernel.loop import StopRequest, Watchdog
+from tests.support.deliveries import TOPIC, effects, the_effect
+from tests.support.waiting import wait_until
+from tests.support.workers import EXCHANGE, broker_options, consuming, declare, send
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+FORBIDDEN = "shop.secret"
+ALL_BUT_IT = rf"^(?!.*{FORBIDDEN}).*$"
+
+
+@pytest.fixture
+def permit(rabbitmq_server, rabbitmq_url):
+    """From now on the broker's user has these rights, as patterns of the names that it may configure, write and read."""
+    vhost = rabbitmq_url.rpartition("/")[2]
+
+    def call(function, *texts):
+        given = ", ".join(f'<<"{text}">>' for text in (*texts, "guest"))
+        rabbitmq_server.evaluate(f"rabbit_auth_backend_internal:{function}({given}).")
+
+    def permit(configure=".*", read=".*", topics=".*"):
+        call("set_permissions", "guest", vhost, configure, ".*", read)
+        call("set_topic_permissions", "guest", vhost, EXCHANGE, ".*", topics)
+
+    return permit
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog):
+    caplog.set_level(logging.INFO)
+
+
+@pytest.mark.parametrize("right", ["configure", "read", "topics"])
+def test_handler_whose_queue_or_topic_is_forbidden_stops_no_other_handler(handles, rabbitmq_url, permit, caplog, right):
+    options = broker_options(rabbitmq_url)
+    forbidden = handles(the_effect, name="tests.forbidden", topic=FORBIDDEN)
+    permitted = handles(the_effect, name="tests.permitted")
+    permit(**{right: ALL_BUT_IT})
+
+    with consuming([forbidden, permitted], options) as consumer:
+        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        for name in ("a", "b"):
+            send(rabbitmq_url, TOPIC, {}, message_id=name)
+        wait_until(lambda: effects() == 2)
+        assert [handler.name for handler in consumer.activity().handlers] == ["tests.permitted"]
+
+        permit()
+        send(rabbitmq_url, TOPIC, {}, message_id="c")
+        consumer._checked_at = float("-inf")  # half a minute has passed
+        wait_until(lambda: "Consuming 2 queues" in caplog.text)
+        send(rabbitmq_url, FORBIDDEN, {}, message_id="d")
+        wait_until(lambda: effects("c") == effects("d") == 1)
+
+    [report] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "tests.forbidden" in report
+    assert "set_permissions" in report
+    assert "The broker refuses" not in caplog.text
+
+
+def test_drain_ends_beside_a_forbidden_queue(handles, rabbitmq_url, permit, caplog):
+    options = broker_options(rabbitmq_url)
+    forbidden = handles(the_effect, name="tests.forbidden", topic=FORBIDDEN)
+    permitted = handles(the_effect, name="tests.permitted")
+    declare(permitted, options)
+    send(rabbitmq_url, TOPIC, {}, message_id="m")
+    permit(read=ALL_BUT_IT)
+
+    watchdog = Watchdog(limit=timedelta(hours=1))
+    Consumer([forbidden, permitted], options, stop=StopRequest(), watchdog=watchdog).run(drain=True)
+
+    assert effects("m") == 1
+    assert queue_name(forbidden, options) in caplog.text
