@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
 from decimal import Decimal
@@ -27,6 +29,8 @@ from outbox.kernel.text import fit, why_no_topic, why_unfit
 
 OnDead = Literal["block", "skip"]
 Mode = Literal["transaction", "lease"]
+
+_EXIT_FORKED = 1
 
 
 class StepTaker(Protocol):
@@ -164,7 +168,7 @@ class Handler:
             NotCallable: it returned something that is still to be run, so nothing has happened yet.
             HandlerTimeout: it took longer than `timeout`.
         """
-        with bounded(self.name, self.timeout, by_itself=isinstance(self.function, AsyncToSync)):
+        with _in_this_process(), bounded(self.name, self.timeout, by_itself=isinstance(self.function, AsyncToSync)):
             result = self.function(list(messages) if self.batch else messages[0])
             if result is not None and (inspect.isawaitable(result) or isinstance(result, Iterator | AsyncIterator)):
                 if inspect.iscoroutine(result):
@@ -249,6 +253,17 @@ class Registry:
 
 
 registry = Registry()
+
+
+@contextmanager
+def _in_this_process() -> Iterator[None]:
+    """A child that the block forks ends where it would leave the block: it must not go on as a worker, on our connections."""
+    process = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() != process:
+            os._exit(_EXIT_FORKED)
 
 
 def idempotent_handler(

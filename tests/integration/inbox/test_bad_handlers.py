@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -742,3 +743,32 @@ class TestDecoration:
             @idempotent_handler(TOPIC, name="tests.refused")
             async def handle(message):
                 yield message
+
+
+def _return():
+    """As a handler does that has nothing more to do."""
+
+
+def _raise():
+    raise ValueError("in the child")
+
+
+def _exit():
+    raise SystemExit(0)
+
+
+@pytest.mark.parametrize("leave", [_return, _raise, _exit])
+def test_child_that_a_handler_forks_does_not_go_on_as_a_worker(handles, leave):
+    statuses = []
+
+    def fork(message):
+        the_effect(message)
+        if (child := os.fork()) == 0:
+            leave()
+            return
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    assert deliver(handles(fork)) is Received.HANDLED
+    assert statuses == [1]
+    assert effects() == 1
+    assert the_row().state == State.DONE
