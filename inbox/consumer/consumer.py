@@ -32,7 +32,7 @@ from inbox.consumer.lanes import Delivery, Lane, prefetch_of
 from inbox.consumer.policies import Policies
 from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
-from inbox.consumer.topology import Forbidden, Unusable, declare, forbidden_alone, queues_of, refuse_limits
+from inbox.consumer.topology import Unusable, declare, forbidden_alone, queues_of, refuse_limits
 from inbox.handlers import Handler
 from inbox.outcomes import Received
 from inbox.runner import Runner
@@ -115,6 +115,7 @@ class Consumer:
         self._policies = Policies(options)
         self._unusable: set[str] = set()
         self._forbidden: set[Lane] = set()
+        self._suspected: set[Lane] = set()
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
         self._put_off: list[Answer] = []
@@ -224,15 +225,43 @@ class Consumer:
             consumer.qos(prefetch_count=prefetch_of(lane.handler, self._options))
             try:
                 with forbidden_alone(lane.handler, self._options):
+                    self._try_suspected(lane, declared)
                     consumer.consume()
-            except Forbidden as error:
+            except Unusable as error:
                 # Until the next look at the queues.
                 self._forbidden.add(lane)
                 self._complain(f"{error} {_NOT_RECEIVED}")
+            except self._failures():
+                if self._speaks_amqp:
+                    self._suspected.add(lane)
+                raise
             else:
+                self._suspected.discard(lane)
                 self._open[channel] = Subscription(lane, queue, consumer, acks)
         if len(self._open) > len(open_lanes):
             logger.info("Consuming %d queues from %s.", len(self._open), masked(self._options.broker_url))
+
+    def _try_suspected(self, lane: Lane, declared: kombu.Queue) -> None:
+        """Subscribe, on a connection of its own, to a queue at which the last connection ended, before it ends this one, too.
+
+        RabbitMQ ends the connection over a quorum queue that has lost its majority.
+
+        Raises:
+            Unusable: that connection has ended as well.
+        """
+        if lane not in self._suspected:
+            return
+        try:
+            with self._connection.clone() as own:
+                own.ensure_connection(**connection_attempts(self._options.broker_url))
+                channel = own.channel()
+                channel.basic_qos(0, 1, False)
+                channel.basic_consume(declared.name, no_ack=False)
+        except self._failures() as error:
+            raise Unusable(
+                f"The broker cannot deliver from the queue {declared.name!r} ({describe(error)}). See whether its nodes are "
+                "there: rabbitmq-queues quorum_status, rabbitmqctl list_unresponsive_queues."
+            ) from error
 
     @property
     def _usable(self) -> list[tuple[Lane, kombu.Queue]]:

@@ -1,4 +1,4 @@
-"""A queue or topic that the broker forbids is its handler's trouble: the others receive, and the log says what to grant."""
+"""A queue or topic that the broker forbids or has lost stops its own handler only, and the log says what to do."""
 
 from __future__ import annotations
 
@@ -81,3 +81,26 @@ def test_drain_ends_beside_a_forbidden_queue(handles, rabbitmq_url, permit, capl
 
     assert effects("m") == 1
     assert queue_name(forbidden, options) in caplog.text
+
+
+def test_queue_that_has_lost_its_majority_stops_no_other_handler(handles, rabbitmq_server, rabbitmq_url, caplog):
+    options = broker_options(rabbitmq_url)
+    lost = handles(the_effect, name="tests.lost", topic=FORBIDDEN)
+    sound = handles(the_effect, name="tests.sound")
+    declare(lost, options)
+    resource = f'rabbit_misc:r(<<"{rabbitmq_url.rpartition("/")[2]}">>, queue, <<"{queue_name(lost, options)}">>)'
+    member = f"begin {{ok, Q}} = rabbit_amqqueue:lookup({resource}), amqqueue:get_pid(Q) end"
+    rabbitmq_server.evaluate(f"ra:stop_server(quorum_queues, {member}).")
+
+    with consuming([lost, sound], options) as consumer:
+        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+        send(rabbitmq_url, TOPIC, {}, message_id="a")
+        wait_until(lambda: effects("a") == 1)
+
+        rabbitmq_server.evaluate(f"ra:restart_server(quorum_queues, {member}).")
+        consumer._checked_at = float("-inf")  # half a minute has passed
+        wait_until(lambda: "Consuming 2 queues" in caplog.text)
+
+    [report] = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert queue_name(lost, options) in report
+    assert "quorum_status" in report
