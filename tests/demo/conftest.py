@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support import ROOT
+from tests.support.servers.private import watch
 
 
 @pytest.fixture
@@ -35,6 +36,7 @@ def run_in_the_shop(tmp_path):
             text=True,
             start_new_session=True,
         )
+        watch(process)
         groups.append(process)
         out, err = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import ROOT
+from tests.support.servers.private import watch
 
 READ_AT_IMPORT = ("DJANGO_SETTINGS_MODULE", "LEASE_SECONDS", "C_FORCE_ROOT")
 """Environment variables that modules read while they are imported: another value needs another template."""
@@ -41,7 +42,7 @@ def start(command: list[str], *, environment: dict[str, str], log: Path) -> Fork
     if sys.platform == "linux" and _has_a_template(environment):
         return Forked(command, environment=environment, log=log)
     with log.open("ab") as output:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", *command],
             cwd=ROOT,
             env=environment,
@@ -50,6 +51,8 @@ def start(command: list[str], *, environment: dict[str, str], log: Path) -> Fork
             stderr=output,
             start_new_session=True,
         )
+    watch(process)
+    return process
 
 
 def _has_a_template(environment: dict[str, str]) -> bool:

@@ -23,6 +23,7 @@ from outbox.relay.service import serve
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.heartbeats import a_relay
 from tests.support.relaying import ids, published, row_of, set_columns, state_of, states
+from tests.support.servers.private import watch
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -314,6 +315,7 @@ def a_process(environment, *arguments):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    watch(process)
     try:
         yield process
     finally:

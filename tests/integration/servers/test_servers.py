@@ -18,6 +18,7 @@ import psycopg
 import pytest
 import redis
 
+from tests.support import ROOT
 from tests.support.servers import FaultProxy, RabbitServer, ServerFailed, ServerUnavailable, binaries, watcher
 from tests.support.waiting import A_WHILE, wait_until
 
@@ -146,6 +147,26 @@ class TestOwnership:
                 os.kill(owner.pid, signal.SIGKILL)
 
             wait_until(lambda: not watcher.is_alive(server))
+
+    def test_process_in_a_fresh_interpreter_ends_when_the_process_that_started_it_is_killed(self, tmp_path):
+        """Such a process has no keeper, as a forked one has."""
+        program = (
+            "import os, pathlib; from tests.support.processes import start;"
+            "environment = {**os.environ, 'DJANGO_SETTINGS_MODULE': 'demo_shop.settings'};"
+            "waiting = ['timeit', '--number', '1', 'import time; time.sleep(600)'];"
+            f"p = start(waiting, environment=environment, log=pathlib.Path({str(tmp_path / 'log')!r}));"
+            "print(p.pid, flush=True); input()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as owner:
+            try:
+                process = int(owner.stdout.readline())
+                assert watcher.is_alive(process)
+            finally:
+                os.kill(owner.pid, signal.SIGKILL)
+
+            wait_until(lambda: not watcher.is_alive(process))
 
     def test_watcher_that_starts_after_its_owner_died_still_ends_the_server(self):
         no_process = 2**22 + 1  # more than the kernel gives out

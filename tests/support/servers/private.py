@@ -221,8 +221,13 @@ def spawn(
         stderr=log,
         start_new_session=True,
     )
-    _tell_watcher(do="watch", pid=process.pid, ask_with=int(orphan_signal))
+    watch(process, orphan_signal)
     return process
+
+
+def watch(process: subprocess.Popen[bytes] | subprocess.Popen[str], orphan_signal: int = signal.SIGKILL) -> None:
+    """Have the watcher end this process and its descendants when we are killed before it ends."""
+    _tell_watcher(do="watch", pid=process.pid, ask_with=int(orphan_signal))
 
 
 def forget(process: subprocess.Popen[bytes]) -> None:
