@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import amqp
 import kombu
@@ -19,10 +21,11 @@ import pytest
 import redis
 
 from tests.support import ROOT
-from tests.support.servers import FaultProxy, RabbitServer, ServerFailed, ServerUnavailable, binaries, watcher
+from tests.support.servers import FaultProxy, PostgresServer, RabbitServer, ServerFailed, ServerUnavailable, binaries, watcher
 from tests.support.waiting import A_WHILE, wait_until
 
 A_MOMENT = 0.3
+SEGMENTS = Path("/proc/sysvipc/shm")
 
 
 class TestPostgres:
@@ -48,6 +51,22 @@ class TestPostgres:
 
             assert not watcher.is_alive(backend)
             connection.close()
+
+    @pytest.mark.skipif(not SEGMENTS.exists(), reason="only Linux lists shared memory in /proc")
+    def test_closing_a_killed_server_leaves_no_shared_memory_behind(self):
+        server = PostgresServer().start()
+        mapped = Path(f"/proc/{server.pid}/maps").read_text()
+        files = {Path(name) for name in re.findall(r"/dev/shm/PostgreSQL\.\d+", mapped)}
+        # The seventh line: the key and the number of the segment that tells whether a former server still runs.
+        segment = (server.directory / "data" / "postmaster.pid").read_text().splitlines()[6].split()[1]
+        assert files
+        assert segment in segments()
+
+        server.kill()
+        server.close()
+
+        assert [file for file in files if file.exists()] == []
+        assert segment not in segments()
 
     def test_fsync_is_on_and_200_connections_are_allowed(self, mortal_postgres):
         with psycopg.connect(mortal_postgres.url) as connection:
@@ -305,6 +324,10 @@ class TestProxy:
         through = echo.proxy.through("amqp://guest:guest@127.0.0.1:5672/test")
 
         assert through == f"amqp://guest:guest@127.0.0.1:{echo.proxy.port}/test"
+
+
+def segments():
+    return [line.split()[1] for line in SEGMENTS.read_text().splitlines()]
 
 
 class Echo:

@@ -6,6 +6,7 @@ kill has it on (`mortal_postgres`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pwd
 import secrets
@@ -18,7 +19,7 @@ import psycopg
 from psycopg import sql
 
 from tests.support.servers import binaries
-from tests.support.servers.private import LOOPBACK, OURSELVES, Account, PrivateServer
+from tests.support.servers.private import LOOPBACK, OURSELVES, Account, PrivateServer, ServerFailed
 
 DATABASE = "test"
 USERS_TO_BE_WHEN_ROOT = ("postgres", "nobody")
@@ -68,6 +69,15 @@ class PostgresServer(PrivateServer):
     def written(self) -> str:
         """The position up to which its log is written."""
         return self._answer("SELECT pg_current_wal_lsn()")
+
+    def close(self) -> None:
+        if self._has_been_killed():
+            with contextlib.suppress(ServerFailed):
+                self.start()  # a killed server leaves shared memory behind, which its next start gives back
+        super().close()
+
+    def _has_been_killed(self) -> bool:
+        return self._directory is not None and not self.is_running and (self._directory / "data" / "postmaster.pid").exists()
 
     def _prepare(self) -> None:
         self._tools = self._reachable(binaries.postgres())
