@@ -22,7 +22,8 @@ from tests.support.workers import Process, as_environment
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-LEASE = timedelta(seconds=1.5)
+LEASE = timedelta(seconds=4.5)
+"""Extended every third of it, so that a stall of two seconds costs none."""
 SHORT = timedelta(milliseconds=200)
 THREADS = 4
 """As many as a pool has connections, unless it is told otherwise."""

@@ -207,7 +207,7 @@ class TestTransactionBounds:
         def oversleep():
             try:
                 with transaction.atomic():
-                    store.bound_transaction("default", timedelta(seconds=1))
+                    store.bound_transaction("default", timedelta(seconds=3))  # longer than a stall
                     [row] = in_hand(10)
                     assert not its_shard_is_free()
                     wait_until(its_shard_is_free)
