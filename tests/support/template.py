@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 from typing import Any, NoReturn
 
 import django
@@ -106,6 +107,7 @@ def _become(request: dict[str, Any], answers: int, output: int) -> list[str]:
     os.environ.update(request["environment"])
     if "PYTHONFAULTHANDLER" in os.environ:
         faulthandler.enable()
+    tempfile.tempdir = None  # to be read from TMPDIR again
     _read_settings_again()
     command: list[str] = request["command"]
     return command

@@ -204,7 +204,9 @@ class CeleryWorker(Process):
 
     def __init__(self, app, environment, log, *arguments):
         quiet = ["--without-gossip", "--without-mingle", "--loglevel", "INFO"]
-        super().__init__({**environment, "C_FORCE_ROOT": "yes"}, log, "-A", app, "worker", *arguments, *quiet)
+        # A pool leaves a directory for temporary files behind when it is killed.
+        environment = {**environment, "C_FORCE_ROOT": "yes", "TMPDIR": str(log.parent)}
+        super().__init__(environment, log, "-A", app, "worker", *arguments, *quiet)
 
     def __exit__(self, *exc_info):
         self.kill()
