@@ -37,6 +37,7 @@ class SessionChanges:
 
     def __init__(self) -> None:
         self._names: defaultdict[str, set[str]] = defaultdict(set)
+        self._unnamed: set[str] = set()
 
     def __enter__(self) -> None:
         for alias in connections:
@@ -49,6 +50,9 @@ class SessionChanges:
     def undo(self, alias: str) -> None:
         """Inside the handler's transaction, as its next statement: the settings become what the session began with."""
         names = {name.lower() for name in self._names.get(alias, ())} - _OF_THE_CONNECTION
+        if alias in self._unnamed:
+            # Of a session that is ended next: what Django has set in it may go as well.
+            names = {"ALL"}
         if not names or connections[alias].vendor != "postgresql":
             return
         # A transaction that is broken refuses this, as it will refuse our next statement, which says so.
@@ -62,10 +66,14 @@ class SessionChanges:
 
     def _watch(self, execute: Any, sql: Any, params: Any, many: bool, context: Any) -> Any:
         text = text_of(sql, context["connection"])
-        calls = "set_config" in text.lower() and _CALL.search(text)
-        if calls or _FIRST.match(text) or _LATER.search(text):
-            names = self._names[context["connection"].alias]
-            names.update(_NAMED.findall(text), _NAMED_IN_CALL.findall(text))
+        calls = len(_CALL.findall(text)) if "set_config" in text.lower() else 0
+        if changes := calls + bool(_FIRST.match(text)) + len(_LATER.findall(text)):
+            alias = context["connection"].alias
+            named = [*_NAMED.findall(text), *(_NAMED_IN_CALL.findall(text) if calls else ())]
+            self._names[alias].update(named)
+            # Such as SESSION CHARACTERISTICS, or a name that is a parameter.
+            if len(named) < changes:
+                self._unnamed.add(alias)
         return execute(sql, params, many, context)
 
 

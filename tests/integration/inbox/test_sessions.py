@@ -165,9 +165,27 @@ def test_search_path_that_a_handler_changed_unseen_is_named_in_its_error(handles
     assert "search_path" in the_row().last_error
 
 
-def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_server_connection(handles):
-    settings = connection.settings_dict
-    handler = handles(executing("SET statement_timeout = '12345ms'"))
+@pytest.mark.parametrize(
+    ("name", "statement", "parameters"),
+    [
+        ("statement_timeout", "SET statement_timeout = '12345ms'", None),
+        ("default_transaction_read_only", "SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY", None),
+        ("default_transaction_read_only", "SET work_mem = '64kB'; SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY", None),
+        ("search_path", "SET SCHEMA 'nowhere'", None),
+        ("search_path", 'SET "search_path" TO nowhere', None),
+        ("search_path", "SELECT set_config(%s, %s, false)", ["search_path", "nowhere"]),
+    ],
+    ids=["by name", "by another name", "one of two by another name", "by a synonym", "by a quoted name", "by a parameter"],
+)
+def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_server_connection(
+    handles, name, statement, parameters
+):
+    def change(message):
+        with connection.cursor() as cursor:
+            cursor.execute(statement, parameters)
+
+    settings, before = connection.settings_dict, setting(name)
+    handler = handles(change)
     with (
         PgBouncer(int(settings["PORT"] or 5432), pool_size=1, user=settings["USER"]) as pooler,
         the_default_at(PORT=pooler.port),
@@ -175,7 +193,7 @@ def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_se
         assert deliver(handler) is Received.HANDLED
         connection.close()
         with psycopg.connect(pooler.url_of(settings["NAME"])) as another_client:
-            assert another_client.execute("SHOW statement_timeout").fetchone() == ("0",)
+            assert another_client.execute("SELECT current_setting(%s)", [name]).fetchone() == (before,)
 
 
 class TestLostSessions:
