@@ -87,8 +87,8 @@ class InboxOptions:
                 f"AGE_FENCE_MARGIN ({self.AGE_FENCE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
                 "delivery would be too old to run."
             )
-        if self.MANAGEMENT_URL and not self.MANAGEMENT_URL.startswith(("http://", "https://")):
-            raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)}: it must be a URL like http://host:15672.")
+        if self.MANAGEMENT_URL and (reason := _why_no_management_url(self.MANAGEMENT_URL)):
+            raise ValueError(f"MANAGEMENT_URL is {masked(self.MANAGEMENT_URL)}: {reason}.")
         if self.EXCHANGE and (reason := why_no_exchange(self.EXCHANGE)):
             raise ValueError(f"EXCHANGE is {quoted(self.EXCHANGE)}: {reason}.")
         if self.GROUP and (reason := why_unfit(self.GROUP)):
@@ -162,6 +162,12 @@ def _option_of_the_outbox(name: str, otherwise: str) -> str:
     if not isinstance(given, str):
         raise ImproperlyConfigured(f"OUTBOX[{name!r}] is {kind(given)}: it must be a str.")
     return given
+
+
+def _why_no_management_url(url: str) -> str | None:
+    if not url.startswith(("http://", "https://")):
+        return "it must be a URL like http://host:15672"
+    return why_unreadable(url)
 
 
 def _why_no_lease_store(url: str) -> str | None:

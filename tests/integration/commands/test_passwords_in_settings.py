@@ -74,6 +74,18 @@ def checked(**settings):
     return out.getvalue() + err.getvalue()
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["http://user:{secret}", "http://user:a/{secret}@host", "http://user:{secret}@host:15x", "user:{secret}@host:15672"],
+)
+def test_check_reports_a_mistyped_management_url_without_its_password(value):
+    said = checked(INBOX={"MANAGEMENT_URL": filled(value)})
+
+    assert "inbox.E001" in said
+    assert "MANAGEMENT_URL" in said
+    assert SECRET not in said
+
+
 @pytest.mark.parametrize("value", MISTYPED, ids=json.dumps)
 @pytest.mark.parametrize(("setting", "option"), OPTIONS)
 def test_check_reports_a_mistyped_url_without_its_password(setting, option, value):
