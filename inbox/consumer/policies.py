@@ -65,6 +65,11 @@ class Policies:
             return
         broker = kombu.Connection(self._broker_url)
         if not (url := self._url or _usual_url(self._broker_url, broker)):
+            self._ask_at = float("inf")
+            logger.info(
+                "The management API of RabbitMQ is not asked, because the broker is not at its usual port, so delivery limits "
+                "set by policies are not seen. Set INBOX['MANAGEMENT_URL'] to where it answers."
+            )
             return
         try:
             self._known = {kind: self._ask(url, broker, kind) for kind in _KINDS}

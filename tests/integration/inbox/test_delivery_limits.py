@@ -83,6 +83,16 @@ def test_queue_with_other_arguments_and_no_delivery_limit_is_received_from(handl
     assert "exists with other arguments" in caplog.text
 
 
+def test_management_api_of_a_broker_at_another_port_is_reported_as_not_asked(handles, rabbitmq_url, caplog):
+    handler = handles(the_effect)
+
+    with consuming([handler], broker_options(rabbitmq_url)):
+        wait_until(lambda: "Consuming 1 queues" in caplog.text)
+
+    assert caplog.text.count("The management API of RabbitMQ is not asked") == 1
+    assert "INBOX['MANAGEMENT_URL']" in caplog.text
+
+
 @pytest.fixture(scope="module")
 def managed():
     port = free_port()
