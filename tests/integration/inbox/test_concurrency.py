@@ -56,6 +56,7 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
+    options,
     the_effect,
     the_row,
 )
@@ -313,6 +314,21 @@ class TestAcknowledging:
 
         assert effects_by_name() == dict.fromkeys(names(20), 1)
         assert the_row(biz_id="slow").duplicates == 60
+
+    def test_copy_of_a_message_that_another_process_still_handles_is_deferred_without_waiting_again(self, handles):
+        handler = handles(the_effect)
+        envelope = an_envelope(biz_id="slow", id="slow")
+        short, long = timedelta(seconds=1), timedelta(seconds=20)
+
+        with transaction.atomic():
+            store.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+            (first,) = at_once([lambda: deliver(handler, envelope, given=options(TWIN_TIMEOUT=short))])
+            begun_at = monotonic()
+            (second,) = at_once([lambda: deliver(handler, envelope, given=options(TWIN_TIMEOUT=long))])
+            waited = monotonic() - begun_at
+
+        assert (first, second) == (Received.PUT_OFF, Received.PUT_OFF)
+        assert waited < long.total_seconds() / 2
 
     def test_copies_of_a_running_message_are_counted_by_their_cause(self, handles, rabbitmq_url, gate, length):
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
