@@ -156,6 +156,8 @@ def _run(call: Call, begin: Callable[[], Guard | None], *, attempt: int) -> Answ
             durable=not call.eager,
             remember=to_remember,
         ),
+        # Once for each task, and not again in each of its retries.
+        reruns=attempt == 1 and not call.task.request.retries,
     )
     if not ran:
         return None
