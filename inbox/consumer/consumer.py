@@ -111,7 +111,7 @@ class Consumer:
         self._connection: Any = None
         self._lanes = [(Lane(handler), queue) for handler in handlers for queue in queues_of(handler, options)]
         self._epoch = 0
-        self._complaints: set[str] = set()
+        self._complaints: dict[str | Lane, str] = {}
         self._policies = Policies(options)
         self._unusable: set[str] = set()
         self._forbidden: set[Lane] = set()
@@ -230,13 +230,14 @@ class Consumer:
             except Unusable as error:
                 # Until the next look at the queues.
                 self._forbidden.add(lane)
-                self._complain(f"{error} {_NOT_RECEIVED}")
+                self._complain(lane, f"{error} {_NOT_RECEIVED}")
             except self._failures():
                 if self._speaks_amqp:
                     self._suspected.add(lane)
                 raise
             else:
                 self._suspected.discard(lane)
+                self._complain(lane, "")
                 self._open[channel] = Subscription(lane, queue, consumer, acks)
         if len(self._open) > len(open_lanes):
             logger.info("Consuming %d queues from %s.", len(self._open), masked(self._options.broker_url))
@@ -292,13 +293,14 @@ class Consumer:
             except Unusable as error:
                 unusable.add(handler.name)
                 complaint = f"{error} {_NOT_RECEIVED}"
-            self._complain(complaint)
+            self._complain(handler.name, complaint)
         return unusable
 
-    def _complain(self, complaint: str) -> None:
-        if complaint and complaint not in self._complaints:
-            self._complaints.add(complaint)
+    def _complain(self, about: str | Lane, complaint: str) -> None:
+        """Log it once; and again when it comes back after it was corrected, which "" says."""
+        if complaint and complaint not in self._complaints.values():
             logger.error(complaint)
+        self._complaints[about] = complaint
 
     def _on_delivery(
         self, epoch: int, lane: Lane, acks: Acks, message: kombu.Message, error: BaseException | None = None

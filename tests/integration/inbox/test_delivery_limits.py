@@ -133,6 +133,24 @@ class TestPolicies:
         (complaint,) = [record.getMessage() for record in caplog.records if "drops a message" in record.getMessage()]
         assert "'limit all'" in complaint
 
+    def test_delivery_limit_that_comes_back_is_reported_again(self, handles, managed, url, caplog):
+        vhost = url.rpartition("/")[2]
+        handler, options = handles(the_effect), broker_options(url, MANAGEMENT_URL=managed.management_url)
+
+        def limited(times):
+            definition = json.dumps({"delivery-limit": 5})
+            managed.ctl("set_policy", "-p", vhost, "limit all", ".*", definition, "--apply-to", "queues")
+            consumer._checked_at = float("-inf")  # half a minute has passed
+            wait_until(lambda: caplog.text.count("drops a message that has been delivered 5 times") == times)
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: "Consuming 1 queues" in caplog.text)
+            limited(1)
+            managed.ctl("clear_policy", "-p", vhost, "limit all")
+            consumer._checked_at = float("-inf")
+            wait_until(lambda: caplog.text.count("Consuming 1 queues") == 2)
+            limited(2)
+
     def test_management_api_that_does_not_answer_is_logged_and_delays_nothing(self, handles, url, caplog):
         refused = f"http://{LOOPBACK}:{free_port()}"
         handler = handles(the_effect)
