@@ -185,7 +185,8 @@ class Relay:
         sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         report = self._carry(sight.busy) if sight.busy else PassReport()
-        if alone and report.settled:
+        # Lanes that drain take turns, and each would have the other begin again, for ever.
+        if alone and report.settled and not drain:
             for sibling in self.siblings:
                 sibling.want_recall()
         # Rows that have rested and are not promoted are in the hands of another relay that promotes them.
