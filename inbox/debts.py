@@ -33,9 +33,10 @@ class Debts:
         while (debt := self._next(alias)) is not None:
             try:
                 decided(debt, alias)
-            except DatabaseAway:
+            except DatabaseAway as away:
                 with self._lock:
                     self._owed[alias].appendleft(debt)
+                away.refused = False  # what comes next is not to blame
                 raise
             except Exception:
                 logger.exception("An attempt on %r cannot be given back; its message is due again after a while.", alias)

@@ -1,8 +1,8 @@
 """Which databases cannot store messages now: one record for all threads of a process, from the broker or from the store.
 
 A database that does not answer, accepts no writes, or lacks a table is *unavailable*: nothing is acknowledged or given back to
-the broker for it, and all its handlers pause. One that can store, although one handler's message could not be stored, makes
-that handler pause alone.
+the broker for it, and all its handlers pause. One that can store, although one handler's message could not be stored, pauses
+that handler alone, and not even that where the message can be left for later: see `consumer.reception`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class Outages:
             outage = self._database(alias)
             # Only one of the threads that learn of it at once extends the pause; otherwise they would count as many tries.
             return 0.0 if outage.ongoing else outage.note(*problem), True
+
+    def can_store(self, alias: str) -> bool:
+        """Try to store, and leave the record as it is."""
+        return self._problem(alias) is None
 
     def ask(self, alias: str) -> float:
         """Try to store: seconds to leave the database alone, or 0: it can."""

@@ -45,14 +45,16 @@ class DatabaseAway(Exception):
 
     Attributes:
         remedy: what an operator does about it, or "".
+        refused: it answers, and has refused to store this on two sessions; it may store other messages.
         owed: what to do when it is back: give back an attempt that was counted and could not be made.
     """
 
     owed: Callable[[], None] | None = None
 
-    def __init__(self, reason: str, remedy: str = "") -> None:
+    def __init__(self, reason: str, remedy: str = "", *, refused: bool = False) -> None:
         super().__init__(reason)
         self.remedy = remedy
+        self.refused = refused
 
 
 class _Unstored(Exception):
@@ -234,7 +236,8 @@ class _Session:
             cause = error.__cause__ or error
             reason = why_not_stored(cause, self._alias)
             if self._replaced or not store.is_reachable(self._alias):
-                raise DatabaseAway(reason, remedy(cause, self._alias)) from cause
+                refused = self._replaced and not is_lost(cause)
+                raise DatabaseAway(reason, remedy(cause, self._alias), refused=refused) from cause
             self._unfit = "" if is_lost(cause) else reason
         elif is_lost(error):
             if not store.is_reachable(self._alias):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -31,6 +31,7 @@ from inbox.transactions import DatabaseAway
 from inbox.undecided import store_undecided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery
+from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class _Read:
         return replace(self, arrival=replace(self.arrival, message=None))
 
 
+_WHAT_REFUSES = "Look for a trigger, a rule or a damaged index of inbox_inboxmessage that refuses it, and remove the cause."
 _Run = Callable[[list[_Read]], list[Received] | None]
 """Runs a part of a load; None when it must be run in smaller parts."""
 
@@ -78,6 +80,7 @@ class Reception:
         self._closing = False
         self._outages = outages
         self._debts = Debts()
+        self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self.received: Counter[Received] = Counter()
 
@@ -101,7 +104,9 @@ class Reception:
             try:
                 ended = self._end(part, run)
             except DatabaseAway as away:
-                raise self._undecided(handler, chain(part, *(later for later, _ in parts)), away) from away
+                if not self._is_refused_alone(handler, away):
+                    raise self._undecided(handler, chain(part, *(later for later, _ in parts)), away) from away
+                ended = self._leave_unstored(part, away)
             if not ended:
                 anew = [one.again() for one in part]
                 half = len(part) // 2
@@ -122,7 +127,9 @@ class Reception:
             try:
                 self._end([held[0]], self._later(handler))
             except DatabaseAway as away:
-                raise self._undecided(handler, held, away) from away
+                if not self._is_refused_alone(handler, away):
+                    raise self._undecided(handler, held, away) from away
+                self._leave_unstored([held[0]], away)
             held.popleft()
 
     def sift(self, load: list[Delivery]) -> list[Delivery]:
@@ -145,9 +152,11 @@ class Reception:
             try:
                 self._end(shed[reason], self._shed(handler, reason))
             except DatabaseAway as away:
-                raise self._undecided(handler, chain(kept, *shed.values()), away) from away
+                if not self._is_refused_alone(handler, away):
+                    raise self._undecided(handler, chain(kept, *shed.values()), away) from away
+                kept += shed[reason]  # one of them cannot be stored: which, is found out when they are received
             del shed[reason]
-        return [one.delivery for one in kept]
+        return sorted((one.delivery for one in kept), key=lambda delivery: delivery.at)
 
     def ask(self, alias: str) -> float:
         """Try to store in a database, and do first what is owed to it: seconds to leave it alone, or 0: it can store."""
@@ -277,6 +286,33 @@ class Reception:
             logger.exception("%s: a delivery cannot be stored. It is not acknowledged, and is tried again later.", handler.name)
             connections.close_all()
             return Received.UNSTORED
+
+    def _is_refused_alone(self, handler: Handler, away: DatabaseAway) -> bool:
+        """Can the database store other messages? In an ordered queue, those behind this one wait all the same."""
+        return away.refused and not handler.ordered and self._outages.can_store(handler.using)
+
+    def _leave_unstored(self, part: Sequence[_Read], away: DatabaseAway) -> bool:
+        """Leave a delivery that cannot be stored for later, unanswered, so that the others go on. False: it is one of these.
+
+        The prefetch limit stops a handler of which every message is left so.
+        """
+        self._debts.add(part[0].delivery.handler.using, away)
+        if len(part) > 1:
+            return False
+        delivery = part[0].delivery
+        if self._refusals[delivery.handler.name].is_due():
+            logger.error(
+                "%s: message %s cannot be stored, while others can (%s). %s It stays unacknowledged, and is tried again every "
+                "minute; no message is lost and no attempt is counted.",
+                delivery.handler.name,
+                part[0].arrival.envelope.id or "without id",
+                away,
+                away.remedy or _WHAT_REFUSES,
+            )
+        with self._counting:
+            self.received[Received.UNSTORED] += 1
+        self._answer(delivery, Received.UNSTORED)
+        return True
 
     def _undecided(self, handler: Handler, left: Iterable[_Read], away: DatabaseAway) -> Undecided:
         self._debts.add(handler.using, away)

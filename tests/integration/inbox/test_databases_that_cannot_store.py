@@ -17,6 +17,7 @@ from inbox import store
 from inbox.consumer.pool import Pool
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
+from inbox.outcomes import Received
 from inbox.reading import read
 from inbox.runner import Runner
 from outbox import publish
@@ -287,6 +288,99 @@ def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_n
     dead = InboxMessage.objects.using("other").get(state=State.DEAD)
     assert (bytes(dead.body), dead.duplicates) == (b'{"name": "bad"}', 1)
     assert "The database refuses what it says" in dead.last_error
+
+
+@contextmanager
+def one_refused(sqlstate, name="bad"):
+    """The database cannot store what has this message id, and says so as it would."""
+    execute(
+        "CREATE FUNCTION refuse_one() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '{sqlstate}'; END $$; "
+        "CREATE TRIGGER refuse_one BEFORE INSERT OR UPDATE ON inbox_inboxmessage FOR EACH ROW "
+        f"WHEN (NEW.message_id LIKE '{name}%') EXECUTE FUNCTION refuse_one()"
+    )
+    try:
+        yield
+    finally:
+        execute("DROP TRIGGER refuse_one ON inbox_inboxmessage; DROP FUNCTION refuse_one()")
+
+
+REMEDIES = {"53100": "Free disk space", "58030": "see the server's log", "42501": "Grant"}
+
+
+def send_one_bad_among_others(url):
+    for name in ("first", "bad", *names(10)):
+        send(url, TOPIC, {}, message_id=name)
+    return {"first", *names(10)}
+
+
+@pytest.mark.parametrize(
+    ("sqlstate", "given"),
+    [
+        pytest.param("53100", {}, id="full disk"),
+        pytest.param("58030", {}, id="I/O error"),
+        pytest.param("42501", {}, id="missing right"),
+        pytest.param("P0001", {}, id="trigger"),
+        pytest.param("XX001", {}, id="damaged page"),
+        pytest.param("P0001", {"group_commit": 4}, id="group_commit"),
+        pytest.param("P0001", {"batch": 5}, id="batch"),
+        pytest.param("P0001", {"mode": "lease"}, id="lease"),
+    ],
+)
+def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when_it_can(
+    handles, rabbitmq_server, rabbitmq_url, caplog, sqlstate, given
+):
+    def effects(messages):
+        for message in messages if isinstance(messages, list) else [messages]:
+            effect_on_other(message)
+
+    handler, given_options = handles(effects, topic=TOPIC, using="other", **given), broker_options(rabbitmq_url)
+    declare(handler, given_options)
+    others = send_one_bad_among_others(rabbitmq_url)
+    with one_refused(sqlstate), consuming([handler], given_options):
+        wait_until(lambda: effects_on_other() == dict.fromkeys(others, 1))
+        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 1 and "while others can" in caplog.text)
+        [logged] = [line for line in lines_of(caplog) if "refused" in line]
+    with consuming([handler], given_options):
+        wait_until(lambda: length_of(rabbitmq_server, handler, given_options) == 0)
+        wait_until(lambda: "bad" in effects_on_other())
+
+    assert effects_on_other() == dict.fromkeys({*others, "bad"}, 1)
+    assert f"{handler.name}: message bad cannot be stored, while others can" in logged
+    assert REMEDIES.get(sqlstate, "Look for a trigger") in logged
+
+
+def test_handler_of_which_no_message_can_be_stored_holds_no_more_than_its_prefetch_and_delays_no_other_handler(
+    handles, rabbitmq_server, rabbitmq_url, caplog
+):
+    stuck = handles(effect_on_other, name="tests.stuck", topic="stored.nowhere", using="other")
+    other = handles(effect_on_other, name="tests.elsewhere", topic=TOPIC, using="other")
+    given = broker_options(rabbitmq_url, PREFETCH=3)
+    for handler in (stuck, other):
+        declare(handler, given)
+    for number in range(10):
+        send(rabbitmq_url, "stored.nowhere", {}, message_id=f"bad{number}")
+    with one_refused("P0001"), consuming([stuck, other], given) as consumer:
+        wait_until(lambda: consumer.received[Received.UNSTORED] == 3)
+        send_all(rabbitmq_url)
+        wait_until(lambda: len(effects_on_other()) == 10)
+        assert consumer.received[Received.UNSTORED] == 3
+        assert length_of(rabbitmq_server, stuck, given) == 10
+        assert len([line for line in lines_of(caplog) if "refused" in line]) == 1
+
+
+def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored(
+    handles, rabbitmq_server, rabbitmq_url, caplog
+):
+    handler, given = handles(effect_on_other, topic=TOPIC, using="other", ordered=True), broker_options(rabbitmq_url)
+    declare(handler, given)
+    others = send_one_bad_among_others(rabbitmq_url)
+    with consuming([handler], given):
+        with one_refused("P0001"):
+            wait_until(lambda: "is unavailable" in caplog.text)
+            pass_by(0.5)
+            assert set(effects_on_other()) <= {"first"}
+        wait_until(lambda: effects_on_other() == dict.fromkeys({*others, "bad"}, 1))
 
 
 def test_missing_table_of_a_handler_is_its_failed_attempt(handles):
