@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, DataError, IntegrityError, InterfaceError, OperationalError
+from django.db.transaction import TransactionManagementError
 
 SERIALIZATION_FAILURE, DEADLOCK, LOCK_TIMEOUT = "40001", "40P01", "55P03"
 _CANCELED = "57014"
@@ -65,6 +66,13 @@ def is_about_values(error: BaseException) -> bool:
     if _SCHEMA_DIFFERS.fullmatch(sqlstate or str(error)):
         return False
     return isinstance(error, DataError | IntegrityError) or sqlstate.startswith(_LIMIT_OF_A_VALUE)
+
+
+def may_be_of_a_row(error: BaseException) -> bool:
+    """May the same statement succeed for other rows? A full disk or a missing right is met by one row only, at times."""
+    if isinstance(error, TransactionManagementError) or sqlstate_of(error) == _READ_ONLY:
+        return False
+    return isinstance(error, DatabaseError) and not (is_collision(error) or is_lost(error))
 
 
 def sqlstate_of(error: BaseException) -> str:

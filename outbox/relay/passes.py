@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
-from django.db import transaction
+from django.db import Error, transaction
 from django.dispatch import Signal
 
 from outbox import signals, store
@@ -26,8 +26,9 @@ from outbox.kernel.envelope import REPLAY_HEADER, Envelope
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel, Sent, Transport, Verdict
 from outbox.relay.breaker import Breakers
 from outbox.relay.contention import Contention
+from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
-from outbox.store import Busy, DamagedRow, Failure, RelayedMessage, Settlement
+from outbox.store import Busy, DamagedRow, Failure, RelayedMessage, SettledApart, Settlement
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class PassReport:
         refused: shards that somebody else was working on.
         locked: messages that were found not to be free, because other sessions have locked their rows.
         skipped: of such messages, those that are not even read for a moment.
+        unsettled: messages that are not read for a while, because the database refuses to change their rows.
         settled: rows whose outcome is written down.
         published: of these, confirmed.
         broken: why the broker connection is gone, or None; also None when that was one message's fault and which is known.
@@ -62,6 +64,7 @@ class PassReport:
     refused: int = 0
     locked: int = 0
     skipped: int = 0
+    unsettled: int = 0
     settled: int = 0
     published: int = 0
     broken: str | None = None
@@ -105,6 +108,7 @@ class Pass:
         self.breakers = Breakers()
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
+        self.unsettled = Unsettled(alias)
         # Handing over inside the pass's own transaction needs no lease: the writer's lock of SQLite covers it.
         self._in_one_transaction = store.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = store.Lease(alias, 3 * options.BATCH_DEADLINE)
@@ -115,43 +119,84 @@ class Pass:
         Raises:
             django.db.Error: the database failed; nothing is settled, everything in hand stays ready.
         """
-        return (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(busy, limit)
+        skipped = self.unsettled.skipped()
+        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(busy, limit, skipped)
+        return replace(report, unsettled=len(skipped))
 
     def close(self) -> None:
         """Give up the right to relay, so that another takes over at once."""
         if not self._in_one_transaction:
             self._lease.release()
 
-    def _run_in_one_transaction(self, busy: Sequence[Busy], limit: int) -> PassReport:
-        with transaction.atomic(using=self._alias, durable=True):
-            store.bound_transaction(self._alias, self._longest)
-            begun_at = monotonic()
-            claim = store.claim_ready(self._alias, busy, limit, self.contention.skipped())
-            batch = self._send(claim.rows, begun_at)
-            settlement = self._decide(batch)
-            settled = store.settle(self._alias, settlement)
+    def _run_in_one_transaction(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+        sent: tuple[_Batch, Settlement] | None = None
+        begun_at = monotonic()
+        try:
+            with transaction.atomic(using=self._alias, durable=True):
+                store.bound_transaction(self._alias, self._longest)
+                begun_at = monotonic()
+                claim = store.claim_ready(self._alias, busy, limit, {**self.contention.skipped(), **unsettled})
+                batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
+                sent = batch, (settlement := self._decide(batch))
+                settled = store.settle(self._alias, settlement)
+        except Error as error:
+            if sent is None or not store.may_settle_apart(error, len(sent[0].rows)):
+                raise
+            self.unsettled.failed()
+            return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
         skipped = self.contention.met(claim)
         report = self._report(batch, settlement, settled)
         return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=skipped)
+
+    def _settle_apart(self, batch: _Batch, settlement: Settlement, begun_at: float, error: Error) -> SettledApart:
+        """The database has rolled the pass back over some row: settle the others, so that they are not sent again.
+
+        Their locks are gone as well. Another relay may have them by now, and then they are its own.
+        """
+        if self._transport.capabilities.transactional:
+            # Sending was rolled back, too.
+            return SettledApart(settlement=Settlement(), changed=0, refused={})
+        with transaction.atomic(using=self._alias, durable=True):
+            store.bound_transaction(self._alias, self._longest)
+            locked = store.lock_again(self._alias, batch.rows)
+            # Once locked they cannot change any more; they may have before, if this process was frozen.
+            if monotonic() > begun_at + self._longest.total_seconds():
+                raise error
+            return store.settle_apart(self._alias, settlement.of(locked), _keys(batch.rows))
+
+    def _report_apart(self, batch: _Batch, apart: SettledApart, error: Error) -> PassReport:
+        self.unsettled.note(apart, batch.rows)
+        if len(apart.refused) > 1 and not apart.settlement.positions:
+            raise error
+        return self._report(batch, apart.settlement, apart.changed)
 
     @property
     def _longest(self) -> timedelta:
         return self._options.BATCH_DEADLINE + _MARGIN
 
-    def _run_by_lease(self, busy: Sequence[Busy], limit: int) -> PassReport:
+    def _run_by_lease(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(busy, limit)
+        rows = self._lease.claim(busy, limit, unsettled)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
             return PassReport()
-        batch = self._send(rows, begun_at)
+        batch = self._send(self.unsettled.settleable(rows), begun_at)
         settlement = self._decide(batch)
         try:
-            settled = self._lease.settle(settlement)
+            return self._settle_by_lease(batch, settlement)
         except store.LeaseLost:
             logger.warning("This relay overslept its lease and settled nothing; the %d messages are sent again.", len(rows))
             return PassReport(claimed=len(rows), broken=batch.broken)
+
+    def _settle_by_lease(self, batch: _Batch, settlement: Settlement) -> PassReport:
+        try:
+            settled = self._lease.settle(settlement)
+        except Error as error:
+            if not store.may_settle_apart(error, len(batch.rows)):
+                raise
+            self.unsettled.failed()
+            return self._report_apart(batch, self._lease.settle_apart(settlement, _keys(batch.rows)), error)
         return self._report(batch, settlement, settled)
 
     def _send(self, rows: Sequence[RelayedMessage], begun_at: float) -> _Batch:
@@ -356,6 +401,10 @@ class Pass:
         if heard:
             for position in settlement.published:
                 _tell(signals.message_published, by_position[position])
+
+
+def _keys(rows: Iterable[RelayedMessage]) -> dict[int, str]:
+    return {row.position: row.key for row in rows}
 
 
 def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[RelayedMessage]]:

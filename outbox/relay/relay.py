@@ -1,6 +1,6 @@
 """The relay's loop: reach the broker, look, run a pass, make rested and waiting rows ready, rest when there is nothing to do.
 
-Nothing here may end the loop but a stop request: an absent broker or database is waited for, and an error nobody foresaw is
+Nothing here may end the loop but a stop request: an absent broker or database is waited for, and an unexpected error is
 logged and met with a pause.
 """
 
@@ -52,6 +52,7 @@ class Relay:
     Args:
         timed: a timer beside it makes ready what was scheduled; without one the relay does it, less exactly.
         refusals: says when to report that the broker refuses this service; relays of one process share it.
+        errors: says when to report an unexpected error; relays of one process share it.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Relay:
         shards: Iterable[int] = range(SHARDS),
         timed: bool = False,
         refusals: Reminder | None = None,
+        errors: Reminder | None = None,
     ) -> None:
         self.bell = Bell()
         self.siblings: Sequence[Relay] = ()
@@ -88,6 +90,7 @@ class Relay:
         self._alert_until = 0.0
         self._broker = Outage("the broker")
         self._refusals = refusals or Reminder()
+        self._errors = errors or Reminder()
         self._database = Outage("the database")
         self._trouble = Pause()
         self._contended = Pause(first_seconds=_SHORTEST_REST_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
@@ -135,7 +138,7 @@ class Relay:
     def _round(self, *, drain: bool) -> PassReport | None:
         """One turn of the loop; None when it met an outage and has already waited.
 
-        An error nobody foresaw is survived by a relay that runs for ever, and raised by one that drains.
+        An unexpected error is survived by a relay that runs for ever, and raised by one that drains.
         """
         try:
             self._transport.connect()
@@ -165,10 +168,7 @@ class Relay:
             else:
                 if drain:
                     raise
-                logger.exception("A pass failed in a way nobody foresaw; its messages stay ready.")
-                self._size.failed()
-                self._transport.close()
-                self._stop.wait(self._trouble.next_seconds())
+                self._survive(error)
             return None
         self._database.over()
         self._trouble.reset()
@@ -176,6 +176,17 @@ class Relay:
         in_other_hands = report.refused or report.skipped or report.waits_for
         self._idle = not (self._rested or self._moved or report.claimed or in_other_hands)
         return report
+
+    def _survive(self, error: Exception) -> None:
+        """An unexpected error: report it, and pause."""
+        if self._errors.is_due():
+            logger.error(
+                "Unexpected error in the relay: a pass over %r failed. Its messages stay ready.", self._alias, exc_info=error
+            )
+        if not self._pass.unsettled.is_doubtful:  # else nothing is sent that could not be settled
+            self._size.failed()
+        self._transport.close()
+        self._stop.wait(self._trouble.next_seconds())
 
     def _work(self, *, drain: bool) -> PassReport:
         """Look; run a pass over what is ready; make ready what has rested, or is due, or is no longer held."""
@@ -261,7 +272,7 @@ class Relay:
         self._stop.wait(self._broker.enter())
 
     def _rest(self, report: PassReport) -> None:
-        is_contended = bool(report.refused or report.skipped)
+        is_contended = bool(report.refused or report.skipped or report.unsettled)
         if not is_contended:
             self._contended.reset()
         if report.settled or self._moved:

@@ -43,7 +43,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     stop = StopRequest() if stop is None else stop
     watchdog = Watchdog(limit=options.WATCHDOG)
     heartbeat = Heartbeat(alias)
-    refusals = Reminder()
+    refusals, errors = Reminder(), Reminder()
     transport = open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     transports = [transport]
     if _several_help(alias, transport):
@@ -60,6 +60,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
             shards=range(number, SHARDS, len(transports)),
             timed=not drain,
             refusals=refusals,
+            errors=errors,
         )
         for number, each in enumerate(transports)
     ]

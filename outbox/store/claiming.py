@@ -25,7 +25,7 @@ from outbox.kernel.clock import NOW_AFTER
 from outbox.kernel.prepared import PLANNED_SINGLY, Prepared, is_usable
 from outbox.kernel.text import describe
 from outbox.models import HOLDING_KEY, SHARDS, PendingCallback, TrailEntry
-from outbox.store.dialect import LOCK_SPACE, TABLE, array_of, is_postgresql, now
+from outbox.store.dialect import LOCK_SPACE, TABLE, any_of, array_of, is_postgresql, now
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -183,6 +183,7 @@ _READ_PREPARED = Prepared(
     "outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"), most_runs=PLANNED_SINGLY
 )
 _BESIDES = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
+_BESIDES_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = f"SELECT m.id FROM {TABLE} m WHERE m.id = ANY({{positions}}) AND m.state = 'ready' FOR NO KEY UPDATE SKIP LOCKED"
 _LOCK_ROWS_PREPARED = Prepared("outbox_lock_rows", ["bigint[]"], _LOCK_ROWS.format(positions="$1"), most_runs=PLANNED_SINGLY)
 _LOCKERS = (
@@ -243,7 +244,7 @@ class Claim:
     locked: Sequence[RelayedMessage] = ()
 
 
-_NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
+NOTHING_SKIPPED: Mapping[int, str] = MappingProxyType({})
 
 
 def claims_by_locks(alias: str) -> bool:
@@ -322,7 +323,7 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
         )
 
 
-def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = _NOTHING_SKIPPED) -> Claim:
+def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED) -> Claim:
     """Take those of the `busy` shards that are free, for the rest of the open transaction, and lock their ready messages.
 
     Several statements on purpose: a snapshot taken before the locks could still show rows that the shards' previous holder has
@@ -348,7 +349,18 @@ def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[i
     if len(free) == len(rows):
         return Claim(rows=rows, refused=refused)
     rows_locked = [row for row in rows if row.position not in free]
-    return Claim(rows=_before_locked(rows, free), refused=refused, locked=rows_locked)
+    return Claim(rows=in_order(rows, free), refused=refused, locked=rows_locked)
+
+
+def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
+    """The positions of those that can be locked in another transaction than that of their claim, and are ready as they were."""
+    connection = connections[alias]
+    positions = _lock_rows(connection, rows)
+    condition, among = any_of(connection, list(positions))
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT id, attempts FROM {TABLE} WHERE id {condition}", [among])
+        attempts = dict(cursor.fetchall())
+    return frozenset(row.position for row in rows if attempts.get(row.position) == row.attempts)
 
 
 def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
@@ -380,7 +392,7 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
         return frozenset(position for (position,) in cursor.fetchall())
 
 
-def _before_locked(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:
+def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:
     """The `free` ones, of each key those that come before the first that is not: the later ones must not overtake it."""
     stopped: set[str] = set()
     kept: list[RelayedMessage] = []
@@ -431,12 +443,13 @@ def _read(
 ) -> list[RelayedMessage]:
     """Up to `each` messages of either index of every shard."""
     found: list[Any] = []
+    besides: list[Any] = []
     if is_postgresql(connection):
         given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each]
         if is_usable(connection) and not skipped:
             found = _READ_PREPARED.fetch(connection, given)
         else:
-            besides: list[Any] = [array_of(skipped), [key for key in skipped.values() if key]] if skipped else []
+            besides = [array_of(skipped), [key for key in skipped.values() if key]] if skipped else []
             with connection.cursor() as cursor:
                 statement = _of_shards("%s", "%s", "%s", _BESIDES if skipped else "")
                 cursor.execute(statement, [*given[:2], *besides, each, *besides, each])
@@ -444,10 +457,12 @@ def _read(
     else:
         # The open transaction is the only one that writes, so here several statements see the same.
         lasting = _LASTING_SQLITE.format(now=now(connection))
-        parts = chain.from_iterable(_of_a_shard(lasting, *one, "%s") for one in shards)
+        without = _BESIDES_SQLITE if skipped else ""
+        besides = [json.dumps(list(skipped)), json.dumps([key for key in skipped.values() if key])] if skipped else []
+        parts = chain.from_iterable(_of_a_shard(lasting, *one, "%s", without) for one in shards)
         with connection.cursor() as cursor:
             for part in parts:
-                cursor.execute(part, [each])
+                cursor.execute(part, [*besides, each])
                 found += map(_from_sqlite, cursor.fetchall())
     return _without_overtakers(list(map(RelayedMessage._make, found)), each)
 

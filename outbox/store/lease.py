@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +15,8 @@ from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayLease
-from outbox.store.claiming import Busy, RelayedMessage, claim_ready
-from outbox.store.settling import Settlement, settle
+from outbox.store.claiming import NOTHING_SKIPPED, Busy, RelayedMessage, claim_ready
+from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
 
 class LeaseLost(Exception):
@@ -36,12 +37,18 @@ class Lease:
         self._span = span
         self._token = uuid.uuid4()
 
-    def claim(self, busy: Sequence[Busy], limit: int) -> Sequence[RelayedMessage] | None:
-        """Renew or take the lease and read ready rows of the `busy` shards; None while another relay holds it."""
+    def claim(
+        self, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
+    ) -> Sequence[RelayedMessage] | None:
+        """Renew or take the lease and read ready rows of the `busy` shards; None while another relay holds it.
+
+        Args:
+            skipped: see `claim_ready`.
+        """
         with transaction.atomic(using=self._alias, durable=True):
             if not self.take():
                 return None
-            rows = claim_ready(self._alias, busy, limit).rows
+            rows = claim_ready(self._alias, busy, limit, skipped).rows
             self._rows().update(in_hand=[row.position for row in rows if not row.held])
             return rows
 
@@ -51,10 +58,24 @@ class Lease:
         Raises:
             LeaseLost: it is not; nothing was written.
         """
+        with self._fenced():
+            return settle(self._alias, settlement)
+
+    def settle_apart(self, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
+        """`settle_apart`, if the lease is still ours.
+
+        Raises:
+            LeaseLost: it is not; nothing was written.
+        """
+        with self._fenced():
+            return settle_apart(self._alias, settlement, keys)
+
+    @contextmanager
+    def _fenced(self) -> Iterator[None]:
         with transaction.atomic(using=self._alias, durable=True):
             if not self._rows().filter(token=self._token, expires_at__gt=DatabaseTime()).update(in_hand=[]):
                 raise LeaseLost
-            return settle(self._alias, settlement)
+            yield
 
     def release(self) -> None:
         """Let the next relay begin at once."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import connections, transaction
+from django.db import Error, connections, transaction
 
 from outbox.kernel.clock import now_after
+from outbox.kernel.faults import is_canceled, may_be_of_a_row
+from outbox.kernel.schema import is_missing
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import HOLDING_KEY, OutboxMessage, State
 from outbox.store.calling import note_calls
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 _MOST_ATTEMPTS = 2**31 - 2
+_MOST_TRIES = 100
+"""Savepoints that look for the rows that cannot be settled; the rest of the batch is left for the next pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +57,40 @@ class Settlement:
     def dead(self) -> list[int]:
         return [position for failure in self.failed if failure.retry_after is None for position in failure.positions]
 
+    @property
+    def positions(self) -> list[int]:
+        """In their order."""
+        failed = (position for failure in self.failed for position in failure.positions)
+        return sorted([*self.published, *self.expired, *self.waiting, *failed])
+
+    def of(self, positions: Collection[int]) -> Settlement:
+        """What it says of these."""
+
+        def among(given: Sequence[int]) -> list[int]:
+            return [position for position in given if position in positions]
+
+        return Settlement(
+            published=among(self.published),
+            expired=among(self.expired),
+            waiting=among(self.waiting),
+            failed=[replace(failure, positions=some) for failure in self.failed if (some := among(failure.positions))],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettledApart:
+    """What became of a settlement that the database has refused as a whole.
+
+    Attributes:
+        settlement: what of it is stored.
+        changed: how many rows have changed.
+        refused: by position, why the database does not change that row.
+    """
+
+    settlement: Settlement
+    changed: int
+    refused: Mapping[int, Error]
+
 
 def settle(alias: str, settlement: Settlement) -> int:
     """ready → published | expired | waiting | retrying | dead, inside the claim; how many rows changed.
@@ -68,6 +106,66 @@ def settle(alias: str, settlement: Settlement) -> int:
     changed += sum(_fail(connection, failure) for failure in settlement.failed)
     note_calls(connection, [*settlement.published, *settlement.dead])
     return changed
+
+
+def may_settle_apart(error: BaseException, rows: int) -> bool:
+    """So many rows could not be settled: may some of them be settled?"""
+    # What took too long is tried with fewer first.
+    return may_be_of_a_row(error) and not is_missing(error) and not (is_canceled(error) and rows > 1)
+
+
+def settle_apart(alias: str, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
+    """`settle` in parts, which are halved down to the rows that the database refuses; inside an open transaction.
+
+    The later rows of their keys are left as well, because they are to be sent again after them.
+
+    Args:
+        keys: of the messages, by position.
+
+    Raises:
+        django.db.Error: an error that is not of these rows.
+    """
+    connection = connections[alias]
+    if is_postgresql(connection):
+        with connection.cursor() as cursor:
+            cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
+    parts, tries = [settlement.positions], 0
+    settled: set[int] = set()
+    refused: dict[int, Error] = {}
+    changed = 0
+    while parts and tries < _MOST_TRIES:
+        stopped = {key for position in refused if (key := keys.get(position))}
+        part = [position for position in parts.pop() if keys.get(position) not in stopped]
+        if not part:
+            continue
+        tries += 1
+        try:
+            with transaction.atomic(using=alias):
+                count = settle(alias, settlement.of(set(part)))
+        except Error as error:
+            if not may_settle_apart(error, len(part)):
+                raise
+            if len(part) == 1:
+                refused[part[0]] = error
+            else:
+                half = len(part) // 2
+                parts += [part[half:], part[:half]]
+        else:
+            changed += count
+            settled.update(part)
+    return SettledApart(settlement=settlement.of(settled), changed=changed, refused=refused)
+
+
+def rehearse(alias: str, keys: Mapping[int, str]) -> SettledApart:
+    """What `settle_apart` would do if these were published. Nothing stays changed.
+
+    Args:
+        keys: of the messages, by position.
+    """
+    with transaction.atomic(using=alias):
+        apart = settle_apart(alias, Settlement(published=list(keys)), keys)
+        transaction.set_rollback(True, using=alias)
+    return apart
 
 
 def _fail(connection: BaseDatabaseWrapper, failure: Failure) -> int:

@@ -369,9 +369,7 @@ def test_handler_of_which_no_message_can_be_stored_holds_no_more_than_its_prefet
         assert len([line for line in lines_of(caplog) if "refused" in line]) == 1
 
 
-def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored(
-    handles, rabbitmq_server, rabbitmq_url, caplog
-):
+def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored(handles, rabbitmq_url, caplog):
     handler, given = handles(effect_on_other, topic=TOPIC, using="other", ordered=True), broker_options(rabbitmq_url)
     declare(handler, given)
     others = send_one_bad_among_others(rabbitmq_url)

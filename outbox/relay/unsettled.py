@@ -1,0 +1,116 @@
+"""Rows that the database refuses to change: found by halves, skipped while the others go on, and reported once a minute.
+
+The broker has such a message when this is found out, so sending it again makes a copy of it each time. Therefore it is settled
+in a rehearsal first, which is rolled back, and sent only when that succeeds. In the meantime the relay reads what lies behind
+it, except for the later messages of its key, which must not overtake it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from django.db import Error
+
+from outbox import store
+from outbox.kernel.clock import monotonic
+from outbox.kernel.faults import remedy
+from outbox.kernel.reminder import Reminder
+from outbox.kernel.retry import Pause
+from outbox.kernel.text import describe
+from outbox.store import RelayedMessage, SettledApart
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+_DOUBTFUL_SECONDS = 10.0
+"""Since the last row was found that cannot be settled."""
+_WHAT_REFUSES = (
+    "Look for a trigger, a constraint or a damaged index of outbox_outboxmessage that refuses it, and remove the cause."
+)
+
+
+@dataclass
+class _Refused:
+    """A row that could not be settled, and when to try it again (monotonic)."""
+
+    key: str
+    pause: Pause = field(default_factory=lambda: Pause(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
+    again_at: float = 0.0
+
+
+class Unsettled:
+    """What one relay could not settle."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._refused: dict[int, _Refused] = {}
+        self._doubtful_until = -inf
+        self._reminder = Reminder()
+
+    def skipped(self) -> Mapping[int, str]:
+        """The positions of the rows that are not tried now, with the keys of their messages."""
+        now = monotonic()
+        # One that has not been read since it was due is settled, or another relay's.
+        self._refused = {at: one for at, one in self._refused.items() if now < one.again_at + _LONGEST_PAUSE_SECONDS}
+        return {position: one.key for position, one in self._refused.items() if now < one.again_at}
+
+    def failed(self) -> None:
+        """Some rows could not be settled: rehearse the next passes before they send."""
+        self._doubtful_until = monotonic() + _DOUBTFUL_SECONDS
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Is every row to be rehearsed?"""
+        return monotonic() < self._doubtful_until
+
+    def settleable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
+        """Those that may be sent: what was refused before, or every row after a pass that failed, is rehearsed.
+
+        Raises:
+            django.db.Error: none of several rows can be settled, which is the database's trouble.
+        """
+        known = {row.position for row in rows if row.position in self._refused}
+        rehearsed = rows if self.is_doubtful else [row for row in rows if row.position in known]
+        if not rehearsed:
+            return rows
+        apart = store.rehearse(self._alias, {row.position: row.key for row in rehearsed})
+        free = set(apart.settlement.positions)
+        for position in free & known:
+            del self._refused[position]
+        self.note(apart, rows)
+        left = {row.position for row in rehearsed} - free
+        if not left <= known:
+            self.failed()
+        if not free and len(new := [error for position, error in apart.refused.items() if position not in known]) > 1:
+            raise new[0]
+        return store.in_order(rows, {row.position for row in rows} - left) if left else rows
+
+    def note(self, apart: SettledApart, rows: Sequence[RelayedMessage]) -> None:
+        """Skip what was refused, and report it when it is time."""
+        if not apart.refused:
+            return
+        now = monotonic()
+        by_position = {row.position: row for row in rows}
+        for position in apart.refused:
+            one = self._refused.setdefault(position, _Refused(by_position[position].key))
+            one.again_at = now + one.pause.next_seconds()
+        if self._reminder.is_due():
+            position, error = next(iter(apart.refused.items()))
+            self._report(by_position[position], error)
+
+    def _report(self, first: RelayedMessage, error: Error) -> None:
+        logger.error(
+            "relay: the database refuses to change the rows of %d messages, so they cannot be settled; the first is message %s "
+            "(%s, biz-id %s): %s. %s They stay ready and are tried again every %.0f s at least, without being sent meanwhile; "
+            "the later messages of their keys wait, and all others go on.",
+            len(self._refused),
+            first.id,
+            first.topic,
+            first.biz_id,
+            describe(error),
+            remedy(error, self._alias) or _WHAT_REFUSES,
+            _LONGEST_PAUSE_SECONDS,
+        )

@@ -1,0 +1,219 @@
+"""A row that the database refuses to change: its neighbours go on, each is sent once, and it is reported with its remedy."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+from django.db import connection
+
+from outbox.kernel.clock import monotonic
+from outbox.models import OutboxMessage, State
+from tests.support.relaying import TOPIC, Queue, drained, ids, published, relaying, state_of
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+MANY = 60
+POISON = "poison"
+REFUSED = "the database refuses to change the rows of"
+
+
+def execute(*statements):
+    with connection.cursor() as cursor:
+        for statement in statements:
+            cursor.execute(statement)
+
+
+@contextmanager
+def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%'"):
+    """No row with this biz-id can be changed; what PostgreSQL says about it has this SQLSTATE."""
+    if connection.vendor == "postgresql":
+        timing = "CONSTRAINT TRIGGER refuse AFTER UPDATE" if deferred else "TRIGGER refuse BEFORE UPDATE"
+        execute(
+            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
+            f"$$ BEGIN RAISE EXCEPTION 'this row is cursed' USING ERRCODE = '{sqlstate}'; END $$",
+            f"CREATE {timing} ON outbox_outboxmessage {'DEFERRABLE INITIALLY DEFERRED' if deferred else ''} "
+            f"FOR EACH ROW WHEN ({where}) EXECUTE FUNCTION refuse()",
+        )
+    else:
+        execute(
+            f"CREATE TRIGGER refuse BEFORE UPDATE ON outbox_outboxmessage WHEN {where} "
+            "BEGIN SELECT RAISE(ABORT, 'this row is cursed'); END"
+        )
+    try:
+        yield
+    finally:
+        cleared()
+
+
+def cleared():
+    if connection.vendor == "postgresql":
+        execute("DROP TRIGGER IF EXISTS refuse ON outbox_outboxmessage", "DROP FUNCTION IF EXISTS refuse")
+    else:
+        execute("DROP TRIGGER IF EXISTS refuse")
+
+
+def among_others(**options):
+    """A message whose row cannot be changed, in the middle of others."""
+    before = [published() for _ in range(MANY // 2)]
+    bad = published(biz_id=POISON, **options)
+    return bad, [*before, *(published() for _ in range(MANY // 2))]
+
+
+def all_published(messages):
+    return all(state_of(message) == State.PUBLISHED for message in messages)
+
+
+def reports(caplog):
+    return [line for line in lines(caplog) if REFUSED in line]
+
+
+def lines(caplog):
+    return [record.getMessage() for record in caplog.records if record.name.startswith("outbox")]
+
+
+def pass_by(seconds):
+    """What is tested is that nothing happens for so long."""
+    until = monotonic() + seconds
+    wait_until(lambda: monotonic() > until)
+
+
+@pytest.mark.every_database
+class TestOneRow:
+    @pytest.mark.parametrize(
+        ("sqlstate", "remedy"),
+        [
+            ("P0001", "Look for a trigger"),
+            ("23514", "Look for a trigger"),
+            ("53100", "Free disk space"),
+            ("42501", "Grant"),
+            ("XX001", "damaged index"),
+        ],
+    )
+    def test_its_neighbours_are_sent_once_and_it_is_reported_once_with_its_remedy(self, rabbitmq_url, caplog, sqlstate, remedy):
+        bad, others = among_others()
+        with Queue(rabbitmq_url) as queue:
+            with refused(sqlstate), relaying(rabbitmq_url):
+                wait_until(lambda: all_published(others))
+                others += [published() for _ in range(5)]
+                wait_until(lambda: all_published(others[-5:]))
+                arrived = ids(queue.take_all())
+                assert state_of(bad) == State.READY
+                [report] = reports(caplog)
+                logged = lines(caplog)
+                cleared()
+                wait_until(lambda: state_of(bad) == State.PUBLISHED)
+            arrived += ids(queue.take_all())
+
+        assert sorted(one for one in arrived if one != str(bad.id)) == sorted(ids(others)), "each of them once"
+        assert arrived.count(str(bad.id)) == 2, "once before it could not be settled, and once when it could"
+        assert f"the first is message {bad.id} (" in report
+        assert f"biz-id {POISON})" in report
+        assert "this row is cursed" in report
+        if connection.vendor == "postgresql":
+            assert remedy in report
+        assert len(logged) < 5, logged
+
+    def test_it_is_not_sent_again_while_it_cannot_be_settled(self, rabbitmq_url):
+        bad, others = among_others()
+        with Queue(rabbitmq_url) as queue, refused(), relaying(rabbitmq_url):
+            wait_until(lambda: all_published(others))
+            pass_by(2.5)
+            assert ids(queue.take_all()).count(str(bad.id)) == 1
+
+    @pytest.mark.parametrize("place", [0, 1, 2], ids=["head", "middle", "last"])
+    def test_later_messages_of_its_key_do_not_overtake_it(self, rabbitmq_url, place):
+        messages = [published(key="a", biz_id=POISON if number == place else None) for number in range(3)]
+        other = published(key="b")
+        with Queue(rabbitmq_url) as queue:
+            with refused(), relaying(rabbitmq_url):
+                wait_until(lambda: all_published([other, *messages[:place]]))
+                messages.append(published(key="a"))
+                later = published(key="b")
+                wait_until(lambda: all_published([later]))
+                assert {state_of(one) for one in messages[place:]} == {State.READY}
+                first = [one for one in ids(queue.take_all()) if one not in ids([other, later])]
+                cleared()
+                wait_until(lambda: all_published(messages))
+            again = [one for one in ids(queue.take_all()) if one not in ids([other, later])]
+
+        assert first == ids(messages[:3])
+        assert again == ids(messages[place:]), "what was sent after it is sent after it again"
+
+    def test_its_neighbours_are_handed_over_on_local(self, handles, caplog):
+        handles(lambda message: None, topic=TOPIC, name="tests.local")
+        bad, others = among_others()
+        with refused(), relaying("local://"):
+            wait_until(lambda: all_published(others))
+            assert state_of(bad) == State.READY
+            wait_until(lambda: reports(caplog))
+            cleared()
+            wait_until(lambda: state_of(bad) == State.PUBLISHED)
+
+    def test_drain_publishes_all_others_and_ends(self, rabbitmq_url):
+        bad, others = among_others()
+        with Queue(rabbitmq_url) as queue, refused():
+            drained(rabbitmq_url)
+            assert sorted(ids(queue.take_all())) == sorted(ids([bad, *others]))
+
+        assert all_published(others)
+        assert state_of(bad) == State.READY
+
+    def test_message_that_the_broker_refuses_is_left_when_its_row_cannot_be_settled(self, rabbitmq_url, caplog):
+        bad, others = published("nobody.listens", biz_id=POISON), [published() for _ in range(10)]
+        with Queue(rabbitmq_url), refused(), relaying(rabbitmq_url):
+            wait_until(lambda: all_published(others))
+            wait_until(lambda: reports(caplog))
+
+        assert (state_of(bad), OutboxMessage.objects.get(biz_id=POISON).attempts) == (State.READY, 0)
+
+
+@pytest.mark.every_database
+class TestManyRows:
+    @pytest.mark.proof
+    def test_others_behind_two_hundred_rows_are_published_and_no_row_is_sent_again(self, rabbitmq_url, caplog):
+        bad = [published(biz_id=f"{POISON}-{number}") for number in range(200)]
+        others = [published() for _ in range(20)]
+        with Queue(rabbitmq_url) as queue, refused(), relaying(rabbitmq_url):
+            wait_until(lambda: all_published(others))
+            arrived = Counter(ids(queue.take_all()))
+            cleared()
+            wait_until(lambda: all_published(bad))
+
+        assert {arrived[one] for one in ids(bad)} == {1}
+        assert max(arrived[one] for one in ids(others)) <= 2, "they may have been in the same batch"
+        assert len(reports(caplog)) == 1
+
+    @pytest.mark.proof
+    def test_database_that_settles_nothing_gets_one_copy_and_is_reported_once(self, rabbitmq_url, caplog):
+        messages = [published() for _ in range(30)]
+        with Queue(rabbitmq_url) as queue, refused(where="NEW.state = 'published'"), relaying(rabbitmq_url):
+            pass_by(2.5)
+            copies = ids(queue.take_all())
+            logged = lines(caplog)
+            cleared()
+            wait_until(lambda: all_published(messages))
+
+        assert sorted(copies) == sorted(ids(messages))
+        assert len(logged) < 5, logged
+        assert "this row is cursed" in "".join(logged)
+
+
+class TestOnPostgreSQL:
+    def test_row_that_a_deferred_constraint_refuses_at_the_commit_stops_no_other(self, rabbitmq_url, caplog):
+        bad, others = among_others()
+        with Queue(rabbitmq_url) as queue, refused(deferred=True), relaying(rabbitmq_url):
+            wait_until(lambda: all_published(others))
+            assert sorted(ids(queue.take_all())) == sorted(ids([bad, *others]))
+            assert len(reports(caplog)) == 1
+
+    @pytest.mark.proof
+    def test_several_relays_send_one_copy_each_at_most(self, rabbitmq_url):
+        bad, others = among_others()
+        with Queue(rabbitmq_url) as queue, refused(), relaying(rabbitmq_url, relays=3):
+            wait_until(lambda: all_published(others))
+            pass_by(3.0)
+            arrived = ids(queue.take_all())
+
+        assert set(arrived) == set(ids([bad, *others]))
+        assert 1 <= arrived.count(str(bad.id)) <= 3
