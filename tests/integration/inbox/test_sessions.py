@@ -165,6 +165,24 @@ def test_search_path_that_a_handler_changed_unseen_is_named_in_its_error(handles
     assert "search_path" in the_row().last_error
 
 
+@contextmanager
+def behind_pgbouncer():
+    """The default alias behind a pooler with one server connection; it yields what another client of that sees of a setting."""
+    settings = connection.settings_dict
+
+    def seen_by_another(name):
+        connection.close()
+        with psycopg.connect(pooler.url_of(settings["NAME"])) as another_client:
+            return another_client.execute("SELECT current_setting(%s)", [name]).fetchone()[0]
+
+    with (
+        PgBouncer(int(settings["PORT"] or 5432), pool_size=1, user=settings["USER"]) as pooler,
+        the_default_at(PORT=pooler.port),
+    ):
+        yield seen_by_another
+
+
+@pytest.mark.parametrize("mode", ["transaction", "lease"])
 @pytest.mark.parametrize(
     ("name", "statement", "parameters"),
     [
@@ -174,26 +192,54 @@ def test_search_path_that_a_handler_changed_unseen_is_named_in_its_error(handles
         ("search_path", "SET SCHEMA 'nowhere'", None),
         ("search_path", 'SET "search_path" TO nowhere', None),
         ("search_path", "SELECT set_config(%s, %s, false)", ["search_path", "nowhere"]),
+        ("role", "SET ROLE pg_monitor", None),
+        ("role", "SET role TO pg_monitor", None),
+        ("session_authorization", "SET SESSION AUTHORIZATION pg_monitor", None),
     ],
-    ids=["by name", "by another name", "one of two by another name", "by a synonym", "by a quoted name", "by a parameter"],
+    ids=[
+        "by name",
+        "by another name",
+        "one of two by another name",
+        "by a synonym",
+        "by a quoted name",
+        "by a parameter",
+        "role",
+        "role by its setting",
+        "session authorization",
+    ],
 )
 def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_server_connection(
-    handles, name, statement, parameters
+    handles, mode, name, statement, parameters
 ):
     def change(message):
         with connection.cursor() as cursor:
             cursor.execute(statement, parameters)
 
-    settings, before = connection.settings_dict, setting(name)
-    handler = handles(change)
-    with (
-        PgBouncer(int(settings["PORT"] or 5432), pool_size=1, user=settings["USER"]) as pooler,
-        the_default_at(PORT=pooler.port),
-    ):
+    before = setting(name)
+    handler = handles(change, mode=mode)
+    with behind_pgbouncer() as seen_by_another:
         assert deliver(handler) is Received.HANDLED
-        connection.close()
-        with psycopg.connect(pooler.url_of(settings["NAME"])) as another_client:
-            assert another_client.execute("SELECT current_setting(%s)", [name]).fetchone() == (before,)
+        assert seen_by_another(name) == before
+
+
+def test_setting_that_a_failing_handler_changes_under_a_lease_does_not_stay_on_the_server_connection(handles):
+    def fail(message):
+        raise ValueError
+
+    handler = handles(executing("SET statement_timeout = '12345ms'", then=fail), mode="lease")
+    with behind_pgbouncer() as seen_by_another:
+        assert deliver(handler) is Received.STORED
+        assert seen_by_another("statement_timeout") == "0"
+
+
+def test_role_that_a_handler_sets_does_not_store_its_message(handles):
+    """The role may not write to the inbox. The one that Django sets comes back."""
+    roles = []
+    assumed = connection.settings_dict["USER"]
+    handler = handles(executing("SET ROLE pg_monitor", then=lambda message: roles.append(setting("role"))))
+    with the_default_at(OPTIONS={**connection.settings_dict["OPTIONS"], "assume_role": assumed}):
+        assert deliver(handler) is Received.HANDLED
+        assert (roles, setting("role")) == (["pg_monitor"], assumed)
 
 
 class TestLostSessions:
