@@ -4,7 +4,7 @@ Nothing here touches a database. What cannot be read, cannot be named, or lies o
 arrival that is *refused*, with the reason for people; it will be stored as a dead letter and not lost.
 
 A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. That of a delivery which the broker has made before is not read
-until an attempt is counted: it may be what ended the process that had it.
+until an attempt is counted: it may be what ended the process that had it. `undecided` sees to that.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read(
     handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "", redelivered: bool = False
 ) -> Arrival:
     """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
-    if redelivered and not refused and _can_wait(handler, envelope):
+    if redelivered and not refused and can_wait(handler, envelope):
         return _read_undecoded(handler, envelope, options)
     biz_id = outside = ""
     message: Message | None = None
@@ -80,9 +80,10 @@ def read(
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
 
 
-def _can_wait(handler: Handler, envelope: Envelope) -> bool:
-    """Can it be stored before its body is read? An ordered message needs its name and its key for its place in the order."""
-    # An attempt under a lease is counted with the lease, which has the name of the message.
+def can_wait(handler: Handler, envelope: Envelope) -> bool:
+    """Can it be stored before its body is read? Else its reading is counted, see `undecided.read_counted`."""
+    # An ordered message needs its name and its key for its place in the order: named later, it might stand behind a copy of
+    # itself. A store of leases has to be asked about the delivery, which may be of a message that it has forgotten.
     return handler.mode == "transaction" and (not handler.ordered or _is_named_by_headers(handler, envelope))
 
 

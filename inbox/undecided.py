@@ -6,14 +6,22 @@ round and round. The other is a delivery that the broker has made before and tha
 before its body is read.
 
 Either is stored under a provisional name and acknowledged. The runner decides about it later.
+
+Some deliveries that the broker has made before cannot be acknowledged until they have been read. Of these a row under the
+provisional name only counts how often that was begun; it is deleted when the body has been read.
 """
 
 from __future__ import annotations
 
 import logging
 import random
+import threading
+from collections import defaultdict
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+
+from django.db import DatabaseError
 
 from inbox import store
 from inbox.conf import InboxOptions
@@ -21,16 +29,20 @@ from inbox.handlers import Handler
 from inbox.in_hand import in_hand
 from inbox.models import InboxMessage
 from inbox.outcomes import Received, announce_duplicate, fail_stored, refusal
-from inbox.reading import Arrival, is_undecided, is_undecided_redelivery, undecided_row
+from inbox.reading import Arrival, is_undecided, is_undecided_redelivery, read, undecided_row
 from inbox.store import NewRow, TwinBusy
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import utcnow
+from outbox.kernel.envelope import Envelope
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
 _GLANCE = timedelta(milliseconds=10)
 """How long the runner waits to learn whether a message is being handled elsewhere."""
+_ENDS_ITS_PROCESS = "Reading its body has ended the process {attempts} times, so it is not read again."
+_one_reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""By database. A delivery that is read beside one that ends the process would be counted with it, and be refused with it."""
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
 
 
@@ -55,6 +67,35 @@ def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *
         return Received.PUT_OFF
     announce_duplicate(handler, arrival.row, earlier)
     return Received.DUPLICATE
+
+
+def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) -> Arrival:
+    """Read a delivery that the broker has made before and that has to be read before it is stored. That is counted first.
+
+    Raises:
+        DatabaseAway: the database does not answer; nothing was decided.
+    """
+    row = undecided_row(handler, envelope, redelivered=True)
+    with _one_reading[handler.using]:
+        begun = _begin_reading(handler, row, options)
+        refused = _ENDS_ITS_PROCESS.format(attempts=begun - 1) if begun > options.MAX_ATTEMPTS else ""
+        arrival = read(handler, envelope, options, refused=refused)
+        if begun:
+            decided(lambda: store.end_reading(handler.using, row), handler.using)
+    return arrival
+
+
+def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
+    """How often it has been begun to read this delivery, now included; 0 when that cannot be counted."""
+    for counted in (row, replace(store.undecoded(row), biz_id=row.biz_id)):
+        try:
+            return decided(partial(store.begin_reading, handler.using, counted, options.TWIN_TIMEOUT), handler.using)
+        except TwinBusy:
+            break
+        except DatabaseError as error:
+            # Its values are to blame; of the second row there are none but the body.
+            logger.debug("%s: a delivery cannot be stored with its headers: %s", handler.name, describe(error))
+    return 0
 
 
 def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received | None:

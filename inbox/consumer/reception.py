@@ -23,12 +23,12 @@ from inbox.holding import store_for_later
 from inbox.ordering import take_in
 from inbox.outages import Outages
 from inbox.outcomes import Received, failure_of, store_failure
-from inbox.reading import Arrival, message_of, read
+from inbox.reading import Arrival, can_wait, message_of, read
 from inbox.receiving import receive
 from inbox.shedding import receive_shed, shedder_of
 from inbox.store import TwinBusy
 from inbox.transactions import DatabaseAway
-from inbox.undecided import store_undecided
+from inbox.undecided import read_counted, store_undecided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery
 from outbox.kernel.reminder import Reminder
@@ -96,7 +96,7 @@ class Reception:
                 because the handlers of other databases want this thread.
         """
         handler = load[0].handler
-        parts = self._parts(handler, [_Read(delivery, self._read(delivery)) for delivery in load if self._is_wanted(delivery)])
+        parts = self._parts(handler, self._read_all(handler, [delivery for delivery in load if self._is_wanted(delivery)]))
         while parts:
             part, run = parts.popleft()
             if self._is_late(part):
@@ -122,7 +122,7 @@ class Reception:
             Undecided: see `receive`.
         """
         handler = load[0].handler
-        held = deque(_Read(delivery, self._read(delivery)) for delivery in load)
+        held = deque(self._read_all(handler, load))
         while held:
             try:
                 self._end([held[0]], self._later(handler))
@@ -141,8 +141,7 @@ class Reception:
         handler = load[0].handler
         shed: dict[str, list[_Read]] = {}
         kept: list[_Read] = []
-        for delivery in load:
-            one = _Read(delivery, self._read(delivery))
+        for one in self._read_all(handler, load):
             if reason := self._why_shed(handler, one.arrival):
                 shed.setdefault(reason, []).append(one)
             else:
@@ -314,19 +313,32 @@ class Reception:
         self._answer(delivery, Received.UNSTORED)
         return True
 
-    def _undecided(self, handler: Handler, left: Iterable[_Read], away: DatabaseAway) -> Undecided:
+    def _undecided(self, handler: Handler, left: Iterable[_Read | Delivery], away: DatabaseAway) -> Undecided:
         self._debts.add(handler.using, away)
         seconds, everywhere = self._outages.pause(handler.using, handler.name, away)
-        load = sorted((one.delivery for one in left), key=lambda delivery: delivery.at)
+        load = sorted((one.delivery if isinstance(one, _Read) else one for one in left), key=lambda delivery: delivery.at)
         return Undecided(load, seconds, everywhere=everywhere)
 
+    def _read_all(self, handler: Handler, load: list[Delivery]) -> list[_Read]:
+        """What each of them says.
+
+        Raises:
+            Undecided: see `receive`.
+        """
+        try:
+            return [_Read(delivery, self._read(delivery)) for delivery in load]
+        except DatabaseAway as away:
+            raise self._undecided(handler, load, away) from away
+
     def _read(self, delivery: Delivery) -> Arrival:
-        refused = delivery.refused
+        handler, refused = delivery.handler, delivery.refused
         try:
             envelope = envelope_of(delivery.message)
         except Exception as error:  # noqa: BLE001 - whatever a foreign producer thought of, it must not end the worker
             envelope, refused = _opaque(delivery.message), f"It cannot be read: {type(error).__name__}: {describe(error)}"
-        return read(delivery.handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
+        if delivery.redelivered and not refused and not can_wait(handler, envelope):
+            return read_counted(handler, envelope, self._options)
+        return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)
 
 
 def envelope_of(message: kombu.Message) -> Envelope:

@@ -57,7 +57,7 @@ from inbox.store.stored import (
 from inbox.store.together import begin_together
 from inbox.store.trail import purge_trail, purgeable_trail
 from inbox.store.trial import try_to_store
-from inbox.store.undecided import decide_now, fold_undecided, name_undecided
+from inbox.store.undecided import begin_reading, decide_now, end_reading, fold_undecided, name_undecided
 
 __all__ = [
     "ABANDONED",
@@ -84,6 +84,7 @@ __all__ = [
     "TwinBusy",
     "balance",
     "begin_fresh",
+    "begin_reading",
     "begin_stored",
     "begin_together",
     "bury_abandoned",
@@ -97,6 +98,7 @@ __all__ = [
     "delete_heartbeat",
     "delete_silent_heartbeats",
     "due_handlers",
+    "end_reading",
     "fail_stored",
     "finish",
     "fold_undecided",

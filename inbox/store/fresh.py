@@ -73,7 +73,7 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | Non
     # In a caller's transaction a duplicate must not leave the lock_timeout of this statement behind.
     if len(connection.atomic_blocks) == 1 and is_usable(connection):
         return _begin_prepared(connection, row, twin_timeout)
-    inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED)
+    inserted = insert(alias, row, twin_timeout, state=State.RECEIVED)
     if inserted is not None and not is_postgresql(connection):
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
@@ -102,7 +102,7 @@ def store_due(alias: str, row: NewRow, twin_timeout: timedelta, *, after: timede
         TwinBusy: see `begin_fresh`.
     """
     with noting(alias, matters=False):
-        inserted = _insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=after)
+        inserted = insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=after)
         note(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted is not None
 
@@ -116,7 +116,7 @@ def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timede
     state = State.DEAD if failure.retry_after is None else State.RETRYING
     matters = not failure.put_off
     with noting(alias, matters=matters):
-        inserted = _insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after)
+        inserted = insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after)
         note(alias, inserted.rows if inserted else (), was="", reason=failure.error, matters=matters)
     return inserted is not None
 
@@ -148,12 +148,12 @@ def store_running(
         at = connections[alias].ops.adapt_datetimefield_value(utcnow())
         also |= {"conflicts": 1, "conflicting_id": row.message_id, "conflicting_body": row.body, "conflicting_at": at}
     with noting(alias, matters=False):
-        inserted = _insert(alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also=also)
+        inserted = insert(alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also=also)
         note(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted.rows[0] if inserted else None
 
 
-def _insert(
+def insert(
     alias: str,
     row: NewRow,
     twin_timeout: timedelta,
@@ -163,6 +163,11 @@ def _insert(
     due_after: timedelta | None = None,
     also: Mapping[str, Any] | None = None,
 ) -> Guard | None:
+    """Insert a row in this state, unless it exists.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
     connection = connections[alias]
     at = now(connection)
     values: list[tuple[str, Any]] = [

@@ -13,13 +13,38 @@ from django.db import IntegrityError, OperationalError, connections, transaction
 
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql
-from inbox.store.fresh import count_duplicate
+from inbox.store.fresh import count_duplicate, insert
 from inbox.store.rows import DuplicateCause, Earlier, NewRow, TwinBusy
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import LOCK_TIMEOUT
 
 _COUNTS = ("duplicates", "redeliveries", "resends", "replays")
+
+
+def begin_reading(alias: str, row: NewRow, twin_timeout: timedelta) -> int:
+    """∅ | waiting → waiting, outside of every order, so that nobody runs it; how often that has been done.
+
+    Raises:
+        TwinBusy: see `begin_fresh`.
+    """
+    with transaction.atomic(using=alias):
+        insert(alias, row, twin_timeout, state=State.WAITING)
+        with connections[alias].cursor() as cursor:
+            cursor.execute(
+                f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE handler = %s AND topic = %s AND biz_id = %s "
+                "RETURNING attempts",
+                [row.handler, row.topic, row.biz_id],
+            )
+            found = cursor.fetchone()
+    return int(found[0]) if found else 0
+
+
+def end_reading(alias: str, row: NewRow) -> None:
+    """waiting → ∅: the body has been read."""
+    InboxMessage.objects.using(alias).filter(
+        handler=row.handler, topic=row.topic, biz_id=row.biz_id, state=State.WAITING, ordered=False
+    ).delete()
 
 
 def name_undecided(alias: str, stored: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:

@@ -22,7 +22,7 @@ from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers import Handler
 from outbox.kernel.loop import StopRequest, Watchdog
 from tests.support import processes
-from tests.support.apps.worker import JOB, NAMED
+from tests.support.apps.worker import JOB, NAMED, NAMED_AND_LEASED, NAMED_AND_ORDERED
 from tests.support.waiting import A_WHILE, wait_until
 
 EXCHANGE = "outbox"
@@ -31,7 +31,20 @@ CONFIRMED = {"confirm_publish": True}
 
 OF_THE_WORKERS = Handler(name="testworker.work", topic=JOB, function=print, biz_id=None, using="default")
 """As far as its queue goes; the function lives in the processes."""
-NAMED_OF_THE_WORKERS = Handler(name="testworker.named", topic=NAMED, function=print, biz_id=None, using="default")
+NAMED_OF_THE_WORKERS = [
+    Handler(name="testworker.named", topic=NAMED, function=print, biz_id=None, using="default"),
+    Handler(
+        name="testworker.named_and_ordered",
+        topic=NAMED_AND_ORDERED,
+        function=print,
+        biz_id=None,
+        using="default",
+        ordered=True,
+    ),
+    Handler(
+        name="testworker.named_and_leased", topic=NAMED_AND_LEASED, function=print, biz_id=None, using="default", mode="lease"
+    ),
+]
 
 
 def broker_options(url, **changes):

@@ -15,7 +15,7 @@ import pytest
 from inbox import store
 from inbox.models import InboxMessage, State
 from tests.support.apps.effects.models import Effect
-from tests.support.apps.worker import JOB, NAMED
+from tests.support.apps.worker import JOB
 from tests.support.deliveries import TOPIC, effects, make_due, the_effect, the_row
 from tests.support.waiting import wait_until
 from tests.support.workers import (
@@ -55,7 +55,7 @@ def worker(process_environment, rabbitmq_url, tmp_path):
             **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given, **options}),
             "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
         }
-        for handler in (OF_THE_WORKERS, NAMED_OF_THE_WORKERS):
+        for handler in (OF_THE_WORKERS, *NAMED_OF_THE_WORKERS):
             declare(handler, broker_options(rabbitmq_url))
         return Process(environment, tmp_path / "consumer.log", "inbox_consume")
 
@@ -114,20 +114,26 @@ def test_body_over_the_limit_is_a_dead_letter_with_its_body_and_takes_no_memory(
     assert taken < 64 + 5 * len(body) // MEGABYTE
 
 
-def test_message_that_ends_the_process_reading_it_runs_out_of_attempts_and_delays_no_other(worker, rabbitmq_url, length):
+@pytest.mark.parametrize("handler", NAMED_OF_THE_WORKERS, ids=["transaction", "ordered", "lease"])
+def test_message_that_ends_the_process_reading_it_runs_out_of_attempts_and_delays_no_other(
+    worker, rabbitmq_url, length, handler
+):
     with worker(MAX_ATTEMPTS=3) as process:
-        send(rabbitmq_url, NAMED, {"kills": True}, message_id="killer")
+        send(rabbitmq_url, handler.topic, {"kills": True}, message_id="killer")
         for number in range(5):
-            send(rabbitmq_url, NAMED, {"name": f"other-{number}"}, message_id=f"m-{number}")
+            send(rabbitmq_url, handler.topic, {"name": f"other-{number}"}, message_id=f"m-{number}")
         process.restarted_until(lambda: InboxMessage.objects.filter(state=State.DEAD).exists())
-        process.restarted_until(lambda: Effect.objects.count() == 5 and length(NAMED_OF_THE_WORKERS) == 0)
+        process.restarted_until(lambda: Effect.objects.count() == 5 and length(handler) == 0)
         ended = len(process.exits)
 
     row = the_row(message_id="killer")
-    assert (row.state, row.attempts) == (State.DEAD, 3)
+    stored_unread = not handler.ordered and handler.mode == "transaction"
+    assert (row.state, row.attempts) == (State.DEAD, 3 if stored_unread else 0)
+    assert "process" in row.last_error
     # The first delivery, and each attempt.
     assert ended == 4
     assert set(Effect.objects.values_list("name", flat=True)) == {f"other-{number}" for number in range(5)}
+    assert not InboxMessage.objects.filter(biz_id__startswith="undecided:").exclude(pk=row.pk).exists()
 
 
 @pytest.mark.parametrize("compression", ["gzip", "bzip2"])

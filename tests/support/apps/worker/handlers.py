@@ -9,7 +9,7 @@ from django.db import transaction
 from inbox import idempotent_handler
 from outbox import publish
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.apps.worker import CHAINED, JOB, NAMED
+from tests.support.apps.worker import CHAINED, JOB, NAMED, NAMED_AND_LEASED, NAMED_AND_ORDERED
 from tests.support.waiting import wait_until
 
 
@@ -32,6 +32,16 @@ def _name_in_the_payload(message):
 
 @idempotent_handler(NAMED, biz_id=_name_in_the_payload)
 def named(message):
+    _work(message)
+
+
+@idempotent_handler(NAMED_AND_ORDERED, biz_id=_name_in_the_payload, ordered=True)
+def named_and_ordered(message):
+    _work(message)
+
+
+@idempotent_handler(NAMED_AND_LEASED, biz_id=_name_in_the_payload, mode="lease")
+def named_and_leased(message):
     _work(message)
 
 
