@@ -3,6 +3,9 @@
 A process runs the messages of some handlers only: of those it knows, and of those with a rate limit when it has a token. An
 index by time alone would make it read every due message of all others first, at every poll. A probe for each handler reads the
 one entry it looks for, however many messages of other handlers, later ones or settled ones there are.
+
+Rows that another session has locked are passed over, but each of them is read for that, at every poll. So only a few are tried
+on PostgreSQL: of those due longest, and when all of these are locked, of those due last. What lies between waits for the locks.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)})"
 ABANDONED = f"{STORED} AND next_attempt_at IS NULL"
 MOST_COUNTED = 1_000
 """The messages of an unknown handler are counted as far as this."""
+_FIRST_TRIED, _LAST_TRIED = 32, 4
+"""Rows of runs that outlast `REDELIVERY_AFTER` are locked and due longest: about as many as all processes have workers."""
 _NO_SUSPECTS = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
 _WANTED = {
     "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
@@ -36,16 +41,26 @@ _WANTED = {
 def first_due(connection: BaseDatabaseWrapper, handlers: Sequence[str], *, suspects: bool) -> tuple[str, list[Any]]:
     """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
 
-    On PostgreSQL the row is locked, and a row that another transaction has locked is passed over.
+    On PostgreSQL the row is locked, and a few rows that other transactions have locked are passed over.
 
     Args:
         suspects: also those whose last attempt was begun and never ended.
     """
-    probe = _longest_due(connection, "" if suspects else _NO_SUSPECTS)
+    also = "" if suspects else _NO_SUSPECTS
+    probe = _longest_due(connection, also)
     wanted = _WANTED[connection.vendor]
     if is_postgresql(connection):
-        # One probe after the other: LIMIT ends them when one has found something.
-        sql = f"SELECT found.id FROM {wanted}, LATERAL ({probe} FOR UPDATE SKIP LOCKED) AS found LIMIT 1"
+        first = _longest_due(connection, also, most=_FIRST_TRIED)
+        last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
+        # In a CASE, or the planner may take the whole index of what is due for a shorter way to one row than its primary key.
+        lock = (
+            f"SELECT id FROM {TABLE} WHERE id = tried.id "
+            f"AND CASE WHEN {STORED} THEN next_attempt_at <= {now(connection)} ELSE false END FOR UPDATE SKIP LOCKED"
+        )
+        # One probe after the other, and one row after the other: LIMIT ends them when one has been locked.
+        sql = (
+            f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({last})) AS tried, LATERAL ({lock}) AS found LIMIT 1"
+        )
     else:
         sql = f"SELECT id FROM (SELECT ({probe}) AS id FROM {wanted}) WHERE id IS NOT NULL LIMIT 1"
     return sql, [json.dumps([*handlers])]
@@ -109,8 +124,8 @@ def abandoned(alias: str) -> list[int]:
         return [row for (row,) in cursor.fetchall()]
 
 
-def _longest_due(connection: BaseDatabaseWrapper, also: str = "") -> str:
+def _longest_due(connection: BaseDatabaseWrapper, also: str = "", *, order: str = "ASC", most: int = 1) -> str:
     return (
         f"SELECT id FROM {TABLE} stored WHERE stored.handler = wanted.handler AND {STORED} "
-        f"AND next_attempt_at <= {now(connection)} {also} ORDER BY next_attempt_at LIMIT 1"
+        f"AND next_attempt_at <= {now(connection)} {also} ORDER BY next_attempt_at {order} LIMIT {most}"
     )
