@@ -156,7 +156,7 @@ def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
 def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
     if not decided(lambda: store.bury_abandoned(handler.using, pk), handler.using):
         return None
-    return announce(handler, message_id, biz_id, Failure(error=store.ABANDONED, retry_after=None, attempts=1))
+    return announce(handler, message_id, biz_id, _abandoned())
 
 
 def refusal(arrival: Arrival) -> Failure:
@@ -180,6 +180,19 @@ def failure_of(error: BaseException, attempt: int, options: InboxOptions) -> Fai
 
 
 def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
+    return _announce(handler.name, message_id, biz_id, failure)
+
+
+def announce_buried(buried: store.Buried) -> Received:
+    """A handler has committed by itself, and the runner found its message; it may be one that this process does not know."""
+    return _announce(buried.handler, buried.message_id, buried.biz_id, _abandoned())
+
+
+def _abandoned() -> Failure:
+    return Failure(error=store.ABANDONED, retry_after=None, attempts=1)
+
+
+def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> Received:
     dead = failure.retry_after is None
     if dead:
         level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"
@@ -188,12 +201,10 @@ def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -
         level = logging.INFO if failure.put_off else logging.WARNING
         rest = failure.retry_after or timedelta()
         fate = f"is tried again in {rest.total_seconds():.0f} s"
-    logger.log(
-        level, "%s: message %s (biz-id %s) %s: %s", handler.name, message_id or "without id", biz_id, fate, failure.error
-    )
+    logger.log(level, "%s: message %s (biz-id %s) %s: %s", handler, message_id or "without id", biz_id, fate, failure.error)
     _tell(
         signals.message_dead if dead else signals.message_retrying,
-        handler=handler.name,
+        handler=handler,
         message_id=message_id,
         error=failure.error,
     )

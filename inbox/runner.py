@@ -23,7 +23,7 @@ from inbox.handlers import Handler, registry
 from inbox.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage
 from inbox.outages import Outages
-from inbox.outcomes import Received
+from inbox.outcomes import Received, announce_buried
 from inbox.receiving import claim_next, run_stored
 from inbox.store import Follower, OrderedKey
 from inbox.transactions import DatabaseAway, decided
@@ -256,8 +256,8 @@ class Runner:
             if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
                 return
             self._swept_at[alias] = monotonic()
-        if buried := decided(lambda: store.bury_abandoned(alias), alias):
-            logger.error("%d messages on %r are dead letters now: %s", buried, alias, store.ABANDONED)
+        for buried in decided(lambda: store.bury_abandoned(alias), alias):
+            announce_buried(buried)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.on_dead == "skip"])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:

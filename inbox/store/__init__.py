@@ -44,6 +44,7 @@ from inbox.store.rows import (
 from inbox.store.sentinel import ENDED, finish, refuse_if_ended
 from inbox.store.stored import (
     ABANDONED,
+    Buried,
     begin_stored,
     bury_abandoned,
     claim_due,
@@ -68,6 +69,7 @@ __all__ = [
     "TABLE",
     "UNIDENTIFIED",
     "Balance",
+    "Buried",
     "ConsumerState",
     "DuplicateCause",
     "Duplicates",

@@ -8,6 +8,7 @@ again; `bury_abandoned` makes it visible.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from django.db import IntegrityError, connections, transaction
 
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, is_postgresql
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, is_postgresql, now
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
 from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
@@ -208,15 +209,28 @@ def who_locks(alias: str, row: int) -> str:
     return str(found[0]) if found and found[0] else ""
 
 
-def bury_abandoned(alias: str, row: int | None = None) -> int:
-    """received, visible although a transaction is running it → dead; how many. Without `row` all that there are."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buried:
+    """A message that was made a dead letter."""
+
+    handler: str
+    message_id: str
+    biz_id: str
+
+
+def bury_abandoned(alias: str, row: int | None = None) -> list[Buried]:
+    """received, visible although a transaction is running it → dead; which ones. Without `row` all that there are."""
     # Reading first, because an UPDATE of no row would still take SQLite's write lock.
     rows = due.abandoned(alias) if row is None else [row]
     if not rows:
-        return 0
+        return []
     condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
-    still = InboxMessage.objects.using(alias).filter(pk__in=rows, state__in=DUE, next_attempt_at__isnull=True)
-    with transaction.atomic(using=alias):
+    connection = connections[alias]
+    with transaction.atomic(using=alias), connection.cursor() as cursor:
         note_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
-        buried: int = still.update(state=State.DEAD, last_error=ABANDONED, settled_at=DatabaseTime())
-    return buried
+        cursor.execute(
+            f"UPDATE {TABLE} SET state = 'dead', last_error = %s, settled_at = {now(connection)} WHERE {condition} "
+            "RETURNING handler, message_id, biz_id",
+            [ABANDONED, *rows],
+        )
+        return [Buried(handler=handler, message_id=message, biz_id=biz_id) for handler, message, biz_id in cursor.fetchall()]

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError, connections, transaction
 
-from inbox import store
+from inbox import signals, store
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from inbox.reading import read
@@ -149,11 +149,21 @@ def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database
         stored(handler)
     InboxMessage.objects.using(alias).update(next_attempt_at=None)
     InboxMessage.objects.using("other" if alias == "default" else "default").all().delete()
+    announced = []
 
-    drain()
+    def listen(sender, handler, message_id, error, **extra):
+        announced.append((handler, message_id, error))
+
+    signals.message_dead.connect(listen)
+    try:
+        drain()
+    finally:
+        signals.message_dead.disconnect(listen)
 
     row = InboxMessage.objects.using(alias).get()
     assert (row.state, row.last_error) == (State.DEAD, store.ABANDONED)
+    assert row.settled_at is not None
+    assert announced == [(f"tests.{alias}", row.message_id, store.ABANDONED)]
 
 
 @contextmanager
