@@ -20,17 +20,19 @@ from amqp.exceptions import PreconditionFailed
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 
-from inbox import store
+from inbox import store, undecided
 from inbox.consumer.lanes import Undecided
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
 from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
 from inbox.handlers import Handler
+from inbox.in_hand import in_hand
 from inbox.models import InboxMessage, State
 from inbox.outages import Outages
 from inbox.outcomes import Received
-from inbox.reading import read
+from inbox.reading import read, undecided_row
+from inbox.receiving import receive
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic
 from tests.support.aliases import the_default_at
@@ -56,6 +58,7 @@ from tests.support.deliveries import (
     deliver,
     drain,
     effects,
+    make_due,
     options,
     the_effect,
     the_row,
@@ -329,6 +332,34 @@ class TestAcknowledging:
 
         assert (first, second) == (Received.PUT_OFF, Received.PUT_OFF)
         assert waited < long.total_seconds() / 2
+
+    def test_copy_is_decided_about_when_the_running_message_has_ended(self, handles, monkeypatch):
+        """Not only when its deferral is over, which grows up to half a minute."""
+        monkeypatch.setattr(undecided, "_SHORTEST_DEFERRAL", timedelta(hours=1))
+        handler, envelope = handles(the_effect), an_envelope()
+        arrival = read(handler, envelope, OPTIONS)
+
+        with in_hand.holding([arrival.row]):
+            assert undecided.store_undecided(handler, arrival, OPTIONS, redelivered=False) is Received.STORED
+            assert receive(handler, arrival, OPTIONS, redelivered=False) is Received.PUT_OFF
+            assert drain() == 0
+        assert drain() == 1
+
+        assert (the_row().state, effects()) == (State.DONE, 1)
+
+    def test_copy_is_not_run_while_this_process_handles_its_message(self, handles):
+        """Also before that has a row, as when its transaction is begun anew."""
+        handler, envelope = handles(the_effect), an_envelope()
+        arrival = read(handler, envelope, OPTIONS)
+        assert store.store_due("default", undecided_row(handler, envelope, redelivered=False), OPTIONS.TWIN_TIMEOUT)
+
+        with in_hand.holding([arrival.row]):
+            assert drain() == 1
+            assert (the_row().state, the_row().attempts, effects()) == (State.RECEIVED, 0, 0)
+        make_due()
+        assert drain() == 1
+
+        assert (the_row().state, effects()) == (State.DONE, 1)
 
     def test_copies_of_a_running_message_are_counted_by_their_cause(self, handles, rabbitmq_url, gate, length):
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=2)
