@@ -289,7 +289,7 @@ class Consumer:
             self._watchdog.beat()
             try:
                 complaint = declare(self._connection, handler, self._options)
-                refuse_limits(self._policies, handler, self._options)
+                refuse_limits(self._connection, self._policies, handler, self._options)
             except Unusable as error:
                 unusable.add(handler.name)
                 complaint = f"{error} {_NOT_RECEIVED}"

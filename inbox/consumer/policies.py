@@ -39,7 +39,9 @@ class Policies:
 
     def __init__(self, options: InboxOptions) -> None:
         self._broker_url = options.broker_url
-        self._is_asked = options.QUEUE_TYPE == "quorum" and speaks_amqp(options.broker_url)
+        self._is_asked = speaks_amqp(options.broker_url)
+        # Classic queues have no delivery limit, and only an older queue may be a quorum queue nevertheless.
+        self._unseen_level = logging.WARNING if options.QUEUE_TYPE == "quorum" else logging.INFO
         self._url = options.MANAGEMENT_URL
         self._ask_at = float("-inf")
         self._known: dict[str, list[dict[str, Any]]] = {}
@@ -66,9 +68,10 @@ class Policies:
         broker = kombu.Connection(self._broker_url)
         if not (url := self._url or _usual_url(self._broker_url, broker)):
             self._ask_at = float("inf")
-            logger.info(
+            logger.log(
+                self._unseen_level,
                 "The management API of RabbitMQ is not asked, because the broker is not at its usual port, so delivery limits "
-                "set by policies are not seen. Set INBOX['MANAGEMENT_URL'] to where it answers."
+                "set by policies are not seen. Set INBOX['MANAGEMENT_URL'] to where it answers.",
             )
             return
         try:
@@ -76,13 +79,14 @@ class Policies:
         except (OSError, HTTPException, ValueError) as error:
             self._ask_at = monotonic() + _ASK_AGAIN_SECONDS
             logger.log(
-                logging.WARNING if self._url else logging.INFO,
+                logging.WARNING if self._url else self._unseen_level,
                 "The management API of RabbitMQ at %s does not answer (%s), so delivery limits set by policies are not seen. "
                 "Set INBOX['MANAGEMENT_URL'] to where it does. It is asked again in %.0f minutes.",
                 masked(url),
                 describe(error),
                 _ASK_AGAIN_SECONDS / 60,
             )
+            self._unseen_level = logging.INFO
 
     def _ask(self, url: str, broker: kombu.Connection, kind: str) -> list[dict[str, Any]]:
         at = urlsplit(url)

@@ -140,14 +140,16 @@ def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxO
     return " ".join(filter(None, complaints))
 
 
-def refuse_limits(policies: Policies, handler: Handler, options: InboxOptions) -> None:
+def refuse_limits(connection: kombu.Connection, policies: Policies, handler: Handler, options: InboxOptions) -> None:
     """The queues of `handler` are there: do policies limit how often a message is delivered?
 
     Raises:
         DeliveryLimited: one does.
     """
     for queue in queues_of(handler, options):
-        if limit := policies.delivery_limit(queue.name):
+        limit = policies.delivery_limit(queue.name)
+        # A classic queue has no such limit; one that was declared as another kind is used as it is.
+        if limit and (options.QUEUE_TYPE == "quorum" or _differing_arguments(connection, queue).get(_TYPE) == "quorum"):
             raise DeliveryLimited(limit)
 
 

@@ -89,8 +89,9 @@ def test_management_api_of_a_broker_at_another_port_is_reported_as_not_asked(han
     with consuming([handler], broker_options(rabbitmq_url)):
         wait_until(lambda: "Consuming 1 queues" in caplog.text)
 
-    assert caplog.text.count("The management API of RabbitMQ is not asked") == 1
-    assert "INBOX['MANAGEMENT_URL']" in caplog.text
+    (logged,) = [record for record in caplog.records if "The management API of RabbitMQ is not asked" in record.getMessage()]
+    assert logged.levelname == "WARNING"
+    assert "INBOX['MANAGEMENT_URL']" in logged.getMessage()
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,18 @@ class TestPolicies:
 
         (complaint,) = [record.getMessage() for record in caplog.records if "drops a message" in record.getMessage()]
         assert "'limit all'" in complaint
+
+    @pytest.mark.parametrize("existing", ["quorum", "classic"])
+    def test_policy_limits_what_a_classic_queue_type_finds_as_a_quorum_queue(self, handles, managed, url, caplog, existing):
+        vhost = url.rpartition("/")[2]
+        managed.ctl("set_policy", "-p", vhost, "limit", ".*", json.dumps({"delivery-limit": 5}), "--apply-to", "queues")
+        handler = handles(the_effect)
+        options = broker_options(url, MANAGEMENT_URL=managed.management_url, QUEUE_TYPE="classic")
+        declare_by_hand(url, queue_name(handler, options), queue_type=existing)
+
+        with consuming([handler], options):
+            expected = "drops a message that has been delivered" if existing == "quorum" else "Consuming 1 queues"
+            wait_until(lambda: expected in caplog.text)
 
     def test_delivery_limit_that_comes_back_is_reported_again(self, handles, managed, url, caplog):
         vhost = url.rpartition("/")[2]
