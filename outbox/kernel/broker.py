@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from amqp.exceptions import AccessRefused, AMQPError, FrameSyntaxError, NotAllowed
@@ -22,6 +23,9 @@ from outbox.kernel.text import why_unfit
 
 EXCHANGE_TYPE = "topic"
 HEARTBEAT_SECONDS = 10
+Frame = tuple[int, int, bytes]
+"""One frame of AMQP: its type, its channel and its payload."""
+
 _FRAME = struct.Struct(">BHI")
 """Type, channel and size; then come so many bytes of payload and one that ends the frame."""
 _FRAME_END = 0xCE
@@ -185,13 +189,15 @@ def read_in_chunks(transport: Any) -> None:
     transport._quick_recv = lambda size: read(max(size, _CHUNK_BYTES))  # noqa: SLF001
 
 
-def dispatch_what_is_read(connection: Any) -> None:
+def dispatch_what_is_read(connection: Any, take: Callable[[Frame], bool] | None = None) -> None:
     """Have py-amqp's connection take the whole frames that `read_in_chunks` has left in its buffer.
+
+    Or have `take` do it, until it returns False.
 
     Without setting two time limits on the socket for each, which costs it a third of its time. A frame that is not whole, or
     not sound, is left to py-amqp, which waits for the rest or says what is wrong.
     """
-    transport, take = connection.transport, connection.on_inbound_frame
+    transport = connection.transport
     while len(read := transport._read_buffer) > _FRAME.size:  # noqa: SLF001 - see read_in_chunks
         kind, channel, size = _FRAME.unpack_from(read)
         end = _FRAME.size + size
@@ -199,4 +205,8 @@ def dispatch_what_is_read(connection: Any) -> None:
             return
         # Before it is taken: whoever takes it may read on, or fail.
         transport._read_buffer = read[end + 1 :]  # noqa: SLF001
-        take((kind, channel, read[_FRAME.size : end]))
+        frame = (kind, channel, read[_FRAME.size : end])
+        if take is None:
+            connection.on_inbound_frame(frame)
+        elif not take(frame):
+            return

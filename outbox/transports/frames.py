@@ -22,7 +22,7 @@ from outbox.kernel.wire import Wire
 
 _Headers = TypeVar("_Headers", bound=Mapping[str, Any])
 
-_METHOD, _HEADER, _BODY, _END = 1, 2, 3, b"\xce"
+METHOD, _HEADER, _BODY, _END = 1, 2, 3, b"\xce"
 _FRAME_OVERHEAD = 8
 _BASIC, _PUBLISH = 60, 40
 _MANDATORY = b"\x01"
@@ -107,7 +107,7 @@ class FrameWriter:
 
     def _encode_method(self, exchange: str, routing_key: str) -> bytes:
         arguments = b"".join((pack(">HHH", _BASIC, _PUBLISH, 0), _short(exchange), _short(routing_key), _MANDATORY))
-        return b"".join(self._frame(_METHOD, arguments))
+        return b"".join(self._frame(METHOD, arguments))
 
     def _frame(self, kind: int, payload: bytes) -> tuple[bytes, bytes, bytes]:
         return _pack_frame_head(kind, self._channel, len(payload)), payload, _END
