@@ -30,7 +30,7 @@ class SettledMessage:
     Attributes:
         event: what became of the message: "published" or "dead".
         error: why it is dead, or "".
-        state: what it is now; a dead one may have been requeued since.
+        state: what it is now; a dead one may have been restored since.
         using: the alias of the outbox's database, which the transaction of this call is open on.
         id: the message id.
         topic: what it is about.
@@ -138,7 +138,7 @@ def on_published(topic: str, *, name: str | None = None) -> Callable[[Function],
 def on_dead(topic: str, *, name: str | None = None) -> Callable[[Function], Function]:
     """Have the decorated function told of every message of `topic` that has run out of attempts; see `on_published`.
 
-    A message that was requeued and died again is told of again.
+    A message that was restored and died again is told of again.
     """
     return _registering(topic, "dead", name)
 

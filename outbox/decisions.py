@@ -21,6 +21,7 @@ from outbox import doorbell, store
 from outbox.api import due
 from outbox.errors import InvalidMessage, UnknownMessage
 from outbox.kernel.text import why_unfit
+from outbox.states import CANCEL, RESCHEDULE
 
 
 class Outcome(StrEnum):
@@ -64,7 +65,7 @@ def cancel(
         UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both, or by what can be no name.
     """
     change = partial(store.cancel, reason="cancel() by the business")
-    return _decide(change, Outcome.CANCELLED, store.CANCELLABLE, named(message_id, topic, biz_id), using)
+    return _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
 
 
 def reschedule(
@@ -151,7 +152,7 @@ def refuse_unfit(**names: str) -> None:
 def _reschedule(find: _Find, at: timedelta | datetime, using: str, called: str) -> Decision:
     change = partial(store.reschedule, due=at, reason=f"{called} by the business")
     with transaction.atomic(using=using):
-        decision = _decide(change, Outcome.RESCHEDULED, store.RESCHEDULABLE, find, using)
+        decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, find, using)
         if decision:
             doorbell.ring_if_soon(using, at)
     return decision

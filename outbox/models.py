@@ -9,35 +9,10 @@ from django.db.models import Q
 
 from outbox.kernel.fields import InstantField, ReadableJSONField
 from outbox.kernel.text import NAME_LENGTH
+from outbox.states import State
 
 SHARDS = 64
 """Slices of the outbox. Fixed at insert, so changing it would break the order of keys in flight."""
-
-
-class State(models.TextChoices):
-    """Where a message is in its life. Every transition is one guarded UPDATE in `outbox.store`."""
-
-    PREPARED = "prepared"
-    STUCK = "stuck"
-    SCHEDULED = "scheduled"
-    READY = "ready"
-    RETRYING = "retrying"
-    WAITING = "waiting"
-    PUBLISHED = "published"
-    DEAD = "dead"
-    EXPIRED = "expired"
-    CANCELLED = "cancelled"
-    ROLLED_BACK = "rolled_back"
-
-
-IN_TROUBLE = (State.RETRYING, State.DEAD)
-"""States in which a message stops its key: the later ones become *waiting*."""
-
-HOLDING_KEY = (*IN_TROUBLE, State.WAITING)
-"""States in which a message holds back the later ones of its key."""
-
-SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
-"""States in which nothing more will happen by itself or is waited for; these rows may be purged."""
 
 
 class OutboxMessage(models.Model):
@@ -70,10 +45,9 @@ class OutboxMessage(models.Model):
         verbose_name = "outbox message"
         default_permissions = ("view",)
         permissions = (
-            ("requeue_outboxmessage", "Can requeue a dead or retrying message"),
             ("cancel_outboxmessage", "Can cancel a message that is not published"),
             ("reschedule_outboxmessage", "Can reschedule a message that is not published, or have it sent now"),
-            ("restore_outboxmessage", "Can bring back a cancelled, expired or dead message"),
+            ("restore_outboxmessage", "Can restore a cancelled, expired, dead or retrying message"),
             ("decide_outboxmessage", "Can decide about a prepared message"),
         )
         constraints = (

@@ -26,7 +26,7 @@ from outbox.conf import outbox_options
 from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
 from outbox.kernel.envelope import HeaderValue
 from outbox.kernel.identity import new_message_id
-from outbox.models import State
+from outbox.states import State
 
 logger = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ from django.db import DEFAULT_DB_ALIAS, transaction
 from outbox import doorbell, store
 from outbox.decisions import named, refuse_unfit
 from outbox.errors import InvalidMessage
+from outbox.states import RESTORE
 from outbox.store.dialect import chunks
 
 _AT_ONCE = 500
@@ -39,7 +40,7 @@ def restore(
     *,
     topic: str | None = None,
     biz_id: str | None = None,
-    states: Collection[str] = store.RESTORABLE,
+    states: Collection[str] | None = None,
     overdue: bool = True,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Restoration:
@@ -51,16 +52,18 @@ def restore(
     most ten seconds.
 
     Args:
-        states: of messages in these states only.
+        states: of messages in these states only. Default: cancelled, expired, dead; and retrying, if it is named by its id.
         overdue: False: only those whose time is ahead.
 
     Raises:
         UnknownMessage: it is named by its id and otherwise, or by a biz-id without its topic, or by what can be no name.
         InvalidMessage: there are `states` among these that nothing can be restored from.
     """
-    if strange := set(states).difference(store.RESTORABLE):
+    if states is None:
+        states = RESTORE.sources if message_id is not None else store.RESTORED_BY_DEFAULT
+    if strange := set(states).difference(RESTORE.sources):
         raise InvalidMessage(
-            f"states has {', '.join(sorted(strange))}: only {', '.join(store.RESTORABLE)} messages can be restored."
+            f"states has {', '.join(sorted(strange))}: only {', '.join(RESTORE.sources)} messages can be restored."
         )
     if topic is not None and message_id is None and biz_id is None:
         refuse_unfit(topic=topic)

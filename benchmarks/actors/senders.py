@@ -121,7 +121,8 @@ def _lane(envelopes: Sequence[Envelope], ready: threading.Barrier) -> tuple[floa
 
 def ready_envelopes() -> list[Envelope]:
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
-    from outbox.models import OutboxMessage, State  # noqa: PLC0415
+    from outbox.models import OutboxMessage  # noqa: PLC0415
+    from outbox.states import State  # noqa: PLC0415
 
     source = outbox_options().source
     return [

@@ -19,7 +19,8 @@ from outbox.callbacks import registry
 from outbox.kernel.acting_admin import ActingAdmin
 from outbox.kernel.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
 from outbox.kernel.text import fit
-from outbox.models import PendingCallback, State
+from outbox.models import PendingCallback
+from outbox.states import State
 
 _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
 

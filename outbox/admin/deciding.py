@@ -17,7 +17,8 @@ from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
 from outbox.kernel.acting_admin import by
 from outbox.kernel.display import Tone, age, exact
 from outbox.kernel.message_admin import Counterpart, MessageAdmin
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
 
 _Messages = QuerySet[OutboxMessage]
 
@@ -42,16 +43,15 @@ class DecidingAdmin(MessageAdmin):
         changelist="inbox_inboxmessage_changelist", title="inbox messages", permission="inbox.view_inboxmessage"
     )
     allowed_in: ClassVar[Any] = {
-        "requeue": store.REQUEUEABLE,
-        "publish_now": store.RESCHEDULABLE,
-        "reschedule": store.RESCHEDULABLE,
-        "cancel": store.CANCELLABLE,
-        "restore": store.RESTORABLE,
-        "commit": store.UNDECIDED,
-        "roll_back": store.UNDECIDED,
-        "ask_again": store.UNDECIDED,
+        "publish_now": PUBLISH_NOW.sources,
+        "reschedule": RESCHEDULE.sources,
+        "cancel": CANCEL.sources,
+        "restore": RESTORE.sources,
+        "commit": COMMIT.sources,
+        "roll_back": ROLL_BACK.sources,
+        "ask_again": UNDECIDED,
     }
-    actions: Any = ("requeue", "publish_now", "reschedule", "cancel", "restore", "commit", "roll_back", "ask_again")
+    actions: Any = tuple(allowed_in)
     confirmation_template = "outbox/admin/confirm.html"
 
     def is_here(self, where: str) -> bool:
@@ -69,13 +69,10 @@ class DecidingAdmin(MessageAdmin):
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         if request.POST.get("action") == "restore" and not request.POST.get("overdue"):
-            row = self.everything(request).using(alias).filter(pk=pk, state__in=store.RESTORABLE).first()
+            row = self.everything(request).using(alias).filter(pk=pk, state__in=RESTORE.sources).first()
             if row is not None and (row.deliver_at is None or row.deliver_at <= row.database_now):
                 return "it is overdue, and such messages were to be left"
         return super().why_not(request, alias, pk)
-
-    def has_requeue_permission(self, request: HttpRequest) -> bool:
-        return request.user.has_perm("outbox.requeue_outboxmessage")
 
     def has_reschedule_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.reschedule_outboxmessage")
@@ -88,10 +85,6 @@ class DecidingAdmin(MessageAdmin):
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.decide_outboxmessage")
-
-    @admin.action(permissions=["requeue"], description="Requeue")
-    def requeue(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="requeued", transition=partial(store.requeue, reason=by(request)))
 
     @admin.action(permissions=["reschedule"], description="Publish now…")
     def publish_now(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:

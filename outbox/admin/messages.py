@@ -36,7 +36,8 @@ from outbox.kernel.display import (
 from outbox.kernel.envelope import JSON
 from outbox.kernel.message_admin import StateFilter, StuckFilter
 from outbox.kernel.wire import CELERY_TOPICS
-from outbox.models import IN_TROUBLE, OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import IN_TROUBLE, UNDECIDED, State
 
 _OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
@@ -132,7 +133,7 @@ class OutboxMessageAdmin(DecidingAdmin):
     @admin.display(description="state")
     def state_explained(self, row: Any) -> SafeString:
         """The badge, and what a key or a checker has to do with it."""
-        if row.state in store.UNDECIDED:
+        if row.state in UNDECIDED:
             return format_html("{}{}", self.badge_of(row), _undecided(row))
         if row.state == State.WAITING:
             return format_html("{}{}", self.badge_of(row), self._behind(row))

@@ -8,13 +8,13 @@ from django.contrib import admin
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from outbox import store
 from outbox.admin.selections import SelectionAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.kernel.display import Tone, age, badge, stacked
 from outbox.kernel.message_admin import StateFilter
-from outbox.models import PreparedMessage, State
+from outbox.models import PreparedMessage
+from outbox.states import UNDECIDED, State
 
 
 class UndecidedFilter(StateFilter):
@@ -28,7 +28,7 @@ class UndecidedFilter(StateFilter):
 class PreparedMessageAdmin(SelectionAdmin):
     """Stuck ones first, then by their next check, which is the order of the index."""
 
-    selected = store.UNDECIDED
+    selected = UNDECIDED
     ordering = ("-state", "available_at", "id")
     list_display = ("state_badge", "summary", "prepared", "checks", "said")
     list_filter = (UndecidedFilter,)

@@ -10,7 +10,8 @@ from django.utils.safestring import SafeString
 from outbox.kernel.acting_admin import counted
 from outbox.kernel.display import NOTHING, age
 from outbox.kernel.process_admin import ProcessAdmin
-from outbox.models import OutboxMessage, RelayHeartbeat, State
+from outbox.models import OutboxMessage, RelayHeartbeat
+from outbox.states import State
 
 
 @admin.register(RelayHeartbeat)

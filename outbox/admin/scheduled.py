@@ -17,7 +17,8 @@ from outbox.conf import outbox_options
 from outbox.kernel.acting_admin import counted
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.display import NOTHING, Tone, age, badge, clock, identifier, span, stacked, warning
-from outbox.models import ScheduledMessage, State
+from outbox.models import ScheduledMessage
+from outbox.states import State
 
 
 class DueFilter(admin.SimpleListFilter):

@@ -12,7 +12,8 @@ from django.utils.safestring import SafeString
 
 from outbox.admin.messages import OutboxMessageAdmin
 from outbox.kernel.clock import DatabaseTime
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 
 
 class SelectionAdmin(OutboxMessageAdmin):

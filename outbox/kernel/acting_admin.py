@@ -239,7 +239,7 @@ class ActingAdmin(ReadOnlyAdmin):
         """Try the transition on each picked row and say what happened to each.
 
         Args:
-            done: the past participle of what is done, "requeued".
+            done: the past participle of what is done, "restored".
             transition: guarded; takes the database alias and the primary key, False when the state does not allow it.
             reason: the operator's, for the log.
         """

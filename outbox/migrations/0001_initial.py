@@ -52,7 +52,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'verbose_name': 'outbox message',
-                'permissions': (('requeue_outboxmessage', 'Can requeue a dead or retrying message'), ('cancel_outboxmessage', 'Can cancel a message that is not published')),
+                'permissions': (('cancel_outboxmessage', 'Can cancel a message that is not published')),
                 'default_permissions': ('view',),
                 'indexes': [models.Index(models.F('shard'), models.OrderBy(models.F('priority'), descending=True), models.F('id'), condition=models.Q(('state', 'ready')), name='outbox_ready'), models.Index(condition=models.Q(('state__in', ['scheduled', 'retrying'])), fields=['available_at'], name='outbox_due'), models.Index(condition=models.Q(('state__in', ['retrying', 'dead']), models.Q(('key', ''), _negated=True)), fields=['key', 'id'], name='outbox_holding'), models.Index(condition=models.Q(('state__in', ['published', 'expired', 'cancelled', 'rolled_back'])), fields=['settled_at'], name='outbox_settled'), models.Index(fields=['topic', 'biz_id'], name='outbox_biz_id')],
                 'constraints': [models.UniqueConstraint(condition=models.Q(('is_unique', True)), fields=('topic', 'biz_id'), name='outbox_unique_biz_id')],

@@ -74,7 +74,7 @@ class Migration(migrations.Migration):
         ),
         migrations.AlterModelOptions(
             name='outboxmessage',
-            options={'default_permissions': ('view',), 'permissions': (('requeue_outboxmessage', 'Can requeue a dead or retrying message'), ('cancel_outboxmessage', 'Can cancel a message that is not published'), ('reschedule_outboxmessage', 'Can reschedule a message that is not published, or have it sent now'), ('restore_outboxmessage', 'Can bring back a cancelled, expired or dead message'), ('decide_outboxmessage', 'Can decide about a prepared message')), 'verbose_name': 'outbox message'},
+            options={'default_permissions': ('view',), 'permissions': (('cancel_outboxmessage', 'Can cancel a message that is not published'), ('reschedule_outboxmessage', 'Can reschedule a message that is not published, or have it sent now'), ('restore_outboxmessage', 'Can restore a cancelled, expired, dead or retrying message'), ('decide_outboxmessage', 'Can decide about a prepared message')), 'verbose_name': 'outbox message'},
         ),
         migrations.RemoveIndex(
             model_name='outboxmessage',

@@ -21,8 +21,9 @@ from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.text import describe
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
 from outbox.relay.attending import Attendant
+from outbox.states import State
 
 logger = logging.getLogger(__name__)
 

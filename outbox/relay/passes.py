@@ -276,7 +276,7 @@ class Pass:
             try:
                 batch.parcels[row.position] = self._parcel(row)
             except DamagedRow as damage:
-                batch.damaged[row.position] = f"its row is damaged: {damage}. Correct the row, then requeue the message"
+                batch.damaged[row.position] = f"its row is damaged: {damage}. Correct the row, then restore the message"
             else:
                 formed.append(row)
         return formed

@@ -45,23 +45,18 @@ from outbox.store.claiming import (
 from outbox.store.heartbeats import Beat, beat, forget_silent, relays, retire
 from outbox.store.lease import Lease, LeaseLost
 from outbox.store.operating import (
-    CANCELLABLE,
-    REQUEUEABLE,
-    RESCHEDULABLE,
     cancel,
     identified,
     named,
     oldest_waiting,
     purge_settled,
     purgeable,
-    requeue,
     reschedule,
     states,
     states_of,
     topics,
 )
 from outbox.store.preparing import (
-    UNDECIDED,
     ask_at_once,
     claim_checks,
     commit_prepared,
@@ -74,7 +69,7 @@ from outbox.store.preparing import (
     topics_unchecked,
 )
 from outbox.store.restoring import (
-    RESTORABLE,
+    RESTORED_BY_DEFAULT,
     Restorable,
     Restored,
     Selection,
@@ -103,12 +98,8 @@ from outbox.store.trail import purge_trail, purgeable_trail
 from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
 
 __all__ = [
-    "CANCELLABLE",
     "PUT_OFF",
-    "REQUEUEABLE",
-    "RESCHEDULABLE",
-    "RESTORABLE",
-    "UNDECIDED",
+    "RESTORED_BY_DEFAULT",
     "Beat",
     "Busy",
     "CallLost",
@@ -181,7 +172,6 @@ __all__ = [
     "rehearse",
     "relays",
     "release_waiting",
-    "requeue",
     "reschedule",
     "restorable",
     "restore",

@@ -24,7 +24,8 @@ from django.db import connections
 from outbox.kernel.clock import NOW_AFTER
 from outbox.kernel.prepared import PLANNED_SINGLY, Prepared, is_usable
 from outbox.kernel.text import describe
-from outbox.models import HOLDING_KEY, SHARDS, PendingCallback, TrailEntry
+from outbox.models import SHARDS, PendingCallback, TrailEntry
+from outbox.states import HOLDING_KEY
 from outbox.store.dialect import LOCK_SPACE, TABLE, any_of, array_of, is_postgresql, now
 
 if TYPE_CHECKING:

@@ -6,13 +6,10 @@ import json
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from django.db.models import Q
-
-from outbox.kernel.clock import DatabaseTime, now_after
+from outbox.kernel.clock import now_after
 from outbox.models import OutboxMessage
 
 if TYPE_CHECKING:
@@ -23,11 +20,6 @@ _T = TypeVar("_T")
 TABLE = OutboxMessage._meta.db_table
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
-
-NOW_ASIDE = DatabaseTime(timedelta(milliseconds=1))
-"""When what becomes ready now is due: an instant that cannot be that of its insert, by which it would belong to the stream,
-whose readers may be past its place. SQLite counts in milliseconds."""
-IS_AHEAD = Q(deliver_at__gt=DatabaseTime())
 
 
 def is_postgresql(connection: BaseDatabaseWrapper) -> bool:

@@ -9,7 +9,8 @@ from outbox.conf import outbox_options
 from outbox.kernel.clock import utcnow
 from outbox.kernel.databases import with_table
 from outbox.kernel.trail import Account, Moment, Standing
-from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import State
 
 _HERE = "outbox"
 _GOES_ON = (State.SCHEDULED, State.RETRYING, State.PREPARED)

@@ -1,98 +1,48 @@
-"""What operators and the business decide about messages and see of them: cancel, reschedule, requeue, count, purge."""
+"""What operators and the business decide about messages and see of them: cancel, reschedule, count, purge."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from django.db import OperationalError, connections, transaction
-from django.db.models import (
-    Case,
-    Count,
-    DateTimeField,
-    Exists,
-    ExpressionWrapper,
-    F,
-    Min,
-    OuterRef,
-    Q,
-    QuerySet,
-    Value,
-    When,
-)
-from django.db.models.expressions import Combinable, RawSQL
-from django.db.models.functions import Coalesce
+from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
-from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
 from outbox.kernel.faults import is_collision
-from outbox.kernel.fields import FIRST_INSTANT, LAST_INSTANT
-from outbox.models import SETTLED, OutboxMessage, PendingCallback, RelayLease, State
+from outbox.models import OutboxMessage, PendingCallback, RelayLease
+from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, SETTLED, State, Transition
 from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
-from outbox.store.trail import note
+from outbox.store.transitions import move
 
 OPERATORS_WAIT = timedelta(seconds=10)
 
-CANCELLABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.DEAD)
-_INSTANTS = (FIRST_INSTANT, LAST_INSTANT)
-_HAS_INSTANTS = Q(expires_at__range=_INSTANTS, available_at__range=_INSTANTS, created_at__range=_INSTANTS) & (
-    Q(deliver_at=None) | Q(deliver_at__range=_INSTANTS)
-)
-RESCHEDULABLE = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING)
-REQUEUEABLE = (State.DEAD, State.RETRYING)
-
 
 def cancel(alias: str, position: int, *, reason: str = "") -> bool:
-    """scheduled | ready | retrying | waiting | dead → cancelled: no relay sends it any more.
+    """No relay sends it any more. False: too late, or in a relay's hands.
 
-    False: too late, or in a relay's hands. A message whose last outcome is unknown may be in the broker already; that is in
-    nobody's power.
+    A message whose last outcome is unknown may be in the broker already; nothing can call it back from there.
 
     Args:
         reason: for the trail: who did it.
     """
-    return _decide(alias, position, CANCELLABLE, lambda _: {"state": State.CANCELLED, "settled_at": DatabaseTime()}, reason)
+    return _decide(alias, CANCEL, position, reason)
 
 
 def reschedule(alias: str, position: int, due: datetime | timedelta, *, reason: str = "") -> bool:
-    """scheduled | ready | retrying | waiting → scheduled for `due`, an instant or a span from now; a span of 0: → ready.
+    """Have it published at an instant, or so long from now; 0: now. False: see `cancel`.
 
-    Its attempts begin anew, and what time it had left from being due until it expires, it has again. False: see `cancel`.
+    Its attempts begin anew, and what time it had left from being due until it expires, it has again.
 
     Args:
         reason: for the trail: who did it. When it is due is added.
     """
-
-    def postponed(_: OutboxMessage) -> dict[str, Any]:
-        return {
-            "state": State.SCHEDULED if due else State.READY,
-            "attempts": 0,
-            "deliver_at": _instant(due),
-            "available_at": _instant(due),
-            "expires_at": as_long_from(_instant(due)),
-        }
-
-    return _decide(alias, position, RESCHEDULABLE, postponed, "; ".join(filter(None, (reason, _told(due)))))
-
-
-def as_long_from(due: datetime | DatabaseTime) -> Combinable:
-    """When a message expires that is due then, and is to last as long from then as it did from when it was due before.
-
-    A restored one keeps its old `deliver_at`; what it lasts counts from when it became available.
-    """
-    was_restored = Q(headers__has_key=REPLAY_HEADER, expires_at__gt=F("available_at"))
-    since = Case(When(was_restored, then=F("available_at")), default=Coalesce("deliver_at", "created_at"))
-    instant = Value(due, output_field=DateTimeField()) if isinstance(due, datetime) else due
-    again = ExpressionWrapper(instant + (F("expires_at") - since), output_field=DateTimeField())
-    # With the instants of a row that was damaged by hand the database cannot calculate; they stay.
-    return Case(When(_HAS_INSTANTS, then=again), default=F("expires_at"), output_field=DateTimeField())
-
-
-def _instant(due: datetime | timedelta) -> datetime | DatabaseTime:
-    return DatabaseTime(due) if isinstance(due, timedelta) else due
+    reason = "; ".join(filter(None, (reason, _told(due))))
+    return _decide(alias, RESCHEDULE, position, reason, due=due) if due else _decide(alias, PUBLISH_NOW, position, reason)
 
 
 def _told(due: datetime | timedelta) -> str:
@@ -101,43 +51,28 @@ def _told(due: datetime | timedelta) -> str:
     return f"due in {due}" if due else "due now"
 
 
-_Written = Callable[[OutboxMessage], dict[str, Any]]
+def _decide(alias: str, transition: Transition, position: int, reason: str, **given: Any) -> bool:
+    """Move a message that is in no relay's hands; False: it is, or in no state that the transition leads from.
 
-
-def _decide(alias: str, position: int, states: Sequence[State], written: _Written, reason: str) -> bool:
-    """Write a row that is in one of these states and in no relay's hands; False: it is not.
-
-    What is not ready is in nobody's hands, and locking it is enough. For what is ready, a relay's pass over its shard is waited
-    for, and the shard kept from relays until the open transaction ends.
+    What is not ready is in no relay's hands, and locking it is enough. For what is ready, a relay's pass over its shard is
+    waited for, and the shard kept from relays until the open transaction ends.
     """
-    resting = [state for state in states if state is not State.READY]
+    decide = partial(move, alias, transition, [position], reason=reason, **given)
+    not_ready = [state for state in transition.sources if state is not State.READY]
     try:
         with transaction.atomic(using=alias), lock_timeout(alias, OPERATORS_WAIT):
             before = transaction.savepoint(using=alias)
-            if _write(alias, position, resting, written, reason):
+            if decide(only=not_ready):
                 transaction.savepoint_commit(before, using=alias)
                 return True
             # One that became ready while its lock was waited for is locked all the same: a relay that has the shard would wait
             # for the row, and this for the shard.
             transaction.savepoint_rollback(before, using=alias)
-            return not _in_hand(alias, position) and _write(alias, position, states, written, reason)
+            return not _in_hand(alias, position) and bool(decide())
     except OperationalError as error:
         if is_collision(error):
             return False
         raise
-
-
-def _write(alias: str, position: int, states: Sequence[State], written: _Written, reason: str) -> bool:
-    """Lock a row that is in one of these states, write it and leave a trail of it; False: it is not in any."""
-    row = OutboxMessage.objects.using(alias).filter(pk=position, state__in=states)
-    # Locked first: an UPDATE does not tell which of these states it was.
-    locked = row.select_for_update().only("state").first()
-    if locked is None:
-        return False
-    values = written(locked)
-    row.update(**values)
-    note(alias, [position], was=locked.state, became=values["state"], reason=reason)
-    return True
 
 
 def named(alias: str, topic: str, biz_id: str) -> list[int]:
@@ -166,36 +101,6 @@ def states_of(alias: str, positions: Sequence[int]) -> dict[int, str]:
     """The state each of them is in, by position, the latest message first."""
     found = OutboxMessage.objects.using(alias).filter(pk__in=positions).order_by("-pk")
     return dict(found.values_list("pk", "state"))
-
-
-def requeue(alias: str, position: int, *, reason: str = "") -> bool:
-    """dead | retrying → ready, with a full set of attempts. False: it is in neither of these states.
-
-    From now on it says of itself that an operator had it sent again: an earlier attempt may have reached some consumers, whose
-    inbox then tells this copy from one that a relay sent twice.
-
-    Args:
-        reason: for the trail: who did it.
-    """
-    anew = {"state": State.READY, "attempts": 0, "available_at": DatabaseTime(), "settled_at": None}
-    marked = marked_as_replayed(alias)
-    with transaction.atomic(using=alias):
-        return _write(alias, position, REQUEUEABLE, lambda _: {**anew, "headers": marked}, reason)
-
-
-def marked_as_replayed(alias: str) -> RawSQL:
-    """The headers with the mark that somebody has had the message sent again."""
-    # With the other headers, where publishers cannot set such a name: a column of its own would be read with every message.
-    # Headers that are not an object were damaged by hand, and are left for a person to correct.
-    if is_postgresql(connections[alias]):
-        return RawSQL(
-            "CASE jsonb_typeof(headers) WHEN 'object' THEN headers || jsonb_build_object(%s::text, %s::text) ELSE headers END",
-            [REPLAY_HEADER, BY_OPERATOR],
-        )
-    return RawSQL(
-        "CASE json_type(headers) WHEN 'object' THEN json_set(headers, %s, %s) ELSE headers END",
-        [f'$."{REPLAY_HEADER}"', BY_OPERATOR],
-    )
 
 
 def _in_hand(alias: str, position: int) -> bool:

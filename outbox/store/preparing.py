@@ -11,62 +11,34 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
-from typing import Any
 
 from django.db import transaction
-from django.db.models import Case, F, QuerySet, Value, When
+from django.db.models import QuerySet
 
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
-from outbox.models import OutboxMessage, State
-from outbox.store.dialect import IS_AHEAD, NOW_ASIDE
-from outbox.store.trail import note
-
-UNDECIDED = (State.PREPARED, State.STUCK)
+from outbox.models import OutboxMessage
+from outbox.states import COMMIT, GIVE_UP, RESUME_CHECKS, ROLL_BACK, UNDECIDED, State
+from outbox.store.dialect import TABLE
+from outbox.store.transitions import Found, move
 
 _TOLD_AT_ONCE = 500
 _NO_CHECKER = "no answer: no process that runs has a checker for its topic"
 
 
 def commit_prepared(alias: str, position: int, *, reason: str = "") -> bool:
-    """prepared | stuck → scheduled while `deliver_at` is ahead, else → ready. False: it was decided about before."""
-    return _decide(
-        alias,
-        position,
-        reason,
-        state=Case(When(IS_AHEAD, then=Value(State.SCHEDULED)), default=Value(State.READY)),
-        attempts=0,
-        last_error="",
-        available_at=Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW_ASIDE),
-        settled_at=None,
-    )
+    """Its business has happened. False: it was decided about before."""
+    return bool(move(alias, COMMIT, [position], reason=reason))
 
 
 def roll_back_prepared(alias: str, position: int, *, reason: str = "") -> bool:
-    """prepared | stuck → rolled_back: it is never sent. False: it was decided about before."""
-    return _decide(
-        alias, position, reason, state=State.ROLLED_BACK, last_error="", available_at=DatabaseTime(), settled_at=DatabaseTime()
-    )
-
-
-def _decide(alias: str, position: int, reason: str, **written: Any) -> bool:
-    row = OutboxMessage.objects.using(alias).filter(pk=position)
-    with transaction.atomic(using=alias):
-        was = row.select_for_update().values_list("state", flat=True).first()
-        if was not in UNDECIDED or not row.filter(state=was).update(**written):
-            return False
-        note(alias, [position], was=was, became=row.values_list("state", flat=True).get(), reason=reason)
-    return True
+    """Its business has not happened: it is never sent. False: it was decided about before."""
+    return bool(move(alias, ROLL_BACK, [position], reason=reason))
 
 
 def resume(alias: str, position: int, *, reason: str = "") -> bool:
-    """stuck → prepared, its checker to be asked at once and anew as often. False: it is not stuck."""
-    row = OutboxMessage.objects.using(alias).filter(pk=position, state=State.STUCK)
-    with transaction.atomic(using=alias):
-        resumed = bool(row.update(state=State.PREPARED, attempts=0, available_at=DatabaseTime(), settled_at=None))
-        if resumed:
-            note(alias, [position], was=State.STUCK, became=State.PREPARED, reason=reason)
-    return resumed
+    """Have the checker of a stuck message asked at once, and anew as often. False: it is not stuck."""
+    return bool(move(alias, RESUME_CHECKS, [position], reason=reason))
 
 
 def ask_at_once(alias: str, position: int) -> bool:
@@ -124,11 +96,9 @@ def count_unknown(alias: str, position: int, seen: int, limit: int, said: str) -
     last_error = printable(said, ERROR_LENGTH)
     if asked < limit:
         return State.PREPARED if row.update(attempts=asked, last_error=last_error) else None
-    with transaction.atomic(using=alias):
-        if not row.update(state=State.STUCK, attempts=asked, last_error=last_error, available_at=DatabaseTime()):
-            return None
-        note(alias, [position], was=State.PREPARED, became=State.STUCK, reason=said)
-    return State.STUCK
+    unchanged = f"SELECT id FROM {TABLE} WHERE id = %s AND state = 'prepared' AND attempts = %s"
+    stuck = move(alias, GIVE_UP, Found(unchanged, [position, seen], "FOR UPDATE"), reason=said, error=last_error)
+    return State.STUCK if stuck else None
 
 
 def note_no_answer(alias: str, position: int, error: str) -> bool:

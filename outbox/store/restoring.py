@@ -12,20 +12,21 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from django.db import OperationalError, transaction
-from django.db.models import Count, F, Min, QuerySet
+from django.db.models import Count, Min, QuerySet
 
-from outbox.kernel.clock import DatabaseTime
+from outbox.expressions import IS_AHEAD
 from outbox.kernel.databases import lock_timeout
 from outbox.kernel.faults import is_collision
-from outbox.models import OutboxMessage, State
-from outbox.store.dialect import IS_AHEAD, NOW_ASIDE
-from outbox.store.operating import OPERATORS_WAIT, as_long_from, marked_as_replayed
-from outbox.store.trail import note
+from outbox.models import OutboxMessage
+from outbox.states import RESTORE, State
+from outbox.store.operating import OPERATORS_WAIT
+from outbox.store.transitions import move
 
-RESTORABLE = (State.CANCELLED, State.EXPIRED, State.DEAD)
+RESTORED_BY_DEFAULT = (State.CANCELLED, State.EXPIRED, State.DEAD)
+"""What is restored of a topic when no states are given: what does not go on by itself."""
 OVERDUE, LOCKED = "overdue", "locked"
 
 
@@ -41,7 +42,7 @@ class Selection:
     message_ids: Collection[uuid.UUID] | None = None
     topic: str | None = None
     biz_id: str | None = None
-    states: Collection[str] = RESTORABLE
+    states: Collection[str] = RESTORED_BY_DEFAULT
     since: datetime | None = None
     until: datetime | None = None
 
@@ -94,15 +95,20 @@ def restorable(alias: str, selection: Selection) -> dict[int, uuid.UUID]:
 
 
 def restore(alias: str, position: int, *, overdue: bool = True, reason: str = "") -> bool:
-    """`restore_some` of one. False: it was left as it is."""
-    restored = restore_some(alias, [position], overdue=overdue, reason=reason)
+    """`restore_some` of one, from whatever state that is possible. False: it was left as it is."""
+    restored = restore_some(alias, [position], states=RESTORE.sources, overdue=overdue, reason=reason)
     return bool(restored.ready + restored.scheduled)
 
 
 def restore_some(
-    alias: str, positions: Sequence[int], *, states: Collection[str] = RESTORABLE, overdue: bool = True, reason: str = ""
+    alias: str,
+    positions: Sequence[int],
+    *,
+    states: Collection[str] = RESTORED_BY_DEFAULT,
+    overdue: bool = True,
+    reason: str = "",
 ) -> Restored:
-    """cancelled | expired | dead → scheduled while the original `deliver_at` is ahead, else → ready.
+    """Schedule them again while their `deliver_at` is ahead, or make them ready.
 
     With a full set of attempts. One that becomes ready lasts as long again, until it expires, as it did from being due. From
     now on it says of itself that it is sent again on purpose: an attempt may have reached the broker, whatever its state is.
@@ -147,21 +153,11 @@ class _Some(NamedTuple):
             elif not ahead and not self.overdue:
                 left[OVERDUE] += len(group)
             else:
-                became[State.SCHEDULED if ahead else State.READY] += self._write(group, state, ahead=ahead)
+                moved = move(self.alias, RESTORE, group, only=[State(state)], reason=self.reason)
+                became.update(one.became for one in moved)
         if lost := len(set(self.positions)) - became.total() - left.total():
             left[LOCKED] = lost
         return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], left=dict(left))
-
-    def _write(self, positions: Sequence[int], was: str, *, ahead: bool) -> int:
-        values: dict[str, Any] = {"attempts": 0, "settled_at": None, "headers": marked_as_replayed(self.alias)}
-        if ahead:
-            values |= {"state": State.SCHEDULED, "available_at": F("deliver_at")}
-        else:
-            # Its deliver_at stays: the inbox counts a message's age from it, and a copy of an old one must not look young.
-            values |= {"state": State.READY, "available_at": NOW_ASIDE, "expires_at": as_long_from(DatabaseTime())}
-        count = OutboxMessage.objects.using(self.alias).filter(pk__in=positions, state=was).update(**values)
-        note(self.alias, positions, was=was, became=values["state"], reason=self.reason)
-        return count
 
 
 def _chosen(alias: str, selection: Selection) -> QuerySet[OutboxMessage]:

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from django.db import connections, transaction
+from django.db import connections
 
 from outbox.kernel.clock import now_after
-from outbox.models import SHARDS, State
-from outbox.store import trail
+from outbox.models import SHARDS
+from outbox.states import FIRE
 from outbox.store.claiming import ASIDE
 from outbox.store.dialect import TABLE, any_of, array_of, is_postgresql, now
+from outbox.store.transitions import Found, move
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -115,16 +116,13 @@ def fire(alias: str, positions: Sequence[int]) -> set[int]:
     connection = connections[alias]
     condition, parameter = any_of(connection, positions)
     due = f"id {condition} AND state = 'scheduled' AND available_at <= {now(connection)}"
+    found = Found(f"SELECT id FROM {TABLE} WHERE {due}", [parameter])
     if is_postgresql(connection):
         # To be found by their ids, and not by the index on what is due, which has all of a burst and all that was fired of it.
         due = due.replace("available_at <=", "available_at + interval '0' <=")
         # Locked rows stay where they are, so they need not be found a second time.
-        due = f"ctid = ANY(ARRAY(SELECT ctid FROM {TABLE} WHERE {due} FOR UPDATE SKIP LOCKED))"
-    with transaction.atomic(using=alias), connection.cursor() as cursor:
-        cursor.execute(f"UPDATE {TABLE} SET state = 'ready' WHERE {due} RETURNING id", [parameter])
-        fired = {position for (position,) in cursor.fetchall()}
-        trail.note(alias, list(fired), was=State.SCHEDULED, became=State.READY, reason="it is due", matters=False)
-    return fired
+        found = Found(f"SELECT ctid FROM {TABLE} WHERE {due}", [parameter], column="ctid")
+    return {moved.position for moved in move(alias, FIRE, found, reason="it is due")}
 
 
 def ready_aside(alias: str, limit: int) -> int:

@@ -1,28 +1,38 @@
-"""What became of messages: the relay's transitions."""
+"""What became of the messages of a batch, and the making ready of those that waited: the relay's transitions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from django.db import Error, connections, transaction
 
-from outbox.kernel.clock import now_after
 from outbox.kernel.faults import is_canceled, may_be_of_a_row
 from outbox.kernel.schema import is_missing
 from outbox.kernel.text import ERROR_LENGTH, printable
-from outbox.models import HOLDING_KEY, OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import (
+    DEFER,
+    DIE,
+    EXPIRE,
+    FIRE,
+    HOLD,
+    HOLDING_KEY,
+    PUBLISH,
+    RECALL,
+    RELEASE,
+    RETRY,
+    TRY_AGAIN,
+    State,
+    Transition,
+)
 from outbox.store.calling import note_calls
 from outbox.store.dialect import TABLE, any_of, is_postgresql, now
-from outbox.store.trail import is_noted, note
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
+from outbox.store.transitions import Found, count_moved
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
-_MOST_ATTEMPTS = 2**31 - 2
 _MOST_TRIES = 100
 """Savepoints that look for the rows that cannot be settled; the rest of the batch is left for the next pass."""
 
@@ -93,18 +103,15 @@ class SettledApart:
 
 
 def settle(alias: str, settlement: Settlement) -> int:
-    """ready → published | expired | waiting | retrying | dead, inside the claim; how many rows changed.
+    """Store what became of a batch, inside the claim; how many rows changed.
 
     The claim has locked these rows, so no other session makes this wait.
     """
-    connection = connections[alias]
-    at = now(connection)
-    published = f", attempts = {_one_more(connection, '1')}, last_error = '', settled_at = {at}"
-    changed = _change(connection, settlement.published, State.PUBLISHED, published, [], matters=False)
-    changed += _change(connection, settlement.expired, State.EXPIRED, f", settled_at = {at}", [])
-    changed += _change(connection, settlement.waiting, State.WAITING, "", [], matters=False)
-    changed += sum(_fail(connection, failure) for failure in settlement.failed)
-    note_calls(connection, [*settlement.published, *settlement.dead])
+    changed = count_moved(alias, PUBLISH, settlement.published) if settlement.published else 0
+    changed += count_moved(alias, EXPIRE, settlement.expired) if settlement.expired else 0
+    changed += count_moved(alias, HOLD, settlement.waiting) if settlement.waiting else 0
+    changed += sum(_fail(alias, failure) for failure in settlement.failed)
+    note_calls(connections[alias], [*settlement.published, *settlement.dead])
     return changed
 
 
@@ -168,50 +175,14 @@ def rehearse(alias: str, keys: Mapping[int, str]) -> SettledApart:
     return apart
 
 
-def _fail(connection: BaseDatabaseWrapper, failure: Failure) -> int:
-    written = f", attempts = {_one_more(connection, '%s')}, last_error = %s, "
-    parameters: list[Any] = [int(failure.tried), printable(failure.error, ERROR_LENGTH)]
-    if failure.retry_after is None:
-        became, written = State.DEAD, f"{written}settled_at = {now(connection)}"
-    else:
-        # No later than it expires, because until then it holds up its key.
-        earliest = "LEAST({}, expires_at)" if is_postgresql(connection) else "MIN({}, COALESCE(expires_at, '9999'))"
-        became, written = State.RETRYING, f"{written}available_at = {earliest.format(now_after(connection))}"
-        parameters.append(failure.retry_after.total_seconds())
-    return _change(connection, failure.positions, became, written, parameters, reason=failure.error, matters=failure.matters)
-
-
-def _one_more(connection: BaseDatabaseWrapper, attempt: str) -> str:
-    """The attempts so far plus `attempt`. A number at the end of its type, written by hand, must not fail the batch."""
-    return f"{'LEAST' if is_postgresql(connection) else 'MIN'}(attempts, {_MOST_ATTEMPTS}) + {attempt}"
-
-
-def _change(
-    connection: BaseDatabaseWrapper,
-    positions: Sequence[int],
-    became: State,
-    written: str,
-    parameters: Sequence[Any],
-    *,
-    reason: str = "",
-    matters: bool = True,
-) -> int:
-    """ready → `became` for these, and their trail; how many rows changed."""
-    if not positions:
-        return 0
-    noted = is_noted(matters=matters)
-    condition, among = any_of(connection, positions)
-    with connection.cursor() as cursor:
-        cursor.execute(
-            f"UPDATE {TABLE} SET state = '{became.value}'{written} WHERE id {condition} AND state = 'ready'"
-            f"{' RETURNING id' if noted else ''}",
-            [*parameters, among],
-        )
-        if not noted:
-            return int(cursor.rowcount)
-        changed = [position for (position,) in cursor.fetchall()]
-    note(connection.alias, changed, was=State.READY, became=became, reason=reason, matters=matters)
-    return len(changed)
+def _fail(alias: str, failure: Failure) -> int:
+    error = printable(failure.error, ERROR_LENGTH)
+    transition = DIE
+    given: dict[str, Any] = {"error": error}
+    if failure.retry_after is not None:
+        transition = RETRY if failure.tried else DEFER
+        given["delay"] = failure.retry_after
+    return count_moved(alias, transition, failure.positions, reason=failure.error, recorded=failure.matters, **given)
 
 
 PUT_OFF = "not tried: the broker refuses messages of this topic at the moment"
@@ -225,32 +196,31 @@ def topics_put_off(alias: str) -> list[str]:
 
 
 def recall(alias: str, topic: str, limit: int, among: Iterable[int]) -> int:
-    """retrying → ready for up to `limit` messages of `topic` that were put off, in the shards `among`; how many."""
+    """Up to `limit` messages of `topic` that were put off, in the shards `among`; how many."""
     connection = connections[alias]
     mine, shards = any_of(connection, list(among))
-    return _make_ready(
-        connection,
+    found = (
         f"SELECT id FROM {TABLE} WHERE state = 'retrying' AND topic = %s AND last_error = %s AND shard {mine} ORDER BY id "
-        f"LIMIT %s {_locking(connection)}",
-        [topic, PUT_OFF, shards, limit],
+        "LIMIT %s"
     )
+    return count_moved(alias, RECALL, Found(found, [topic, PUT_OFF, shards, limit]))
 
 
 def promote_rested(alias: str, limit: int) -> int:
-    """retrying → ready for up to `limit` messages whose rest is over; how many."""
-    return _promote(alias, State.RETRYING, limit)
+    """Try up to `limit` messages again whose backoff has ended; how many."""
+    return _promote(alias, TRY_AGAIN, limit)
 
 
 def promote_due(alias: str, limit: int) -> int:
-    """scheduled → ready for up to `limit` messages whose time has come; how many. For a relay without a timer beside it."""
-    return _promote(alias, State.SCHEDULED, limit)
+    """Make up to `limit` messages ready whose time has come; how many. For a relay without a timer beside it."""
+    return _promote(alias, FIRE, limit)
 
 
-def _promote(alias: str, state: State, limit: int) -> int:
+def _promote(alias: str, transition: Transition, limit: int) -> int:
     connection = connections[alias]
-    due = f"state = '{state.value}' AND available_at <= {now(connection)} ORDER BY available_at, id LIMIT %s"
-    found = f"SELECT id FROM {TABLE} WHERE {due} {_locking(connection)}"
-    return _make_ready(connection, found, [limit], "state = 'ready'")
+    (source,) = transition.sources
+    due = f"state = '{source}' AND available_at <= {now(connection)} ORDER BY available_at, id LIMIT %s"
+    return count_moved(alias, transition, Found(f"SELECT id FROM {TABLE} WHERE {due}", [limit]))
 
 
 def release_waiting(alias: str, *, keys: int, each: int) -> int:
@@ -273,43 +243,7 @@ def release_waiting(alias: str, *, keys: int, each: int) -> int:
         free = [key for (key,) in cursor.fetchall()]
     first_of = f"SELECT id FROM {TABLE} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
     if not is_postgresql(connection):
-        return sum(_make_ready(connection, first_of.format(key="%s"), [key, each]) for key in free)
-    first = f"{first_of.format(key='free.key')} {_locking(connection)}"
-    return _make_ready(
-        connection, f"SELECT w.id FROM unnest(%s::text[]) AS free(key) CROSS JOIN LATERAL ({first}) w", [free, each]
-    )
-
-
-def _make_ready(connection: BaseDatabaseWrapper, found: str, parameters: Sequence[Any], written: str = "") -> int:
-    """Those that the query `found` finds, and locks, become ready; how many.
-
-    They are locked where they are found, so that no condition is needed at the update, and found once: PostgreSQL may execute a
-    subquery with a LIMIT anew for every row of the other side of a join, each time locking and finding others, when its
-    statistics are of another time. An array it computes once.
-    """
-    among = f"= ANY(ARRAY({found}))" if is_postgresql(connection) else f"IN ({found})"
-    written = written or f"state = 'ready', available_at = {now(connection)}"
-    if is_noted(matters=False):
-        return _make_ready_and_tell(connection, among, parameters, written)
-    with connection.cursor() as cursor:
-        cursor.execute(f"UPDATE {TABLE} SET {written} WHERE id {among}", parameters)
-        count: int = cursor.rowcount
-    return count
-
-
-def _make_ready_and_tell(connection: BaseDatabaseWrapper, among: str, parameters: Sequence[Any], written: str) -> int:
-    """The same in several statements, because an UPDATE does not tell what it found."""
-    with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
-        cursor.execute(f"SELECT id, state FROM {TABLE} WHERE id {among}", parameters)
-        found = dict(cursor.fetchall())
-        if found:
-            condition, parameter = any_of(connection, list(found))
-            cursor.execute(f"UPDATE {TABLE} SET {written} WHERE id {condition}", [parameter])
-        for was in sorted(set(found.values())):
-            moved = [position for position, state in found.items() if state == was]
-            note(connection.alias, moved, was=was, became=State.READY, matters=False)
-    return len(found)
-
-
-def _locking(connection: BaseDatabaseWrapper) -> str:
-    return "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
+        return sum(count_moved(alias, RELEASE, Found(first_of.format(key="%s"), [key, each])) for key in free)
+    first = f"{first_of.format(key='free.key')} FOR UPDATE SKIP LOCKED"
+    found = f"SELECT w.id FROM unnest(%s::text[]) AS free(key) CROSS JOIN LATERAL ({first}) w"
+    return count_moved(alias, RELEASE, Found(found, [free, each], locking=""))

@@ -22,35 +22,34 @@ from outbox.store.dialect import TABLE, any_of, now
 _TRAIL = TrailEntry._meta.db_table
 
 
-def is_noted(*, matters: bool) -> bool:
-    """Do transitions leave a trail: those that matter to a person, or those that do not?"""
-    return matters or outbox_options().TRAIL == "all"
+def is_recorded(*, decision: bool) -> bool:
+    """Are transitions written to the trail: decisions, which matter to a person, or all others?"""
+    return decision or outbox_options().TRAIL == "all"
 
 
-def note(alias: str, positions: Sequence[int], *, was: str, became: str, reason: str = "", matters: bool = True) -> None:
+def record(alias: str, positions: Sequence[int], *, was: str, became: str, reason: str) -> None:
     """Write, in the open transaction, that these messages were in one state and are in another now.
 
-    To be called after each transition, with the positions of the rows that it has changed, and before the next one of theirs.
+    To be called after each transition, with the positions of the rows that it has changed, and before their next one.
 
     Args:
         reason: for people; "" when the states say it.
-        matters: to a person. What does not is written only with `OUTBOX["TRAIL"] = "all"`.
     """
-    if positions and is_noted(matters=matters):
-        # As text: psycopg writes an enum by its name.
-        _write(alias, positions, str(was), str(became), reason)
+    _write(alias, positions, was, became, reason)
 
 
-def note_beginning(alias: str, positions: Sequence[int]) -> None:
+def record_insert(alias: str, positions: Sequence[int]) -> None:
     """Write, in the open transaction, that these messages are there now, in the state in which they are.
 
-    That matters to nobody by itself: their rows tell it as long as they are kept.
+    It is no decision: their rows tell it as long as they are kept.
     """
-    if positions and is_noted(matters=False):
+    if is_recorded(decision=False):
         _write(alias, positions, "", None, "")
 
 
 def _write(alias: str, positions: Sequence[int], was: str, became: str | None, reason: str) -> None:
+    if not positions:
+        return
     connection = connections[alias]
     condition, parameter = any_of(connection, positions)
     told = [was, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter]

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db import connections
 
 from outbox.kernel.clock import now_after
-from outbox.models import SHARDS, OutboxMessage, State
+from outbox.models import SHARDS, OutboxMessage
+from outbox.states import State
 from outbox.store.dialect import TABLE, as_uuid, chunks, is_postgresql, now
-from outbox.store.trail import note_beginning
+from outbox.store.trail import record_insert
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -138,7 +139,7 @@ def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
     with connection.cursor() as cursor:
         cursor.execute(f"{_INSERT} {values} RETURNING id", parameters)
         position: int = cursor.fetchone()[0]
-    note_beginning(alias, [position])
+    record_insert(alias, [position])
     return position
 
 
@@ -148,7 +149,7 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
     with connection.cursor() as cursor:
         if len(rows) >= _COPIED_FROM and is_postgresql(connection) and hasattr(cursor, "copy"):  # psycopg 3 has it
             copied = _copy(connection, cursor, rows)
-            note_beginning(alias, copied)
+            record_insert(alias, copied)
             return copied
         positions: dict[uuid.UUID, int] = {}
         for chunk in chunks(rows, _INSERT_CHUNK):
@@ -158,7 +159,7 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
                 [parameter for some in parameters for parameter in some],
             )
             positions.update((as_uuid(message_id), position) for position, message_id in cursor.fetchall())
-    note_beginning(alias, list(positions.values()))
+    record_insert(alias, list(positions.values()))
     return [positions[row.message_id] for row in rows]
 
 
@@ -175,7 +176,7 @@ def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int] | 
 def _begun(alias: str, found: Sequence[Any] | None) -> int | None:
     if found is None:
         return None
-    note_beginning(alias, found)
+    record_insert(alias, found)
     return int(found[0])
 
 

@@ -14,7 +14,7 @@ from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope, from_delivery
 from outbox.kernel.transport import Outcome, Parcel
-from outbox.models import State
+from outbox.states import State
 from outbox.transports import open_transport
 from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, outcomes, published, quick, row_of, soon, state_of
 from tests.unit.test_envelope import VECTORS, envelope_of

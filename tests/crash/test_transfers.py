@@ -10,7 +10,8 @@ from functools import partial
 import pytest
 from django.db import connections
 
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.crash.test_kill_points import COMMIT, FINISH, SEND, SETTLE
 from tests.support.apps.bank import SAVINGS
 from tests.support.apps.effects.models import Account, Booking

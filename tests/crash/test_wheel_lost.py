@@ -10,7 +10,8 @@ from django.db import transaction
 from django.db.models import F
 
 from outbox import Draft, publish_many
-from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import State
 from tests.support.crash import witness as load
 
 EVERYTHING = {"TRAIL": "all"}

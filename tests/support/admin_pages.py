@@ -13,11 +13,12 @@ from django.test import Client
 from django.urls import reverse
 
 from outbox.kernel.clock import utcnow
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 
 LIST = "admin:outbox_outboxmessage_changelist"
 DETAIL = "admin:outbox_outboxmessage_change"
-VIEW, REQUEUE, CANCEL = "view_outboxmessage", "requeue_outboxmessage", "cancel_outboxmessage"
+VIEW, CANCEL = "view_outboxmessage", "cancel_outboxmessage"
 RESCHEDULE, RESTORE, DECIDE = "reschedule_outboxmessage", "restore_outboxmessage", "decide_outboxmessage"
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b&gt;"
 

@@ -15,11 +15,12 @@ from outbox import Draft, publish, publish_many, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
-from outbox.models import SHARDS, OutboxMessage, State
+from outbox.models import SHARDS, OutboxMessage
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
+from outbox.states import State
 from outbox.transports import amqp, open_transport
 from tests.support.waiting import wait_until
 

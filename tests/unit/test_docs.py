@@ -23,6 +23,7 @@ import outbox.checks
 import outbox.signals
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
+from outbox.states import TRANSITIONS
 from tests.support import ROOT
 
 DOCS = ROOT / "docs"
@@ -203,3 +204,18 @@ def collected_from(files):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_table_of_the_outbox_states_is_that_of_the_declared_transitions():
+    rows = [("publish", ["(none)"], ["`ready`"], "`publish()`")]
+    rows += [("publish later", ["(none)"], ["`scheduled`"], "`publish()` with `delay`, `delay_level` or `deliver_at`")]
+    rows += [("prepare", ["(none)"], ["`prepared`"], "[`prepare()`](how-to/prepared-messages.md)")]
+    rows += [
+        (one.name, [f"`{state}`" for state in one.sources], [f"`{state}`" for state in one.targets], one.when)
+        for one in TRANSITIONS
+    ]
+    table = "".join(
+        f"| {name} | {', '.join(sources)} | {', '.join(targets)} | {when} |\n" for name, sources, targets, when in rows
+    )
+
+    assert f"| transition | from | to | when |\n|---|---|---|---|\n{table}\n" in page("architecture.md")

@@ -12,13 +12,17 @@ from outbox import store
 from outbox.kernel.console import Progress, age, refuse_unknown, table
 from outbox.kernel.schema import require_schema
 from outbox.restoring import restoring
+from outbox.states import RESTORE
 
 _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
-_STATES = [state.value for state in store.RESTORABLE]
+_STATES = [state.value for state in RESTORE.sources]
 
 
 class Command(BaseCommand):
-    help = "Bring back cancelled, expired or dead messages: scheduled for their time again, or ready when it has passed."
+    help = (
+        "Publish cancelled, expired or dead messages after all, with a full set of attempts: scheduled for their time again, "
+        "or ready when it has passed. Retrying ones are tried now, if they are named by MESSAGE_ID or --state retrying."
+    )
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages")
@@ -62,7 +66,7 @@ def _selection(options: dict[str, Any]) -> store.Selection:
         message_ids=[_message_id(given) for given in options["message_ids"]] or None,
         topic=options["topic"],
         biz_id=options["biz_id"],
-        states=options["state"] or _STATES,
+        states=options["state"] or (RESTORE.sources if options["message_ids"] else store.RESTORED_BY_DEFAULT),
         since=_instant("--since", options["since"]),
         until=_instant("--until", options["until"]),
     )

@@ -6,7 +6,8 @@ from django.db import DEFAULT_DB_ALIAS
 from outbox import store
 from outbox.kernel.console import Progress, message_id, refuse_unknown
 from outbox.kernel.schema import require_schema
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 
 
 class Command(BaseCommand):

@@ -10,7 +10,7 @@ from outbox.checkers import checkers
 from outbox.kernel.console import age, table, watch
 from outbox.kernel.loop import StopRequest, running_until_signalled
 from outbox.kernel.schema import require_schema
-from outbox.models import State
+from outbox.states import State
 
 
 class Command(BaseCommand):

@@ -9,7 +9,8 @@ from django.urls import reverse
 
 from outbox.callbacks import registry
 from outbox.kernel.clock import utcnow
-from outbox.models import PendingCallback, State
+from outbox.models import PendingCallback
+from outbox.states import State
 from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, act, listed, said, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]

@@ -8,7 +8,8 @@ from django.urls import reverse
 from inbox.models import InboxMessage
 from inbox.models import TrailEntry as InboxTrailEntry
 from outbox.kernel.clock import utcnow
-from outbox.models import State, TrailEntry
+from outbox.models import TrailEntry
+from outbox.states import State
 from tests.support.admin_pages import DETAIL, NASTY, VIEW, Page, a_message, staff_client
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]

@@ -21,13 +21,14 @@ from outbox.conf import outbox_options
 from outbox.kernel import acting_admin, display
 from outbox.kernel.clock import utcnow
 from outbox.kernel.heartbeat import SILENT_AFTER
-from outbox.models import OutboxMessage, RelayHeartbeat, State
+from outbox.models import OutboxMessage, RelayHeartbeat
+from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,
     DETAIL,
     LIST,
     NASTY,
-    REQUEUE,
+    RESTORE,
     VIEW,
     Page,
     a_message,
@@ -67,7 +68,7 @@ class TestMessageList:
     def test_list_query_count_does_not_grow_with_rows_and_bodies_are_not_read(self, django_assert_num_queries):
         for _ in range(60):
             a_message(State.DEAD)
-        client = staff_client(VIEW, REQUEUE, CANCEL)
+        client = staff_client(VIEW, RESTORE, CANCEL)
         client.get(reverse(LIST))
 
         with django_assert_num_queries(
@@ -215,8 +216,8 @@ class TestDetailPage:
 
     def test_detail_page_is_read_only(self):
         row = a_message(State.DEAD)
-        client = staff_client(VIEW, REQUEUE, CANCEL)
-        page = self.page(row, REQUEUE, CANCEL)
+        client = staff_client(VIEW, RESTORE, CANCEL)
+        page = self.page(row, RESTORE, CANCEL)
 
         assert not page.all("input", name="_save")
         assert not page.all("textarea")
@@ -254,16 +255,16 @@ class TestDetailPage:
         def offered(state, *codenames):
             return {found["value"] for found in self.page(a_message(state), *codenames).all("input", name="action")}
 
-        assert offered(State.DEAD, REQUEUE, CANCEL) == {"requeue", "cancel"}
+        assert offered(State.DEAD, RESTORE, CANCEL) == {"restore", "cancel"}
         assert offered(State.DEAD, CANCEL) == {"cancel"}
-        assert offered(State.SCHEDULED, REQUEUE, CANCEL) == {"cancel"}
-        assert offered(State.PUBLISHED, REQUEUE, CANCEL) == set()
+        assert offered(State.SCHEDULED, RESTORE, CANCEL) == {"cancel"}
+        assert offered(State.PUBLISHED, RESTORE, CANCEL) == set()
         assert offered(State.DEAD) == set()
 
     def test_action_on_the_detail_page_redirects_back_to_it(self):
         row = a_message(State.DEAD)
 
-        response = act(staff_client(VIEW, REQUEUE), "requeue", row, own_page="yes")
+        response = act(staff_client(VIEW, RESTORE), "restore", row, own_page="yes", confirmed="yes", overdue="on")
 
         assert response.url == reverse(DETAIL, args=[row.pk])
         assert state_of(row) == State.READY
@@ -335,12 +336,12 @@ class TestMessageTextIsEscaped:
     """Every text in a message comes from outside and is shown as text only."""
 
     def pages(self, row):
-        client = staff_client(VIEW, REQUEUE, CANCEL)
+        client = staff_client(VIEW, RESTORE, CANCEL)
         return [
             Page(client.get(reverse(LIST))),
             Page(client.get(reverse(DETAIL, args=[row.pk]))),
             Page(act(client, "cancel", row)),
-            Page(client.get(act(client, "requeue", row).url)),  # with the report
+            Page(client.get(act(client, "restore", row, confirmed="yes", overdue="on").url)),  # with the report
             Page(client.get(reverse("admin:outbox_outboxmessage_history", args=[row.pk]))),
         ]
 
@@ -375,19 +376,19 @@ class TestMessageTextIsEscaped:
 
 class TestPermissions:
     @pytest.mark.parametrize(
-        ("action", "others"), [("requeue", [CANCEL]), ("cancel", [REQUEUE]), ("requeue", []), ("cancel", [])]
+        ("action", "others"), [("restore", [CANCEL]), ("cancel", [RESTORE]), ("restore", []), ("cancel", [])]
     )
     def test_action_without_its_permission_is_neither_offered_nor_done(self, action, others):
         row = a_message(State.DEAD)
         client = staff_client(VIEW, *others)
 
         assert action not in {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")}
-        act(client, action, row, confirmed="yes")
+        act(client, action, row, confirmed="yes", overdue="on")
 
         assert state_of(row) == State.DEAD
         assert not LogEntry.objects.exists()
 
-    @pytest.mark.parametrize(("action", "permission"), [("requeue", REQUEUE), ("cancel", CANCEL)])
+    @pytest.mark.parametrize(("action", "permission"), [("restore", RESTORE), ("cancel", CANCEL)])
     def test_action_is_offered_to_a_user_with_its_permission(self, action, permission):
         a_message(State.DEAD)
 
@@ -401,14 +402,14 @@ class TestPermissions:
         client.force_login(User.objects.create_superuser("root"))
 
         assert {found.get("value") for found in Page(client.get(reverse(LIST))).all("option")} == {
-            *("", "requeue", "publish_now", "reschedule", "cancel", "restore", "commit", "roll_back", "ask_again")
+            *("", "restore", "publish_now", "reschedule", "cancel", "restore", "commit", "roll_back", "ask_again")
         }
 
     def test_get_request_performs_no_action(self):
         row = a_message(State.DEAD)
-        url = reverse(LIST) + f"?action=requeue&_selected_action={row.pk}"
+        url = reverse(LIST) + f"?action=restore&_selected_action={row.pk}"
 
-        staff_client(VIEW, REQUEUE).get(url)
+        staff_client(VIEW, RESTORE).get(url)
 
         assert state_of(row) == State.DEAD
 
@@ -417,99 +418,99 @@ class TestPermissions:
         client = Client(enforce_csrf_checks=True)
         client.force_login(User.objects.create_superuser("root"))
 
-        assert act(client, "requeue", row).status_code == 403
+        assert act(client, "restore", row, confirmed="yes", overdue="on").status_code == 403
         assert state_of(row) == State.DEAD
 
 
-class TestRequeue:
-    def test_requeue_reports_each_message_and_logs_the_user(self):
+class TestRestore:
+    def test_restore_reports_each_message_and_logs_the_user(self):
         dead, published = a_message(State.DEAD), a_message(State.PUBLISHED)
-        client = staff_client(VIEW, REQUEUE)
+        client = staff_client(VIEW, RESTORE)
 
-        response = act(client, "requeue", dead, published)
+        response = act(client, "restore", dead, published, confirmed="yes", overdue="on")
 
         assert said(response) == [
-            ("success", f"Message {dead.message_id} (shop.order.placed order-0): requeued"),
+            ("success", f"Message {dead.message_id} (shop.order.placed order-0): restored"),
             (
                 "warning",
-                f"Message {published.message_id} (shop.order.placed order-1): not requeued: it is published now",
+                f"Message {published.message_id} (shop.order.placed order-1): not restored: it is published now",
             ),
         ]
         assert (state_of(dead), state_of(published)) == (State.READY, State.PUBLISHED)
         entry = LogEntry.objects.get()
-        assert (entry.object_id, entry.change_message) == (str(dead.pk), "Requeued.")
+        assert (entry.object_id, entry.change_message) == (str(dead.pk), "Restored.")
         assert entry.user_id == int(client.session["_auth_user_id"])
 
-    def test_requeue_reports_a_message_that_no_longer_matches_the_filter(self):
+    def test_restore_reports_a_message_that_no_longer_matches_the_filter(self):
         row = a_message(State.DEAD)
         OutboxMessage.objects.filter(pk=row.pk).update(state=State.PUBLISHED)
 
-        response = act(staff_client(VIEW, REQUEUE), "requeue", row, query="?state=dead")
+        response = act(staff_client(VIEW, RESTORE), "restore", row, query="?state=dead", confirmed="yes", overdue="on")
 
         assert [level for level, _ in said(response)] == ["warning"]
         assert "it is published now" in said(response)[0][1]
         assert state_of(row) == State.PUBLISHED
 
-    def test_requeue_reports_a_message_that_was_deleted(self):
+    def test_restore_reports_a_message_that_was_deleted(self):
         row, stays = a_message(State.DEAD), a_message(State.DEAD)
         OutboxMessage.objects.filter(pk=row.pk).delete()
 
-        response = act(staff_client(VIEW, REQUEUE), "requeue", row, stays)
+        response = act(staff_client(VIEW, RESTORE), "restore", row, stays, confirmed="yes", overdue="on")
 
-        assert ("warning", f"Message number {row.pk}: not requeued: it is gone") in said(response)
+        assert ("warning", f"Message number {row.pk}: not restored: it is gone") in said(response)
         assert state_of(stays) == State.READY
 
-    def test_requeue_report_of_many_messages_is_summarised(self):
+    def test_restore_report_of_many_messages_is_summarised(self):
         dead = [a_message(State.DEAD) for _ in range(19)]
-        rest = [a_message(State.PUBLISHED) for _ in range(12)] + [a_message(State.CANCELLED)]
+        rest = [a_message(State.PUBLISHED) for _ in range(12)] + [a_message(State.WAITING)]
 
-        report = said(act(staff_client(VIEW, REQUEUE), "requeue", *dead, *rest))
+        report = said(act(staff_client(VIEW, RESTORE), "restore", *dead, *rest, confirmed="yes", overdue="on"))
 
         assert report[:2] == [
-            ("success", "19 of 32 messages requeued."),
-            ("warning", "13 not requeued. 12: it is published now; 1: it is cancelled now."),
+            ("success", "19 of 32 messages restored."),
+            ("warning", "13 not restored. 12: it is published now; 1: it is waiting now."),
         ]
         assert len(report) == 2 + 10
         assert LogEntry.objects.count() == 19
 
-    def test_requeue_of_all_matching_messages_is_refused_above_the_limit(self, monkeypatch):
+    def test_restore_of_all_matching_messages_is_refused_above_the_limit(self, monkeypatch):
         monkeypatch.setattr(OutboxMessageAdmin, "ACTION_LIMIT", 2)
         rows = [a_message(State.DEAD) for _ in range(3)]
-        client = staff_client(VIEW, REQUEUE)
+        client = staff_client(VIEW, RESTORE)
 
-        refused = act(client, "requeue", rows[0], query="?state=dead", select_across="1")
+        refused = act(client, "restore", rows[0], query="?state=dead", select_across="1", confirmed="yes", overdue="on")
         assert [level for level, _ in said(refused)] == ["error"]
         assert {state_of(row) for row in rows} == {State.DEAD}
 
         OutboxMessage.objects.filter(pk=rows[0].pk).update(state=State.CANCELLED)
-        act(client, "requeue", rows[1], query="?state=dead", select_across="1")
+        act(client, "restore", rows[1], query="?state=dead", select_across="1", confirmed="yes", overdue="on")
         assert [state_of(row) for row in rows] == [State.CANCELLED, State.READY, State.READY]
 
-    def test_requeue_continues_after_a_database_error_on_one_message(self, monkeypatch):
+    def test_restore_continues_after_a_database_error_on_one_message(self, monkeypatch):
         first, second = a_message(State.DEAD), a_message(State.DEAD)
-        requeue = store.requeue
+        restore = store.restore
 
-        def fails_for_the_first(alias, position, *, reason):
+        def fails_for_the_first(alias, position, *, overdue, reason):
             if position == first.pk:
                 raise DatabaseError("canceling statement due to <b>lock timeout</b>")
-            return requeue(alias, position, reason=reason)
+            return restore(alias, position, overdue=overdue, reason=reason)
 
-        monkeypatch.setattr(store, "requeue", fails_for_the_first)
+        monkeypatch.setattr(store, "restore", fails_for_the_first)
 
-        report = said(act(staff_client(VIEW, REQUEUE), "requeue", first, second))
+        report = said(act(staff_client(VIEW, RESTORE), "restore", first, second, confirmed="yes", overdue="on"))
 
         assert [level for level, _ in report] == ["error", "success"]
         assert "the database said canceling statement" in report[0][1]
         assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
 
-    def test_requeue_is_rolled_back_when_its_log_entry_cannot_be_written(self, monkeypatch):
+    def test_restore_is_rolled_back_when_its_log_entry_cannot_be_written(self, monkeypatch):
         row = a_message(State.DEAD)
 
         def cannot_write(*args):
             raise DatabaseError("disk full")
 
         monkeypatch.setattr(OutboxMessageAdmin, "log_change", cannot_write)
-        response = act(staff_client(VIEW, REQUEUE), "requeue", row)
+        response = act(staff_client(VIEW, RESTORE), "restore", row, confirmed="yes", overdue="on")
 
         assert [level for level, _ in said(response)] == ["error"]
         assert "disk full" in said(response)[0][1]
@@ -563,19 +564,19 @@ class TestCancel:
 
 
 @pytest.mark.django_db(databases=["default", "other"])
-def test_admin_of_another_database_lists_and_requeues_messages_of_that_database(rf):
+def test_admin_of_another_database_lists_and_restores_messages_of_that_database(rf):
     class OtherAdmin(OutboxMessageAdmin):
         using = "other"
 
     here, there = a_message(State.DEAD), a_message(State.DEAD, using="other")
-    request = rf.post("/", {"_selected_action": [there.pk]})
+    request = rf.post("/", {"_selected_action": [there.pk], "confirmed": "yes", "overdue": "on"})
     request.user, request.session = User.objects.create_superuser("root"), {}
     request._messages = FallbackStorage(request)
     other_admin = OtherAdmin(OutboxMessage, admin.site)
     queryset = other_admin.get_queryset(request)
 
     assert [row.message_id for row in queryset] == [there.message_id]
-    other_admin.requeue(request, queryset)
+    other_admin.restore(request, queryset)
 
     assert OutboxMessage.objects.using("other").get(pk=there.pk).state == State.READY
     assert state_of(here) == State.DEAD

@@ -11,15 +11,16 @@ from django.urls import reverse
 from outbox.checkers import Answer, checker, checkers
 from outbox.conf import outbox_options
 from outbox.kernel.clock import utcnow
-from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,
     DECIDE,
     DETAIL,
     LIST,
     NASTY,
-    REQUEUE,
     RESCHEDULE,
+    RESTORE,
     VIEW,
     Page,
     a_message,
@@ -156,7 +157,7 @@ class TestDecision:
     @pytest.mark.parametrize("action", ["commit", "roll_back", "ask_again"])
     def test_decision_requires_its_own_permission(self, action):
         row = undecided(State.STUCK)
-        client = staff_client(VIEW, REQUEUE, RESCHEDULE, CANCEL)
+        client = staff_client(VIEW, RESTORE, RESCHEDULE, CANCEL)
 
         on_the_list(client, action, row, confirmed="yes")
 
@@ -166,7 +167,7 @@ class TestDecision:
 
 class TestPreparedMessagePage:
     def test_prepared_message_page_offers_only_the_decisions(self):
-        page = page_of(undecided(), REQUEUE, RESCHEDULE, CANCEL, DECIDE)
+        page = page_of(undecided(), RESTORE, RESCHEDULE, CANCEL, DECIDE)
 
         assert {found["value"] for found in page.all("input", name="action")} == {"commit", "roll_back", "ask_again"}
 

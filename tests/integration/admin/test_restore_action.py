@@ -6,10 +6,11 @@ import pytest
 from django.contrib.auth.models import User
 
 from outbox.kernel.clock import utcnow
-from outbox.models import State, TrailEntry
+from outbox.models import TrailEntry
+from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,
-    REQUEUE,
+    RESCHEDULE,
     RESTORE,
     VIEW,
     Page,
@@ -70,7 +71,7 @@ def test_restore_without_overdue_messages_leaves_them_and_says_so():
 def test_restore_requires_its_own_permission():
     row = cancelled()
 
-    act(staff_client(VIEW, REQUEUE, CANCEL), "restore", row, confirmed="yes", overdue="on")
+    act(staff_client(VIEW, RESCHEDULE, CANCEL), "restore", row, confirmed="yes", overdue="on")
 
     assert state_of(row) == State.CANCELLED
 

@@ -13,7 +13,8 @@ from django.utils import timezone
 
 from outbox.conf import outbox_options
 from outbox.kernel.clock import utcnow
-from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,
     DETAIL,

@@ -250,7 +250,7 @@ class TestMissingTables:
         [
             ["outbox_relay", "--drain"],
             ["outbox_status"],
-            ["outbox_requeue", "--all"],
+            ["outbox_restore", "--all"],
             ["outbox_purge"],
             ["inbox_status"],
             ["inbox_retry", "--all"],

@@ -5,7 +5,6 @@ import json
 import signal
 import subprocess
 import sys
-import uuid
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 
@@ -18,8 +17,9 @@ from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.kernel.loop import StopRequest
 from outbox.management.commands import outbox_status
-from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease, State
+from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
 from outbox.relay.service import serve
+from outbox.states import RESTORE, State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.heartbeats import a_relay
 from tests.support.relaying import ids, published, row_of, set_columns, state_of, states
@@ -200,63 +200,32 @@ class TestRelayStatus:
         assert [(text.splitlines()[-1].split()[-1], seconds) for text, seconds in drawn] == [("working", 2.0)]
 
 
-class TestRequeue:
-    def test_requeue_makes_a_dead_message_ready_with_zero_attempts(self):
+class TestRestore:
+    def test_restore_makes_a_dead_message_ready_with_zero_attempts(self):
         dead, other = one_in(State.DEAD, attempts=16), one_in(State.DEAD, attempts=16)
 
-        assert "1 messages requeued" in run("outbox_requeue", str(dead.id))
+        assert "1 messages restored" in run("outbox_restore", str(dead.id))
 
         row = row_of(dead)
         assert (row.state, row.attempts, row.settled_at) == (State.READY, 0, None)
         assert state_of(other) == State.DEAD
 
-    def test_requeue_by_topic_leaves_other_topics(self):
-        chosen, other = one_in(State.DEAD, topic="a"), one_in(State.DEAD, topic="b")
-
-        run("outbox_requeue", "--topic", "a")
-
-        assert (state_of(chosen), state_of(other)) == (State.READY, State.DEAD)
-
-    def test_requeue_all_takes_every_dead_message(self):
-        messages = [one_in(State.DEAD) for _ in range(3)]
-
-        assert "3 messages requeued" in run("outbox_requeue", "--all")
-        assert {state_of(message) for message in messages} == {State.READY}
-
-    @pytest.mark.parametrize("state", [state for state in State if state not in {State.DEAD, State.RETRYING}])
-    def test_requeue_changes_no_message_in_another_state(self, state):
+    @pytest.mark.parametrize("state", [state for state in State if state not in RESTORE.sources])
+    def test_restore_changes_no_message_in_another_state(self, state):
         message = one_in(state)
 
-        assert "0 messages requeued" in run("outbox_requeue", "--all", "--retrying")
+        assert "0 messages restored" in run("outbox_restore", "--all")
         assert state_of(message) == state
 
-    def test_requeue_takes_retrying_messages_only_when_asked(self):
+    @pytest.mark.parametrize("named", ["by id", "by state"])
+    def test_restore_takes_a_retrying_message_only_when_it_is_named(self, named):
         message = one_in(State.RETRYING, available_at=DatabaseTime(DAY))
-        run("outbox_requeue", "--all")
+        run("outbox_restore", "--all")
         assert state_of(message) == State.RETRYING
 
-        run("outbox_requeue", "--all", "--retrying")
+        run("outbox_restore", *([str(message.id)] if named == "by id" else ["--state", "retrying"]))
 
         assert state_of(message) == State.READY
-
-    def test_requeue_dry_run_only_counts(self):
-        message = one_in(State.DEAD)
-
-        assert "1 messages would be requeued" in run("outbox_requeue", "--all", "--dry-run")
-        assert state_of(message) == State.DEAD
-
-    def test_requeue_without_a_selection_is_refused(self):
-        with pytest.raises(CommandError, match="--topic TOPIC, or --all"):
-            run("outbox_requeue")
-
-    def test_requeue_of_an_invalid_message_id_is_refused(self):
-        with pytest.raises(CommandError, match="order-17"):
-            run("outbox_requeue", "order-17")
-
-    def test_requeue_of_an_unknown_message_id_names_it(self):
-        unknown = str(uuid.uuid4())
-        with pytest.raises(CommandError, match=unknown):
-            run("outbox_requeue", unknown)
 
 
 class TestPurge:

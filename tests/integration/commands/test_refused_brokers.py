@@ -6,7 +6,7 @@ import secrets
 
 import pytest
 
-from outbox.models import State
+from outbox.states import State
 from tests.support.relaying import published, state_of
 from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, as_environment

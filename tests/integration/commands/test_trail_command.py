@@ -128,7 +128,7 @@ class TestTrailCommand:
         set_columns(message, state="ready", deliver_at=DatabaseTime())
         error = "x\x1b[2J" + "too large " * 60
         store.settle("default", Settlement(failed=[Failure(positions=[message.position], error=error, retry_after=None)]))
-        call_command("outbox_requeue", str(message.id), verbosity=0)
+        call_command("outbox_restore", str(message.id), verbosity=0)
         relay()
 
         printed = printed_by_trail(message.id)
@@ -136,7 +136,7 @@ class TestTrailCommand:
         lines = printed.splitlines()
         assert max(map(len, lines)) <= columns
         assert "\x1b" not in printed
-        for words in ("order-1", TOPIC, "→ scheduled", "dead → ready", "outbox_requeue", "ready → published", HANDLER, "Now"):
+        for words in ("order-1", TOPIC, "→ scheduled", "dead → ready", "outbox_restore", "ready → published", HANDLER, "Now"):
             assert words in printed
 
     def test_trail_is_the_same_from_inbox_trail_and_as_json(self, handles):

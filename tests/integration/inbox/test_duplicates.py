@@ -9,7 +9,7 @@ from inbox.models import InboxMessage, State
 from inbox.receiving import Received
 from outbox import store as outbox_store
 from outbox.models import OutboxMessage
-from outbox.models import State as OutboxState
+from outbox.states import State as OutboxState
 from tests.support.deliveries import (
     TOPIC,
     an_envelope,
@@ -190,7 +190,7 @@ class TestOnTheWire:
         assert causes() == only(resend=1, business=1)
         assert effects() == 1
 
-    def test_requeued_dead_letter_that_reached_some_queues_counts_as_replay(self, handles, rabbitmq_url):
+    def test_restored_dead_letter_that_reached_some_queues_counts_as_replay(self, handles, rabbitmq_url):
         """One of its two queues is full, so the broker refuses it, although the other queue has it."""
         handler, given = handles(the_effect), broker_options(rabbitmq_url)
         declare(handler, given)
@@ -205,7 +205,7 @@ class TestOnTheWire:
                 wait_until(lambda: effects("order-1"))
                 other.take_all()
 
-            assert outbox_store.requeue("default", OutboxMessage.objects.get().pk)
+            assert outbox_store.restore("default", OutboxMessage.objects.get().pk)
             one_pass(transport)
             wait_until(lambda: the_row(biz_id="order-1").duplicates)
 
@@ -216,12 +216,12 @@ class TestOnTheWire:
 
 @every_database
 class TestReplayHeader:
-    def test_replay_header_is_set_by_requeueing_only(self):
+    def test_replay_header_is_set_by_restoring_only(self):
         message, other = published(headers={"tenant": "acme"}), published()
         row = OutboxMessage.objects.get(message_id=message.id)
         OutboxMessage.objects.update(state=OutboxState.DEAD)
 
-        assert outbox_store.requeue("default", row.pk)
+        assert outbox_store.restore("default", row.pk)
 
         row.refresh_from_db()
         assert row.headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
@@ -234,7 +234,7 @@ class TestReplayHeader:
         settings.OUTBOX = {"BROKER_URL": "local://"}
         message = published(headers={"tenant": "acme"})
         OutboxMessage.objects.update(state=OutboxState.DEAD)
-        assert outbox_store.requeue("default", OutboxMessage.objects.get().pk)
+        assert outbox_store.restore("default", OutboxMessage.objects.get().pk)
 
         with connected("local://") as transport:
             one_pass(transport)

@@ -27,10 +27,11 @@ from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.prepared import Prepared
 from outbox.kernel.transport import BrokerUnavailable
-from outbox.models import SHARDS, OutboxMessage, State
+from outbox.models import SHARDS, OutboxMessage
 from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
+from outbox.states import State
 from outbox.store import claiming
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.open_transactions import OpenTransaction
@@ -460,7 +461,7 @@ class Machine:
     def _operate(self):
         if self.chance.random() < 0.5:
             for position in self._some(State.DEAD).values_list("pk", flat=True):
-                store.requeue("default", position)
+                store.restore("default", position)
         elif not any(actor.is_in_a_pass for actor in self._actors):
             for position in self._some(State.DEAD, State.RETRYING, State.WAITING).values_list("pk", flat=True)[:1]:
                 if store.cancel("default", position):
@@ -530,7 +531,7 @@ class Machine:
             self.time.leapt += 2.5
             OutboxMessage.objects.filter(state__in=[State.RETRYING, State.SCHEDULED]).update(available_at=DatabaseTime())
             for position in OutboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                store.requeue("default", position)
+                store.restore("default", position)
             for actor in self._actors:
                 actor.goes_on()
                 actor.ends_its_round()

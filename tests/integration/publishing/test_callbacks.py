@@ -20,8 +20,9 @@ from outbox.callbacks import registry
 from outbox.conf import outbox_options
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.wire import Wire
-from outbox.models import OutboxMessage, PendingCallback, State
+from outbox.models import OutboxMessage, PendingCallback
 from outbox.relay import calling
+from outbox.states import State
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, in_threads, published, row_of, set_columns, state_of
@@ -114,7 +115,7 @@ class TestCallbackMessage:
         calls, others = add_callback(on=on_dead), add_callback()
         message = refused_at_its_last_attempt(peer)
         relay()
-        store.requeue("default", message.position)
+        store.restore("default", message.position)
         set_columns(message, attempts=MAX_ATTEMPTS - 1)
         relay()
 
@@ -123,11 +124,11 @@ class TestCallbackMessage:
         assert calls[0].headers == calls[1].headers == {}
         assert not others
 
-    def test_callback_receives_the_dead_letter_error_also_after_a_requeue(self, add_callback, peer):
+    def test_callback_receives_the_dead_letter_error_also_after_a_restore(self, add_callback, peer):
         calls = add_callback(lambda message: 1 / 0 if message.call == 1 else None, on=on_dead)
         message = refused_at_its_last_attempt(peer)
         relay()
-        store.requeue("default", message.position)
+        store.restore("default", message.position)
         peer.script = lambda message: [partial(peer.ack, message)]
         relay()
         due_now()
@@ -354,7 +355,7 @@ def test_relay_without_callbacks_does_not_touch_the_table_of_pending_callbacks()
         relay()
 
     assert OutboxMessage.objects.get().state == State.PUBLISHED
-    assert [query for query in asked if query["sql"].startswith(f"UPDATE {OutboxMessage._meta.db_table}")]
+    assert [query for query in asked if query["sql"].startswith(f'UPDATE "{OutboxMessage._meta.db_table}"')]
     touched = [query["sql"] for query in asked if PendingCallback._meta.db_table in query["sql"]]
     # But for one look at its start: are all tables there?
     assert all(sql.endswith("WHERE 1 = 0") for sql in touched)

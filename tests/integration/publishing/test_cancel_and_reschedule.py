@@ -20,7 +20,8 @@ from outbox import InvalidMessage, UnknownMessage, acancel, areschedule, cancel,
 from outbox.api import Draft
 from outbox.decisions import Decision, Outcome
 from outbox.kernel.clock import DatabaseTime
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (

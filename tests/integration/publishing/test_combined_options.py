@@ -10,7 +10,8 @@ from django.db import transaction
 
 from outbox import Answer, cancel, checker, prepare, publish, reschedule, restore
 from outbox.checkers import checkers
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.relaying import TOPIC, drained, ids, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]

@@ -11,7 +11,8 @@ from django.db import connection
 
 from outbox import Answer, checker, prepare
 from outbox.checkers import checkers
-from outbox.models import PendingCallback, State
+from outbox.models import PendingCallback
+from outbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.stalling import CHECKED, CHECKED_IN_VAIN, HANGING, QUICK, WAITING
 from tests.support.relaying import published, row_of, state_of

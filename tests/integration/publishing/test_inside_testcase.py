@@ -12,7 +12,8 @@ from inbox.handlers import registry
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from outbox import PublishedOutsideTransaction, publish
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.apps.effects.models import Effect
 
 TOPIC = "tests.inside_a_test_case"

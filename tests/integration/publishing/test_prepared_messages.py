@@ -28,9 +28,10 @@ from outbox.checkers import checkers
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.loop import StopRequest
-from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay.checks import askers
 from outbox.relay.service import serve
+from outbox.states import State
 from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (

@@ -16,7 +16,8 @@ from django.test import TestCase
 
 from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, publish, publish_many
 from outbox.kernel.context import Cause, caused_by
-from outbox.models import SHARDS, OutboxMessage, State
+from outbox.models import SHARDS, OutboxMessage
+from outbox.states import State
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import SECONDS, TOPIC, in_threads, published, row_of
 from tests.support.waiting import wait_until

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from outbox import Draft, InvalidMessage, OutboxError, PayloadTooLarge, publish, publish_many
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.relaying import TOPIC, published, row_of
 
 pytestmark = pytest.mark.django_db

@@ -13,7 +13,8 @@ from django.utils import timezone
 
 from outbox import InvalidMessage, UnknownMessage, cancel, reschedule, restore, restoring, store
 from outbox.kernel.clock import DatabaseTime
-from outbox.models import OutboxMessage, State, TrailEntry
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import RESTORE, State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
 
@@ -122,7 +123,7 @@ class TestRestoredMessage:
         assert restore(message.id) == restoring.Restoration(restored=0, left={"ready": 1})
 
     def test_restore_leaves_messages_in_other_states_and_returns_the_state(self):
-        for state in set(State) - set(RESTORABLE):
+        for state in set(State) - set(RESTORE.sources):
             message = ended(state)
 
             restored = restore(str(message.id))

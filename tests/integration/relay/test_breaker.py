@@ -10,8 +10,9 @@ from django.db import transaction
 
 from outbox import Draft, publish_many, store
 from outbox.kernel.loop import StopRequest
-from outbox.models import SHARDS, OutboxMessage, State
+from outbox.models import SHARDS, OutboxMessage
 from outbox.relay import breaker
+from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
     Queue,

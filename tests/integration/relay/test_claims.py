@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from outbox import Draft, publish, publish_many, store
 from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.kernel.faults import is_outage
-from outbox.models import SETTLED, OutboxMessage, State
+from outbox.models import OutboxMessage
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
+from outbox.states import SETTLED, State
 from outbox.store import Busy, Failure, Place, RelayedMessage, Settlement, claiming, operating, writing
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.apps.effects.models import Effect
@@ -789,15 +790,15 @@ class TestFloors:
         sent = ids(peer.published)
         assert sent.index(str(messages[0].id)) < sent.index(str(messages[1].id))
 
-    @pytest.mark.parametrize("of", ["retry", "requeue", "release", "promotion"])
+    @pytest.mark.parametrize("of", ["retry", "restore", "release", "promotion"])
     def test_message_that_becomes_ready_below_the_floor_is_published(self, peer, never_from_the_start, of):
         message = published(key="k" if of == "release" else "", delay=HOUR if of == "promotion" else None)
-        state = {"retry": State.RETRYING, "requeue": State.DEAD, "release": State.WAITING, "promotion": State.SCHEDULED}[of]
+        state = {"retry": State.RETRYING, "restore": State.DEAD, "release": State.WAITING, "promotion": State.SCHEDULED}[of]
         set_columns(message, state=State.CANCELLED if of == "release" else state, available_at=DatabaseTime(HOUR))
         with relaying(peer.url) as relays:
             self.passed_by_publishing(relays, message)
-            if of == "requeue":
-                assert store.requeue("default", message.position)
+            if of == "restore":
+                assert store.restore("default", message.position)
             else:
                 set_columns(message, state=state, available_at=DatabaseTime())
             wait_until(lambda: state_of(message) == State.PUBLISHED)

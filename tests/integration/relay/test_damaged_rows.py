@@ -11,7 +11,8 @@ from django.urls import reverse
 
 from outbox import cancel, on_dead, publish_now, reschedule, restore
 from outbox.callbacks import registry
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.admin_pages import DETAIL, LIST, VIEW, staff_client
 from tests.support.relaying import TOPIC, Queue, a_backlog, ids, published, relaying, row_of, state_of
 from tests.support.waiting import wait_until
@@ -75,7 +76,7 @@ class TestRelay:
             assert state_of(message) == State.DEAD, change
             reason = errors[message.position]
             assert f"its row is damaged: {REFUSED[change]} " in reason
-            assert "Correct the row, then requeue the message" in reason
+            assert "Correct the row, then restore the message" in reason
             assert f"{message.id} ({TOPIC}, biz-id {message.id}) is dead at attempt 1: {reason}" in caplog.text
         assert (state_of(unreadable), "cannot be encoded" in row_of(unreadable).last_error) == (State.RETRYING, True)
 
@@ -90,7 +91,7 @@ class TestRelay:
         assert {state_of(message) for message in refused} == {State.DEAD}
         assert sorted(map(str, handled)) == sorted(ids(others))
 
-    def test_corrected_and_requeued_message_is_published_before_the_later_ones_of_its_key(self, rabbitmq_url):
+    def test_corrected_and_restored_message_is_published_before_the_later_ones_of_its_key(self, rabbitmq_url):
         first, *later = [published(key="a") for _ in range(3)]
         damaged("headers = '5'", first)
         with Queue(rabbitmq_url) as queue:
@@ -98,18 +99,18 @@ class TestRelay:
             assert queue.take_all() == [], "the later messages of its key wait"
 
             damaged("""headers = '{"tenant": "acme"}'""", first)
-            call_command("outbox_requeue", str(first.id), stdout=io.StringIO())
+            call_command("outbox_restore", str(first.id), stdout=io.StringIO())
             relay(rabbitmq_url)
 
             arrived = queue.take_all()
         assert ids(arrived) == ids([first, *later])
         assert arrived[0].headers["tenant"] == "acme"
 
-    def test_requeued_message_that_was_not_corrected_is_dead_again_for_the_same_reason(self, rabbitmq_url):
+    def test_restored_message_that_was_not_corrected_is_dead_again_for_the_same_reason(self, rabbitmq_url):
         message = damaged("headers = '5'")
         relay(rabbitmq_url)
         reason = row_of(message).last_error
-        call_command("outbox_requeue", str(message.id), stdout=io.StringIO())
+        call_command("outbox_restore", str(message.id), stdout=io.StringIO())
 
         relay(rabbitmq_url)
 

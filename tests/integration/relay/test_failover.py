@@ -11,7 +11,7 @@ from outbox.kernel import broker
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.masking import masked
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
-from outbox.models import State
+from outbox.states import State
 from outbox.transports import open_transport, transport_class
 from tests.support.deliveries import effects, the_effect
 from tests.support.fakes.amqp_peer import FakeAmqpPeer

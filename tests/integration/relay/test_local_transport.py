@@ -13,7 +13,7 @@ from inbox import signals
 from inbox.models import InboxMessage, State
 from outbox import publish
 from outbox.models import OutboxMessage
-from outbox.models import State as OutboxState
+from outbox.states import State as OutboxState
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import TOPIC, effects, run_to_the_end, the_effect

@@ -14,7 +14,8 @@ from django.db import connection, transaction
 
 from outbox import Draft, cancel, publish_many
 from outbox.kernel.clock import monotonic
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import TOPIC, Queue, drained, ids, in_threads, published, relaying, state_of
 from tests.support.waiting import wait_until

@@ -10,7 +10,8 @@ from django.db import connection
 from outbox.kernel import schema
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.relaying import (
     Queue,
     drained,

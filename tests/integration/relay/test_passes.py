@@ -8,8 +8,9 @@ from django.db import transaction
 
 from outbox import Draft, publish_many, signals, store
 from outbox.kernel.clock import DatabaseTime
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
+from outbox.states import State
 from tests.support.relaying import (
     connected,
     deadline_when,

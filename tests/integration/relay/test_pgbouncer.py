@@ -20,8 +20,8 @@ from outbox import doorbell
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
 from outbox.kernel.loop import Bell, StopRequest
-from outbox.models import State
 from outbox.relay.listening import APPLICATION_NAME, Listener
+from outbox.states import State
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
 from tests.support.relaying import (

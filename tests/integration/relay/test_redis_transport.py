@@ -4,7 +4,7 @@ import pytest
 
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
-from outbox.models import State
+from outbox.states import State
 from outbox.transports.virtual import VirtualTransport, capabilities_of
 from tests.support.relaying import (
     EXCHANGE,

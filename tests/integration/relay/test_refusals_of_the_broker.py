@@ -10,7 +10,8 @@ import pytest
 from django.db import transaction
 
 from outbox import Draft, publish_many
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.relaying import EXCHANGE, Queue, ids
 from tests.support.workers import Process, as_environment
 

@@ -7,7 +7,8 @@ import pytest
 from django.db import connection
 
 from outbox.kernel.clock import monotonic
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.relaying import TOPIC, Queue, drained, ids, published, relaying, state_of
 from tests.support.waiting import wait_until
 

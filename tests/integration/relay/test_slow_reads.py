@@ -10,7 +10,8 @@ import pytest
 from django.db import connection, transaction
 
 from outbox import Draft, publish_many
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.workers import Process, as_environment
 

@@ -9,8 +9,9 @@ from django.db import transaction
 
 from outbox import store
 from outbox.kernel.clock import DatabaseTime
-from outbox.models import RelayLease, State
+from outbox.models import RelayLease
 from outbox.relay.passes import Pass
+from outbox.states import State
 from outbox.store import Lease, LeaseLost, Settlement
 from tests.support.relaying import (
     connected,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import uuid
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,8 @@ from django.utils import timezone
 from outbox import Draft, cancel, publish_many, publish_now, reschedule, store
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.identity import process_name
-from outbox.models import State, TrailEntry
+from outbox.models import TrailEntry
+from outbox.states import CANCEL, State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, connected, in_state, one_pass, published, row_of, set_columns, state_of
 
@@ -34,7 +36,7 @@ def trail_of(message):
 
 
 class TestDecisions:
-    @pytest.mark.parametrize("state", store.CANCELLABLE)
+    @pytest.mark.parametrize("state", CANCEL.sources)
     def test_cancel_records_the_previous_state(self, state):
         message = in_state(state)
 
@@ -70,17 +72,17 @@ class TestDecisions:
 
         assert not cancel(message.id)
         assert not reschedule(message.id, delay=HOUR)
-        assert not store.requeue("default", row_of(message).pk)
+        assert not store.restore("default", row_of(message).pk)
 
         assert trail_of(message) == []
 
-    @pytest.mark.parametrize("state", store.REQUEUEABLE)
-    def test_requeue_records_the_command(self, state):
+    @pytest.mark.parametrize("state", [State.DEAD, State.RETRYING])
+    def test_restore_records_the_command(self, state):
         message = in_state(state)
 
-        call_command("outbox_requeue", str(message.id), "--retrying", verbosity=0)
+        call_command("outbox_restore", str(message.id), stdout=io.StringIO())
 
-        assert trail_of(message) == [(state, State.READY, "outbox_requeue")]
+        assert trail_of(message) == [(state, State.READY, "outbox_restore")]
 
 
 def settled(**outcome):

@@ -10,7 +10,8 @@ from django.db import connection, connections, transaction
 
 from outbox import Draft, publish_many, store
 from outbox.kernel.clock import DatabaseTime
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.relaying import (
     TOPIC,
     connected,
@@ -131,10 +132,10 @@ class TestWaitingMessages:
 
         assert arrived(peer) == ["head"]
 
-    def test_waiting_message_cannot_be_requeued_ahead_of_its_head(self, peer, transport):
+    def test_waiting_message_cannot_be_restored_ahead_of_its_head(self, peer, transport):
         _, (second,) = behind_a_failed_head(peer, transport, "a")
 
-        assert not store.requeue("default", second.position)
+        assert not store.restore("default", second.position)
         assert state_of(second) == State.WAITING
 
     def test_message_that_expired_while_waiting_is_not_sent(self, peer, transport):
@@ -168,10 +169,10 @@ class TestEndOfWaiting:
         assert release() == 0
         assert state_of(others[0]) == State.WAITING
 
-    def test_requeue_of_a_dead_head_releases_the_waiting_messages(self, peer, transport):
+    def test_restore_of_a_dead_head_releases_the_waiting_messages(self, peer, transport):
         head, _ = behind_a_failed_head(peer, transport, "a", "b")
         set_columns(head, state=State.DEAD)
-        assert store.requeue("default", head.position)
+        assert store.restore("default", head.position)
 
         drained(peer.url)
 
@@ -367,13 +368,13 @@ class TestOvertaking:
         assert arrived(peer) == ["1", "2", "3"]
 
     @pytest.mark.parametrize("before", [State.DEAD, State.RETRYING])
-    def test_head_requeued_between_reading_the_shards_and_claiming_is_not_overtaken(self, before):
+    def test_head_restored_between_reading_the_shards_and_claiming_is_not_overtaken(self, before):
         head, second = some("head", "next")
         set_columns(head, state=before, available_at=DatabaseTime(HOUR))
         busy = store.look("default").busy
         assert busy, "the second is ready"
 
-        assert store.requeue("default", head.position)
+        assert store.restore("default", head.position)
         with transaction.atomic():
             rows = store.claim_ready("default", busy, 100).rows
 

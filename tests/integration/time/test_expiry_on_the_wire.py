@@ -9,7 +9,7 @@ import pytest
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import Outcome, Parcel
-from outbox.models import State
+from outbox.states import State
 from tests.support.relaying import TOPIC, Queue, connected, drained, published, row_of, set_columns, soon, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]

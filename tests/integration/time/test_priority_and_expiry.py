@@ -11,8 +11,9 @@ from django.db import transaction
 
 from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals, store
 from outbox.kernel.clock import DatabaseTime, monotonic
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
 from outbox.relay import passes
+from outbox.states import State
 from tests.support.relaying import drained, ids, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -51,9 +52,9 @@ def retried(message):
     came_due(message)
 
 
-def requeued(message):
+def restored_when_dead(message):
     failed(message, None)
-    assert store.requeue("default", message.position)
+    assert store.restore("default", message.position)
 
 
 def restored(message):
@@ -69,7 +70,7 @@ WAYS = {
     "from the start": (None, lambda message: None),
     "after its delay": (HOUR, came_due),
     "after a retry": (None, retried),
-    "requeued when it was dead": (None, requeued),
+    "restored when it was dead": (None, restored_when_dead),
     "restored when it was cancelled": (None, restored),
     "rescheduled": (None, lambda message: reschedule(message.id, delay=HOUR) and came_due(message)),
     "sent now instead of later": (HOUR, sent_now),

@@ -11,9 +11,10 @@ from django.db import transaction
 from outbox import Draft, cancel, publish, publish_many, reschedule
 from outbox.kernel.clock import DatabaseTime, monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
-from outbox.models import OutboxMessage, RelayLease, State, TrailEntry
+from outbox.models import OutboxMessage, RelayLease, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer
+from outbox.states import State
 from outbox.store import Upcoming
 from tests.support.relaying import TOPIC, in_threads, published, quick, set_columns, state_of
 from tests.support.waiting import wait_until

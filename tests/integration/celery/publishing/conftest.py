@@ -6,7 +6,8 @@ import json
 import pytest
 from django.db import transaction
 
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.integration.celery.apps import close
 from tests.integration.celery.publishing.project import make_app
 from tests.support.waiting import wait_until

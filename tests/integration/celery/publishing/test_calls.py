@@ -19,7 +19,8 @@ from outbox import InvalidMessage, PayloadTooLarge, store
 from outbox.celery import OutboxTask
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.wire import Wire
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support import ROOT
 from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
 from tests.support.apps.effects.models import Effect
@@ -398,14 +399,14 @@ class TestRefusedCalls:
 
 
 class TestRow:
-    def test_row_of_a_call_can_be_cancelled_and_requeued(self, add):
+    def test_row_of_a_call_can_be_cancelled_and_restored(self, add):
         called(add, 1, 2, countdown=600)
 
         assert store.cancel("default", the_row().pk)
 
         called(add, 3, 4)
         set_columns(Named(rows()[1]), state=State.DEAD)
-        assert store.requeue("default", rows()[1].pk)
+        assert store.restore("default", rows()[1].pk)
         assert [row.state for row in rows()] == [State.CANCELLED, State.READY]
 
     def test_local_transport_refuses_the_row_of_a_call(self, settings, add):

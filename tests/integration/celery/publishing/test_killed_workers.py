@@ -2,7 +2,8 @@
 
 import pytest
 
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.integration.celery.publishing.conftest import SECONDS, Worker, called, published
 from tests.integration.celery.redelivery import takeover_settings
 from tests.support.apps.effects.models import Unique

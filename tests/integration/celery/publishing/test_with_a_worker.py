@@ -8,7 +8,8 @@ from celery import chain, chord, group
 from django.db import transaction
 
 from inbox.models import InboxMessage
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.integration.celery.publishing.conftest import SECONDS, Worker, called, published
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import effects

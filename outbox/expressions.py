@@ -1,0 +1,84 @@
+"""SQL expressions that transitions write into columns of a message. All instants are those of the database's clock."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db.models import Case, DateTimeField, ExpressionWrapper, F, Func, JSONField, Q, Value, When
+from django.db.models.expressions import Combinable
+from django.db.models.functions import Coalesce
+
+from outbox.kernel.clock import DatabaseTime
+from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
+from outbox.kernel.fields import FIRST_INSTANT, LAST_INSTANT
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
+
+_MOST_ATTEMPTS = 2**31 - 2
+
+NOW = DatabaseTime()
+
+NOW_SECONDARY = DatabaseTime(timedelta(milliseconds=1))
+"""When a message that becomes ready now is due. It must differ from `created_at`, because messages whose two instants are equal
+belong to the stream, whose readers may be past their place. SQLite counts in milliseconds."""
+
+IS_AHEAD = Q(deliver_at__gt=NOW)
+"""Its own time of delivery is still to come."""
+
+# A number at the end of its type, written by hand, must not fail the others of its batch.
+ONE_MORE_ATTEMPT = Case(When(attempts__gte=_MOST_ATTEMPTS, then=F("attempts")), default=F("attempts") + 1)
+
+_INSTANTS = (FIRST_INSTANT, LAST_INSTANT)
+_HAS_INSTANTS = Q(expires_at__range=_INSTANTS, available_at__range=_INSTANTS, created_at__range=_INSTANTS) & (
+    Q(deliver_at=None) | Q(deliver_at__range=_INSTANTS)
+)
+
+
+def after(duration: timedelta) -> Case:
+    """The instant so long from now, or that of its expiry if that comes first: until then it holds back its key."""
+    then = DatabaseTime(duration)
+    return Case(When(expires_at__lt=then, then=F("expires_at")), default=then, output_field=DateTimeField())
+
+
+def instant(due: datetime | timedelta) -> Combinable:
+    """An instant, or a duration from now."""
+    return DatabaseTime(due) if isinstance(due, timedelta) else Value(due, output_field=DateTimeField())
+
+
+def as_long_from(due: Combinable) -> Case:
+    """When a message expires that is due at that instant, and is to last as long as it did from when it was due before.
+
+    A restored one keeps its old `deliver_at`; how long it lasts counts from when it became available.
+    """
+    was_restored = Q(headers__has_key=REPLAY_HEADER, expires_at__gt=F("available_at"))
+    since = Case(When(was_restored, then=F("available_at")), default=Coalesce("deliver_at", "created_at"))
+    again = ExpressionWrapper(due + (F("expires_at") - since), output_field=DateTimeField())
+    # With the instants of a row that was damaged by hand the database cannot calculate; they stay.
+    return Case(When(_HAS_INSTANTS, then=again), default=F("expires_at"), output_field=DateTimeField())
+
+
+class MarkedAsReplayed(Func):
+    """The headers with the mark that an operator has had the message sent again.
+
+    It stands with the other headers, where publishers cannot set such a name: a column of its own would be read with every
+    message. Headers that are not an object were damaged by hand, and are left for a person to correct.
+    """
+
+    output_field = JSONField()
+
+    def __init__(self) -> None:
+        super().__init__(F("headers"))
+
+    def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        headers, _ = compiler.compile(self.get_source_expressions()[0])
+        marked = f"{headers} || jsonb_build_object(%s::text, %s::text)"
+        sql = f"CASE jsonb_typeof({headers}) WHEN 'object' THEN {marked} ELSE {headers} END"
+        return sql, [REPLAY_HEADER, BY_OPERATOR]
+
+    def as_sqlite(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        headers, _ = compiler.compile(self.get_source_expressions()[0])
+        sql = f"CASE json_type({headers}) WHEN 'object' THEN json_set({headers}, %s, %s) ELSE {headers} END"
+        return sql, [f'$."{REPLAY_HEADER}"', BY_OPERATOR]

@@ -1,0 +1,256 @@
+"""The states of an outbox message, and every transition between them: each declared once, as data.
+
+`store.transitions` executes them. The API, the relay, the admin, the commands and the table of states in the documentation use
+these declarations, so a transition means the same wherever it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from django.db.models import Case, F, TextChoices, Value, When
+
+from outbox.expressions import IS_AHEAD, NOW, NOW_SECONDARY, ONE_MORE_ATTEMPT, MarkedAsReplayed, after, as_long_from, instant
+
+
+class State(TextChoices):
+    """Where a message is in its life."""
+
+    PREPARED = "prepared"
+    STUCK = "stuck"
+    SCHEDULED = "scheduled"
+    READY = "ready"
+    RETRYING = "retrying"
+    WAITING = "waiting"
+    PUBLISHED = "published"
+    DEAD = "dead"
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+    ROLLED_BACK = "rolled_back"
+
+
+IN_TROUBLE = (State.RETRYING, State.DEAD)
+"""States in which a message stops its key: the later ones become *waiting*."""
+
+HOLDING_KEY = (*IN_TROUBLE, State.WAITING)
+"""States in which a message holds back the later ones of its key."""
+
+SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
+"""States in which nothing more happens by itself; these rows may be purged."""
+
+UNDECIDED = (State.PREPARED, State.STUCK)
+"""States in which it is not known whether the business has happened."""
+
+
+def _nothing() -> Mapping[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transition:
+    """One way from some states to others.
+
+    Attributes:
+        sources: the states it leads from. A row in any other state is left alone.
+        targets: the state it leads to; two, when the database's clock decides which.
+        when: what makes it happen, for the documentation.
+        columns: what it writes besides the state, by column: values or expressions. Its parameters are what an execution gives.
+        state: the expression that chooses among several targets.
+        recorded: is it written to the trail with `OUTBOX["TRAIL"] = "decisions"`? With "all", every transition is.
+    """
+
+    name: str
+    sources: tuple[State, ...]
+    targets: tuple[State, ...]
+    when: str
+    columns: Callable[..., Mapping[str, Any]] = _nothing
+    state: Case | None = None
+    recorded: bool = True
+
+
+_SCHEDULED_OR_READY = Case(When(IS_AHEAD, then=Value(State.SCHEDULED.value)), default=Value(State.READY.value))
+_DUE = Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW_SECONDARY)
+
+
+# By the relay, for what it has in hand.
+
+PUBLISH = Transition(
+    name="confirm",
+    sources=(State.READY,),
+    targets=(State.PUBLISHED,),
+    when="the broker confirmed it",
+    columns=lambda: {"attempts": ONE_MORE_ATTEMPT, "last_error": "", "settled_at": NOW},
+    recorded=False,
+)
+RETRY = Transition(
+    name="retry",
+    sources=(State.READY,),
+    targets=(State.RETRYING,),
+    when="nacked or refused, attempts left; or unroutable, or of a topic that the broker forbids",
+    columns=lambda error, delay: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "available_at": after(delay)},
+)
+DEFER = Transition(
+    name="defer",
+    sources=(State.READY,),
+    targets=(State.RETRYING,),
+    when="not tried, because its topic is paused",
+    columns=lambda error, delay: {"last_error": error, "available_at": after(delay)},
+    recorded=False,
+)
+DIE = Transition(
+    name="die",
+    sources=(State.READY,),
+    targets=(State.DEAD,),
+    when="nacked or refused, attempts used up; or its row is damaged",
+    columns=lambda error: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "settled_at": NOW},
+)
+EXPIRE = Transition(
+    name="expire",
+    sources=(State.READY,),
+    targets=(State.EXPIRED,),
+    when="its `expires_in` ran out",
+    columns=lambda: {"settled_at": NOW},
+)
+HOLD = Transition(
+    name="hold",
+    sources=(State.READY,),
+    targets=(State.WAITING,),
+    when="an earlier message of its key is `retrying`, `dead` or `waiting`",
+    recorded=False,
+)
+
+# By the relay, for what waits.
+
+FIRE = Transition(
+    name="fire",
+    sources=(State.SCHEDULED,),
+    targets=(State.READY,),
+    when="its time has come",
+    recorded=False,
+)
+TRY_AGAIN = Transition(
+    name="try again",
+    sources=(State.RETRYING,),
+    targets=(State.READY,),
+    when="its backoff has ended",
+    recorded=False,
+)
+RECALL = Transition(
+    name="recall",
+    sources=(State.RETRYING,),
+    targets=(State.READY,),
+    when="its topic was paused, and is tried again",
+    columns=lambda: {"available_at": NOW},
+    recorded=False,
+)
+RELEASE = Transition(
+    name="release",
+    sources=(State.WAITING,),
+    targets=(State.READY,),
+    when="no earlier message of its key is `retrying` or `dead` any more",
+    columns=lambda: {"available_at": NOW},
+    recorded=False,
+)
+
+# By the code that published it, or an operator.
+
+CANCEL = Transition(
+    name="cancel",
+    sources=(State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.DEAD),
+    targets=(State.CANCELLED,),
+    when="`cancel()`, or an operator",
+    columns=lambda: {"settled_at": NOW},
+)
+
+
+def _rescheduled(due: datetime | timedelta) -> Mapping[str, Any]:
+    at = instant(due)
+    return {"attempts": 0, "deliver_at": at, "available_at": at, "expires_at": as_long_from(at)}
+
+
+_NOT_STARTED = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING)
+RESCHEDULE = Transition(
+    name="reschedule",
+    sources=_NOT_STARTED,
+    targets=(State.SCHEDULED,),
+    when="[`reschedule()`](how-to/delayed-messages.md), or an operator",
+    columns=_rescheduled,
+)
+PUBLISH_NOW = Transition(
+    name="publish now",
+    sources=_NOT_STARTED,
+    targets=(State.READY,),
+    when="[`publish_now()`](how-to/delayed-messages.md), or an operator",
+    columns=lambda: _rescheduled(timedelta()),
+)
+RESTORE = Transition(
+    name="restore",
+    sources=(State.CANCELLED, State.EXPIRED, State.DEAD, State.RETRYING),
+    targets=(State.SCHEDULED, State.READY),
+    when="[`restore()`](how-to/delayed-messages.md#bring-it-back), or an operator: for its time, or now when that has passed",
+    state=_SCHEDULED_OR_READY,
+    # Its deliver_at stays: the inbox counts a message's age from it, and a copy of an old one must not look young.
+    columns=lambda: {
+        "attempts": 0,
+        "available_at": _DUE,
+        "expires_at": Case(When(IS_AHEAD, then=F("expires_at")), default=as_long_from(NOW)),
+        "settled_at": None,
+        "headers": MarkedAsReplayed(),
+    },
+)
+
+# Prepared messages: by the code that prepared it, its checker, or an operator.
+
+COMMIT = Transition(
+    name="commit",
+    sources=UNDECIDED,
+    targets=(State.SCHEDULED, State.READY),
+    when="its business has happened: `scheduled` while its time is ahead",
+    state=_SCHEDULED_OR_READY,
+    columns=lambda: {"attempts": 0, "last_error": "", "available_at": _DUE, "settled_at": None},
+)
+ROLL_BACK = Transition(
+    name="roll back",
+    sources=UNDECIDED,
+    targets=(State.ROLLED_BACK,),
+    when="its business has not happened and never will",
+    columns=lambda: {"last_error": "", "available_at": NOW, "settled_at": NOW},
+)
+GIVE_UP = Transition(
+    name="give up",
+    sources=(State.PREPARED,),
+    targets=(State.STUCK,),
+    when="its checker has answered “unknown” `CHECK_LIMIT` times",
+    columns=lambda error: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "available_at": NOW},
+)
+RESUME_CHECKS = Transition(
+    name="resume checks",
+    sources=(State.STUCK,),
+    targets=(State.PREPARED,),
+    when="`outbox_resume`, or an operator",
+    columns=lambda: {"attempts": 0, "available_at": NOW, "settled_at": None},
+)
+
+TRANSITIONS = (
+    PUBLISH,
+    RETRY,
+    DEFER,
+    DIE,
+    EXPIRE,
+    HOLD,
+    FIRE,
+    TRY_AGAIN,
+    RECALL,
+    RELEASE,
+    CANCEL,
+    RESCHEDULE,
+    PUBLISH_NOW,
+    RESTORE,
+    COMMIT,
+    ROLL_BACK,
+    GIVE_UP,
+    RESUME_CHECKS,
+)

@@ -1,0 +1,112 @@
+"""Every state against every transition: a message moves if and only if its state is a source, and to a declared target."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from inspect import signature
+
+import pytest
+from django.test import override_settings
+
+from outbox.kernel.clock import utcnow
+from outbox.models import OutboxMessage, TrailEntry
+from outbox.states import TRANSITIONS, State
+from outbox.store.transitions import Found, count_moved, move
+from tests.support.relaying import in_state, row_of, state_of
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+
+HOUR = timedelta(hours=1)
+GIVEN = {"error": "nacked", "delay": HOUR, "due": HOUR}
+SCHEDULING = ("attempts", "deliver_at", "available_at", "expires_at", "settled_at", "last_error", "headers")
+NAMES = {transition.name: transition for transition in TRANSITIONS}
+
+
+def given_for(transition):
+    return {name: GIVEN[name] for name in signature(transition.columns).parameters}
+
+
+def trail_of(message):
+    return list(TrailEntry.objects.filter(message_id=message.id).values_list("was", "became", "reason"))
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("name", NAMES)
+def test_transition_moves_a_message_in_one_of_its_sources_and_no_other(name, state):
+    transition = NAMES[name]
+    message = in_state(state, expires_in=HOUR)
+    before = row_of(message)
+
+    moved = move("default", transition, [before.pk], reason="for a test", recorded=True, **given_for(transition))
+
+    after = row_of(message)
+    if state in transition.sources:
+        assert moved == [(before.pk, state, after.state)]
+        assert after.state in transition.targets
+        assert trail_of(message) == [(state, after.state, "for a test")]
+    else:
+        assert moved == []
+        assert [getattr(after, column) for column in ("state", *SCHEDULING)] == [
+            getattr(before, column) for column in ("state", *SCHEDULING)
+        ]
+        assert trail_of(message) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transition_writes_the_columns_it_declares_and_no_other(name):
+    transition = NAMES[name]
+    message = in_state(transition.sources[0], expires_in=HOUR)
+    OutboxMessage.objects.update(attempts=3, last_error="before", settled_at=utcnow(), headers={"tenant": "acme"})
+    before = row_of(message)
+
+    move("default", transition, [before.pk], **given_for(transition))
+
+    after = row_of(message)
+    changed = {column for column in SCHEDULING if getattr(after, column) != getattr(before, column)}
+    declared = set(transition.columns(**given_for(transition)))
+    assert changed <= declared
+    # Where the new value is the old one by nature: an expiry that is ahead of the next attempt, for example.
+    assert declared - changed <= {"expires_at", "attempts"}
+
+
+@pytest.mark.parametrize(("ahead", "state"), [(True, State.SCHEDULED), (False, State.READY)])
+@pytest.mark.parametrize("name", [name for name, transition in NAMES.items() if len(transition.targets) == 2])
+def test_transition_with_two_targets_schedules_what_is_to_be_delivered_later(name, ahead, state):
+    transition = NAMES[name]
+    message = in_state(transition.sources[0])
+    OutboxMessage.objects.update(deliver_at=utcnow() + (HOUR if ahead else -HOUR))
+
+    move("default", transition, [row_of(message).pk])
+
+    assert state_of(message) == state
+
+
+@pytest.mark.parametrize("name", [name for name, transition in NAMES.items() if len(transition.sources) == 1])
+@pytest.mark.parametrize("trail", ["decisions", "all"])
+def test_counted_transition_is_recorded_as_it_declares(name, trail):
+    transition = NAMES[name]
+    messages = [in_state(transition.sources[0]) for _ in range(3)]
+    other = in_state(next(state for state in State if state not in transition.sources))
+    TrailEntry.objects.all().delete()
+
+    with override_settings(OUTBOX={"TRAIL": trail}):
+        positions = [row_of(message).pk for message in (*messages, other)]
+        assert count_moved("default", transition, positions, **given_for(transition)) == 3
+
+    recorded = transition.recorded or trail == "all"
+    assert [len(trail_of(message)) for message in (*messages, other)] == [*[int(recorded)] * 3, 0]
+
+
+def test_transition_with_several_sources_takes_no_query():
+    """It could not tell from which of them each message came."""
+    with pytest.raises(TypeError, match="one source"):
+        move("default", NAMES["cancel"], Found("SELECT 1", []))
+
+
+def test_only_narrows_the_sources_of_a_transition():
+    dead, scheduled = in_state(State.DEAD), in_state(State.SCHEDULED)
+    positions = [row_of(dead).pk, row_of(scheduled).pk]
+
+    move("default", NAMES["cancel"], positions, only=[State.DEAD])
+
+    assert (state_of(dead), state_of(scheduled)) == (State.CANCELLED, State.SCHEDULED)
