@@ -153,6 +153,10 @@ class PendingCallbackAdmin(ActingAdmin):
     def error_text(self, row: Any) -> SafeString:
         return as_text(row.last_error).as_html()
 
+    def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """These pages show names of messages and why they are dead, so they need the permission to see messages, too."""
+        return super().has_view_permission(request, obj) and request.user.has_perm("outbox.view_outboxmessage")
+
     def has_run_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("outbox.run_pendingcallback")
 

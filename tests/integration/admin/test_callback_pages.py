@@ -36,7 +36,7 @@ def pending(callback="shop.callbacks.order_published", due_in=HOUR, event="publi
 
 class TestCallbackList:
     def page(self):
-        return Page(staff_client(VIEW_CALLBACKS).get(reverse(CALLBACKS)))
+        return Page(staff_client(VIEW, VIEW_CALLBACKS).get(reverse(CALLBACKS)))
 
     def test_list_shows_the_next_due_callback_first_and_the_last_error(self):
         later = pending(due_in=60 * HOUR, attempts=3, last_error="no answer\nand more")
@@ -44,7 +44,7 @@ class TestCallbackList:
 
         text = self.page().text
 
-        assert listed(staff_client(VIEW_CALLBACKS), CALLBACKS) == [soon.pk, later.pk]
+        assert listed(staff_client(VIEW, VIEW_CALLBACKS), CALLBACKS) == [soon.pk, later.pk]
         for expected in ("shop.callbacks.order_published", "Published", "Dead", "in 2 d", "no answer", "order-0"):
             assert expected in text
         assert "and more" not in text
@@ -53,16 +53,16 @@ class TestCallbackList:
         unknown, known = pending("gone"), pending("known")
         registry.add("shop.order.placed", "published", "known", lambda message: None)
         try:
-            assert listed(staff_client(VIEW_CALLBACKS), CALLBACKS, trouble="unknown") == [unknown.pk]
+            assert listed(staff_client(VIEW, VIEW_CALLBACKS), CALLBACKS, trouble="unknown") == [unknown.pk]
             assert self.page().text.count("Not known here") == 1
         finally:
             registry.remove("known")
-        assert listed(staff_client(VIEW_CALLBACKS), CALLBACKS, trouble="failing") == []
-        assert set(listed(staff_client(VIEW_CALLBACKS), CALLBACKS, trouble="?")) == {unknown.pk, known.pk}
+        assert listed(staff_client(VIEW, VIEW_CALLBACKS), CALLBACKS, trouble="failing") == []
+        assert set(listed(staff_client(VIEW, VIEW_CALLBACKS), CALLBACKS, trouble="?")) == {unknown.pk, known.pk}
 
     def test_search_finds_a_callback_by_its_name_message_id_or_biz_id(self):
         row, _ = pending("a.callback"), pending("b.callback")
-        client = staff_client(VIEW_CALLBACKS)
+        client = staff_client(VIEW, VIEW_CALLBACKS)
         message = row.message
 
         for term in ("a.callback", str(message.message_id), message.biz_id):
@@ -73,14 +73,23 @@ class TestCallbackList:
     def test_empty_list_says_that_every_callback_has_returned(self):
         assert "every callback has returned" in self.page().text
 
-    def test_list_requires_the_view_permission(self):
-        assert staff_client(VIEW, RUN, DISCARD).get(reverse(CALLBACKS)).status_code == 403
+    @pytest.mark.parametrize("permission", [VIEW, VIEW_CALLBACKS])
+    def test_pages_require_the_permissions_to_view_callbacks_and_messages(self, permission):
+        row, client = pending(), staff_client(permission, RUN, DISCARD)
+        pages = [
+            client.get(reverse(CALLBACKS)),
+            client.get(reverse(CALLBACK, args=[row.pk])),
+            on_the_list(client, "discard", row),
+        ]
+
+        assert [page.status_code for page in pages] == [403, 403, 403]
+        assert not Page(client.get(reverse("admin:index"))).all("a", href=reverse(CALLBACKS))
 
     def test_callback_text_adds_no_element(self):
         shapes = []
         for text in ("harm/less", NASTY):  # as often broken into lines
             row = pending(text, message=a_message(State.DEAD, topic=text, settled_at=utcnow()), reason=text, last_error=text)
-            pages = [self.page(), Page(staff_client(VIEW_CALLBACKS).get(reverse(CALLBACK, args=[row.pk])))]
+            pages = [self.page(), Page(staff_client(VIEW, VIEW_CALLBACKS).get(reverse(CALLBACK, args=[row.pk])))]
             assert all(text in page.text for page in pages)
             shapes.append([page.shape for page in pages])
             row.delete()
@@ -91,7 +100,7 @@ class TestCallbackList:
 def test_callback_page_links_to_its_message_and_offers_permitted_actions():
     row = pending()
 
-    page = Page(staff_client(VIEW_CALLBACKS, RUN).get(reverse(CALLBACK, args=[row.pk])))
+    page = Page(staff_client(VIEW, VIEW_CALLBACKS, RUN).get(reverse(CALLBACK, args=[row.pk])))
 
     assert page.all("a", href=reverse(DETAIL, args=[row.message.pk]))
     assert {found["value"] for found in page.all("input", name="action")} == {"call_now"}
@@ -112,7 +121,7 @@ def test_message_page_lists_its_pending_callbacks():
 def test_call_now_makes_a_callback_due_and_is_logged():
     row = pending()
 
-    response = on_the_list(staff_client(VIEW_CALLBACKS, RUN), "call_now", row, own_page="yes")
+    response = on_the_list(staff_client(VIEW, VIEW_CALLBACKS, RUN), "call_now", row, own_page="yes")
 
     row.refresh_from_db()
     assert row.available_at <= utcnow()
@@ -123,7 +132,7 @@ def test_call_now_makes_a_callback_due_and_is_logged():
 
 def test_discard_asks_for_confirmation_and_reports_callbacks_called_in_the_meantime():
     row, called = pending(), pending()
-    client = staff_client(VIEW_CALLBACKS, DISCARD)
+    client = staff_client(VIEW, VIEW_CALLBACKS, DISCARD)
 
     assert "nobody is told what became of their messages" in Page(on_the_list(client, "discard", row, called)).text
     assert PendingCallback.objects.count() == 2
@@ -139,7 +148,7 @@ def test_discard_asks_for_confirmation_and_reports_callbacks_called_in_the_meant
 def test_discard_from_the_callback_page_redirects_to_the_list():
     row = pending()
 
-    response = on_the_list(staff_client(VIEW_CALLBACKS, DISCARD), "discard", row, confirmed="yes", own_page="yes")
+    response = on_the_list(staff_client(VIEW, VIEW_CALLBACKS, DISCARD), "discard", row, confirmed="yes", own_page="yes")
 
     assert response.url == reverse(CALLBACKS)
 
@@ -148,6 +157,6 @@ def test_discard_from_the_callback_page_redirects_to_the_list():
 def test_callback_action_requires_its_own_permission(action, other):
     row = pending()
 
-    on_the_list(staff_client(VIEW_CALLBACKS, other), action, row, confirmed="yes")
+    on_the_list(staff_client(VIEW, VIEW_CALLBACKS, other), action, row, confirmed="yes")
 
     assert PendingCallback.objects.get().available_at == row.available_at
