@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, publish, publish_many
     from outbox.callbacks import SettledMessage, on_dead, on_published
     from outbox.checkers import Answer, HalfMessage, checker
-    from outbox.decisions import Decision, acancel, areschedule, cancel, publish_now, reschedule
+    from outbox.decisions import Decision, Outcome, acancel, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
         AlreadyDecided,
         InvalidMessage,
@@ -43,6 +43,7 @@ __all__ = [
     "InvalidMessage",
     "NoChecker",
     "OutboxError",
+    "Outcome",
     "PayloadTooLarge",
     "PreparedInsideTransaction",
     "PublishedMessage",
@@ -81,7 +82,7 @@ _PLACES = {
     "outbox.preparing": {"Half", "prepare"},
     "outbox.callbacks": {"SettledMessage", "on_dead", "on_published"},
     "outbox.restoring": {"Restoration", "restore"},
-    "outbox.decisions": {"Decision", "acancel", "areschedule", "cancel", "publish_now", "reschedule"},
+    "outbox.decisions": {"Decision", "Outcome", "acancel", "areschedule", "cancel", "publish_now", "reschedule"},
 }
 """Where the public names are that are not in `outbox.api`."""
 

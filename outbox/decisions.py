@@ -25,27 +25,32 @@ from outbox.states import CANCEL, RESCHEDULE
 
 
 class Outcome(StrEnum):
-    """What became of a wish."""
+    """What `cancel`, `reschedule` and `publish_now` did."""
 
+    """No relay will publish it."""
     CANCELLED = "cancelled"
+    """It is due at its new time, or now."""
     RESCHEDULED = "rescheduled"
+    """Nothing was changed: its state does not allow it, or a relay has it in hand."""
+    NOT_FOUND = "not_found"
+    """Nothing was changed: the outbox has no message of that name. It may never have been published, or have been purged."""
     TOO_LATE = "too_late"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The answer; true unless it is too late.
+    """What `cancel`, `reschedule` and `publish_now` return; true if and only if it was done.
 
     Attributes:
-        outcome: "cancelled" means that no relay will publish it. "too_late" means that nothing was changed.
-        state: the state that the message is in now, "" when there is none of that name.
+        outcome: what was done, or why nothing was.
+        state: the state that the message is in now; "" with `Outcome.NOT_FOUND`.
     """
 
     outcome: Outcome
     state: str
 
     def __bool__(self) -> bool:
-        return self.outcome is not Outcome.TOO_LATE
+        return self.outcome in {Outcome.CANCELLED, Outcome.RESCHEDULED}
 
 
 def cancel(
@@ -56,6 +61,8 @@ def cancel(
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """Have a message not published: by its id, or all that have this topic and biz-id and are still to be published.
+    All of these or none: when a relay or another transaction has one of them in hand, the others stay as they are, too.
+
 
     In the transaction that is open on `using`, or else in one of its own. A message that is ready may be in a relay's hands:
     that is waited for, at most ten seconds, and from then on until the transaction ends no relay looks into its shard, so keep
@@ -165,7 +172,11 @@ def _decide(
         positions = find(using)
         changed = [position for position in positions if change(using, position)]
         states = store.states_of(using, positions)
-    left = [state for position, state in states.items() if position not in changed and state in open_states]
-    if changed and not left:
-        return Decision(done, states[changed[-1]])
-    return Decision(Outcome.TOO_LATE, next(iter(left or states.values()), ""))
+        left = [state for position, state in states.items() if position not in changed and state in open_states]
+        if changed and not left:
+            return Decision(done, states[changed[-1]])
+        # Those that were changed stay as they were: the answer says that nothing was done.
+        transaction.set_rollback(True, using=using)
+    if not states:
+        return Decision(Outcome.NOT_FOUND, "")
+    return Decision(Outcome.TOO_LATE, next(iter(left or states.values())))

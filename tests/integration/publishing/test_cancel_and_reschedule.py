@@ -16,9 +16,20 @@ from asgiref.sync import async_to_sync
 from django.db import connection, transaction
 from django.utils import timezone
 
-from outbox import InvalidMessage, UnknownMessage, acancel, areschedule, cancel, publish_many, publish_now, reschedule, store
-from outbox.api import Draft
-from outbox.decisions import Decision, Outcome
+from outbox import (
+    Decision,
+    Draft,
+    InvalidMessage,
+    Outcome,
+    UnknownMessage,
+    acancel,
+    areschedule,
+    cancel,
+    publish_many,
+    publish_now,
+    reschedule,
+    store,
+)
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
@@ -46,6 +57,7 @@ every_database = pytest.mark.every_database
 HOUR = timedelta(hours=1)
 A_MOMENT = timedelta(minutes=5)
 CANCELLED = Decision(Outcome.CANCELLED, State.CANCELLED)
+NOT_FOUND = Decision(Outcome.NOT_FOUND, "")
 OPEN = [State.SCHEDULED, State.READY, State.RETRYING, State.WAITING]
 ENDED = [State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK]
 
@@ -80,9 +92,6 @@ class TestCancel:
         assert not decision
         assert state_of(message) == state
 
-    def test_cancel_of_an_unknown_message_is_too_late(self):
-        assert cancel(uuid.uuid4()) == cancel(topic=TOPIC, biz_id="unknown") == Decision(Outcome.TOO_LATE, "")
-
     def test_cancel_by_topic_and_biz_id_leaves_other_biz_ids(self):
         mine, another = published(biz_id="order-1", delay=HOUR), published(biz_id="order-2", delay=HOUR)
 
@@ -108,7 +117,7 @@ class TestCancel:
     def test_cancel_with_using_affects_that_database_only(self):
         message = published(using="other", delay=HOUR)
 
-        assert cancel(message.id) == Decision(Outcome.TOO_LATE, "")
+        assert cancel(message.id) == NOT_FOUND
         assert state_of(message, "other") == State.SCHEDULED
         assert cancel(message.id, using="other") == CANCELLED
         assert state_of(message, "other") == State.CANCELLED
@@ -131,7 +140,55 @@ class TestCancel:
             cancel(*arguments, **options)
 
 
+@every_database
+class TestUnknownMessages:
+    @pytest.mark.parametrize("decide", [cancel, partial(reschedule, delay=HOUR), publish_now])
+    @pytest.mark.parametrize(
+        "selection",
+        [{"message_id": uuid.uuid4()}, {"topic": TOPIC, "biz_id": "unknown"}, {"topic": "unknown", "biz_id": "order-1"}],
+    )
+    def test_decision_about_an_unknown_message_is_not_found(self, decide, selection):
+        message = published(biz_id="order-1", delay=HOUR)
+
+        decision = decide(**selection)
+
+        assert decision == NOT_FOUND
+        assert not decision
+        assert (decision.outcome, decision.state) == ("not_found", "")
+        assert state_of(message) == State.SCHEDULED
+
+    def test_decision_about_a_deleted_message_is_not_found(self):
+        message = in_state(State.PUBLISHED)
+        set_columns(message, settled_at=DatabaseTime(-HOUR))
+        assert sum(store.purge_settled("default", A_MOMENT)) == 1
+
+        assert cancel(message.id) == NOT_FOUND
+
+    def test_message_of_a_rolled_back_transaction_is_not_found(self):
+        with transaction.atomic():
+            [message] = publish_many([Draft(TOPIC, {}, delay=HOUR)])
+            assert publish_now(message.id)
+            transaction.set_rollback(True)
+
+        assert cancel(message.id) == NOT_FOUND
+
+
 # On SQLite the only writer waits for the transaction before it: there are no row locks and no shard locks.
+def test_too_late_means_that_none_of_several_messages_was_changed(monkeypatch):
+    monkeypatch.setattr("outbox.store.operating.OPERATORS_WAIT", timedelta(milliseconds=50))
+    free, locked = (published(biz_id="order-1", delay=HOUR) for _ in range(2))
+    decisions = []
+    with transaction.atomic():
+        OutboxMessage.objects.select_for_update().get(pk=locked.position)
+        with in_threads(lambda: decisions.append(cancel(topic=TOPIC, biz_id="order-1"))):
+            pass
+
+    assert decisions == [Decision(Outcome.TOO_LATE, State.SCHEDULED)]
+    assert [state_of(message) for message in (free, locked)] == [State.SCHEDULED, State.SCHEDULED]
+    assert cancel(topic=TOPIC, biz_id="order-1")
+
+
+# As above, PostgreSQL only.
 def test_cancel_of_a_scheduled_message_does_not_lock_its_shard():
     ready, delayed = published(key="k"), published(key="k", delay=HOUR)
     with transaction.atomic():
