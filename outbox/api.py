@@ -47,7 +47,9 @@ class PublishedMessage:
         topic: as given.
         biz_id: as given, or the message id.
         position: the row's place in the outbox; grows with every insert on one database.
-        created: False when `unique=True` found an earlier row and wrote nothing.
+        created: False when `unique=True` found an earlier message and wrote nothing.
+        state: of the message when `publish` returned: "ready" or "scheduled" for a new one; for an earlier one that was found
+            also "retrying", "waiting", "published" or "dead".
     """
 
     id: uuid.UUID
@@ -106,8 +108,9 @@ def publish(
             is written is the instant, so that a level that is changed later moves no message.
         deliver_at: deliver no earlier than this aware instant.
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
-        unique: at most one row per (topic, biz_id), as long as the first is kept (`OUTBOX["RETENTION"]` after it was
-            published): a second call writes nothing and returns the first row.
+        unique: at most one message per (topic, biz_id) that is published or may still be, as long as it is kept
+            (`OUTBOX["RETENTION"]` after it was published): a second call writes nothing and returns the first, with its state.
+            After one that was cancelled or has expired, a new one is written.
         strict_order: the order of the key is the order of the commits: another transaction that publishes this key with
             strict_order waits here until this one has ended.
         using: the database alias of the business change.
@@ -194,15 +197,23 @@ def _ring(alias: str, rows: Iterable[store.NewRow]) -> None:
 
 def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:
     while (position := store.insert(alias, row)) is None:
-        # The first row is gone again only if it was purged in between; then ours becomes the first.
-        if first := store.find_unique(alias, row.topic, row.biz_id):
-            first_id, position = first
-            return PublishedMessage(id=first_id, topic=row.topic, biz_id=row.biz_id, position=position, created=False)
+        # The earlier one is not found if it was given up or purged in between; then there is room for ours.
+        if found := store.find_unique(alias, row.topic, row.biz_id):
+            return PublishedMessage(
+                id=found.message_id,
+                topic=row.topic,
+                biz_id=row.biz_id,
+                position=found.position,
+                created=False,
+                state=found.state,
+            )
     return _published(row, position)
 
 
 def _published(row: store.NewRow, position: int) -> PublishedMessage:
-    return PublishedMessage(id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True)
+    return PublishedMessage(
+        id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True, state=row.state
+    )
 
 
 def new_row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:

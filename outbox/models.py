@@ -51,7 +51,11 @@ class OutboxMessage(models.Model):
             ("decide_outboxmessage", "Can decide about a prepared message"),
         )
         constraints = (
-            models.UniqueConstraint(fields=["topic", "biz_id"], name="outbox_unique_biz_id", condition=Q(is_unique=True)),
+            models.UniqueConstraint(
+                fields=["topic", "biz_id"],
+                name="outbox_unique_biz_id",
+                condition=Q(is_unique=True) & ~Q(state__in=["expired", "cancelled", "rolled_back"]),
+            ),
         )
         indexes = (
             # Ready from the start and of no priority: a stream that only grows at its end, so a reader may remember its place.

@@ -24,8 +24,9 @@ class Restoration:
 
     Attributes:
         restored: how many messages.
-        left: how many were left as they are, by reason: the state they are in; "overdue", when those were not wanted; "locked",
-            when somebody else is changing the message at this moment.
+        left: how many were left as they are, by reason: the state they are in; "overdue", when those were not wanted;
+            "replaced", when a message was published with `unique=True` and another one since under its topic and biz-id;
+            "locked", when another transaction is changing the message, or publishing such another one, at this moment.
     """
 
     restored: int

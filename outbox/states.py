@@ -41,6 +41,10 @@ HOLDING_KEY = (*IN_TROUBLE, State.WAITING)
 SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
 """States in which nothing more happens by itself; these rows may be purged."""
 
+GIVEN_UP = (State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
+"""States of a message that was not published and will not be by itself. It no longer stands in the way of another one that is
+published with `unique=True` under its topic and biz-id."""
+
 UNDECIDED = (State.PREPARED, State.STUCK)
 """States in which it is not known whether the business has happened."""
 

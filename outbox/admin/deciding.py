@@ -62,15 +62,20 @@ class DecidingAdmin(MessageAdmin):
         if words:
             return words
         if action == "restore":
+            if row.is_unique and store.is_replaced(self.using, row.pk):
+                return "A later message has replaced it: it stays as it is."
             if row.deliver_at is None or row.deliver_at <= row.database_now:
                 return "Overdue: it is sent at once."
             return age(row.deliver_at, row.database_now, "Scheduled again, due ")
         return age(row.available_at, row.database_now, "Due ") if row.state == State.SCHEDULED else ""
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        if request.POST.get("action") == "restore" and not request.POST.get("overdue"):
+        if request.POST.get("action") == "restore":
+            if store.is_replaced(alias, pk):
+                return "it was published with unique=True, and so was a later message with its topic and biz-id"
             row = self.everything(request).using(alias).filter(pk=pk, state__in=RESTORE.sources).first()
-            if row is not None and (row.deliver_at is None or row.deliver_at <= row.database_now):
+            overdue = row is not None and (row.deliver_at is None or row.deliver_at <= row.database_now)
+            if overdue and not request.POST.get("overdue"):
                 return "it is overdue, and such messages were to be left"
         return super().why_not(request, alias, pk)
 

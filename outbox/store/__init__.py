@@ -95,7 +95,8 @@ from outbox.store.settling import (
     topics_put_off,
 )
 from outbox.store.trail import purge_trail, purgeable_trail
-from outbox.store.writing import NewRow, find_unique, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
+from outbox.store.unique import find_unique, is_replaced
+from outbox.store.writing import NewRow, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
 
 __all__ = [
     "PUT_OFF",
@@ -147,6 +148,7 @@ __all__ = [
     "insert_formed",
     "insert_many",
     "insert_prepared",
+    "is_replaced",
     "keep_call",
     "keep_check",
     "lock_again",

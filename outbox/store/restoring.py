@@ -11,10 +11,10 @@ import uuid
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
-from django.db import OperationalError, transaction
+from django.db import IntegrityError, OperationalError, transaction
 from django.db.models import Count, Min, QuerySet
 
 from outbox.expressions import IS_AHEAD
@@ -23,11 +23,14 @@ from outbox.kernel.faults import is_collision
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE, State
 from outbox.store.operating import OPERATORS_WAIT
-from outbox.store.transitions import move
+from outbox.store.transitions import Moved, move
+from outbox.store.unique import IS_REPLACED
 
 RESTORED_BY_DEFAULT = (State.CANCELLED, State.EXPIRED, State.DEAD)
 """What is restored of a topic when no states are given: what does not go on by itself."""
-OVERDUE, LOCKED = "overdue", "locked"
+OVERDUE, LOCKED, REPLACED = "overdue", "locked", "replaced"
+
+_A_MOMENT = timedelta(milliseconds=100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ class Restored:
 
 def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
     """What would be restored, by topic and state. Nothing is locked, so it is what it was a moment ago."""
-    groups = _chosen(alias, selection).order_by("topic", "state").values_list("topic", "state")
+    groups = _chosen(alias, selection).exclude(IS_REPLACED).order_by("topic", "state").values_list("topic", "state")
     return [
         Restorable(topic, state, count, count - ahead, oldest)
         for topic, state, count, ahead, oldest in groups.annotate(
@@ -126,8 +129,8 @@ def restore_some(
     except OperationalError as error:
         if not is_collision(error):
             raise
-    # Somebody has one of these rows locked for long. It alone is left.
-    with transaction.atomic(using=alias):
+    # Another transaction has one of these rows locked for long, or the name of one. It alone is left.
+    with transaction.atomic(using=alias), lock_timeout(alias, _A_MOMENT):
         return some.restored(skip_locked=True)
 
 
@@ -141,23 +144,46 @@ class _Some(NamedTuple):
     def restored(self, *, skip_locked: bool = False) -> Restored:
         rows = OutboxMessage.objects.using(self.alias).filter(pk__in=self.positions)
         # Locked first: an UPDATE does not tell which of these states it was.
-        locked = rows.select_for_update(no_key=True, skip_locked=skip_locked).order_by("pk").annotate(ahead=IS_AHEAD)
-        found: dict[tuple[str, bool], list[int]] = {}
-        for position, state, ahead in locked.values_list("pk", "state", "ahead"):
-            found.setdefault((state, bool(ahead)), []).append(position)
+        locked = rows.select_for_update(no_key=True, skip_locked=skip_locked).order_by("pk")
+        locked = locked.annotate(ahead=IS_AHEAD, replaced=IS_REPLACED)
+        found: dict[str, list[int]] = {}
         became: Counter[str] = Counter()
         left: Counter[str] = Counter()
-        for (state, ahead), group in found.items():
+        for position, state, ahead, replaced in locked.values_list("pk", "state", "ahead", "replaced"):
             if state not in self.states:
-                left[state] += len(group)
+                left[state] += 1
+            elif replaced:
+                left[REPLACED] += 1
             elif not ahead and not self.overdue:
-                left[OVERDUE] += len(group)
+                left[OVERDUE] += 1
             else:
-                moved = move(self.alias, RESTORE, group, only=[State(state)], reason=self.reason)
-                became.update(one.became for one in moved)
+                found.setdefault(state, []).append(position)
+        for state, group in found.items():
+            moved, replaced = self._move_unless_replaced(group, State(state), may_wait=not skip_locked)
+            became.update(one.became for one in moved)
+            left[REPLACED] += replaced
         if lost := len(set(self.positions)) - became.total() - left.total():
             left[LOCKED] = lost
-        return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], left=dict(left))
+        return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], left=dict(+left))
+
+    def _move_unless_replaced(self, positions: Sequence[int], was: State, *, may_wait: bool) -> tuple[list[Moved], int]:
+        """Those that were restored, and how many have been replaced by a concurrent `publish(unique=True)`: only the index sees
+        that. Each half is tried by itself then. What is neither is locked by such a transaction, which is still open."""
+        replaced = 0
+        try:
+            with transaction.atomic(using=self.alias):
+                return move(self.alias, RESTORE, positions, only=[was], reason=self.reason), 0
+        except IntegrityError:
+            replaced = len(positions)
+        except OperationalError as error:
+            if may_wait or not is_collision(error):
+                raise
+        if len(positions) == 1:
+            return [], replaced
+        middle = len(positions) // 2
+        first, replaced_first = self._move_unless_replaced(positions[:middle], was, may_wait=may_wait)
+        second, replaced_second = self._move_unless_replaced(positions[middle:], was, may_wait=may_wait)
+        return first + second, replaced_first + replaced_second
 
 
 def _chosen(alias: str, selection: Selection) -> QuerySet[OutboxMessage]:

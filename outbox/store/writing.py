@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db import connections
 
 from outbox.kernel.clock import now_after
-from outbox.models import SHARDS, OutboxMessage
+from outbox.models import SHARDS
 from outbox.states import State
 from outbox.store.dialect import TABLE, as_uuid, chunks, is_postgresql, now
 from outbox.store.trail import record_insert
+from outbox.store.unique import UNLESS_FOUND
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -50,6 +51,11 @@ class NewRow(NamedTuple):
     delay: timedelta | None
     deliver_at: datetime | None
     expires_in: timedelta | None
+
+    @property
+    def state(self) -> str:
+        """The state in which it is written, unless it is prepared."""
+        return _SCHEDULED if self.deliver_at is not None or self.delay else _READY
 
 
 def shard_of(row: NewRow) -> int:
@@ -82,7 +88,6 @@ _COLUMNS = {
 
 _INSERT = f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}) VALUES"
 _INSERT_FORMED = f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}, wire) VALUES"
-_UNLESS_FOUND = "ON CONFLICT (topic, biz_id) WHERE is_unique DO NOTHING"
 _COPY = f"COPY {TABLE} (id, {', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
 _DRAW = (
     f"SELECT array_agg(nextval((SELECT pg_get_serial_sequence('{TABLE}', 'id')::regclass))), "
@@ -107,11 +112,11 @@ def hold_order(alias: str, keys: Collection[str]) -> None:
 
 
 def insert(alias: str, row: NewRow) -> int | None:
-    """Write one message; its position, or None when `is_unique` found an earlier row."""
+    """Write one message; its position, or None when it is to be unique and is not, see `find_unique`."""
     connection = connections[alias]
     values, parameters = _values(connection, row)
     with connection.cursor() as cursor:
-        cursor.execute(f"{_INSERT} {values} {_UNLESS_FOUND if row.is_unique else ''} RETURNING id", parameters)
+        cursor.execute(f"{_INSERT} {values} {UNLESS_FOUND if row.is_unique else ''} RETURNING id", parameters)
         found = cursor.fetchone()
     return _begun(alias, found)
 
@@ -163,16 +168,6 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
     return [positions[row.message_id] for row in rows]
 
 
-def find_unique(alias: str, topic: str, biz_id: str) -> tuple[uuid.UUID, int] | None:
-    """Message id and position of the row that `insert` found in its way; None when it is gone meanwhile."""
-    return (
-        OutboxMessage.objects.using(alias)
-        .filter(topic=topic, biz_id=biz_id, is_unique=True)
-        .values_list("message_id", "id")
-        .first()
-    )
-
-
 def _begun(alias: str, found: Sequence[Any] | None) -> int | None:
     if found is None:
         return None
@@ -216,7 +211,7 @@ def _copied(row: NewRow, position: int, created_at: datetime) -> tuple[Any, ...]
         deliver_at,
         available_at,
         available_at + row.expires_in if row.expires_in else None,
-        _SCHEDULED if deliver_at else _READY,
+        row.state,
     )
 
 
@@ -243,7 +238,7 @@ def _values(connection: BaseDatabaseWrapper, row: NewRow, check_after: timedelta
         place, told, due = "%s", connection.ops.adapt_datetimefield_value, row.deliver_at
     else:
         place, told, due = now_after(connection), timedelta.total_seconds, row.delay or timedelta()
-    is_scheduled = row.deliver_at is not None or bool(row.delay)
+    is_scheduled = row.state == _SCHEDULED
     if is_scheduled:
         parameters += [told(due)] * (2 if check_after is None else 1)
     if check_after is not None:

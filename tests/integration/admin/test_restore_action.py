@@ -68,6 +68,20 @@ def test_restore_without_overdue_messages_leaves_them_and_says_so():
     assert said(response)[1][0] == "success"
 
 
+def test_restore_leaves_a_unique_message_that_was_replaced_and_says_so():
+    first = cancelled(topic="a", biz_id="b", is_unique=True)
+    a_message(State.READY, topic="a", biz_id="b", is_unique=True)
+
+    preview = Page(act(staff_client(VIEW, RESTORE), "restore", first))
+    response = act(staff_client(VIEW, RESTORE), "restore", first, confirmed="yes", overdue="on")
+
+    assert "A later message has replaced it: it stays as it is." in preview.text
+    assert state_of(first) == State.CANCELLED
+    [(level, words)] = said(response)
+    assert level == "warning"
+    assert words.endswith("it was published with unique=True, and so was a later message with its topic and biz-id")
+
+
 def test_restore_requires_its_own_permission():
     row = cancelled()
 

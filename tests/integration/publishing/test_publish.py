@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import uuid
+from contextlib import ExitStack
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from functools import partial
@@ -13,13 +14,14 @@ import pytest
 from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connection, connections, transaction
 from django.test import TestCase
+from django.utils import timezone
 
-from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, publish, publish_many
+from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, cancel, publish, publish_many
 from outbox.kernel.context import Cause, caused_by
 from outbox.models import SHARDS, OutboxMessage
-from outbox.states import State
+from outbox.states import GIVEN_UP, State
 from tests.support.apps.effects.models import Effect
-from tests.support.relaying import SECONDS, TOPIC, in_threads, published, row_of
+from tests.support.relaying import SECONDS, TOPIC, in_state, in_threads, published, row_of, state_of
 from tests.support.waiting import wait_until
 
 # Most of these need no real commit. Those that look from another thread say so.
@@ -301,11 +303,32 @@ class TestUnique:
         assert published(biz_id="order-1").created
         assert OutboxMessage.objects.count() == 3
 
-    def test_unique_holds_after_the_first_was_published(self):
-        first = published(biz_id="order-1", unique=True)
-        OutboxMessage.objects.update(state=State.PUBLISHED)
+    @pytest.mark.parametrize("state", sorted(set(State) - set(GIVEN_UP)))
+    def test_unique_returns_the_first_message_with_its_state_unless_it_was_given_up(self, state):
+        first = in_state(state, biz_id="order-1", unique=True)
 
-        assert published(biz_id="order-1", unique=True).id == first.id
+        found = published(biz_id="order-1", unique=True)
+
+        assert (found.id, found.created, found.state) == (first.id, False, state)
+
+    @pytest.mark.parametrize("state", GIVEN_UP)
+    def test_unique_after_a_message_that_was_given_up_writes_a_new_one(self, state):
+        first = in_state(state, biz_id="order-1", unique=True)
+
+        second = published(biz_id="order-1", unique=True)
+
+        assert second.created
+        assert second.id != first.id
+        assert (state_of(first), state_of(second)) == (state, State.READY)
+        assert published(biz_id="order-1", unique=True).id == second.id
+
+    def test_message_can_be_replaced_in_one_transaction(self):
+        first = published(payload={"n": 1}, biz_id="order-1", unique=True, delay=timedelta(hours=1))
+        with transaction.atomic():
+            assert cancel(topic=TOPIC, biz_id="order-1")
+            second = publish(TOPIC, {"n": 2}, biz_id="order-1", unique=True)
+
+        assert (second.created, state_of(first), state_of(second)) == (True, State.CANCELLED, State.READY)
 
     def test_unique_holds_within_one_transaction(self):
         with transaction.atomic():
@@ -320,7 +343,10 @@ class TestUnique:
         assert published(biz_id="order-1", unique=True).created
 
     @committed
-    def test_unique_leaves_one_row_of_two_concurrent_duplicates(self):
+    @pytest.mark.parametrize("first", [None, State.CANCELLED], ids=["no message", "a cancelled message"])
+    def test_unique_leaves_one_row_of_two_concurrent_duplicates(self, first):
+        for number in range(20 if first else 0):
+            in_state(first, biz_id=f"order-{number}", unique=True)
         answers, start = [], threading.Barrier(2)
 
         def publish_all():
@@ -336,7 +362,7 @@ class TestUnique:
             one, other = [answer for answer in answers if answer.biz_id == f"order-{number}"]
             assert (one.id, one.position) == (other.id, other.position)
             assert one.created != other.created
-        assert OutboxMessage.objects.count() == 20
+        assert OutboxMessage.objects.exclude(state=State.CANCELLED).count() == 20
 
     @committed
     @pytest.mark.parametrize("ending", ["commits", "rolls back"])
@@ -364,11 +390,46 @@ class TestUnique:
         assert (answer.id == first.id) == (ending == "commits")
         assert OutboxMessage.objects.count() == 1
 
+    @committed
+    @pytest.mark.parametrize("ending", ["commits", "rolls back"])
+    def test_unique_waits_for_the_outcome_of_a_concurrent_cancel(self, ending):
+        first = published(biz_id="order-1", unique=True, delay=timedelta(hours=1))
+        answers, begun = [], threading.Event()
+
+        def publish_again():
+            begun.set()
+            answers.append(published(biz_id="order-1", unique=True))
+
+        with ExitStack() as beside, transaction.atomic():
+            assert cancel(first.id)
+            beside.enter_context(in_threads(publish_again))
+            assert begun.wait(SECONDS)
+            if connection.vendor == "postgresql":
+                wait_until(a_session_waits_for_a_lock)
+            assert not answers
+            transaction.set_rollback(ending == "rolls back")
+
+        [answer] = answers
+        assert (answer.created, answer.state) == ((True, "ready") if ending == "commits" else (False, "scheduled"))
+        assert (answer.id == first.id) == (ending == "rolls back")
+
 
 def a_session_waits_for_a_lock():
     with connection.cursor() as cursor:
         cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted")
         return cursor.fetchone()[0]
+
+
+class TestStateOfANewMessage:
+    @pytest.mark.parametrize("number", [1, 20], ids=["inserted", "copied"])
+    def test_new_message_reports_the_state_it_was_written_in(self, number):
+        hour = timedelta(hours=1)
+        times = [{}, {"delay": timedelta()}, {"delay": hour}, {"deliver_at": timezone.now() + hour}, {"delay_level": 1}]
+        with transaction.atomic():
+            for given in times:
+                messages = [publish(TOPIC, {}, **given), *publish_many([Draft(TOPIC, {}, **given)] * number)]
+
+                assert [message.state for message in messages] == [state_of(message) for message in messages]
 
 
 class TestPublishMany:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import io
 import uuid
+from collections import Counter
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from random import Random
 
 import pytest
 from django.core.management import CommandError, call_command
-from django.db import transaction
+from django.db import connection, transaction
 from django.utils import timezone
 
-from outbox import InvalidMessage, UnknownMessage, cancel, reschedule, restore, restoring, store
+from outbox import InvalidMessage, UnknownMessage, cancel, publish, reschedule, restore, restoring, store
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import RESTORE, State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db
 every_database = pytest.mark.every_database
@@ -254,6 +259,109 @@ def test_restore_leaves_a_row_locked_by_another_transaction_and_reports_it(monke
 
     assert restorations == [restoring.Restoration(restored=1, left={"locked": 1})]
     assert (state_of(locked), state_of(free)) == (State.CANCELLED, State.READY)
+
+
+@every_database
+class TestUniqueMessages:
+    """Of several unique messages with one topic and biz-id, only the last can be restored, and only if it was given up."""
+
+    @pytest.mark.parametrize("first", [State.CANCELLED, State.EXPIRED])
+    @pytest.mark.parametrize("second", [State.SCHEDULED, State.READY, State.PUBLISHED, State.DEAD, State.CANCELLED])
+    def test_restore_leaves_a_message_that_another_one_has_replaced(self, first, second):
+        replaced = ended(first, biz_id="b", unique=True)
+        latest = published(biz_id="b", unique=True)
+        set_columns(latest, state=second)
+
+        assert restore(replaced.id) == restoring.Restoration(restored=0, left={"replaced": 1})
+        assert (state_of(replaced), state_of(latest)) == (first, second)
+        assert not store.restore("default", replaced.position)
+
+    def test_restore_brings_back_the_last_of_several_cancelled_messages(self):
+        messages = [ended(biz_id="b", unique=True) for _ in range(3)]
+
+        assert restore(topic=TOPIC, biz_id="b") == restoring.Restoration(restored=1, left={"replaced": 2})
+        assert [state_of(message) for message in messages] == [State.CANCELLED, State.CANCELLED, State.READY]
+        assert not published(biz_id="b", unique=True).created
+
+    def test_restore_is_not_prevented_by_messages_that_are_not_unique(self):
+        plain, unique, other = ended(biz_id="b"), ended(biz_id="b", unique=True), ended(biz_id="other", unique=True)
+        published(biz_id="b")
+
+        assert restore(topic=TOPIC).restored == 3
+        assert {state_of(message) for message in (plain, unique, other)} == {State.READY}
+
+    def test_restore_command_reports_and_does_not_preview_what_was_replaced(self):
+        ended(topic="a", biz_id="b", unique=True)
+        published(topic="a", biz_id="b", unique=True)
+        ended(topic="a", biz_id="other", unique=True)
+
+        assert run("--all", "--dry-run").split("\n\n")[1].startswith("1 messages would be restored, 1 of them overdue")
+        assert run("--all") == "1 messages restored: 1 ready. 1 left: 1 replaced.\n"
+
+    @pytest.mark.django_db(transaction=True)
+    def test_concurrent_publishing_cancelling_and_restoring_leave_one_live_message_of_a_name(self):
+        names, done = [f"b{n}" for n in range(3)], []
+
+        def change(seed):
+            random = Random(seed)
+            for _ in range(40):
+                name = random.choice(names)
+                match random.choice(["publish", "cancel", "restore"]):
+                    case "publish":
+                        done.extend(["published"] * published(biz_id=name, unique=True, delay=HOUR).created)
+                    case "cancel":
+                        done.extend(["cancelled"] * bool(cancel(topic=TOPIC, biz_id=name)))
+                    case "restore":
+                        restored = restore(topic=TOPIC, biz_id=name)
+                        done.extend([*["restored"] * restored.restored, *restored.left])
+
+        with in_threads(*(partial(change, seed) for seed in range(4))):
+            pass
+
+        live = Counter(OutboxMessage.objects.exclude(state=State.CANCELLED).values_list("biz_id", flat=True))
+        assert set(live.values()) <= {1}
+        assert {"published", "cancelled", "restored", "replaced"} <= set(done)
+        assert done.count("published") == OutboxMessage.objects.count()
+
+
+# As above, PostgreSQL only.
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("ending", ["commits", "rolls back"])
+def test_restore_waits_for_a_concurrent_publish_of_the_same_unique_message(ending):
+    messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
+    restorations = []
+    with ExitStack() as beside, transaction.atomic():
+        publish(TOPIC, {}, biz_id="b7", unique=True)
+        beside.enter_context(in_threads(lambda: restorations.append(restore(topic=TOPIC))))
+        wait_until(a_session_waits_for_a_transaction)
+        assert not restorations
+        transaction.set_rollback(ending == "rolls back")
+
+    replaced = [messages[7]] if ending == "commits" else []
+    assert [message for message in messages if state_of(message) != State.READY] == replaced
+    restored = len(messages) - len(replaced)
+    assert restorations == [restoring.Restoration(restored=restored, left={"replaced": 1} if replaced else {})]
+    assert TrailEntry.objects.filter(became=State.READY, was=State.CANCELLED).count() == restored
+
+
+@pytest.mark.django_db(transaction=True)
+def test_restore_leaves_a_message_that_a_long_transaction_is_replacing_and_restores_the_others(monkeypatch):
+    monkeypatch.setattr("outbox.store.restoring.OPERATORS_WAIT", timedelta(milliseconds=50))
+    messages = [ended(biz_id=f"b{n}", unique=True) for n in range(20)]
+    restorations = []
+    with transaction.atomic():
+        publish(TOPIC, {}, biz_id="b7", unique=True)
+        with in_threads(lambda: restorations.append(restore(topic=TOPIC))):
+            pass
+
+    assert restorations == [restoring.Restoration(restored=19, left={"locked": 1})]
+    assert state_of(messages[7]) == State.CANCELLED
+
+
+def a_session_waits_for_a_transaction():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'")
+        return cursor.fetchone() != (0,)
 
 
 @every_database
