@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outbox.api import Draft, PublishedMessage, apublish, apublish_many, publish, publish_many
     from outbox.callbacks import SettledMessage, on_dead, on_published
     from outbox.checkers import Answer, HalfMessage, checker
-    from outbox.decisions import Decision, Outcome, acancel, areschedule, cancel, publish_now, reschedule
+    from outbox.decisions import Decision, Outcome, acancel, apublish_now, areschedule, cancel, publish_now, reschedule
     from outbox.errors import (
         AlreadyDecided,
         InvalidMessage,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         UnknownMessage,
     )
     from outbox.preparing import Half, prepare
-    from outbox.restoring import Restoration, restore
+    from outbox.restoring import Restoration, arestore, restore
 
 __all__ = [
     "AlreadyDecided",
@@ -54,7 +54,9 @@ __all__ = [
     "acancel",
     "apublish",
     "apublish_many",
+    "apublish_now",
     "areschedule",
+    "arestore",
     "cancel",
     "checker",
     "on_dead",
@@ -81,8 +83,17 @@ _PLACES = {
     },
     "outbox.preparing": {"Half", "prepare"},
     "outbox.callbacks": {"SettledMessage", "on_dead", "on_published"},
-    "outbox.restoring": {"Restoration", "restore"},
-    "outbox.decisions": {"Decision", "Outcome", "acancel", "areschedule", "cancel", "publish_now", "reschedule"},
+    "outbox.restoring": {"Restoration", "arestore", "restore"},
+    "outbox.decisions": {
+        "Decision",
+        "Outcome",
+        "acancel",
+        "apublish_now",
+        "areschedule",
+        "cancel",
+        "publish_now",
+        "reschedule",
+    },
 }
 """Where the public names are that are not in `outbox.api`."""
 

@@ -6,13 +6,14 @@ payload is serialised here and now, so that a later change of the code or of the
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from asgiref.sync import sync_to_async
 from django.core.serializers.json import DjangoJSONEncoder
@@ -27,6 +28,8 @@ from outbox.kernel.context import current_cause
 from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from outbox.kernel.identity import new_message_id, new_message_ids
 from outbox.kernel.text import why_no_topic, why_unfit
+
+_Result = TypeVar("_Result")
 
 MAX_PRIORITY = 9
 TRACEPARENT = "traceparent"
@@ -57,6 +60,7 @@ class PublishedMessage:
     biz_id: str
     position: int
     created: bool
+    state: str
 
 
 @dataclass(frozen=True)
@@ -167,13 +171,24 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
 
 
 async def apublish(topic: str, payload: Any, **options: Any) -> PublishedMessage:
-    """`publish` for async code: it must run inside the `sync_to_async` context whose transaction it joins."""
-    return await sync_to_async(publish)(topic, payload, **options)
+    """`publish` for async code that runs inside a transaction: an async handler, or code called through `async_to_sync`.
+
+    Async code cannot open a transaction, see `PublishedOutsideTransaction` for what an async view does instead.
+    """
+    return await _joining(publish, topic, payload, **options)
 
 
 async def apublish_many(drafts: Iterable[Draft], **options: Any) -> list[PublishedMessage]:
     """`publish_many` for async code, see `apublish`."""
-    return await sync_to_async(publish_many)(drafts, **options)
+    return await _joining(publish_many, drafts, **options)
+
+
+async def _joining(function: Callable[..., _Result], *args: Any, **options: Any) -> _Result:
+    """Call it in the thread of the synchronous code around, which has the transaction, if there is one."""
+    try:
+        return await sync_to_async(function)(*args, **options)
+    except PublishedOutsideTransaction as error:
+        raise PublishedOutsideTransaction(error.alias, is_async=True) from None
 
 
 def in_transaction(alias: str) -> bool:
@@ -187,7 +202,16 @@ def in_transaction(alias: str) -> bool:
 
 def _require_transaction(alias: str) -> None:
     if not in_transaction(alias):
-        raise PublishedOutsideTransaction(alias)
+        raise PublishedOutsideTransaction(alias, is_async=_in_event_loop())
+
+
+def _in_event_loop() -> bool:
+    """Does this thread run async code at this moment?"""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _ring(alias: str, rows: Iterable[store.NewRow]) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
-from typing import Any
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
@@ -27,14 +26,14 @@ from outbox.states import CANCEL, RESCHEDULE
 class Outcome(StrEnum):
     """What `cancel`, `reschedule` and `publish_now` did."""
 
-    """No relay will publish it."""
     CANCELLED = "cancelled"
-    """It is due at its new time, or now."""
+    """No relay will publish it."""
     RESCHEDULED = "rescheduled"
+    """It is due at its new time, or now."""
+    TOO_LATE = "too_late"
     """Nothing was changed: its state does not allow it, or a relay has it in hand."""
     NOT_FOUND = "not_found"
     """Nothing was changed: the outbox has no message of that name. It may never have been published, or have been purged."""
-    TOO_LATE = "too_late"
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def cancel(
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
     """Have a message not published: by its id, or all that have this topic and biz-id and are still to be published.
-    All of these or none: when a relay or another transaction has one of them in hand, the others stay as they are, too.
 
+    All of these or none: when a relay or another transaction has one of them in hand, the others stay as they are, too.
 
     In the transaction that is open on `using`, or else in one of its own. A message that is ready may be in a relay's hands:
     that is waited for, at most ten seconds, and from then on until the transaction ends no relay looks into its shard, so keep
@@ -116,15 +115,13 @@ def publish_now(
     return _reschedule(named(message_id, topic, biz_id), timedelta(), using, "publish_now()")
 
 
-async def acancel(*args: Any, **options: Any) -> Decision:
-    """`cancel` for async code, see `apublish`."""
-    return await sync_to_async(cancel)(*args, **options)
-
-
-async def areschedule(*args: Any, **options: Any) -> Decision:
-    """`reschedule` for async code, see `apublish`."""
-    return await sync_to_async(reschedule)(*args, **options)
-
+acancel = sync_to_async(cancel)
+"""`cancel` for async code: in the transaction of the async handler, or of the synchronous code that called it with
+`async_to_sync`; elsewhere, as in an async view, in one of its own."""
+areschedule = sync_to_async(reschedule)
+"""`reschedule` for async code, see `acancel`."""
+apublish_now = sync_to_async(publish_now)
+"""`publish_now` for async code, see `acancel`."""
 
 _Find = Callable[[str], list[int]]
 

@@ -11,14 +11,33 @@ class OutboxError(Exception):
 
 
 class PublishedOutsideTransaction(OutboxError):
-    """publish() was called where no transaction is open: the row would commit alone, apart from the business change."""
+    """publish() was called where no transaction is open: the row would commit alone, apart from the business change.
 
-    def __init__(self, alias: str) -> None:
-        super().__init__(
-            f"publish() needs an open transaction on the database {alias!r}: call it inside "
-            f"`with transaction.atomic({'' if alias == 'default' else f'using={alias!r}'}):`, together with the business "
-            "change it tells about. Otherwise a crash between the two loses one of them."
-        )
+    Async code cannot open a transaction: Django's belong to one thread, and work in synchronous code only. There the business
+    change and publish() go into one synchronous function, which is awaited:
+
+        await sync_to_async(transaction.atomic(place_order))(customer)
+
+    Attributes:
+        alias: of the database.
+    """
+
+    def __init__(self, alias: str, *, is_async: bool = False) -> None:
+        self.alias = alias
+        using = "" if alias == "default" else f"using={alias!r}"
+        if is_async:
+            atomic = f"atomic({using})" if using else "atomic"
+            remedy = (
+                "async code cannot open one. Put the business change and publish() into one synchronous function and call it "
+                f"with `await sync_to_async(transaction.{atomic}(function))()`. An async handler, whose transaction is open, "
+                "calls `await apublish()`."
+            )
+        else:
+            remedy = (
+                f"call it inside `with transaction.atomic({using}):`, together with the business change it tells about. "
+                "Otherwise a crash between the two loses one of them."
+            )
+        super().__init__(f"publish() needs an open transaction on the database {alias!r}: {remedy}")
 
 
 class InvalidMessage(OutboxError, ValueError):

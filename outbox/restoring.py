@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
 
 from outbox import doorbell, store
@@ -76,6 +77,10 @@ def restore(
         restored += some.ready + some.scheduled
         left.update(some.left)
     return Restoration(restored=restored, left=dict(left))
+
+
+arestore = sync_to_async(restore)
+"""`restore` for async code, see `outbox.acancel`."""
 
 
 def restoring(

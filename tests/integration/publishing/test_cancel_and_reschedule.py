@@ -23,6 +23,7 @@ from outbox import (
     Outcome,
     UnknownMessage,
     acancel,
+    apublish_now,
     areschedule,
     cancel,
     publish_many,
@@ -345,10 +346,11 @@ class TestDelayLevel:
 
 
 @every_database
-def test_acancel_and_areschedule_are_rolled_back_with_the_transaction():
+def test_async_decisions_are_rolled_back_with_the_transaction_around_them():
     message = published(delay=HOUR)
     with transaction.atomic():
         assert async_to_sync(areschedule)(message.id, delay=2 * HOUR)
+        assert async_to_sync(apublish_now)(message.id)
         assert async_to_sync(acancel)(topic=TOPIC, biz_id=message.biz_id) == CANCELLED
         transaction.set_rollback(True)
 

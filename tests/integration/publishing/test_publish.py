@@ -1,22 +1,19 @@
 """A message exists if and only if the transaction that wrote it committed."""
 
-import asyncio
 import json
 import threading
 import uuid
 from contextlib import ExitStack
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from functools import partial
 from typing import ClassVar
 
 import pytest
-from asgiref.sync import async_to_sync, sync_to_async
 from django.db import connection, connections, transaction
 from django.test import TestCase
 from django.utils import timezone
 
-from outbox import Draft, PublishedOutsideTransaction, apublish, apublish_many, cancel, publish, publish_many
+from outbox import Draft, PublishedOutsideTransaction, cancel, publish, publish_many
 from outbox.kernel.context import Cause, caused_by
 from outbox.models import SHARDS, OutboxMessage
 from outbox.states import GIVEN_UP, State
@@ -505,33 +502,6 @@ class TestPublishMany:
             assert publish_many([]) == []
 
         assert not OutboxMessage.objects.exists()
-
-
-class TestAsyncPublish:
-    @committed
-    def test_apublish_joins_the_transaction_it_is_called_in(self):
-        def business():
-            try:
-                with transaction.atomic():
-                    Effect.objects.create(name="order")
-                    return async_to_sync(partial(apublish, TOPIC, {"n": 1}, biz_id="order-1"))()
-            finally:
-                connections.close_all()
-
-        message = asyncio.run(sync_to_async(business)())
-
-        assert message.biz_id == "order-1"
-        assert OutboxMessage.objects.count() == 1
-
-    def test_apublish_many_joins_the_transaction_it_is_called_in(self):
-        with transaction.atomic():
-            answers = async_to_sync(apublish_many)([Draft(TOPIC, {}), Draft(TOPIC, {})])
-
-        assert len(answers) == OutboxMessage.objects.count() == 2
-
-    def test_apublish_outside_a_transaction_is_refused(self):
-        with pytest.raises(PublishedOutsideTransaction):
-            async_to_sync(apublish)(TOPIC, {})
 
 
 def test_stored_instants_can_be_compared_by_the_orm():
