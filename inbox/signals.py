@@ -1,4 +1,11 @@
-"""What the consumer tells the process it runs in, after the state was committed. Receivers are called with `send_robust`."""
+"""Signals of the consumer, for metrics only. Nothing is promised of them, so no effect may depend on one.
+
+A signal is sent after the commit, in the process that did the work, and is lost when that dies in between. The states in the
+table are not lost, and what must happen belongs in a handler.
+
+Receivers run in the thread of the worker that handled the message: one that waits holds up the worker. They are called with
+`send_robust`: an error in one is logged and changes nothing.
+"""
 
 from django.dispatch import Signal
 

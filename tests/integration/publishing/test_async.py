@@ -31,7 +31,8 @@ from outbox import (
     arestore,
     publish,
 )
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support import ROOT
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, deliver

@@ -9,7 +9,8 @@ import pytest
 from django.db import connection, transaction
 
 from outbox import cancel, publish, restore
-from outbox.models import OutboxMessage, State
+from outbox.models import OutboxMessage
+from outbox.states import State
 from tests.support.relaying import TOPIC, in_state, in_threads, published, state_of
 
 pytestmark = [
