@@ -39,7 +39,7 @@ check: $(VENV)/.dev ## lint, types, import contracts, migrations, docs
 	$(BIN)/lint-imports
 	DJANGO_SETTINGS_MODULE=tests.settings $(BIN)/python manage.py makemigrations --check --dry-run
 	DJANGO_SETTINGS_MODULE=demo_shop.settings $(BIN)/python manage.py makemigrations --check --dry-run
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir $(VENV)/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir $(VENV)/site
 
 bench: $(VENV)/.test ## measure beside raw limits and peers; BENCH="relay --quick" for a part
 	$(BIN)/python -m benchmarks $(BENCH)
