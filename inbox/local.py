@@ -14,7 +14,7 @@ from django.db import DatabaseError, transaction
 
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import RunnerHeartbeats
-from inbox.handlers import registry
+from inbox.handlers import Handler, registry
 from inbox.reading import read
 from inbox.receiving import hand_over
 from inbox.runner import Runner
@@ -71,6 +71,10 @@ class LocalTransport:
         except Exception as error:  # noqa: BLE001 - a row that was damaged by hand may hold anything
             return Verdict(Outcome.REFUSED, f"it cannot be handed over: {describe(error)}")
 
+    def _strangers(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
+        """Those that cannot be handed to, because they write to another database."""
+        return [handler for handler in handlers if handler.using != self._alias]
+
     def _hand_over(self, parcel: Parcel) -> Verdict:
         envelope = parcel.envelope
         if parcel.wire is not None:
@@ -85,8 +89,7 @@ class LocalTransport:
                 Outcome.RETURNED,
                 f"unroutable: no handler takes the topic {envelope.topic!r}; they are found in handlers.py of installed apps",
             )
-        strangers = [handler for handler in handlers if handler.using != self._alias]
-        if strangers:
+        if strangers := self._strangers(handlers):
             return Verdict(
                 Outcome.REFUSED,
                 f"the handler {strangers[0].name} writes to the database {strangers[0].using!r}, but local:// hands over "

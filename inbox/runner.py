@@ -75,10 +75,20 @@ class Runner:
 
     Any number of threads may take turns. While nothing is due one of them looks, at growing distances; whoever finds
     something rings for the next.
+
+    Args:
+        handlers: answers with the handlers of this process, again and again.
     """
 
-    def __init__(self, options: InboxOptions, stop: StopRequest | None = None) -> None:
+    def __init__(
+        self,
+        options: InboxOptions,
+        stop: StopRequest | None = None,
+        *,
+        handlers: Callable[[], Sequence[Handler]] = registry.all,
+    ) -> None:
         self._options = options
+        self._handlers = handlers
         self._stop = StopRequest() if stop is None else stop
         self.outages = Outages()
         self._ask_at: dict[str, float] = {}
@@ -152,7 +162,7 @@ class Runner:
             )
 
     def _turn(self, *, raising: bool = False) -> int:
-        handlers = registry.all()
+        handlers = self._handlers()
         ran = 0
         for alias in sorted({handler.using for handler in handlers}):
             # Nobody waits for one that is unavailable: this thread is wanted elsewhere.
@@ -244,8 +254,8 @@ class Runner:
     def _rest_for_tokens(self) -> float | None:
         """How long until what is due and waits for a rate limit may go on; None when nothing does."""
         try:
-            limiters = {handler.name: limiter for handler, limiter in _limited(registry.all())}
-            due = _due_among(handler for handler in registry.all() if handler.name in limiters)
+            limiters = {handler.name: limiter for handler, limiter in _limited(self._handlers())}
+            due = _due_among(handler for handler in self._handlers() if handler.name in limiters)
             waits = [limiters[handler.name].wait_seconds() for handler in due]
         except DatabaseAway:
             waits = [0.0]

@@ -33,10 +33,13 @@ _LANES = 2
 """Relays in one process. While one waits for the broker's confirms the other claims, encodes and settles."""
 
 
-def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -> int:
+def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, transport: Transport | None = None) -> int:
     """Relay the messages of `alias` until asked to stop, or with `drain` until nothing is due; how many went out.
 
     What is in hand is finished first.
+
+    Args:
+        transport: in place of one to `BROKER_URL`. It must be transactional, so that one is enough.
     """
     leave_pools()
     options = outbox_options()
@@ -44,7 +47,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None) -
     watchdog = Watchdog(limit=options.WATCHDOG)
     heartbeat = Heartbeat(alias)
     refusals, errors = Reminder(), Reminder()
-    transport = open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
+    transport = transport or open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     transports = [transport]
     if _several_help(alias, transport):
         transports += [open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE) for _ in range(1, _LANES)]

@@ -18,9 +18,11 @@ from django.dispatch import Signal
 import inbox
 import inbox.checks
 import inbox.signals
+import inbox.testing
 import outbox
 import outbox.checks
 import outbox.signals
+import outbox.testing
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
 from outbox.states import TRANSITIONS
@@ -92,7 +94,7 @@ def test_every_check_is_documented_and_no_other():
     assert sorted(headings(page("reference/checks.md"), 3)) == sorted(ids)
 
 
-@pytest.mark.parametrize("package", [outbox, inbox], ids=SIDES)
+@pytest.mark.parametrize("package", [outbox, inbox, outbox.testing, inbox.testing], ids=lambda package: package.__name__)
 def test_every_public_name_is_documented_and_no_other(package):
     names = headings(section(page("reference/api.md"), package.__name__), 3)
 

@@ -21,6 +21,7 @@ from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
 from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
 from tests.support.apps.effects.models import Effect
@@ -75,6 +76,14 @@ class TestCall:
         assert str(row.message_id) == row.biz_id == result.id
         assert (row.topic, row.key, row.state) == ("celery.tests.add", "", State.READY)
         assert bytes(row.body) == b'[[1, 2], {}, {"callbacks": null, "errbacks": null, "chain": null, "chord": null}]'
+
+    def test_call_is_found_by_the_helpers_for_tests(self, add):
+        with transaction.atomic():
+            add.delay(1, y="two")
+
+        message = assert_published("celery.tests.add", payload__0__0=1, payload__1__y="two")
+        assert [sent.headers["task"] for sent in run_relay()] == ["tests.add"]
+        assert_published("celery.tests.add", id=message.id, state="published")
 
     def test_delay_writes_a_row_with_the_task_id(self, add):
         with transaction.atomic():

@@ -1,0 +1,127 @@
+"""Relaying in a test: the real relay, over a transport that needs no broker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from django.apps import apps
+from django.db import DEFAULT_DB_ALIAS
+from django.utils.module_loading import import_string
+
+from outbox.api import in_transaction
+from outbox.conf import LOCAL_BROKER, outbox_options
+from outbox.kernel.broker import scheme_of
+from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Transport, Verdict
+from outbox.kernel.wire import Wire
+from outbox.relay.service import serve
+from outbox.testing.environment import require_tests
+from outbox.testing.messages import decoded
+from outbox.transports import transport_class
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentMessage:
+    """A message as it goes to the broker.
+
+    Attributes:
+        id: the message id.
+        topic: its routing key, unless it is a Celery message.
+        payload: decoded from the body; the body itself when that is not JSON.
+        headers: all that it travels with: the publisher's own and the CloudEvents attributes, or those of Celery.
+        body: the bytes.
+        priority: of the broker.
+    """
+
+    id: str
+    topic: str
+    payload: Any
+    headers: Mapping[str, Any]
+    body: bytes
+    priority: int
+
+
+def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True) -> list[SentMessage]:
+    """Relay until nothing is due, and run this project's own handlers, callbacks and checkers; what was published meanwhile.
+
+    It does what `outbox_relay --drain` does, without a broker. If the broker in the settings is `local://`, a message that no
+    handler takes is not published, as in production. With any other broker every message is published, and the handlers of
+    this project that take it are run as well.
+
+    Messages that are scheduled, or retried later, are not waited for: see `travel`. Rate limits of handlers are not applied.
+
+    Args:
+        using: the database alias of the outbox.
+        handlers: False only publishes, and hands nothing to this project's handlers.
+
+    Raises:
+        ImportError: the broker is `local://`, and the inbox is not installed.
+        RuntimeError: it is called inside `transaction.atomic()`, other than that of a test case, or not in a test.
+    """
+    require_tests("run_relay")
+    if in_transaction(using):
+        raise RuntimeError(
+            f"run_relay() was called inside transaction.atomic() on {using!r}. A relay sees committed messages only: call it "
+            "after that block. The transaction that a TestCase or pytest-django opens does not count."
+        )
+    transport = _TestTransport(using, handlers=handlers)
+    serve(using, drain=True, transport=transport)
+    return transport.sent
+
+
+class _TestTransport:
+    """Takes the place of the broker: remembers what it is given, and hands it to this project's own handlers by `local://`."""
+
+    capabilities = Capabilities(confirms=True, transactional=True)
+
+    def __init__(self, alias: str, *, handlers: bool) -> None:
+        options = outbox_options()
+        self.sent: list[SentMessage] = []
+        self._is_local = handlers and scheme_of(options.BROKER_URL) == scheme_of(LOCAL_BROKER)
+        self._local: Transport | None = None
+        if self._is_local:
+            transport_class(options.BROKER_URL)
+        if handlers and apps.is_installed("inbox"):
+            # By its name, as `outbox.transports` does it: the outbox imports nothing of the inbox.
+            self._local = import_string("inbox.testing.LocalTestTransport")(alias, is_broker=self._is_local)
+
+    def connect(self) -> None:
+        pass
+
+    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
+        handed = self._handed_over(parcels, deadline)
+        verdicts = {parcel.position: handed.get(parcel.position, CONFIRMED) for parcel in parcels}
+        self.sent += [_sent(parcel) for parcel in parcels if verdicts[parcel.position].outcome is Outcome.CONFIRMED]
+        return Sent(verdicts=verdicts)
+
+    def idle(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def companions(self) -> Sequence[Companion]:
+        return () if self._local is None else self._local.companions()
+
+    def _handed_over(self, parcels: Sequence[Parcel], deadline: float) -> dict[int, Verdict]:
+        if self._local is None:
+            return {}
+        if self._is_local:
+            return dict(self._local.send(parcels, deadline).verdicts)
+        # A broker carries what is for others, too.
+        ours = [parcel for parcel in parcels if parcel.wire is None]
+        verdicts = self._local.send(ours, deadline).verdicts
+        return {position: verdict for position, verdict in verdicts.items() if verdict.outcome is not Outcome.RETURNED}
+
+
+def _sent(parcel: Parcel) -> SentMessage:
+    envelope = parcel.envelope
+    return SentMessage(
+        id=envelope.id,
+        topic=envelope.topic,
+        payload=decoded(envelope.body),
+        headers=envelope.to_headers() if parcel.wire is None else Wire.from_text(parcel.wire).headers,
+        body=envelope.body,
+        priority=parcel.priority,
+    )

@@ -1,0 +1,52 @@
+"""Time travel for tests.
+
+The outbox and the inbox compare the instants in their rows with the database's clock. That clock cannot be set, so the instants
+are moved into the past instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+from django.apps import apps
+from django.db import DEFAULT_DB_ALIAS, models, router
+from django.db.models import F, Model
+
+from outbox.testing.environment import require_tests
+
+_APPS = ("outbox", "inbox")
+
+
+def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
+    """Let so much time pass for the messages of the outbox and of the inbox, without waiting.
+
+    All instants in their rows move back by `time`: due, expiry, next attempt, end of a lease, creation. Nothing happens by that
+    alone; the next `run_relay()` does what is due then. A message that fails several times needs both calls for each retry.
+
+    The clocks of Python and of the database stay as they are, and so do the rows of other apps.
+
+    Args:
+        time: more than zero.
+        using: the database alias of the rows.
+
+    Raises:
+        RuntimeError: not in a test.
+        ValueError: `time` is not positive.
+    """
+    require_tests("travel")
+    if time <= timedelta():
+        raise ValueError(f"travel() was given {time!r}: it must be more than zero.")
+    for model in _models(using):
+        instants = [field.name for field in model._meta.local_fields if isinstance(field, models.DateTimeField)]
+        if instants:
+            objects = model._base_manager.using(using)  # noqa: SLF001 - documented, and filtered by nobody
+            objects.update(**{name: F(name) - time for name in instants})
+
+
+def _models(using: str) -> Iterator[type[Model]]:
+    for config in apps.get_app_configs():
+        if config.name in _APPS:
+            for model in config.get_models():
+                if not model._meta.proxy and router.allow_migrate_model(using, model):
+                    yield model

@@ -1,0 +1,113 @@
+"""The examples of the page on testing, as the files of a project that has followed Getting started."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from django.db import connection
+
+from tests.support import ROOT
+
+SETTINGS = """\
+SECRET_KEY = "x"
+USE_TZ = True
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+INSTALLED_APPS = ["outbox", "inbox", "orders"]
+DATABASES = {{"default": {database!r}}}
+"""
+PYTEST = "[pytest]\nDJANGO_SETTINGS_MODULE = shop.settings\npythonpath = .\nfilterwarnings = error\n"
+
+
+def titled_blocks(page):
+    """The Python files of a page, by name; blocks of one title follow each other in one file."""
+    files, written = {}, (ROOT / "docs" / page).read_text()
+    for name, text in re.findall(r'^```python title="([\w/]+\.py)"\n(.*?)^```$', written, re.MULTILINE | re.DOTALL):
+        files[name] = files.get(name, "") + text
+    return files
+
+
+@pytest.fixture
+def project(tmp_path, db):
+    files = {
+        "pytest.ini": PYTEST,
+        "shop/__init__.py": "",
+        "shop/settings.py": SETTINGS.format(database=a_database()),
+        "orders/__init__.py": "",
+        "orders/tests/__init__.py": "",
+        **{name: text for name, text in titled_blocks("getting-started.md").items() if name.startswith("orders/")},
+        **titled_blocks("how-to/test-your-code.md"),
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def a_database():
+    """The settings of another test database beside that of this test."""
+    given = connection.settings_dict
+    if connection.vendor == "sqlite":
+        return {"ENGINE": given["ENGINE"], "NAME": "project.sqlite3"}
+    names = ("ENGINE", "HOST", "PORT", "USER", "PASSWORD")
+    return {**{name: given[name] for name in names}, "NAME": "shop", "TEST": {"NAME": f"test_shop_{os.getpid()}"}}
+
+
+def run(project, *arguments):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DJANGO_"))}
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=project,
+        env={
+            **environment,
+            "PYTHONPATH": os.pathsep.join([str(project), str(ROOT)]),
+            "DJANGO_SETTINGS_MODULE": "shop.settings",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+@pytest.mark.every_database
+def test_examples_pass_in_pytest(project):
+    documented = sum(text.count("def test_") for name, text in titled_blocks("how-to/test-your-code.md").items())
+
+    done = run(project, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
+
+    assert done.returncode == 0, done.stdout
+    assert f"{documented} passed" in done.stdout
+
+
+@pytest.mark.every_database
+def test_examples_pass_in_the_test_runner_of_django(project):
+    done = run(project, "django", "test", "orders.tests.test_placing")
+
+    assert done.returncode == 0, done.stdout
+    assert "Ran 2 tests" in done.stdout
+
+
+@pytest.mark.every_database
+def test_failure_that_the_page_shows_is_what_is_said(project):
+    page = (ROOT / "docs" / "how-to" / "test-your-code.md").read_text()
+    (shown,) = re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (project / "orders" / "tests" / "test_placing.py").write_text(
+        "import pytest\n"
+        "from orders.services import place_order\n"
+        "@pytest.mark.django_db\n"
+        "def test_other_order(assert_published):\n"
+        "    place_order('1001', 'pen')\n"
+        "    assert_published('shop.order.placed', payload__order='1002')\n"
+    )
+
+    done = run(project, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "orders/tests/test_placing.py")
+
+    assert [line.removeprefix("E").strip() for line in done.stdout.splitlines() if line.startswith("E ")] == [
+        ("AssertionError: " if number == 0 else "") + line.strip() for number, line in enumerate(shown.splitlines())
+    ]

@@ -1,0 +1,280 @@
+"""Relaying without a broker, and running the project's own handlers, in each kind of test that Django knows."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import transaction
+from django.test import TestCase, TransactionTestCase
+
+from inbox import idempotent_handler
+from inbox.handlers import registry
+from inbox.models import InboxMessage
+from outbox import callbacks, on_published, publish
+from outbox.testing import assert_published, run_relay
+from tests.support import ROOT
+from tests.support.apps.effects.models import Effect
+
+TOPIC = "tests.run_relay"
+
+
+def say(name, **options):
+    with transaction.atomic():
+        return publish(options.pop("topic", TOPIC), {"name": name}, biz_id=name, **options)
+
+
+def the_effect(message):
+    Effect.objects.create(name=message.payload["name"])
+
+
+def effects():
+    return list(Effect.objects.order_by("pk").values_list("name", flat=True))
+
+
+class WhatEveryTestCaseCanDo:
+    def test_handlers_run_once_for_each_message(self):
+        idempotent_handler(TOPIC, name=TOPIC)(the_effect)
+        self.addCleanup(registry.remove, TOPIC)
+        say("a")
+        say("a")
+
+        run_relay()
+
+        assert effects() == ["a"]
+        assert_published(TOPIC, state="published", count=2)
+
+    def test_second_run_has_nothing_to_do(self):
+        idempotent_handler(TOPIC, name=TOPIC)(the_effect)
+        self.addCleanup(registry.remove, TOPIC)
+        say("a")
+
+        assert len(run_relay()) == 1
+        assert run_relay() == []
+
+
+@pytest.mark.every_database
+class TestInATestCase(WhatEveryTestCaseCanDo, TestCase):
+    def test_hooks_of_handlers_run_when_they_are_captured(self):
+        called = []
+        idempotent_handler(TOPIC, name=TOPIC)(lambda message: transaction.on_commit(lambda: called.append(message.biz_id)))
+        self.addCleanup(registry.remove, TOPIC)
+        say("a")
+
+        with self.captureOnCommitCallbacks(execute=True):
+            run_relay()
+
+        assert called == ["a"]
+
+    async def test_async_test_calls_it_by_sync_to_async(self):
+        idempotent_handler(TOPIC, name=TOPIC)(the_effect)
+        self.addCleanup(registry.remove, TOPIC)
+        await sync_to_async(say)("a")
+
+        await sync_to_async(run_relay)()
+
+        assert await sync_to_async(effects)() == ["a"]
+
+
+@pytest.mark.every_database
+class TestInATransactionTestCase(WhatEveryTestCaseCanDo, TransactionTestCase):
+    pass
+
+
+@pytest.mark.every_database
+@pytest.mark.usefixtures("transaction_of_the_test")
+class TestWithLocalHandlers:
+    def test_what_handlers_publish_is_relayed_too(self, handles, run_relay, assert_published):
+        handles(lambda message: publish("tests.second", message.payload), topic=TOPIC)
+        handles(the_effect, topic="tests.second")
+        say("a")
+
+        sent = run_relay()
+
+        assert [message.topic for message in sent] == [TOPIC, "tests.second"]
+        assert effects() == ["a"]
+        assert assert_published("tests.second").causation_id == assert_published(TOPIC).id
+
+    def test_failing_handler_leaves_no_effect_and_the_test_goes_on(self, handles, run_relay):
+        def fail(message):
+            the_effect(message)
+            raise ValueError("no")
+
+        handles(fail, topic=TOPIC)
+        say("a")
+
+        run_relay()
+
+        assert effects() == []
+        assert InboxMessage.objects.get().state == "retrying"
+
+    def test_handler_that_breaks_its_transaction_does_not_break_the_test(self, handles, run_relay):
+        def swallow(message):
+            try:
+                with transaction.atomic():
+                    the_effect(message)
+                    Effect.objects.create(pk=Effect.objects.get().pk)
+            except Exception:  # noqa: BLE001
+                pass
+            the_effect(message)
+
+        handles(swallow, topic=TOPIC)
+        say("a")
+
+        run_relay()
+
+        assert effects() == ["a"]
+
+    def test_leased_handler_runs_and_takes_its_steps(self, handles, run_relay):
+        handles(lambda message: message.step("effect", lambda: the_effect(message) and None), topic=TOPIC, mode="lease")
+        say("a")
+
+        run_relay()
+
+        assert effects() == ["a"]
+        assert InboxMessage.objects.get().state == "done"
+
+    def test_ordered_handler_keeps_the_order_of_a_key(self, handles, run_relay):
+        handles(the_effect, topic=TOPIC, ordered=True)
+        for name in "abc":
+            say(name, key="k")
+
+        run_relay()
+
+        assert effects() == ["a", "b", "c"]
+
+    def test_rate_limit_is_not_waited_for(self, handles, run_relay):
+        handles(the_effect, topic=TOPIC, rate_limit="1/h")
+        for name in "abc":
+            say(name)
+
+        run_relay()
+
+        assert effects() == ["a", "b", "c"]
+
+    @pytest.mark.parametrize("options", [{"batch": 5}, {"group_commit": 5}])
+    def test_handlers_of_several_messages_get_all_of_them(self, handles, run_relay, options):
+        handled = []
+        handles(handled.append, topic=TOPIC, **options)
+        for name in "abc":
+            say(name)
+
+        run_relay()
+
+        assert len(handled) == 3
+
+    def test_message_that_no_handler_takes_is_not_published(self, run_relay, assert_published):
+        say("a", topic="tests.nobody")
+
+        assert run_relay() == []
+        assert "no handler takes the topic" in assert_published("tests.nobody", state="retrying").last_error
+
+    def test_callbacks_are_called(self, run_relay):
+        called = []
+        on_published(TOPIC, name="tests.run_relay")(lambda message: called.append(message.biz_id))
+        try:
+            say("a")
+            run_relay(handlers=False)
+        finally:
+            callbacks.registry.remove("tests.run_relay")
+
+        assert called == ["a"]
+
+
+@pytest.mark.every_database
+@pytest.mark.django_db(databases=["default", "other"])
+@pytest.mark.usefixtures("amqp")
+class TestWithAnotherBroker:
+    def test_handlers_on_another_database_run_there(self, handles, run_relay):
+        handles(lambda message: Effect.objects.using("other").create(name="a"), topic=TOPIC, using="other")
+        say("a")
+
+        run_relay()
+
+        assert Effect.objects.using("other").get().name == "a"
+        assert InboxMessage.objects.using("other").get().state == "done"
+        assert not InboxMessage.objects.exists()
+
+    def test_every_message_is_captured_as_it_travels(self, run_relay, assert_published):
+        written = say("a", headers={"tenant": "acme"}, key="k")
+
+        (sent,) = run_relay()
+
+        assert (sent.id, sent.topic, sent.payload, sent.body) == (str(written.id), TOPIC, {"name": "a"}, b'{"name":"a"}')
+        assert sent.headers["tenant"] == "acme"
+        assert sent.headers["cloudEvents:id"] == sent.id
+        assert sent.headers["cloudEvents:orderingkey"] == "k"
+        assert_published(TOPIC, state="published")
+
+    def test_handlers_of_the_project_run_as_well(self, handles, run_relay):
+        handles(the_effect, topic=TOPIC)
+        say("a")
+        say("b", topic="tests.of_another_service")
+
+        assert [message.payload["name"] for message in run_relay()] == ["a", "b"]
+        assert effects() == ["a"]
+
+    def test_handlers_do_not_run_when_they_are_not_wanted(self, handles, run_relay):
+        handles(the_effect, topic=TOPIC)
+        say("a")
+
+        assert len(run_relay(handlers=False)) == 1
+        assert effects() == []
+        assert not InboxMessage.objects.exists()
+
+
+@pytest.mark.every_database
+@pytest.mark.django_db
+class TestWithoutTheInbox:
+    @pytest.fixture(autouse=True)
+    def _without(self, settings):
+        settings.INSTALLED_APPS = [app for app in settings.INSTALLED_APPS if app != "inbox"]
+
+    @pytest.mark.usefixtures("amqp")
+    def test_messages_are_captured(self, run_relay, travel):
+        say("a", delay=timedelta(hours=1))
+        travel(timedelta(hours=1))
+
+        assert [message.payload for message in run_relay()] == [{"name": "a"}]
+
+    def test_local_broker_names_what_is_missing(self, run_relay):
+        with pytest.raises(ImportError, match="'inbox' is not in INSTALLED_APPS"):
+            run_relay()
+
+
+@pytest.mark.every_database
+class TestMisuse:
+    @pytest.mark.django_db
+    def test_call_inside_atomic_is_refused(self, run_relay):
+        with transaction.atomic(), pytest.raises(RuntimeError, match="call it after that block"):
+            run_relay()
+
+    @pytest.mark.parametrize("call", ["run_relay()", "travel(timedelta(days=1))"])
+    def test_use_outside_of_tests_is_refused(self, call):
+        code = f"import django; django.setup(); from datetime import timedelta; from outbox.testing import *; {call}"
+        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.settings", "DATABASE_URL": "sqlite://:memory:"}
+
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+
+        assert done.returncode == 1
+        assert "RuntimeError" in done.stderr
+        assert "is for tests only" in done.stderr
+
+
+def test_plugin_is_imported_before_django_is_set_up():
+    environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, outbox.pytest_plugin; sys.exit('django' in sys.modules)"],
+        env=environment,
+        cwd=ROOT,
+        check=False,
+    )
+
+    assert done.returncode == 0
