@@ -67,8 +67,8 @@ class Breakers:
         self._admitted: Counter[str] = Counter()
 
     def resume(self, topics: Iterable[str]) -> None:
-        """A relay before us put messages of `topics` off. Try whether they are taken now."""
-        self._recovered.update(topics)
+        """There are deferred messages of `topics`. Try those that are not paused here: who paused them may have ended."""
+        self._recovered.update(topic for topic in topics if not self._is_paused(topic))
 
     def begin(self) -> None:
         """A new pass: resting topics that are due may be tried again."""
@@ -139,6 +139,10 @@ class Breakers:
         self._rest(topic, breaker)
         if not is_reported:
             logger.warning(_FORBIDDEN, topic, _LONGEST_REST_SECONDS, reason)
+
+    def _is_paused(self, topic: str) -> bool:
+        breaker = self._breakers.get(topic)
+        return breaker is not None and breaker.rest_seconds > 0
 
     def _is_reported(self, topic: str, *, forbidden: bool = False) -> bool:
         """Has a lane of this process paused `topic` already, for this reason or for the graver one?"""

@@ -42,6 +42,7 @@ _PROMOTED_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
+_LOOK_FOR_DEFERRED_SECONDS = 10.0
 _RELEASING_SHARE = 20
 """Looking in vain for keys to release takes at most one part in this many of the time."""
 
@@ -83,8 +84,7 @@ class Relay:
         self._floors = Floors(self._shards, partial(store.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
-        self._recalls_wanted = 1
-        self._recalls_begun = 0
+        self._look_for_deferred_at = 0.0
         self._size = BatchSize(options.BATCH_SIZE)
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._alert_until = 0.0
@@ -130,10 +130,6 @@ class Relay:
     def is_working(self) -> bool:
         """Does it go round, and reach both the database and the broker?"""
         return self._running and not self._broker.ongoing and not self._database.ongoing
-
-    def want_recall(self) -> None:
-        """Another relay may have put messages of these shards off. Called from that relay's thread."""
-        self._recalls_wanted += 1
 
     def _round(self, *, drain: bool) -> PassReport | None:
         """One turn of the loop; None when it met an outage and has already waited.
@@ -191,15 +187,10 @@ class Relay:
     def _work(self, *, drain: bool) -> PassReport:
         """Look; run a pass over what is ready; make ready what has rested, or is due, or is no longer held."""
         # A relay beside this one that cannot reach the broker leaves its shards to us.
-        alone = not all(sibling.is_working for sibling in self.siblings)
-        among = range(SHARDS) if alone else self._shards
+        among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
         sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         report = self._carry(sight.busy) if sight.busy else PassReport()
-        # Lanes that drain take turns, and each would have the other begin again, for ever.
-        if alone and report.settled and not drain:
-            for sibling in self.siblings:
-                sibling.want_recall()
         # Rows that have rested and are not promoted are in the hands of another relay that promotes them.
         self._rested = sight.rested
         self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND) if sight.rested else 0
@@ -227,9 +218,10 @@ class Relay:
         return released
 
     def _recall(self) -> int:
-        if (wanted := self._recalls_wanted) != self._recalls_begun:
+        if (now := monotonic()) >= self._look_for_deferred_at:
+            # Another relay may have deferred them, and ended since; or the other lane, while it had these shards.
+            self._look_for_deferred_at = now + _LOOK_FOR_DEFERRED_SECONDS
             self._pass.breakers.resume(store.topics_put_off(self._alias))
-            self._recalls_begun = wanted
         recalled = 0
         for topic, limit in self._pass.breakers.to_recall():
             count = store.recall(self._alias, topic, limit, self._shards)

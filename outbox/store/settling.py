@@ -12,7 +12,6 @@ from django.db import Error, connections, transaction
 from outbox.kernel.faults import is_canceled, may_be_of_a_row
 from outbox.kernel.schema import is_missing
 from outbox.kernel.text import ERROR_LENGTH, printable
-from outbox.models import OutboxMessage
 from outbox.states import (
     DEFER,
     DIE,
@@ -25,7 +24,6 @@ from outbox.states import (
     RELEASE,
     RETRY,
     TRY_AGAIN,
-    State,
     Transition,
 )
 from outbox.store.calling import note_calls
@@ -190,9 +188,21 @@ PUT_OFF = "not tried: the broker refuses messages of this topic at the moment"
 
 
 def topics_put_off(alias: str) -> list[str]:
-    """Topics of which some relay has put messages off."""
-    put_off = OutboxMessage.objects.using(alias).filter(state=State.RETRYING, last_error=PUT_OFF)
-    return list(put_off.values_list("topic", flat=True).distinct())
+    """Topics of which some relay has put messages off, as the first thousand retrying ones of each tell.
+
+    The topics are found in the index, each by the one before: a step for each, not for a message.
+    """
+    retrying = f"FROM {TABLE} m WHERE m.state = 'retrying'"
+    first = f"SELECT m.last_error {retrying} AND m.topic = topics.name ORDER BY m.id LIMIT 1000"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            f"WITH RECURSIVE topics(name) AS (SELECT (SELECT min(m.topic) {retrying}) UNION ALL "
+            f"SELECT (SELECT min(m.topic) {retrying} AND m.topic > topics.name) FROM topics WHERE name IS NOT NULL) "
+            "SELECT name FROM topics WHERE name IS NOT NULL "
+            f"AND EXISTS (SELECT 1 FROM ({first}) first WHERE first.last_error = %s)",
+            [PUT_OFF],
+        )
+        return [name for (name,) in cursor.fetchall()]
 
 
 def recall(alias: str, topic: str, limit: int, among: Iterable[int]) -> int:

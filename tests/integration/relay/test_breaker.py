@@ -11,7 +11,7 @@ from django.db import transaction
 from outbox import Draft, publish_many, store
 from outbox.kernel.loop import StopRequest
 from outbox.models import SHARDS, OutboxMessage
-from outbox.relay import breaker
+from outbox.relay import breaker, relay
 from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
@@ -22,6 +22,7 @@ from tests.support.relaying import (
     published,
     relay_for,
     relaying,
+    set_columns,
     state_of,
     states,
     waiting,
@@ -197,8 +198,9 @@ def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rab
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_lane_that_was_away_recalls_what_the_other_lane_put_off_of_its_shards(rabbitmq_url):
+def test_lane_that_was_away_recalls_what_the_other_lane_deferred_of_its_shards(rabbitmq_url, monkeypatch):
     """It looked for such messages when it began, and found none."""
+    monkeypatch.setattr(relay, "_LOOK_FOR_DEFERRED_SECONDS", 0.2)
     port = int(rabbitmq_url.rpartition("@")[2].partition("/")[0].partition(":")[2])
     stop = StopRequest()
     with FaultProxy("127.0.0.1", port) as proxy, Queue(rabbitmq_url, GOOD):
@@ -219,6 +221,18 @@ def test_lane_that_was_away_recalls_what_the_other_lane_put_off_of_its_shards(ra
             proxy.accept()
             with Queue(rabbitmq_url, BAD, name="late"):
                 wait_until(lambda: set(states()) == {State.PUBLISHED})
+
+
+@pytest.mark.every_database
+def test_messages_that_a_relay_deferred_before_it_ended_are_recalled_by_one_that_runs_already(monkeypatch):
+    monkeypatch.setattr(relay, "_LOOK_FOR_DEFERRED_SECONDS", 0.2)
+    with FakeAmqpPeer() as peer, relaying(peer.url):
+        before = published(GOOD)
+        wait_until(lambda: state_of(before) == State.PUBLISHED)
+        deferred = published(GOOD, delay=timedelta(hours=1))
+        set_columns(deferred, state=State.RETRYING, last_error=store.PUT_OFF)
+
+        wait_until(lambda: state_of(deferred) == State.PUBLISHED)
 
 
 @pytest.mark.every_database
