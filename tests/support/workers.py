@@ -22,7 +22,8 @@ from inbox.consumer.topology import queue_name, queue_of
 from inbox.handlers import Handler
 from outbox.kernel.loop import StopRequest, Watchdog
 from tests.support import processes
-from tests.support.apps.worker import JOB, NAMED, NAMED_AND_LEASED, NAMED_AND_ORDERED
+from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED
+from tests.support.apps.worker import JOB, NAMED
 from tests.support.waiting import A_WHILE, wait_until
 
 EXCHANGE = "outbox"
@@ -34,7 +35,7 @@ OF_THE_WORKERS = Handler(name="testworker.work", topic=JOB, function=print, biz_
 NAMED_OF_THE_WORKERS = [
     Handler(name="testworker.named", topic=NAMED, function=print, biz_id=None, using="default"),
     Handler(
-        name="testworker.named_and_ordered",
+        name="testnamed.named_and_ordered",
         topic=NAMED_AND_ORDERED,
         function=print,
         biz_id=None,
@@ -42,7 +43,7 @@ NAMED_OF_THE_WORKERS = [
         ordered=True,
     ),
     Handler(
-        name="testworker.named_and_leased", topic=NAMED_AND_LEASED, function=print, biz_id=None, using="default", mode="lease"
+        name="testnamed.named_and_leased", topic=NAMED_AND_LEASED, function=print, biz_id=None, using="default", mode="lease"
     ),
 ]
 

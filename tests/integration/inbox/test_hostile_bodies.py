@@ -53,7 +53,7 @@ def worker(process_environment, rabbitmq_url, tmp_path):
         environment = {
             **process_environment,
             **as_environment(INBOX={"BROKER_URL": rabbitmq_url, **given, **options}),
-            "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
+            "DJANGO_SETTINGS_MODULE": "tests.support.apps.named.settings",
         }
         for handler in (OF_THE_WORKERS, *NAMED_OF_THE_WORKERS):
             declare(handler, broker_options(rabbitmq_url))

@@ -9,7 +9,7 @@ from django.db import transaction
 from inbox import idempotent_handler
 from outbox import publish
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.apps.worker import CHAINED, JOB, NAMED, NAMED_AND_LEASED, NAMED_AND_ORDERED
+from tests.support.apps.worker import CHAINED, JOB, NAMED
 from tests.support.waiting import wait_until
 
 
@@ -23,25 +23,15 @@ def chained(message):
     Effect.objects.create(name=f"chained {message.biz_id}", detail=message.causation_id)
 
 
-def _name_in_the_payload(message):
+def name_in_the_payload(message):
     """Ends the process when the payload says so: as a body does that takes more memory than there is."""
     if message.payload.get("kills"):
         os._exit(13)
     return message.payload["name"]
 
 
-@idempotent_handler(NAMED, biz_id=_name_in_the_payload)
+@idempotent_handler(NAMED, biz_id=name_in_the_payload)
 def named(message):
-    _work(message)
-
-
-@idempotent_handler(NAMED_AND_ORDERED, biz_id=_name_in_the_payload, ordered=True)
-def named_and_ordered(message):
-    _work(message)
-
-
-@idempotent_handler(NAMED_AND_LEASED, biz_id=_name_in_the_payload, mode="lease")
-def named_and_leased(message):
     _work(message)
 
 

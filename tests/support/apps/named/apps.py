@@ -1,0 +1,6 @@
+from django.apps import AppConfig
+
+
+class NamedConfig(AppConfig):
+    name = "tests.support.apps.named"
+    label = "testnamed"
