@@ -29,6 +29,7 @@ from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP
 from tests.support.crash.nemesis import Nemesis
 from tests.support.crash.world import CONSUMER, RELAY
+from tests.support.deliveries import InAThread
 from tests.support.servers import PgBouncer
 from tests.support.waiting import wait_until
 from tests.support.workers import EXCHANGE, Process, broker_options
@@ -46,6 +47,7 @@ KILLS = 37
 """In each of four circumstances: 148 in all."""
 MESSAGES_AT_ONCE = 10
 MOST_UNDER_WAY = 30
+TIMES_FULL = 3
 MANY_NACKED = 5
 CONNECTIONS = 4
 """Of PgBouncer, to each database."""
@@ -157,17 +159,31 @@ def nothing_else(world):
 
 @contextmanager
 def a_queue_that_nacks(world):
-    """It has room for two messages, and consumers take one at a time."""
-    queue = queue_of(HANDLER, broker_options(world.broker_url))
-    queue.queue_arguments |= {"x-max-length": 2, "x-overflow": "reject-publish"}
-    with kombu.Connection(world.broker_url) as broker:
-        queue(broker.channel()).declare()
-    world.inbox_options["PREFETCH"] = 1
-    yield
+    """Beside the handler's, which gets these messages all the same: one refusal is enough for a nack."""
+    exchange = kombu.Exchange(EXCHANGE, "topic", durable=True)
+    full = kombu.Queue("full", exchange, STEP, queue_arguments={"x-max-length": 1, "x-overflow": "reject-publish"})
+
+    def nacked():
+        return OutboxMessage.objects.filter(state="retrying").count()
+
+    def refuse():
+        for _ in range(TIMES_FULL):
+            some_more = handled() + MOST_UNDER_WAY
+            wait_until(lambda some_more=some_more: handled() >= some_more, within=LONGEST_SECONDS)
+            with kombu.Connection(world.broker_url) as broker:
+                bound = full(broker.channel())
+                bound.declare()
+                wait_until(
+                    lambda: OutboxMessage.objects.filter(state="retrying").count() >= MANY_NACKED, within=LONGEST_SECONDS
+                )
+                bound.delete()
+
+    with InAThread(refuse):
+        yield
     # More than one attempt: the queue was there all the time, so the others were nacked.
-    nacked = OutboxMessage.objects.filter(attempts__gt=1).count()
-    logger.info("%d messages were nacked.", nacked)
-    assert nacked >= MANY_NACKED
+    in_all = OutboxMessage.objects.filter(attempts__gt=1).count()
+    logger.info("%d messages were nacked.", in_all)
+    assert in_all >= TIMES_FULL * MANY_NACKED
 
 
 @contextmanager

@@ -235,19 +235,20 @@ header_values = st.one_of(
     st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False, allow_infinity=False), names
 )
 instants = st.none() | st.datetimes(min_value=datetime(1, 1, 2), timezones=st.just(UTC))  # noqa: DTZ001
+# A blank one counts as none.
+attributes = names.map(lambda text: text if text.strip() else "")
 envelopes = st.builds(
     Envelope,
-    id=names.filter(bool),
-    topic=names.filter(bool),
-    source=names,
+    id=attributes.filter(bool),
+    topic=attributes.filter(bool),
+    source=attributes,
     created_at=instants,
     deliver_at=instants,
-    biz_id=names,
-    key=names,
-    correlation_id=names,
-    causation_id=names,
-    # A blank one counts as none.
-    traceparent=names.map(lambda text: text if text.strip() else ""),
+    biz_id=attributes,
+    key=attributes,
+    correlation_id=attributes,
+    causation_id=attributes,
+    traceparent=attributes,
     content_type=st.sampled_from(["application/json", "text/plain"]),
     body=st.binary(max_size=50),
     headers=st.dictionaries(names.filter(lambda name: name and not is_reserved(name)), header_values, max_size=4),
