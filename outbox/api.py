@@ -274,8 +274,9 @@ def new_row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
 def _name(argument: str, value: object, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise InvalidMessage(f"{argument} is {value!r}: it must be a str; write {argument}=str(…).")
-    if not value and not may_be_empty:
-        raise InvalidMessage(f"{argument} is empty: name {_WHAT[argument]}.")
+    # A consumer takes a blank name for none.
+    if not value.strip() and (not may_be_empty or (value and argument in _WHAT)):
+        raise InvalidMessage(f"{argument} is {'blank' if value else 'empty'}: name {_WHAT[argument]}.")
     if reason := why_no_topic(value) if argument == "topic" else why_unfit(value):
         raise InvalidMessage(f"{argument} {_short(value)} cannot be used: {reason}. {_REMEDY[argument]}")
     return value
@@ -284,6 +285,7 @@ def _name(argument: str, value: object, *, may_be_empty: bool = False) -> str:
 _WHAT = {
     "topic": 'what the message is about, for example "shop.order.placed"',
     "biz_id": "the business fact, or omit it",
+    "key": "the thing whose messages must keep their order, or omit it",
 }
 _REMEDY = {
     "topic": "Choose a shorter, printable topic.",

@@ -59,6 +59,8 @@ BAD = {
     "topic NUL": ({"topic": "shop\x00placed"}, [r"shop\x00placed", "control"]),
     "topic lone surrogate": ({"topic": "shop\udc00"}, [r"shop\udc00", "surrogate"]),
     "biz_id empty": ({"biz_id": ""}, ["biz_id is empty", "omit"]),
+    "biz_id blank": ({"biz_id": " "}, ["biz_id is blank", "omit"]),
+    "key blank": ({"key": " "}, ["key is blank", "omit"]),
     "biz_id number": ({"biz_id": 17}, ["biz_id is 17", "str("]),
     "biz_id uuid": ({"biz_id": uuid.UUID(int=1)}, ["biz_id is UUID", "str("]),
     "biz_id too long": ({"biz_id": "b" * 256}, ["biz_id", "256 bytes"]),
