@@ -126,9 +126,11 @@ class TestOrder:
     def test_resent_messages_are_duplicates_and_do_not_block_their_key(self, handles, rabbitmq_server, rabbitmq_url):
         handler, options = handles(the_effect, ordered=True), broker_options(rabbitmq_url)
         declared(handler, options)
-        sent(rabbitmq_url, [0, 1, 2, 0, 1, 2, 3])
 
         with consuming([handler], options) as consumer:
+            sent(rabbitmq_url, [0, 1, 2])
+            wait_until(lambda: effects() == 3)
+            sent(rabbitmq_url, [0, 1, 2, 3])
             wait_until(lambda: lengths(rabbitmq_server, handler, options) == {queue_name(handler, options): 0})
             wait_until(lambda: effects() == 4)
 
