@@ -21,6 +21,11 @@ BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS b
 UNBOUND = "set_config('lock_timeout', bound.before, true)"
 
 
+def as_bound(longest_wait: timedelta) -> str:
+    """The parameter of BOUND."""
+    return f"{int(longest_wait.total_seconds() * 1000)}ms"
+
+
 def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
     return connection.vendor == "postgresql"
 

@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import OperationalError, connections
+from django.db import connections
 
 from inbox.models import DUE, State
-from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql, now
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, TwinBusy
+from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all, is_postgresql, now
+from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import note, noting
 from outbox.kernel.clock import now_after, utcnow
-from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.prepared import Prepared, is_usable
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
@@ -82,17 +81,9 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | Non
 
 def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: timedelta) -> Guard | None:
     given = [getattr(row, column) for column in _BEGUN_WITH]
-    try:
-        rows = _BEGIN.execute(connection, [*given, _milliseconds(twin_timeout)]).rows
-    except OperationalError as error:
-        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-            raise TwinBusy from error
-        raise
+    with locked_means_busy():
+        rows = _BEGIN.execute(connection, [*given, as_bound(twin_timeout)]).rows
     return next((Guard(connection.alias, (int(row),), begun) for row, begun, _ in rows), None)
-
-
-def _milliseconds(span: timedelta) -> str:
-    return f"{int(span.total_seconds() * 1000)}ms"
 
 
 def store_due(alias: str, row: NewRow, twin_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:
@@ -207,19 +198,14 @@ def insert(
     # when nothing was inserted. A row that is there is left out before the unique index is asked, which would wait for the end
     # of a handler that is running the row.
     sql = (
-        "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
-        f"set_config('lock_timeout', %s, true)), begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound "
+        f"{BOUND}, begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound "
         f"WHERE NOT EXISTS (SELECT 1 FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s) {_ONCE} "
         "RETURNING id, pg_current_xact_id()::text) "
-        "SELECT begun.*, set_config('lock_timeout', bound.before, true) FROM bound LEFT JOIN begun ON true"
+        f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
     )
     name = [row.handler, row.topic, row.biz_id]
-    try:
-        return _guard(alias, fetch_all(connection, sql, [_milliseconds(twin_timeout), *parameters, *name]))
-    except OperationalError as error:
-        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-            raise TwinBusy from error
-        raise
+    with locked_means_busy():
+        return _guard(alias, fetch_all(connection, sql, [as_bound(twin_timeout), *parameters, *name]))
 
 
 def _guard(alias: str, found: Sequence[tuple[Any, ...]]) -> Guard | None:

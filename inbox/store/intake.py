@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from django.db import OperationalError, connections
+from django.db import connections
 
 from inbox.models import State
 from inbox.store.dialect import TABLE, fetch_all, is_postgresql, now
 from inbox.store.fresh import count_duplicate
 from inbox.store.ordering import OPEN, hold_gates, promote_next
-from inbox.store.rows import Earlier, NewRow, TwinBusy
+from inbox.store.rows import Earlier, NewRow, locked_means_busy
 from inbox.store.together import COLUMNS, IN_JSON, VALUES, as_json, rows_of
 from inbox.store.trail import note
-from outbox.kernel.faults import LOCK_TIMEOUT
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 if TYPE_CHECKING:
@@ -78,13 +77,9 @@ def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> l
         return []
     handler = incoming[0].row.handler
     places = _places(incoming, dead_blocks=dead_blocks)
-    try:
+    with locked_means_busy():
         hold_gates(alias, handler, [given.row.key for given in incoming])
         stored = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], places)
-    except OperationalError as error:
-        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-            raise TwinBusy from error
-        raise
     _note(alias, incoming, stored)
     taken = [_taken(alias, given, *stored.pop(given.row.biz_id, ("", 0))) for given in incoming]
     for key in _headless(places, taken):

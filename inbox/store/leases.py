@@ -19,7 +19,7 @@ from django.db import connections, transaction
 from django.db.models import F
 
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, is_postgresql, now
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound, is_postgresql, now
 from inbox.store.fresh import store_running
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
@@ -118,7 +118,7 @@ def lease_stored(
     connection = connections[alias]
     bound, among, wait = "", "", []
     if is_postgresql(connection):
-        bound, among, wait = BOUND, "FROM bound", [f"{int(LONGEST_LOCK_WAIT.total_seconds() * 1000)}ms"]
+        bound, among, wait = BOUND, "FROM bound", [as_bound(LONGEST_LOCK_WAIT)]
     with locked_means_busy(), _in_order(alias, alone_in, matters=was == State.RUNNING), connection.cursor() as cursor:
         cursor.execute(
             f"{bound} UPDATE {TABLE} SET state = 'running', fence = fence + 1, next_attempt_at = {now_after(connection)} "

@@ -73,15 +73,21 @@ class NewRow:
 def undecoded(row: NewRow) -> NewRow:
     """The row of a delivery whose values the database refuses: its body, under a name that the same delivery gets again."""
     named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
+    biz_id = UNIDENTIFIED + hashlib.sha256(named).hexdigest()
+    return with_body_only(row.handler, row.topic, biz_id, row.body, digest=row.digest)
+
+
+def with_body_only(handler: str, topic: str, biz_id: str, body: bytes, *, digest: str) -> NewRow:
+    """A row that says nothing of itself besides its name."""
     return NewRow(
-        handler=row.handler,
-        topic=row.topic,
-        biz_id=UNIDENTIFIED + hashlib.sha256(named).hexdigest(),
+        handler=handler,
+        topic=topic,
+        biz_id=biz_id,
         message_id="",
         key="",
         content_type="application/octet-stream",
-        body=row.body,
-        digest=row.digest,
+        body=body,
+        digest=digest,
         headers="{}",
         source="",
         correlation_id="",

@@ -16,7 +16,7 @@ from django.db import IntegrityError, connections, transaction
 
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, is_postgresql, now
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, is_postgresql, now
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
 from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
@@ -112,7 +112,7 @@ def begin_stored(
     if postgresql:
         # One round trip: bound the wait for the row, lock it, give the transaction its own lock_timeout back, found or not.
         sql = f"{BOUND}, begun AS ({begin} FROM bound {sql}) SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
-        parameters.insert(0, f"{int(longest_wait.total_seconds() * 1000)}ms")
+        parameters.insert(0, as_bound(longest_wait))
     else:
         sql = f"{begin} {sql}"
     with locked_means_busy(), connection.cursor() as cursor:

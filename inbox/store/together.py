@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db import OperationalError, connections
+from django.db import connections
 
 from inbox.models import State
 from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql, now
 from inbox.store.fresh import begin_fresh
-from inbox.store.rows import Guard, NewRow, TwinBusy
+from inbox.store.rows import Guard, NewRow, locked_means_busy
 from outbox.kernel.databases import lock_timeout
-from outbox.kernel.faults import LOCK_TIMEOUT
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -71,13 +70,8 @@ def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> list
         "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id, biz_id, pg_current_xact_id()::text"
     )
     parameters = [json.dumps([as_json(row) for row in rows]), [row.body for row in rows]]
-    with lock_timeout(alias, twin_timeout):
-        try:
-            return fetch_all(connection, sql, parameters)
-        except OperationalError as error:
-            if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-                raise TwinBusy from error
-            raise
+    with locked_means_busy(), lock_timeout(alias, twin_timeout):
+        return fetch_all(connection, sql, parameters)
 
 
 def rows_of(columns: Mapping[str, str], connection: BaseDatabaseWrapper) -> str:

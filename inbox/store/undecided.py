@@ -9,15 +9,14 @@ import json
 from dataclasses import asdict
 from datetime import timedelta
 
-from django.db import IntegrityError, OperationalError, connections, transaction
+from django.db import IntegrityError, connections, transaction
 
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql
 from inbox.store.fresh import count_duplicate, insert
-from inbox.store.rows import DuplicateCause, Earlier, NewRow, TwinBusy
+from inbox.store.rows import DuplicateCause, Earlier, NewRow, locked_means_busy
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.databases import lock_timeout
-from outbox.kernel.faults import LOCK_TIMEOUT
 
 _COUNTS = ("duplicates", "redeliveries", "resends", "replays")
 
@@ -66,14 +65,10 @@ def name_undecided(alias: str, stored: InboxMessage, row: NewRow, longest_wait: 
     named = ", ".join(f"{name} = {places.get(name, '%s')}" for name in changed) or "id = id"
     sql = f"UPDATE {TABLE} SET {named} WHERE id = %s AND attempts = %s RETURNING id"
     try:
-        with transaction.atomic(using=alias), lock_timeout(alias, longest_wait):
+        with locked_means_busy(), transaction.atomic(using=alias), lock_timeout(alias, longest_wait):
             ours = fetch_all(connection, sql, [*(given[name] for name in changed), stored.pk, stored.attempts])
     except IntegrityError:
         return False
-    except OperationalError as error:
-        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-            raise TwinBusy from error
-        raise
     for name in changed:
         setattr(stored, name, found[name])
     return bool(ours) or None
@@ -116,13 +111,8 @@ def fold_undecided(
 
 def _lock(alias: str, row: NewRow, longest_wait: timedelta) -> None:
     named = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
-    try:
-        with lock_timeout(alias, longest_wait):
-            list(named.select_for_update().values_list("pk"))
-    except OperationalError as error:
-        if getattr(error.__cause__, "sqlstate", None) == LOCK_TIMEOUT:
-            raise TwinBusy from error
-        raise
+    with locked_means_busy(), lock_timeout(alias, longest_wait):
+        list(named.select_for_update().values_list("pk"))
 
 
 def decide_now(alias: str, row: NewRow) -> None:
