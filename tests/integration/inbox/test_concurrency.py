@@ -715,7 +715,7 @@ def all_empty(length):
 
 
 def none_to_be_decided():
-    """Copies that came while their message was being handled have rows of their own until they are counted as its duplicates."""
+    """Copies that came while their message was being handled have rows of their own until they are counted."""
     return not InboxMessage.objects.exclude(state=State.DONE).exists()
 
 
