@@ -62,7 +62,7 @@ def restore(
         InvalidMessage: there are `states` among these that nothing can be restored from.
     """
     if states is None:
-        states = RESTORE.sources if message_id is not None else store.RESTORED_BY_DEFAULT
+        states = store.restored_by_default(by_id=message_id is not None)
     if strange := set(states).difference(RESTORE.sources):
         raise InvalidMessage(
             f"states has {', '.join(sorted(strange))}: only {', '.join(RESTORE.sources)} messages can be restored."

@@ -69,7 +69,6 @@ from outbox.store.preparing import (
     topics_unchecked,
 )
 from outbox.store.restoring import (
-    RESTORED_BY_DEFAULT,
     Restorable,
     Restored,
     Selection,
@@ -77,6 +76,7 @@ from outbox.store.restoring import (
     restorable,
     restore,
     restore_some,
+    restored_by_default,
 )
 from outbox.store.scheduling import Place, Upcoming, fire, newly_scheduled, ready_aside, upcoming
 from outbox.store.settling import (
@@ -100,7 +100,6 @@ from outbox.store.writing import NewRow, hold_order, insert, insert_formed, inse
 
 __all__ = [
     "PUT_OFF",
-    "RESTORED_BY_DEFAULT",
     "Beat",
     "Busy",
     "CallLost",
@@ -178,6 +177,7 @@ __all__ = [
     "restorable",
     "restore",
     "restore_some",
+    "restored_by_default",
     "resume",
     "retire",
     "roll_back_prepared",

@@ -26,11 +26,15 @@ from outbox.store.operating import OPERATORS_WAIT
 from outbox.store.transitions import Moved, move
 from outbox.store.unique import IS_REPLACED
 
-RESTORED_BY_DEFAULT = (State.CANCELLED, State.EXPIRED, State.DEAD)
-"""What is restored of a topic when no states are given: what does not go on by itself."""
+_ENDED = (State.CANCELLED, State.EXPIRED, State.DEAD)
 OVERDUE, LOCKED, REPLACED = "overdue", "locked", "replaced"
 
 _A_MOMENT = timedelta(milliseconds=100)
+
+
+def restored_by_default(*, by_id: bool) -> Collection[State]:
+    """What is restored when no states are given: what does not go on by itself, and retrying messages that are named by id."""
+    return RESTORE.sources if by_id else _ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +49,7 @@ class Selection:
     message_ids: Collection[uuid.UUID] | None = None
     topic: str | None = None
     biz_id: str | None = None
-    states: Collection[str] = RESTORED_BY_DEFAULT
+    states: Collection[str] = _ENDED
     since: datetime | None = None
     until: datetime | None = None
 
@@ -107,7 +111,7 @@ def restore_some(
     alias: str,
     positions: Sequence[int],
     *,
-    states: Collection[str] = RESTORED_BY_DEFAULT,
+    states: Collection[str] = _ENDED,
     overdue: bool = True,
     reason: str = "",
 ) -> Restored:

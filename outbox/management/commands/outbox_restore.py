@@ -1,4 +1,3 @@
-import uuid
 from collections import Counter
 from datetime import datetime
 from typing import Any
@@ -9,7 +8,7 @@ from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_naive, make_aware
 
 from outbox import store
-from outbox.kernel.console import Progress, age, refuse_unknown, table
+from outbox.kernel.console import Progress, age, message_id, refuse_unknown, table
 from outbox.kernel.schema import require_schema
 from outbox.restoring import restoring
 from outbox.states import RESTORE
@@ -63,10 +62,10 @@ class Command(BaseCommand):
 
 def _selection(options: dict[str, Any]) -> store.Selection:
     return store.Selection(
-        message_ids=[_message_id(given) for given in options["message_ids"]] or None,
+        message_ids=[message_id(given) for given in options["message_ids"]] or None,
         topic=options["topic"],
         biz_id=options["biz_id"],
-        states=options["state"] or (RESTORE.sources if options["message_ids"] else store.RESTORED_BY_DEFAULT),
+        states=options["state"] or store.restored_by_default(by_id=bool(options["message_ids"])),
         since=_instant("--since", options["since"]),
         until=_instant("--until", options["until"]),
     )
@@ -103,10 +102,3 @@ def _instant(option: str, given: str | None) -> datetime | None:
     if instant is None:
         raise CommandError(f"{option} is {given!r}: it must be an instant, 2026-03-01T10:00 or 2026-03-01T10:00:00+01:00.")
     return make_aware(instant) if is_naive(instant) else instant
-
-
-def _message_id(given: str) -> uuid.UUID:
-    try:
-        return uuid.UUID(given)
-    except ValueError as error:
-        raise CommandError(f"{given!r} is no message id; it looks like {uuid.UUID(int=0)}.") from error
