@@ -1,14 +1,12 @@
 """The system checks of the outbox; and each of the two apps installed without the other."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 from django.core.checks import run_checks
 
 from outbox import checks
-from tests.support import ROOT
+from tests.support.projects import run_in
 
 
 def found(prefix="outbox."):
@@ -140,20 +138,7 @@ class Project:
         )
 
     def run(self, *arguments):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-m", "django", *arguments],
-            cwd=self._directory,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(self._directory), str(ROOT)]),
-                "DJANGO_SETTINGS_MODULE": "scratch_settings",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=100,
-        )
+        done = run_in(self._directory, "scratch_settings", "-W", "error", "-m", "django", *arguments)
         return done.returncode, done.stdout
 
 
@@ -232,16 +217,13 @@ class TestDatabaseSettings:
             f"'AUTOCOMMIT': {settings.get('autocommit', 'True')}, 'TIME_ZONE': {settings.get('zone', 'None')}, "
             "'OPTIONS': {'transaction_mode': 'IMMEDIATE'}}}\n"
         )
-        environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "odd_settings", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
 
-        done = subprocess.run(
-            [sys.executable, "-m", "django", "check"], env=environment, capture_output=True, text=True, check=False
-        )
+        done = run_in(tmp_path, "odd_settings", "-m", "django", "check")
 
         assert done.returncode != 0
-        assert named in done.stderr
-        assert "outbox.E005" in done.stderr
-        assert "inbox.E005" in done.stderr
+        assert named in done.stdout
+        assert "outbox.E005" in done.stdout
+        assert "inbox.E005" in done.stdout
 
 
 class TestMissingTables:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
 
 import pytest
 
 from inbox.handlers import Handler
-from tests.support import ROOT
+from tests.support.projects import environment_in, run_in
 from tests.support.relaying import Queue
 from tests.support.waiting import wait_until
 from tests.support.workers import GROUP, Process, broker_options, length_of, send
@@ -94,29 +91,15 @@ class Project:
         (directory / "project_settings.py").write_text(
             SETTINGS.format(half=half, database=str(self._database), options=half.upper(), given=given)
         )
-        self._environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(directory), str(ROOT)]),
-            "PYTHONWARNINGS": "error",
-            "DJANGO_SETTINGS_MODULE": "project_settings",
-        }
 
     def manage(self, *arguments):
-        done = subprocess.run(
-            [sys.executable, "-m", "django", *arguments],
-            cwd=self._directory,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=100,
-        )
+        done = run_in(self._directory, "project_settings", "-m", "django", *arguments, PYTHONWARNINGS="error")
         assert done.returncode == 0, done.stdout
         return done.stdout
 
     def process(self, command):
-        return Process(self._environment, self._directory / f"{command}.log", command)
+        environment = environment_in(self._directory, "project_settings", PYTHONWARNINGS="error")
+        return Process(environment, self._directory / f"{command}.log", command)
 
     def rows(self, statement):
         with closing(sqlite3.connect(self._database)) as database:

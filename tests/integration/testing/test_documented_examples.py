@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 from django.db import connection
 
 from tests.support import ROOT
+from tests.support.projects import run_in
 
 SETTINGS = """\
 SECRET_KEY = "x"
@@ -58,21 +57,7 @@ def a_database():
 
 
 def run(project, *arguments):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "DJANGO_"))}
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=project,
-        env={
-            **environment,
-            "PYTHONPATH": os.pathsep.join([str(project), str(ROOT)]),
-            "DJANGO_SETTINGS_MODULE": "shop.settings",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=100,
-    )
+    return run_in(project, "shop.settings", "-m", *arguments)
 
 
 @pytest.mark.every_database

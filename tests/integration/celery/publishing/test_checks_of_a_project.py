@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.support import ROOT
+from tests.support.projects import run_in
 
 SETTINGS = """\
 SECRET_KEY = "x"
@@ -64,20 +60,7 @@ class Project:
         path.write_text(text)
 
     def check(self):
-        done = subprocess.run(
-            [sys.executable, "-m", "django", "check"],
-            cwd=self._directory,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(self._directory), str(ROOT)]),
-                "DJANGO_SETTINGS_MODULE": "shopproject.settings",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-            timeout=100,
-        )
+        done = run_in(self._directory, "shopproject.settings", "-m", "django", "check")
         assert done.returncode == 0, done.stdout
         return done.stdout
 
