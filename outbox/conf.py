@@ -17,6 +17,7 @@ from outbox.kernel.masking import quoted
 from outbox.kernel.retry import RetryPolicy
 
 LOCAL_BROKER = "local://"
+_POLL_SECONDS_WITH_DOORBELL = 5.0
 _NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL"}
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
@@ -41,7 +42,7 @@ class OutboxOptions:
         CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
         BATCH_SIZE: most messages in one pass of the relay.
         BATCH_DEADLINE: longest time one pass may wait for the broker.
-        POLL_INTERVAL: longest rest of an idle relay; a busy one does not rest.
+        POLL_INTERVAL: longest poll interval of an idle relay that the doorbell does not reach; a busy one does not wait.
         DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; off, they only poll.
         LISTEN_ALIAS: the database alias a relay LISTENs by, where a transaction pooler hides the outbox's own; "" is that one.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable one never is.
@@ -110,8 +111,13 @@ class OutboxOptions:
 
     @cached_property
     def horizon(self) -> timedelta:
-        """How far ahead scheduled messages are in the wheel: a turn of it, or two seconds. Sooner ones ring the doorbell."""
-        return max(self.WHEEL_SLOTS * self.WHEEL_TICK, timedelta(seconds=2))
+        """How far ahead scheduled messages are in the wheel: a turn of it, or five seconds. Sooner ones ring the doorbell."""
+        return max(self.WHEEL_SLOTS * self.WHEEL_TICK, timedelta(seconds=5))
+
+    def poll_seconds(self, *, connected: bool) -> float:
+        """The longest poll interval of an idle loop; longer while the doorbell of every process rings it (`connected`)."""
+        polled = self.POLL_INTERVAL.total_seconds()
+        return max(polled, min(_POLL_SECONDS_WITH_DOORBELL, self.WATCHDOG.total_seconds() / 4)) if connected else polled
 
     @cached_property
     def retry(self) -> RetryPolicy:

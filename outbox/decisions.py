@@ -71,7 +71,12 @@ def cancel(
         UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both, or by what can be no name.
     """
     change = partial(store.cancel, reason="cancel() by the business")
-    return _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
+    with transaction.atomic(using=using):
+        decision = _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
+        if decision:
+            # It may have held back later messages of its key.
+            doorbell.ring_after_commit(using)
+    return decision
 
 
 def reschedule(

@@ -10,7 +10,7 @@ A ring may be lost and nothing else is: relays poll. What is lost when:
 - A ring withheld because of the last 50 ms costs nothing. A relay that was rung polls every few milliseconds for 100 ms from
   then on, which is longer, and what was committed before its withheld ring is visible to those polls.
 - The notification failed, the process died between commit and ring, an earlier hook of the same commit raised, nobody was
-  listening at that moment: the message waits for the next poll, at most `POLL_INTERVAL`.
+  listening at that moment: the message waits for the next poll (`OutboxOptions.poll_seconds`).
 
 Relays of this very process (`local://` has its handlers there, and they publish, too) are rung directly, on every database.
 """

@@ -135,7 +135,7 @@ class DecidingAdmin(MessageAdmin):
             "outstanding may be in the broker already.",
             button="Cancel the messages",
             done="cancelled",
-            transition=store.cancel,
+            transition=_cancel,
         )
 
     @admin.action(permissions=["restore"], description="Restore…")
@@ -203,6 +203,14 @@ class DecidingAdmin(MessageAdmin):
             told = partial(transition, reason=by(request, reason))
             return self.carry_out(request, queryset, done=done, transition=told, reason=reason)
         return self.ask(request, queryset, action=action, question=question, button=button, form=form)
+
+
+def _cancel(alias: str, position: int, *, reason: str) -> bool:
+    cancelled = store.cancel(alias, position, reason=reason)
+    if cancelled:
+        # It may have held back later messages of its key.
+        doorbell.ring_after_commit(alias)
+    return cancelled
 
 
 def _publish_now(alias: str, position: int, *, reason: str) -> bool:

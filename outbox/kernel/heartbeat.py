@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HEARTBEAT_SECONDS = 2.0
 UNCHANGED_SECONDS = 5.0
-"""Between two heartbeats that say the same, where each of them takes the lock of the only writer."""
+"""Between two heartbeats that say the same."""
 AFTER_FAILURE_SECONDS = 10.0
 FORGET_SECONDS = 3600.0
 FORGOTTEN_AFTER = timedelta(days=1)

@@ -79,9 +79,13 @@ class Bell:
     """There may be work. One loop waits on it, anybody may ring it, from any thread or signal handler.
 
     A ring before the wait is not lost, and many rings are one: a byte stays in a pipe until the next wait takes all of them.
+
+    Attributes:
+        is_connected: it is rung for the work of other processes as well, so its loop need not poll often.
     """
 
     def __init__(self) -> None:
+        self.is_connected = False
         self._wake, self._ring = os.pipe()
         for end in (self._wake, self._ring):
             os.set_blocking(end, False)

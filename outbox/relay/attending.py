@@ -36,7 +36,8 @@ from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.5
+_SHORTEST_POLL_SECONDS = 0.5
+_LONGEST_POLL_SECONDS = 5.0
 _AFTER_A_COLLISION_SECONDS = 0.01
 _REPORT_SECONDS = 60.0
 _SHARE_OF_THE_GRACE = 0.8
@@ -113,18 +114,29 @@ class Attendant:
         self._outage_reported_at = -inf
         self._threads: list[threading.Thread] = []
         self._numbers = count()
-        self._freed = Bell()
+        self._bell = Bell()
+        self._may_ring_at = -inf
         self._queue: SimpleQueue[_Running | None] = SimpleQueue()
         self._database = Outage("the database")
+
+    def ring(self) -> None:
+        """Something may have become due. However often it is rung, it looks no more often than it polls."""
+        if (now := monotonic()) >= self._may_ring_at:
+            self._may_ring_at = now + _SHORTEST_POLL_SECONDS
+            self._bell.ring()
 
     def run(self, stop: StopRequest) -> None:
         for _ in range(self._most):
             self._start_thread()
+        poll_seconds = _SHORTEST_POLL_SECONDS
         try:
             with self._reporting():
                 while not stop:
-                    if not self._hand_out(stop):
-                        self._freed.wait(min(_POLL_SECONDS, self._kept_seconds), stop)
+                    found = self._hand_out(stop)
+                    if found or self._bell.wait(min(poll_seconds, self._kept_seconds), stop):
+                        poll_seconds = _SHORTEST_POLL_SECONDS
+                    else:
+                        poll_seconds = min(2 * poll_seconds, _LONGEST_POLL_SECONDS)
                 self._end_threads()
         finally:
             connections.close_all()
@@ -227,7 +239,7 @@ class Attendant:
         finally:
             with self._changing:
                 self._running.remove(running)
-            self._freed.ring()
+            self._bell.ring()
 
     def _report_outage(self, call: Call, error: BaseException) -> None:
         level = logging.DEBUG
@@ -300,7 +312,7 @@ class Attendant:
                 if not running.is_overdue and self._threads:
                     self._start_thread()
                 running.reported_at = now
-            self._freed.ring()
+            self._bell.ring()
             frame = sys._current_frames().get(running.thread or 0)  # noqa: SLF001 - documented, and the only way to a thread's stack
             logger.error(
                 "%s: %s has been running for %.0f s. Others go on beside it, of %s up to %d at a time in this process. Give "

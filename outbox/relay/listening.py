@@ -91,6 +91,7 @@ class Listener:
                         return
                     self._listen(line)
             except Exception as error:  # noqa: BLE001 - the server, the network, the settings: relays poll meanwhile
+                self._set_connected(False)
                 if not self._end:
                     self._outage.wait(error, self._end)
 
@@ -106,12 +107,17 @@ class Listener:
     def _listen(self, line: _Line) -> None:
         line.ask(f"LISTEN {doorbell.CHANNEL}")
         self._outage.over()
+        self._set_connected(True)
         self._ring()
         while True:
             if not line.has_something(_PULSE_SECONDS):
                 line.ask("SELECT 1")
             if line.take_notifications():
                 self._ring()
+
+    def _set_connected(self, connected: bool) -> None:
+        for bell in self._bells:
+            bell.is_connected = connected
 
     def _ring(self) -> None:
         for bell in self._bells:

@@ -7,6 +7,7 @@ logged and met with a pause.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -27,6 +28,7 @@ from outbox.kernel.retry import Pause
 from outbox.kernel.schema import is_missing, report_missing
 from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Transport
 from outbox.models import SHARDS
+from outbox.relay.attending import Attendant
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.breaker import Breakers
 from outbox.relay.floors import Floors
@@ -72,6 +74,7 @@ class Relay:
     ) -> None:
         self.bell = Bell()
         self.siblings: Sequence[Relay] = ()
+        self.callers: Sequence[Attendant] = ()
         self._alias = alias
         self._transport = transport
         self._options = options
@@ -96,7 +99,7 @@ class Relay:
         self._contended = Pause(first_seconds=_SHORTEST_REST_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
         self._waits_for = ""
         self._running = False
-        self._rested = False
+        self._retry_in = math.inf
         self._moved = 0
         self._idle = False
         self.published = 0
@@ -170,7 +173,7 @@ class Relay:
         self._trouble.reset()
         self._note(report)
         in_other_hands = report.refused or report.skipped or report.waits_for
-        self._idle = not (self._rested or self._moved or report.claimed or in_other_hands)
+        self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or in_other_hands)
         return report
 
     def _survive(self, error: Exception) -> None:
@@ -191,9 +194,9 @@ class Relay:
         sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         report = self._carry(sight.busy) if sight.busy else PassReport()
-        # Rows that have rested and are not promoted are in the hands of another relay that promotes them.
-        self._rested = sight.rested
-        self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND) if sight.rested else 0
+        # Rows that are due and are not promoted are in the hands of another relay that promotes them.
+        self._retry_in = sight.retry_in
+        self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND) if sight.retry_in <= 0 else 0
         if not self._timed:
             self._moved += store.promote_due(self._alias, _PROMOTED_PER_ROUND)
         if monotonic() >= self._release_at or (drain and not report.settled):
@@ -213,7 +216,7 @@ class Relay:
         begun_at = monotonic()
         released = store.release_waiting(self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE)
         now = monotonic()
-        in_vain = max(_RELEASE_SECONDS, _RELEASING_SHARE * (now - begun_at))
+        in_vain = max(_RELEASE_SECONDS, 2 * self._rest_seconds, _RELEASING_SHARE * (now - begun_at))
         self._release_at = now + (_SHORTEST_REST_SECONDS if released else in_vain)
         return released
 
@@ -255,6 +258,9 @@ class Relay:
         self._heartbeat.waits_for(f"the broker: {reason}")
         if not self._database.ongoing:
             self._heartbeat.beat()
+        if not self._broker.ongoing:
+            for sibling in self.siblings:
+                sibling.bell.ring()  # it takes over our shards
         if not refused:
             self._broker.wait(reason, self._stop)
             return
@@ -267,6 +273,9 @@ class Relay:
         is_contended = bool(report.refused or report.skipped or report.unsettled)
         if not is_contended:
             self._contended.reset()
+        if report.settled:
+            for caller in self.callers:
+                caller.ring()
         if report.settled or self._moved:
             self._be_alert()
             if not report.published:
@@ -276,15 +285,18 @@ class Relay:
         if report.locked:
             return  # what lies behind them is read next
         # Another relay ends its pass in a moment. A transaction of another kind may hold a shard, or a row, for long.
-        if self.bell.wait(self._contended.next_seconds() if is_contended else self._rest_seconds, self._stop):
+        wait = self._contended.next_seconds() if is_contended else min(self._rest_seconds, self._retry_in)
+        if self.bell.wait(wait, self._stop):
             self._be_alert()
         elif monotonic() > self._alert_until:
-            self._rest_seconds = min(self._rest_seconds * 2, self._options.POLL_INTERVAL.total_seconds())
+            self._rest_seconds = min(self._rest_seconds * 2, self._options.poll_seconds(connected=self.bell.is_connected))
 
     def _be_alert(self) -> None:
         """Something came; more may, and the publisher's next ring may be withheld."""
+        now = monotonic()
         self._rest_seconds = _SHORTEST_REST_SECONDS
-        self._alert_until = monotonic() + ALERT_SECONDS
+        self._alert_until = now + ALERT_SECONDS
+        self._release_at = min(self._release_at, now + _RELEASE_SECONDS)
 
     def _finish(self) -> None:
         self._running = False

@@ -71,10 +71,13 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         lane.siblings = [other for other in lanes if other is not lane]
     with watchdog.watching(), closing(heartbeat):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
-        companions = [*transport.companions(), *callers(alias, options), *askers(alias, options)]
+        calling = callers(alias, options)
+        companions = [*transport.companions(), *calling, *askers(alias, options)]
         if drain:
             _drain(lanes, companions, watchdog, stop)
         else:
+            for lane in lanes:
+                lane.callers = calling
             timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, lanes))
             with Listener(alias, [timer.bell, *(lane.bell for lane in lanes)], options).listening():
                 _run(lanes, [timer, *companions], watchdog, stop)

@@ -41,6 +41,8 @@ from outbox.store import Place
 logger = logging.getLogger(__name__)
 
 _LEASE = timedelta(seconds=3)
+_RENEW_SECONDS = 2.0
+_LOAD_AHEAD_SECONDS = 1.0
 _PASSES_IN_HAND = 2
 _PASSES_AHEAD = 8
 """When no more is ready than the relays have in hand, it is filled up to so many passes. Relays take the lower positions
@@ -76,7 +78,7 @@ class Timer:
         self._database = Outage("the database")
         self._trouble = Pause()
         self._table = self._new_table()
-        self._load_at = self._sweep_at = self._may_catch_up_at = 0.0
+        self._load_at = self._sweep_at = self._may_catch_up_at = self._quiet_at = 0.0
         self._catch_up_at = math.inf
         self._room = 0
         self._ask_for_room_at = 0.0
@@ -88,11 +90,18 @@ class Timer:
             while not stop:
                 self._watchdog.beat()
                 if self.bell.wait(self._turn_safely(stop), stop):
-                    self._catch_up_at = min(self._catch_up_at, max(monotonic() + _CATCH_UP_SECONDS, self._may_catch_up_at))
+                    self._was_rung()
         finally:
             self._watchdog.leave()
             self._give_up_lease()
             connections[self._alias].close()
+
+    def _was_rung(self) -> None:
+        now = monotonic()
+        self._catch_up_at = min(self._catch_up_at, max(now + _CATCH_UP_SECONDS, self._may_catch_up_at))
+        # What has been brought forward is found by a sweep.
+        self._quiet_at = now + self._options.horizon.total_seconds() + _SWEEP_SECONDS
+        self._sweep_at = min(self._sweep_at, now + _SWEEP_SECONDS)
 
     def _turn_safely(self, stop: StopRequest) -> float:
         try:
@@ -135,7 +144,7 @@ class Timer:
     def _is_mine(self) -> bool:
         if self._lease is not None and (now := monotonic()) >= self._ask_for_lease_at:
             self._holds = self._lease.take()
-            self._ask_for_lease_at = now + _LEASE.total_seconds() / 3
+            self._ask_for_lease_at = now + (_RENEW_SECONDS if self._holds else _LEASE.total_seconds() / 3)
         return self._holds
 
     def _give_up_lease(self) -> None:
@@ -158,7 +167,9 @@ class Timer:
         found = store.upcoming(self._alias, self._table.places(), self._options.horizon, OF_A_TOPIC)
         now = monotonic()
         self._table.read_on(found, now)
-        self._load_at = now + self._options.horizon.total_seconds() / 4
+        horizon = self._options.horizon.total_seconds()
+        # What is scheduled for sooner rings, so nothing comes within the horizon unseen between two loads.
+        self._load_at = now + (horizon - _LOAD_AHEAD_SECONDS if self.bell.is_connected else horizon / 10)
 
     def _catch_up(self) -> None:
         """Take in hand what was scheduled for so soon that its time had been read already."""
@@ -176,7 +187,9 @@ class Timer:
         found = store.upcoming(self._alias, burdened, -_OVERDUE, OF_A_TOPIC)
         now = monotonic()
         self._table.take_overdue(found, now)
-        self._sweep_at = now + max(_SWEEP_SECONDS, _SWEEPING_SHARE * (now - began_at))
+        is_quiet = self.bell.is_connected and now >= self._quiet_at
+        every = self._options.poll_seconds(connected=True) if is_quiet else _SWEEP_SECONDS
+        self._sweep_at = now + max(every, _SWEEPING_SHARE * (now - began_at))
 
     def _fire(self) -> float:
         """Make ready what is due, as much as there is room for; when to come again for the rest."""

@@ -152,9 +152,11 @@ _LOOK = (
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
     f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
     f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
-    f"(SELECT m.id FROM {TABLE} m WHERE m.state = 'retrying' AND m.available_at <= {{now}} "
-    "ORDER BY m.available_at LIMIT 1) FROM shards"
+    f"(SELECT CASE WHEN m.available_at <= {{now}} THEN 0 ELSE {{until}} END FROM {TABLE} m WHERE m.state = 'retrying' "
+    "ORDER BY m.available_at, m.id LIMIT 1) FROM shards"
 )
+_UNTIL = "CASE WHEN isfinite(m.available_at) THEN CAST(EXTRACT(EPOCH FROM m.available_at - {now}) AS float8) END"
+_UNTIL_SQLITE = "(julianday(m.available_at) - julianday({now})) * 86400"
 
 
 def _of_a_shard(lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
@@ -177,7 +179,7 @@ _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
 _LOOK_PREPARED = Prepared(
     "outbox_look",
     ["int[]", "bigint[]"],
-    _LOOK.format(shards="SELECT * FROM unnest($1, $2)", now=_NOW),
+    _LOOK.format(shards="SELECT * FROM unnest($1, $2)", now=_NOW, until=_UNTIL.format(now=_NOW)),
     most_runs=PLANNED_SINGLY,
 )
 _READ_PREPARED = Prepared(
@@ -222,12 +224,12 @@ class Sight:
     Attributes:
         busy: the shards that have ready messages.
         first: by shard, the first position of what was found in its stream.
-        rested: are there messages whose rest after a failure is over?
+        retry_in: seconds until the next message is tried again after a failure, 0 when one is due; infinite when none waits.
     """
 
     busy: Sequence[Busy]
     first: Mapping[int, int]
-    rested: bool
+    retry_in: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +258,7 @@ def claims_by_locks(alias: str) -> bool:
 def look(
     alias: str, floors: Mapping[int, int] | None = None, among: Iterable[int] = range(SHARDS), *, from_the_start: bool = False
 ) -> Sight:
-    """Which shards `among` these have something ready above their `floors`, or anything at all? Has anything rested enough?
+    """Which shards `among` these have something ready above their `floors`, or anything at all? When is the next retry?
 
     Read only and without locks: an idle relay must not take SQLite's write lock, nor open transactions.
     """
@@ -267,8 +269,10 @@ def look(
         found = _LOOK_PREPARED.fetch(connection, [array_of(shards), array_of(shards.values())])
     else:
         values = "VALUES " + ", ".join(map(str, shards.items()))
+        at = now(connection)
+        until = (_UNTIL if is_postgresql(connection) else _UNTIL_SQLITE).format(now=at)
         with connection.cursor() as cursor:
-            cursor.execute(_LOOK.format(shards=values, now=now(connection)), [])
+            cursor.execute(_LOOK.format(shards=values, now=at, until=until), [])
             found = cursor.fetchall()
     first = {shard: position for shard, position, _, _ in found if position is not None}
     busy = [
@@ -276,7 +280,8 @@ def look(
         for shard, _, aside, _ in found
         if shard in first or aside is not None
     ]
-    return Sight(busy=busy, first=first, rested=found[0][3] is not None)
+    retry_in = found[0][3]
+    return Sight(busy=busy, first=first, retry_in=math.inf if retry_in is None else retry_in)
 
 
 def writers(alias: str) -> frozenset[str]:

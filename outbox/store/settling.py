@@ -251,6 +251,8 @@ def release_waiting(alias: str, *, keys: int, each: int) -> int:
             [keys],
         )
         free = [key for (key,) in cursor.fetchall()]
+    if not free:
+        return 0
     first_of = f"SELECT id FROM {TABLE} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
     if not is_postgresql(connection):
         return sum(count_moved(alias, RELEASE, Found(first_of.format(key="%s"), [key, each])) for key in free)

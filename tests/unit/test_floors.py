@@ -1,5 +1,6 @@
 """A floor is below every row that may still become ready; from time to time a look begins at the start all the same."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -27,7 +28,7 @@ class Clock:
 
 
 def sight(first=None):
-    return Sight(busy=(), first=first or {}, rested=False)
+    return Sight(busy=(), first=first or {}, retry_in=math.inf)
 
 
 class LookingRelay:

@@ -1,5 +1,6 @@
 """One pass of the relay: claim, send, settle. The rows record what the broker answered."""
 
+import math
 from datetime import timedelta
 from functools import partial
 
@@ -117,6 +118,18 @@ class TestFailedAttempt:
         assert (report.settled, report.published) == (2, 1)
         assert ("retrying", bad.position, row.last_error) in signals_sent
         assert "was not published at attempt 1" in caplog.text
+
+    def test_look_says_in_how_many_seconds_the_next_message_is_tried_again(self, peer, transport):
+        assert store.look("default").retry_in == math.inf
+        later, sooner = some("later", "sooner")
+        answering(peer, later="nack", sooner="nack")
+        one_pass(transport)
+        set_columns(later, available_at=DatabaseTime(timedelta(hours=2)))
+        set_columns(sooner, available_at=DatabaseTime(timedelta(hours=1)))
+        assert 3500 < store.look("default").retry_in <= 3600
+        set_columns(sooner, available_at=DatabaseTime())
+
+        assert store.look("default").retry_in == 0
 
     def test_nacked_message_is_sent_again_with_the_same_id_when_due(self, peer, transport):
         [message] = some("bad")

@@ -319,6 +319,10 @@ class TestInThisProcess:
         assert not doorbell._in_this_process
 
 
+def cannot_connect(listener):
+    raise OSError("unreachable")
+
+
 @pytest.fixture
 def bell():
     return Bell()
@@ -389,6 +393,15 @@ class TestListening:
 
         wait_until(lambda: not a_listener_runs())
 
+    def test_bell_is_connected_until_the_listener_loses_its_connection(self, outside, bell, monkeypatch):
+        assert not bell.is_connected
+        with a_listener(bell):
+            assert bell.is_connected
+            monkeypatch.setattr(Listener, "_connect", cannot_connect)
+            outside.execute("SELECT pg_terminate_backend(%s)", listening_backends(outside))
+
+            wait_until(lambda: not bell.is_connected)
+
     def test_listener_whose_backend_is_terminated_reconnects_and_rings_once(self, outside, bell, never, caplog):
         with a_listener(bell):
             [backend] = listening_backends(outside)
@@ -426,8 +439,10 @@ class TestListenerOutage:
         proxy.refuse()
         with Listener("default", [bell], OutboxOptions(LISTEN_ALIAS="through")).listening():
             wait_until(lambda: AWAY in caplog.text)
+            assert not bell.is_connected
             proxy.accept()
             assert bell.wait(SECONDS, never)
+            assert bell.is_connected
             notify(outside)
             assert bell.wait(SECONDS, never)
 

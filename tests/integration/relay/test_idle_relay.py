@@ -1,0 +1,44 @@
+"""An idle relay: how often it asks the database, and that it is woken all the same."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.support import mortal
+from tests.support.relaying import Queue, ids, published
+from tests.support.waiting import wait_until
+from tests.support.workers import Process, as_environment, migrate
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.proof, pytest.mark.timeout(200)]
+
+mortal_database = mortal.mortal_database
+
+COUNTED_SECONDS = 20
+MOST_A_SECOND = 2
+
+
+def test_idle_relay_executes_at_most_two_statements_a_second_while_the_doorbell_reaches_it(
+    mortal_postgres, mortal_database, process_environment, rabbitmq_url, tmp_path
+):
+    environment = {**process_environment, "DATABASE_URL": mortal_database}
+    migrate(environment, tmp_path / "migrate.log")
+    environment["DJANGO_SETTINGS_MODULE"] = "tests.support.apps.worker.settings"
+    environment |= {"PGOPTIONS": "-c log_statement=all", **as_environment(OUTBOX={"BROKER_URL": rabbitmq_url})}
+
+    def executed():
+        return len(re.findall("LOG:  (statement|execute)", mortal_postgres.log.read_text()))
+
+    def executed_in_a_while():
+        before = executed()
+        time.sleep(COUNTED_SECONDS)
+        return executed() - before
+
+    with Queue(rabbitmq_url) as queue, Process(environment, tmp_path / "relay.log", "outbox_relay"):
+        wait_until(lambda: executed_in_a_while() <= MOST_A_SECOND * COUNTED_SECONDS, 6 * COUNTED_SECONDS)
+        message = published()
+        taken = []
+        wait_until(lambda: taken.extend(ids(queue.take_all())) or taken)
+        assert taken == [str(message.id)]
