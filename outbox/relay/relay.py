@@ -87,6 +87,7 @@ class Relay:
         self._floors = Floors(self._shards, partial(store.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
+        self._more: Sequence[store.Busy] = ()
         self._look_for_deferred_at = 0.0
         self._size = BatchSize(options.BATCH_SIZE)
         self._rest_seconds = _SHORTEST_REST_SECONDS
@@ -189,11 +190,17 @@ class Relay:
 
     def _work(self, *, drain: bool) -> PassReport:
         """Look; run a pass over what is ready; make ready what has rested, or is due, or is no longer held."""
+        if self._more:
+            busy, self._more = self._more, ()
+            self._moved = 0
+            return self._carry(busy)
         # A relay beside this one that cannot reach the broker leaves its shards to us.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
         sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         report = self._carry(sight.busy) if sight.busy else PassReport()
+        # A full pass has left more in the same shards, which the next pass need not look for.
+        self._more = sight.busy if report.published == self._size.now else ()
         # Rows that are due and are not promoted are in the hands of another relay that promotes them.
         self._retry_in = sight.retry_in
         self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND) if sight.retry_in <= 0 else 0

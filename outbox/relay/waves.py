@@ -7,7 +7,6 @@ when the one before has been answered. Messages without a key promise nothing an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 from outbox.store import RelayedMessage
@@ -16,10 +15,12 @@ from outbox.store import RelayedMessage
 def waves(batch: Iterable[RelayedMessage]) -> list[list[RelayedMessage]]:
     """Split `batch`, which is in sending order, into waves."""
     split: list[list[RelayedMessage]] = []
-    seen: Counter[str] = Counter()
+    seen: dict[str, int] = {}
     for message in batch:
-        wave = seen[message.key] if message.key else 0
-        seen[message.key] += 1
+        wave = 0
+        if message.key:
+            wave = seen.get(message.key, 0)
+            seen[message.key] = wave + 1
         if wave == len(split):
             split.append([])
         split[wave].append(message)

@@ -403,6 +403,21 @@ class TestIndexes:
         assert "outbox_due" in plan
         assert "Seq Scan on outbox_outboxmessage" not in plan
 
+    def test_pass_reads_no_row_but_its_own_in_a_table_without_statistics(self):
+        """A backlog that came since the last ANALYZE looks small to PostgreSQL, which would read all of it."""
+        filled(State.READY, 20_000)
+
+        def whole_pass():
+            with transaction.atomic():
+                store.bound_transaction("default", HOUR)
+                rows = store.claim_ready("default", store.look("default").busy, 500).rows
+                store.settle("default", Settlement(published=[row.position for row in rows]))
+
+        plans = explained(whole_pass)
+
+        assert len(plans) == 4
+        assert "Seq Scan on outbox_outboxmessage" not in "".join(plans)
+
     def test_promote_recall_and_release_use_no_join_with_stale_statistics(self, published_before):
         """PostgreSQL would execute a subquery with a LIMIT again for every row of a join it believes to have one row."""
         with transaction.atomic():
