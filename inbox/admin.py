@@ -24,9 +24,8 @@ from inbox.leasing.operating import once_ended
 from inbox.leasing.stores import LeaseStoreAway
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
-from outbox.kernel.acting_admin import by, counted
-from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import (
+from outbox.console.acting_admin import by, counted
+from outbox.console.display import (
     NOTHING,
     Tone,
     age,
@@ -41,8 +40,9 @@ from outbox.kernel.display import (
     visible,
     warning,
 )
+from outbox.console.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
+from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.envelope import COMPRESSION
-from outbox.kernel.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""

@@ -10,7 +10,7 @@ class InboxConfig(AppConfig):
     def ready(self) -> None:
         from inbox import checks  # noqa: F401 - registers itself
         from inbox.store import life
-        from outbox.kernel.trail import register
+        from outbox.console.trail import register
 
         register("inbox", life)
 

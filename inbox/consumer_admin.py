@@ -10,8 +10,8 @@ from django.utils.safestring import SafeString
 
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.models import ConsumerHeartbeat
-from outbox.kernel.display import NOTHING, identifier, stacked
-from outbox.kernel.process_admin import ProcessAdmin
+from outbox.console.display import NOTHING, identifier, stacked
+from outbox.console.process_admin import ProcessAdmin
 
 _HANDLERS_IN_THE_LIST = 3
 

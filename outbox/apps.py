@@ -9,7 +9,7 @@ class OutboxConfig(AppConfig):
 
     def ready(self) -> None:
         from outbox import checks  # noqa: F401 - registers itself
-        from outbox.kernel.trail import register
+        from outbox.console.trail import register
         from outbox.store import life
 
         register("outbox", life)

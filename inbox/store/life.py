@@ -10,9 +10,9 @@ from django.db import connections
 from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
+from outbox.console.trail import Account, Moment, Standing
 from outbox.kernel.clock import utcnow
 from outbox.kernel.databases import with_table
-from outbox.kernel.trail import Account, Moment, Standing
 
 _NOT_HERE = (
     "No handler here has it: none takes its topic, it has not arrived, another message of its biz-id came first, or "
@@ -22,7 +22,7 @@ _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
-    """See `outbox.kernel.trail`. A message without a trail has a beginning and, once it is settled, an end by its rows."""
+    """See `outbox.console.trail`. A message without a trail has a beginning and, once it is settled, an end by its rows."""
     having, away = with_table(TrailEntry, aliases)
     moments: list[Moment] = []
     standings: list[Standing] = []
@@ -50,7 +50,7 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
-    """See `outbox.kernel.trail`. Handler by handler, because the index of biz-ids begins with their names."""
+    """See `outbox.console.trail`. Handler by handler, because the index of biz-ids begins with their names."""
     found: list[str] = []
     for alias in with_table(TrailEntry, aliases)[0]:
         with connections[alias].cursor() as cursor:

@@ -16,8 +16,8 @@ from django.utils.safestring import SafeString
 
 from outbox import store
 from outbox.callbacks import registry
-from outbox.kernel.acting_admin import ActingAdmin
-from outbox.kernel.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
+from outbox.console.acting_admin import ActingAdmin
+from outbox.console.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
 from outbox.kernel.text import fit
 from outbox.models import PendingCallback
 from outbox.states import State

@@ -14,9 +14,9 @@ from django.utils.safestring import SafeString
 
 from outbox import doorbell, store
 from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
-from outbox.kernel.acting_admin import by
-from outbox.kernel.display import Tone, age, exact
-from outbox.kernel.message_admin import Counterpart, MessageAdmin
+from outbox.console.acting_admin import by
+from outbox.console.display import Tone, age, exact
+from outbox.console.message_admin import Counterpart, MessageAdmin
 from outbox.models import OutboxMessage
 from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
 

@@ -18,9 +18,8 @@ from outbox import store
 from outbox.admin.deciding import DecidingAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
-from outbox.kernel.acting_admin import counted
-from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import (
+from outbox.console.acting_admin import counted
+from outbox.console.display import (
     NOTHING,
     age,
     as_json,
@@ -33,8 +32,9 @@ from outbox.kernel.display import (
     stacked,
     warning,
 )
+from outbox.console.message_admin import StateFilter, StuckFilter
+from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.envelope import JSON
-from outbox.kernel.message_admin import StateFilter, StuckFilter
 from outbox.kernel.wire import CELERY_TOPICS
 from outbox.models import OutboxMessage
 from outbox.states import IN_TROUBLE, UNDECIDED, State

@@ -11,8 +11,8 @@ from django.utils.safestring import SafeString
 from outbox.admin.selections import SelectionAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
-from outbox.kernel.display import Tone, age, badge, stacked
-from outbox.kernel.message_admin import StateFilter
+from outbox.console.display import Tone, age, badge, stacked
+from outbox.console.message_admin import StateFilter
 from outbox.models import PreparedMessage
 from outbox.states import UNDECIDED, State
 

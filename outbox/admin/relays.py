@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.utils.safestring import SafeString
 
-from outbox.kernel.acting_admin import counted
-from outbox.kernel.display import NOTHING, age
-from outbox.kernel.process_admin import ProcessAdmin
+from outbox.console.acting_admin import counted
+from outbox.console.display import NOTHING, age
+from outbox.console.process_admin import ProcessAdmin
 from outbox.models import OutboxMessage, RelayHeartbeat
 from outbox.states import State
 

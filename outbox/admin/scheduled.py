@@ -14,9 +14,9 @@ from django.utils.safestring import SafeString
 
 from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
-from outbox.kernel.acting_admin import counted
+from outbox.console.acting_admin import counted
+from outbox.console.display import NOTHING, Tone, age, badge, clock, identifier, span, stacked, warning
 from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import NOTHING, Tone, age, badge, clock, identifier, span, stacked, warning
 from outbox.models import ScheduledMessage
 from outbox.states import State
 

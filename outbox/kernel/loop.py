@@ -1,7 +1,7 @@
 """The stoppable loop: asked to stop it finishes what is in hand; gone silent it is ended from outside.
 
 `StopRequest` is what every loop of ours waits on instead of sleeping; a `Bell` adds "or until there is work".
-`running_until_signalled` ties a stop request to SIGTERM and SIGINT for the life of a command; `kernel.process` bounds the time
+`running_until_signalled` ties a stop request to SIGTERM and SIGINT for the life of a command; `console.process` bounds the time
 that the stop takes. `Watchdog` is the guard against lies of the platform: a socket or a lock that never answers leaves a
 process that looks alive and does nothing, and only ending it gives its work to another.
 """
@@ -145,7 +145,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """For work on this thread that may rightly take long. A stop request is still bounded (`kernel.process`)."""
+        """For work on this thread that may rightly take long. A stop request is still bounded (`console.process`)."""
         limit, self._limit = self._limit, float("inf")
         try:
             yield

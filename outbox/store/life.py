@@ -6,9 +6,9 @@ import uuid
 from collections.abc import Collection, Iterator, Sequence
 
 from outbox.conf import outbox_options
+from outbox.console.trail import Account, Moment, Standing
 from outbox.kernel.clock import utcnow
 from outbox.kernel.databases import with_table
-from outbox.kernel.trail import Account, Moment, Standing
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 
@@ -20,7 +20,7 @@ _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
-    """See `outbox.kernel.trail`. A message without a trail has a beginning and, once it is settled, an end by its row."""
+    """See `outbox.console.trail`. A message without a trail has a beginning and, once it is settled, an end by its row."""
     having, away = with_table(TrailEntry, aliases)
     moments: list[Moment] = []
     standings: list[Standing] = []
@@ -51,7 +51,7 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
-    """See `outbox.kernel.trail`."""
+    """See `outbox.console.trail`."""
     return [
         str(message_id)
         for alias in with_table(TrailEntry, aliases)[0]

@@ -26,14 +26,15 @@ from django.db import (
     connection,
 )
 
-from outbox.kernel import broker, console
+from outbox.console import terminal
+from outbox.console.process import run_until_signalled
+from outbox.kernel import broker
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import Cause, caused_by, current_cause
 from outbox.kernel.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from outbox.kernel.identity import new_message_id, process_name
 from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from outbox.kernel.outage import Outage
-from outbox.kernel.process import run_until_signalled
 from outbox.kernel.retry import Pause
 from outbox.kernel.text import describe
 
@@ -355,7 +356,7 @@ class TestRunUntilSignalled:
         program = (
             "import os, signal, threading; from datetime import timedelta\n"
             "from django.conf import settings; settings.configure()\n"
-            "from outbox.kernel.process import run_until_signalled\n"
+            "from outbox.console.process import run_until_signalled\n"
             "def sleeping(stop):\n    os.kill(os.getpid(), signal.SIGTERM); threading.Event().wait()\n"
             "run_until_signalled(sleeping, grace=timedelta(seconds=0.05))"
         )
@@ -428,7 +429,7 @@ def test_an_error_is_described_in_one_line_that_is_never_empty():
 
 class TestConsole:
     def test_a_table_aligns_its_columns(self):
-        assert console.table([("outbox", "default"), ("ready", "1,200"), ("dead", 3)]) == (
+        assert terminal.table([("outbox", "default"), ("ready", "1,200"), ("dead", 3)]) == (
             "outbox  default\nready     1,200\ndead          3"
         )
 
@@ -443,27 +444,27 @@ class TestConsole:
     )
     def test_an_age_is_shown_in_readable_units(self, ago, shown, monkeypatch):
         now = utcnow()
-        monkeypatch.setattr(console, "utcnow", lambda: now)
+        monkeypatch.setattr(terminal, "utcnow", lambda: now)
 
-        assert console.age(now - ago) == shown
+        assert terminal.age(now - ago) == shown
 
     def test_the_age_of_no_instant_is_a_dash(self):
-        assert console.age(None) == "-"
+        assert terminal.age(None) == "-"
 
     def test_progress_is_shown_on_a_terminal(self):
-        terminal = io.StringIO()
-        terminal.isatty = lambda: True
+        screen = io.StringIO()
+        screen.isatty = lambda: True
 
-        progress = console.Progress("deleted", 2_000, terminal)
+        progress = terminal.Progress("deleted", 2_000, screen)
         progress.advance(1_000)
         progress.finish()
 
-        assert "deleted 1,000 of 2,000" in terminal.getvalue()
+        assert "deleted 1,000 of 2,000" in screen.getvalue()
 
     def test_progress_is_not_shown_in_a_pipe(self):
         pipe = io.StringIO()
 
-        progress = console.Progress("deleted", 0, pipe)
+        progress = terminal.Progress("deleted", 0, pipe)
         progress.advance(1)
         progress.finish()
 
@@ -478,7 +479,7 @@ class TestConsole:
             if len(drawn) == 3:
                 stop.set()
 
-        console.watch(lambda: "picture", out, 0.001, stop)
+        terminal.watch(lambda: "picture", out, 0.001, stop)
 
         assert len(drawn) == 3
         assert all(text.endswith("picture") for text in drawn)
@@ -487,8 +488,8 @@ class TestConsole:
         logger = logging.getLogger("exactly.once.test")
         logger.propagate = False
         try:
-            console.log_to_console("exactly.once.test", 1)
-            console.log_to_console("exactly.once.test", 3)
+            terminal.log_to_console("exactly.once.test", 1)
+            terminal.log_to_console("exactly.once.test", 3)
 
             assert len(logger.handlers) == 1
             assert logger.level == logging.INFO

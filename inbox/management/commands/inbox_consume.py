@@ -6,9 +6,9 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
 from inbox.handlers import registry
-from outbox.kernel.console import log_to_console
+from outbox.console.process import run_until_signalled
+from outbox.console.terminal import log_to_console
 from outbox.kernel.loop import StopRequest
-from outbox.kernel.process import run_until_signalled
 from outbox.kernel.schema import require_schema
 
 

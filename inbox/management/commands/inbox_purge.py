@@ -5,7 +5,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
 from inbox.conf import inbox_options
-from outbox.kernel.console import Progress, days
+from outbox.console.terminal import Progress, days
 from outbox.kernel.schema import require_schema
 
 

@@ -11,7 +11,7 @@ from inbox.errors import TaskNotSent
 from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
-from outbox.kernel.console import Progress, refuse_unknown
+from outbox.console.terminal import Progress, refuse_unknown
 from outbox.kernel.schema import require_schema
 from outbox.kernel.wire import CELERY_TOPICS
 

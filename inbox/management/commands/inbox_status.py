@@ -12,7 +12,7 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leasing.opening import lease_store
 from inbox.leasing.stores import LeaseStoreAway
-from outbox.kernel.console import age, table, watch
+from outbox.console.terminal import age, table, watch
 from outbox.kernel.loop import StopRequest, running_until_signalled
 from outbox.kernel.schema import require_schema
 

@@ -6,10 +6,10 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox.conf import LOCAL_BROKER, outbox_options
+from outbox.console.process import run_until_signalled
+from outbox.console.terminal import log_to_console
 from outbox.kernel.broker import scheme_of
-from outbox.kernel.console import log_to_console
 from outbox.kernel.loop import StopRequest
-from outbox.kernel.process import run_until_signalled
 from outbox.kernel.schema import require_schema
 from outbox.relay.service import serve
 

@@ -8,7 +8,7 @@ from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_naive, make_aware
 
 from outbox import store
-from outbox.kernel.console import Progress, age, message_id, refuse_unknown, table
+from outbox.console.terminal import Progress, age, message_id, refuse_unknown, table
 from outbox.kernel.schema import require_schema
 from outbox.restoring import restoring
 from outbox.states import RESTORE

@@ -4,7 +4,7 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
-from outbox.kernel.console import Progress, message_id, refuse_unknown
+from outbox.console.terminal import Progress, message_id, refuse_unknown
 from outbox.kernel.schema import require_schema
 from outbox.models import OutboxMessage
 from outbox.states import State

@@ -7,7 +7,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
 from outbox.checkers import checkers
-from outbox.kernel.console import age, table, watch
+from outbox.console.terminal import age, table, watch
 from outbox.kernel.loop import StopRequest, running_until_signalled
 from outbox.kernel.schema import require_schema
 from outbox.states import State

@@ -1,4 +1,4 @@
-from outbox.kernel.trail_command import TrailCommand
+from outbox.console.trail_command import TrailCommand
 
 
 class Command(TrailCommand):

@@ -18,7 +18,7 @@ from django.urls import reverse
 from outbox import store
 from outbox.admin import OutboxMessageAdmin, RelayAdmin
 from outbox.conf import outbox_options
-from outbox.kernel import acting_admin, display
+from outbox.console import acting_admin, display
 from outbox.kernel.clock import utcnow
 from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.models import OutboxMessage, RelayHeartbeat

@@ -14,7 +14,7 @@ from django.db import connections, transaction
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from outbox import publish
-from outbox.kernel.trail import life_of
+from outbox.console.trail import life_of
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.worker import JOB

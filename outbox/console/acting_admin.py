@@ -26,8 +26,8 @@ from django.urls import reverse
 from django.utils.functional import cached_property
 from django.utils.safestring import SafeString
 
+from outbox.console.display import visible
 from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.display import visible
 
 if TYPE_CHECKING:
     from django.forms import Form

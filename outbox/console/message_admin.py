@@ -18,11 +18,11 @@ from django.utils.html import format_html
 from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
-from outbox.kernel.acting_admin import ActingAdmin, counted
-from outbox.kernel.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, span, visible
+from outbox.console.acting_admin import ActingAdmin, counted
+from outbox.console.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, span, visible
+from outbox.console.timeline import timeline
+from outbox.console.trail import life_of
 from outbox.kernel.text import fit, why_unfit
-from outbox.kernel.timeline import timeline
-from outbox.kernel.trail import life_of
 
 
 class StateFilter(admin.SimpleListFilter):

@@ -10,8 +10,8 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from outbox.kernel.acting_admin import ReadOnlyAdmin
-from outbox.kernel.display import Tone, age, badge, identifier, span, stacked, visible
+from outbox.console.acting_admin import ReadOnlyAdmin
+from outbox.console.display import Tone, age, badge, identifier, span, stacked, visible
 from outbox.kernel.heartbeat import SILENT_AFTER, with_silence
 
 

@@ -14,9 +14,9 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import connections
 from django.utils import timezone
 
+from outbox.console.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
 from outbox.kernel.clock import utcnow
 from outbox.kernel.schema import why_unmigrated
-from outbox.kernel.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
 
 _NARROWEST, _WIDEST = 60, 200
 _MOST_LINES = 4

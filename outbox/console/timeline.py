@@ -9,9 +9,9 @@ from itertools import chain
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
+from outbox.console.display import Tone, age, as_text, badge, exact, identifier, note, span, visible
+from outbox.console.trail import Life, Moment, Standing
 from outbox.kernel.clock import utcnow
-from outbox.kernel.display import Tone, age, as_text, badge, exact, identifier, note, span, visible
-from outbox.kernel.trail import Life, Moment, Standing
 
 _MOST_NAMESAKES = 10
 _TONES = {
