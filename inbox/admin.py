@@ -146,9 +146,6 @@ class InboxMessageAdmin(MessageAdmin):
         "skip": store.SKIPPABLE,
         "override_age_fence": (State.DEAD,),
     }
-    confirmation_template = "inbox/admin/confirm.html"
-    change_form_template = "inbox/admin/message.html"
-    change_list_template = "inbox/admin/messages.html"
 
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
@@ -190,9 +187,6 @@ class InboxMessageAdmin(MessageAdmin):
         ("Times", {"fields": ("created", "received", "next_attempt", "settled")}),
         ("Origin", {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
-
-    class Media:
-        css: ClassVar[Any] = {"all": ["inbox/admin.css"]}
 
     def stuck_after(self) -> timedelta:
         return inbox_options().STUCK_AFTER

@@ -19,13 +19,9 @@ _HANDLERS_IN_THE_LIST = 3
 @admin.register(ConsumerHeartbeat)
 class ConsumerAdmin(ProcessAdmin):
     title = "Consumers"
-    change_list_template = "inbox/admin/consumers.html"
     list_display = ("process", "state", "started", "heartbeat", "some_handlers", "received_count", "ran_count")
     fields: ClassVar[Any] = ("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count")
     readonly_fields: ClassVar[Any] = fields
-
-    class Media:
-        css: ClassVar[Any] = {"all": ["inbox/admin.css"]}
 
     def none_runs(self) -> str:
         names = unattended(self.using)

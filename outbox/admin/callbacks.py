@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from django.contrib import admin
 from django.db.models import F, Q, QuerySet
@@ -51,9 +51,6 @@ class PendingCallbackAdmin(ActingAdmin):
     noun = "callback"
     nothing = "Nothing is left to be told: every callback has returned."
     hint = "The next one to be called comes first. A relay calls it until it returns; then its row goes."
-    confirmation_template = "outbox/admin/confirm.html"
-    change_form_template = "outbox/admin/message.html"
-    change_list_template = "outbox/admin/messages.html"
 
     ordering = ("available_at", "id")
     sortable_by = ()
@@ -73,9 +70,6 @@ class PendingCallbackAdmin(ActingAdmin):
         "error_text",
     )
     fields = readonly_fields
-
-    class Media:
-        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         """With the names of the message, and without its body."""

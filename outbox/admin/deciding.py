@@ -52,7 +52,6 @@ class DecidingAdmin(MessageAdmin):
         "ask_again": UNDECIDED,
     }
     actions: Any = tuple(allowed_in)
-    confirmation_template = "outbox/admin/confirm.html"
 
     def is_here(self, where: str) -> bool:
         return where == "outbox"

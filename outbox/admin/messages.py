@@ -65,8 +65,6 @@ class OutboxMessageAdmin(DecidingAdmin):
     """Every message, and the page of one."""
 
     large_columns = (*DecidingAdmin.large_columns, "wire")
-    change_form_template = "outbox/admin/message.html"
-    change_list_template = "outbox/admin/messages.html"
 
     list_display: Any = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
@@ -104,9 +102,6 @@ class OutboxMessageAdmin(DecidingAdmin):
         ("Routing", {"fields": ("priority", "shard", "is_unique")}),
         ("Origin", {"fields": ("correlation_id_name", "causation_id_name", "traceparent_name")}),
     )
-
-    class Media:
-        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
 
     def stuck_after(self) -> timedelta:
         return outbox_options().STUCK_AFTER

@@ -17,13 +17,10 @@ from outbox.states import State
 @admin.register(RelayHeartbeat)
 class RelayAdmin(ProcessAdmin):
     title = "Relays"
-    change_list_template = "outbox/admin/relays.html"
+    noun = "relay"
     list_display = ("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now")
     fields: ClassVar[Any] = list_display
     readonly_fields: ClassVar[Any] = list_display
-
-    class Media:
-        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
 
     def none_runs(self) -> str:
         if self.processes().filter(silent=False).exists():

@@ -20,6 +20,7 @@ from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, transaction
 from django.db.models import QuerySet
+from django.forms import Media
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
@@ -27,6 +28,7 @@ from django.utils.functional import cached_property
 from django.utils.safestring import SafeString
 
 from outbox.console.display import visible
+from outbox.console.pages import Page
 from outbox.kernel.clock import DatabaseTime
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 else:
     _ModelAdmin = admin.ModelAdmin
     _Paginator = Paginator
+
+
+_CONFIRM: Any = Page("confirm.html")
 
 
 class BoundedPaginator(_Paginator):
@@ -103,6 +108,15 @@ class ReadOnlyAdmin(_ModelAdmin):
     using: ClassVar[str] = DEFAULT_DB_ALIAS
     view_on_site = False
 
+    @property
+    def media(self) -> Media:
+        """With the style sheet of the app.
+
+        Each app has a copy, because either may be installed alone and staticfiles looks only into installed apps. Styles
+        inside the page would need no file, but a strict Content-Security-Policy refuses them.
+        """
+        return super().media + Media(css={"all": [f"{self.opts.app_label}/admin.css"]})
+
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
 
@@ -118,7 +132,6 @@ class ActingAdmin(ReadOnlyAdmin):
 
     noun: ClassVar[str] = "message"
     large_columns: ClassVar[Sequence[str]] = ()
-    confirmation_template: ClassVar[str]
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
     """What a transition may raise to say why it could not be made; it is rolled back."""
     nothing: ClassVar[str]
@@ -131,6 +144,8 @@ class ActingAdmin(ReadOnlyAdmin):
     LINE_LIMIT: ClassVar[int] = 20
     """Most rows that are reported one by one."""
 
+    change_form_template: ClassVar[Any] = Page("message.html")
+    change_list_template: ClassVar[Any] = Page("messages.html")
     list_per_page = 50
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
@@ -225,7 +240,7 @@ class ActingAdmin(ReadOnlyAdmin):
             "action_checkbox_name": ACTION_CHECKBOX_NAME,
         }
         request.current_app = self.admin_site.name
-        return TemplateResponse(request, self.confirmation_template, context)
+        return TemplateResponse(request, _CONFIRM, context)
 
     def carry_out(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.db.models import QuerySet
@@ -12,6 +12,7 @@ from django.utils.safestring import SafeString
 
 from outbox.console.acting_admin import ReadOnlyAdmin
 from outbox.console.display import Tone, age, badge, identifier, span, stacked, visible
+from outbox.console.pages import Page
 from outbox.kernel.heartbeat import SILENT_AFTER, with_silence
 
 
@@ -19,6 +20,8 @@ class ProcessAdmin(ReadOnlyAdmin):
     """One row per running process, as it last said of itself."""
 
     title = ""
+    noun = "process"
+    change_list_template: ClassVar[Any] = Page("processes.html")
     sortable_by = ()
     actions = None
     show_full_result_count = False
@@ -38,7 +41,12 @@ class ProcessAdmin(ReadOnlyAdmin):
         return self.processes()
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        context = {"title": self.title, "silent_after": span(SILENT_AFTER), "none_runs": self.none_runs()}
+        context = {
+            "title": self.title,
+            "noun": self.noun,
+            "silent_after": span(SILENT_AFTER),
+            "none_runs": self.none_runs(),
+        }
         return super().changelist_view(request, {**context, **(extra_context or {})})
 
     @admin.display(description="process, version")

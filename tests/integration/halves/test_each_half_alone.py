@@ -31,6 +31,75 @@ DATABASES = {{
 }}
 {options} = {given!r}
 """
+ADMIN_SETTINGS = """
+INSTALLED_APPS += [
+    *("django.contrib.admin", "django.contrib.auth", "django.contrib.contenttypes"),
+    *("django.contrib.messages", "django.contrib.sessions", "django.contrib.staticfiles"),
+]
+ALLOWED_HOSTS = ["testserver"]
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+PROCESSORS = [
+    "django.template.context_processors.request",
+    "django.contrib.auth.context_processors.auth",
+    "django.contrib.messages.context_processors.messages",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {"context_processors": PROCESSORS},
+    }
+]
+ROOT_URLCONF = "project_urls"
+STATIC_URL = "static/"
+"""
+URLS = """\
+from django.contrib import admin
+from django.urls import path
+
+urlpatterns = [path("admin/", admin.site.urls)]
+"""
+INSERTED = {
+    "outbox": (
+        "from django.db import transaction\n"
+        "from outbox import publish\n"
+        "with transaction.atomic():\n"
+        "    publish('shop.order.placed', {})\n"
+    ),
+    "inbox": (
+        "from django.utils.timezone import now\n"
+        "from inbox.models import InboxMessage\n"
+        "InboxMessage.objects.create(handler='shop.ship', topic='shop.order.placed', biz_id='17', message_id='17', "
+        "state='dead', body=b'{}', headers={}, received_at=now())\n"
+    ),
+}
+VISIT = """
+from django.contrib.auth.models import User
+from django.contrib.staticfiles import finders
+from django.test import Client
+
+client = Client()
+client.force_login(User.objects.create_superuser("operator"))
+
+
+def visit(page, data=None):
+    url = f"/admin/{half}/{page}"
+    response = client.get(url) if data is None else client.post(url, data)
+    assert response.status_code == 200, (url, response.status_code)
+    assert f'href="/static/{half}/admin.css"' in response.text, url
+    return response.text
+
+
+assert "message-empty" not in visit(f"{half}message/")
+assert "message-life" in visit(f"{half}message/1/change/")
+assert "No, take me back" in visit(f"{half}message/", {"action": action, "_selected_action": 1})
+assert "is shown as silent" in visit(f"{process}heartbeat/")
+assert finders.find(f"{half}/admin.css")
+"""
 MODELS = """\
 from django.db import models
 
@@ -96,6 +165,11 @@ class Project:
         done = run_in(self._directory, "project_settings", "-m", "django", *arguments, PYTHONWARNINGS="error")
         assert done.returncode == 0, done.stdout
         return done.stdout
+
+    def with_admin(self):
+        with (self._directory / "project_settings.py").open("a") as settings:
+            settings.write(ADMIN_SETTINGS)
+        (self._directory / "project_urls.py").write_text(URLS)
 
     def process(self, command):
         environment = environment_in(self._directory, "project_settings", PYTHONWARNINGS="error")
@@ -163,3 +237,13 @@ def test_the_inbox_alone_handles_a_foreign_producers_message_once_although_it_co
     assert project.rows("SELECT state, message_id, duplicates FROM inbox_inboxmessage") == [("done", "17", 1)]
     assert project.tables("inbox")
     assert not project.tables("outbox")
+
+
+@pytest.mark.parametrize(("half", "process", "action"), [("outbox", "relay", "cancel"), ("inbox", "consumer", "skip")])
+def test_admin_of_each_half_alone_finds_its_templates_and_its_style_sheet(half, process, action, tmp_path):
+    project = Project(tmp_path, half, BROKER_URL="amqp://localhost//")
+    project.with_admin()
+    project.manage("migrate", "--run-syncdb", "--verbosity", "0")
+
+    names = f"half, process, action = {half!r}, {process!r}, {action!r}\n"
+    project.manage("shell", "--verbosity", "0", "--command", INSERTED[half] + names + VISIT)
