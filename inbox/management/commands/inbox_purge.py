@@ -1,55 +1,31 @@
-from typing import Any
+from datetime import timedelta
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.core.management.base import CommandError
 
 from inbox import store
 from inbox.conf import inbox_options
-from outbox.console.terminal import Progress, days
-from outbox.kernel.schema import require_schema
+from outbox.console.purge_command import PurgeCommand
 
 
-class Command(BaseCommand):
+class Command(PurgeCommand):
     help = (
         "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay. "
         "Then the trail older than INBOX['TRAIL_RETENTION']."
     )
+    app = "inbox"
+    store = store
+    older_than_help = "keep more than INBOX['RETENTION'] says, never less"
 
-    def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--older-than-days", type=float, help="keep more than INBOX['RETENTION'] says, never less")
-        parser.add_argument("--dry-run", action="store_true", help="only count")
-        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+    def retention(self) -> timedelta:
+        return inbox_options().RETENTION
 
-    def handle(self, *args: Any, **options: Any) -> None:
-        require_schema(options["database"], "inbox")
-        retention = inbox_options().RETENTION
-        given = options["older_than_days"]
-        older_than = retention if given is None else days("--older-than-days", given)
-        if older_than < retention:
+    def trail_retention(self) -> timedelta:
+        return inbox_options().TRAIL_RETENTION
+
+    def refuse(self, older_than: timedelta) -> None:
+        if older_than < self.retention():
             raise CommandError(
-                f"--older-than-days {given} is shorter than INBOX['RETENTION'] ({retention}): the age fence would still let "
-                "copies of the deleted messages in, and they would have their effect again. Shorten RETENTION instead."
+                f"--older-than-days {older_than / timedelta(days=1)} is shorter than INBOX['RETENTION'] ({self.retention()}): "
+                "copies of the deleted messages would still be younger than the maximum message age, and would have their "
+                "effect again. Shorten RETENTION instead."
             )
-        count = store.purgeable(options["database"], older_than)
-        if options["dry_run"]:
-            self.stdout.write(f"{count} messages would be deleted.")
-            if entries := store.purgeable_trail(options["database"], inbox_options().TRAIL_RETENTION):
-                self.stdout.write(f"{entries} entries of the trail would be deleted.")
-            return
-        progress = Progress("deleted", count)
-        for deleted in store.purge_settled(options["database"], older_than):
-            progress.advance(deleted)
-        progress.finish()
-        self.stdout.write(f"{progress.done} messages deleted.")
-        self._purge_trail(options["database"])
-
-    def _purge_trail(self, alias: str) -> None:
-        retention = inbox_options().TRAIL_RETENTION
-        count = store.purgeable_trail(alias, retention)
-        if not count:
-            return
-        progress = Progress("deleted of the trail", count)
-        for deleted in store.purge_trail(alias, retention):
-            progress.advance(deleted)
-        progress.finish()
-        self.stdout.write(f"{progress.done} entries of the trail deleted.")

@@ -13,10 +13,10 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 
 from outbox import store
+from outbox.console import status_command
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.kernel.loop import StopRequest
-from outbox.management.commands import outbox_status
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
 from outbox.relay.service import serve
 from outbox.states import RESTORE, State
@@ -192,7 +192,7 @@ class TestRelayStatus:
         def once(draw, out, every_seconds, stop):
             drawn.append((draw(), every_seconds))
 
-        monkeypatch.setattr(outbox_status, "watch", once)
+        monkeypatch.setattr(status_command, "watch", once)
         a_relay()
 
         run("outbox_status", "--watch")
