@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 from django.db import connections
 
@@ -42,7 +43,14 @@ _LONGEST_GOODBYE_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What a process does now; see `store.ConsumerState`."""
+    """What a process does now.
+
+    Attributes:
+        handlers: those that it takes messages for.
+        received: deliveries since its start.
+        ran: stored messages that it has run since its start.
+        waits_for: what keeps it from working; "" when it works.
+    """
 
     handlers: Sequence[Handler]
     received: int = 0
@@ -52,7 +60,7 @@ class Activity:
 
 def unattended(alias: str) -> list[str]:
     """Names of this project's handlers on a database for which no process runs, as far as heartbeats show."""
-    running = store.consumers(alias).filter(silent=False).values_list("handlers", flat=True)
+    running = store.consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
     attended = {name for names in running for name in names}
     return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
 
@@ -102,16 +110,15 @@ class Heartbeats:
         finally:
             connections.close_all()
 
-    def _state(self, alias: str) -> store.ConsumerState:
+    def _state(self, alias: str) -> dict[str, Any]:
         activity = self._activity()
-        return store.ConsumerState(
-            identity=self._identity,
-            running_for=timedelta(seconds=monotonic() - self._started_at),
-            handlers=sorted(handler.name for handler in activity.handlers if handler.using == alias),
-            received=activity.received,
-            ran=activity.ran,
-            waits_for=one_line(activity.waits_for),
-        )
+        return {
+            "running_for": timedelta(seconds=monotonic() - self._started_at),
+            "handlers": sorted(handler.name for handler in activity.handlers if handler.using == alias),
+            "received": activity.received,
+            "ran": activity.ran,
+            "waits_for": one_line(activity.waits_for),
+        }
 
 
 class _Sender:
@@ -119,7 +126,7 @@ class _Sender:
 
     def __init__(self, alias: str, identity: ProcessIdentity) -> None:
         self._alias = alias
-        self._id = identity.id
+        self._identity = identity
         self._forget_at = monotonic()
         self._written = self._failing = False
 
@@ -130,13 +137,13 @@ class _Sender:
         # Where there is one writer, each heartbeat takes its lock.
         return HEARTBEAT_SECONDS if connections[self._alias].vendor == "postgresql" else UNCHANGED_SECONDS
 
-    def send(self, state: store.ConsumerState) -> None:
+    def send(self, state: dict[str, Any]) -> None:
         try:
             drop_unusable_connections()
-            store.write_heartbeat(self._alias, state)
+            store.consumers.write(self._alias, self._identity, **state)
             if monotonic() >= self._forget_at:
                 self._forget_at = monotonic() + FORGET_SECONDS
-                store.delete_silent_heartbeats(self._alias, FORGOTTEN_AFTER)
+                store.consumers.delete_silent(self._alias, FORGOTTEN_AFTER)
             self._written, self._failing = True, False
         except Exception as error:  # noqa: BLE001 - whatever it is, the process goes on
             connections[self._alias].close()
@@ -153,7 +160,7 @@ class _Sender:
         if not self._written or self._failing:
             return
         try:
-            store.delete_heartbeat(self._alias, self._id)
+            store.consumers.delete(self._alias, self._identity.id)
         except Exception as error:  # noqa: BLE001 - as above; another process deletes it in time
             logger.debug("The heartbeat on %r was not deleted: %s", self._alias, describe(error))
 

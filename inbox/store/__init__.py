@@ -9,13 +9,7 @@ from inbox.store.accounting import Balance, Duplicates, balance, conflicts
 from inbox.store.dialect import TABLE, is_reachable
 from inbox.store.due import MOST_COUNTED, due_handlers, orphans
 from inbox.store.fresh import begin_fresh, count_duplicate, store_due, store_failed
-from inbox.store.heartbeats import (
-    ConsumerState,
-    consumers,
-    delete_heartbeat,
-    delete_silent_heartbeats,
-    write_heartbeat,
-)
+from inbox.store.heartbeats import consumers
 from inbox.store.intake import Incoming, Taken, take_in
 from inbox.store.operating import (
     RETRYABLE,
@@ -70,7 +64,6 @@ __all__ = [
     "UNIDENTIFIED",
     "Balance",
     "Buried",
-    "ConsumerState",
     "DuplicateCause",
     "Duplicates",
     "Earlier",
@@ -97,8 +90,6 @@ __all__ = [
     "count_duplicate",
     "decide_now",
     "deciding",
-    "delete_heartbeat",
-    "delete_silent_heartbeats",
     "due_handlers",
     "end_reading",
     "fail_stored",
@@ -128,5 +119,4 @@ __all__ = [
     "try_to_store",
     "undecoded",
     "who_locks",
-    "write_heartbeat",
 ]

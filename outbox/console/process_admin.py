@@ -13,7 +13,8 @@ from django.utils.safestring import SafeString
 from outbox.console.acting_admin import ReadOnlyAdmin
 from outbox.console.display import Tone, age, badge, identifier, span, stacked, visible
 from outbox.console.pages import Page
-from outbox.kernel.heartbeat import SILENT_AFTER, with_silence
+from outbox.database.heartbeat_table import HeartbeatTable
+from outbox.kernel.heartbeat import SILENT_AFTER
 
 
 class ProcessAdmin(ReadOnlyAdmin):
@@ -35,7 +36,7 @@ class ProcessAdmin(ReadOnlyAdmin):
         return False
 
     def processes(self) -> QuerySet[Any]:
-        return with_silence(self.model.objects.using(self.using).all())
+        return HeartbeatTable(self.model).rows(self.using)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
         return self.processes()

@@ -4,7 +4,7 @@ One row for each process, written over and over and deleted when it ends in an o
 clock, so that hosts whose clocks differ can be compared. Nothing that is promised rests on these rows: a missing one loses no
 message, a stale one holds none.
 
-This module knows no table: each half has its own.
+This module knows no table: each half has its own (`database.heartbeat_table`).
 """
 
 from __future__ import annotations
@@ -15,16 +15,8 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
 
-from django.db.models import BooleanField, ExpressionWrapper, Q
-
-from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.text import NAME_LENGTH
-
-if TYPE_CHECKING:
-    from django.db.backends.base.base import BaseDatabaseWrapper
-    from django.db.models import QuerySet
 
 HEARTBEAT_SECONDS = 2.0
 UNCHANGED_SECONDS = 5.0
@@ -58,19 +50,3 @@ class ProcessIdentity:
     host: str = field(default_factory=lambda: one_line(socket.gethostname()))
     pid: int = field(default_factory=os.getpid)
     version: str = field(default_factory=_installed_version)
-
-    def columns(self, connection: BaseDatabaseWrapper) -> list[Any]:
-        """Its values as parameters of a statement: id, host, pid, version."""
-        return [self.id if connection.features.has_native_uuid_field else self.id.hex, self.host, self.pid, self.version]
-
-
-def with_silence(rows: QuerySet[Any]) -> QuerySet[Any]:
-    """Heartbeats, the silent ones last, each with `silent` and with `database_now`, when it was looked at."""
-    silent = ExpressionWrapper(Q(beat_at__lt=DatabaseTime(-SILENT_AFTER)), output_field=BooleanField())
-    annotated: QuerySet[Any] = rows.annotate(silent=silent, database_now=DatabaseTime())
-    return annotated.order_by("silent", "-started_at", "id")
-
-
-def delete_silent(rows: QuerySet[Any], older_than: timedelta) -> int:
-    """Delete the heartbeats of processes that have been silent for `older_than`; how many there were."""
-    return rows.filter(beat_at__lt=DatabaseTime(-older_than)).delete()[0]

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from datetime import timedelta
+from typing import Any
 
 from django.db import Error, connections
 
@@ -51,7 +52,7 @@ class Heartbeat:
         self._writing = threading.Lock()
         self._due_at = self._started_at
         self._written_at = float("-inf")
-        self._written: tuple[int, float, str] | None = None
+        self._written: dict[str, Any] | None = None
         self._forget_at = self._started_at
         self._failing = False
         self._ended = False
@@ -96,40 +97,40 @@ class Heartbeat:
             if self._written is None or self._failing:
                 return  # It would only wait for a database that is unavailable; the row is forgotten in time.
             try:
-                store.retire(self._alias, self._identity.id)
+                store.relays.delete(self._alias, self._identity.id)
             except Error as error:
                 logger.debug("The heartbeat was not removed: %s", error)
             if not connections[self._alias].in_atomic_block:  # as it is in a test
                 connections[self._alias].close()
 
     def _beat(self, now: float) -> None:
-        told = self._told(now)
-        said = (told.published, told.rate, told.waits_for)
+        with self._counting:
+            published, passed_at = self._published, self._passed_at
+        said = {"published": published, "rate": self._rate(now, published), "waits_for": self._reason()}
         if said == self._written and now < self._written_at + UNCHANGED_SECONDS:
             return
         try:
-            store.beat(self._alias, told)
+            store.relays.write(
+                self._alias,
+                self._identity,
+                running_for=timedelta(seconds=now - self._started_at),
+                last_pass_at=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
+                **said,
+            )
             if now >= self._forget_at:
                 self._forget_at = now + FORGET_SECONDS
-                store.forget_silent(self._alias, FORGOTTEN_AFTER)
+                store.relays.delete_silent(self._alias, FORGOTTEN_AFTER)
         except Error as error:
             self._failed(error)
         else:
             self._written, self._written_at, self._failing = said, now, False
 
-    def _told(self, now: float) -> store.Beat:
+    def _reason(self) -> str:
+        """What all of its loops that are alive wait for, or ""."""
         with self._counting:
-            published, passed_at = self._published, self._passed_at
             self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
             waits = list(self._waits.values())
-        return store.Beat(
-            identity=self._identity,
-            running_for=timedelta(seconds=now - self._started_at),
-            since_pass=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
-            published=published,
-            rate=self._rate(now, published),
-            waits_for=one_line(waits[0]) if waits and all(waits) else "",
-        )
+        return one_line(waits[0]) if waits and all(waits) else ""
 
     def _rate(self, now: float, published: int) -> float:
         self._samples.append((now, published))

@@ -42,7 +42,7 @@ from outbox.store.claiming import (
     table_lockers,
     writers,
 )
-from outbox.store.heartbeats import Beat, beat, forget_silent, relays, retire
+from outbox.store.heartbeats import relays
 from outbox.store.lease import Lease, LeaseLost
 from outbox.store.operating import (
     cancel,
@@ -100,7 +100,6 @@ from outbox.store.writing import NewRow, hold_order, insert, insert_formed, inse
 
 __all__ = [
     "PUT_OFF",
-    "Beat",
     "Busy",
     "CallLost",
     "Claim",
@@ -122,7 +121,6 @@ __all__ = [
     "Sight",
     "Upcoming",
     "ask_at_once",
-    "beat",
     "begin_call",
     "bound_call",
     "bound_transaction",
@@ -138,7 +136,6 @@ __all__ = [
     "find_unique",
     "finish_call",
     "fire",
-    "forget_silent",
     "give_back_call",
     "hold_order",
     "identified",
@@ -179,7 +176,6 @@ __all__ = [
     "restore_some",
     "restored_by_default",
     "resume",
-    "retire",
     "roll_back_prepared",
     "settle",
     "settle_apart",

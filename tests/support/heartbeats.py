@@ -11,31 +11,30 @@ from outbox import store
 from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.heartbeat import ProcessIdentity
 from outbox.models import RelayHeartbeat
-from outbox.store import Beat
 
 
-def a_beat(**told):
-    """What a relay says that has worked for five hours."""
+def write_beat(alias="default", **told):
+    """Write the row of a relay, which has worked for five hours unless `told` otherwise; its identity."""
     identity = {"id": uuid.uuid4(), "host": "relay-1", "pid": 4711, "version": "1.2.3"}
     identity.update({name: told.pop(name) for name in list(told) if name in identity})
-    values = {
-        "identity": ProcessIdentity(**identity),
+    columns = {
         "running_for": timedelta(hours=5),
-        "since_pass": timedelta(minutes=4),
+        "last_pass_at": timedelta(minutes=4),
         "published": 1_234_567,
         "rate": 812.5,
         "waits_for": "",
     }
-    return Beat(**{**values, **told})
+    process = ProcessIdentity(**identity)
+    store.relays.write(alias, process, **{**columns, **told})
+    return process
 
 
 def a_relay(*, silent_for=None, **told):
     """The row of a relay, by its identity; with `silent_for`, of one that was killed that long ago."""
-    beat = a_beat(**told)
-    store.beat("default", beat)
+    identity = write_beat(**told)
     if silent_for is not None:
-        fall_silent(silent_for, pk=beat.identity.id)
-    return beat.identity
+        fall_silent(silent_for, pk=identity.id)
+    return identity
 
 
 def fall_silent(span, **which):
@@ -52,7 +51,7 @@ def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712,
         "ran": 89,
         "waits_for": "",
     }
-    inbox_store.write_heartbeat(using, inbox_store.ConsumerState(identity=identity, **{**values, **said}))
+    inbox_store.consumers.write(using, identity, **{**values, **said})
     if silent_for is not None:
         let_consumers_fall_silent(silent_for, pk=identity.id)
     return identity

@@ -45,7 +45,7 @@ class Command(StatusCommand):
             "quarantined": balance.quarantined,
             "oldest_waiting": iso(store.oldest_waiting(alias)),
             "without_rows": _without_rows(),
-            "consumers": [_as_json(consumer) for consumer in store.consumers(alias)],
+            "consumers": [_as_json(consumer) for consumer in store.consumers.rows(alias)],
             "unattended": unattended(alias),
         }
         if options["conflicts"]:
@@ -66,7 +66,7 @@ class Command(StatusCommand):
     def drawn(self, alias: str, options: dict[str, Any]) -> str:
         balance = store.balance(alias)
         duplicates = balance.duplicates
-        consumers = list(store.consumers(alias))
+        consumers = list(store.consumers.rows(alias))
         counts = table(
             [
                 ("inbox", alias),

@@ -32,12 +32,12 @@ class Command(StatusCommand):
                 "unknown": calls.unknown,
                 "oldest": iso(calls.oldest),
             },
-            "relays": [_as_json(relay) for relay in store.relays(alias)],
+            "relays": [_as_json(relay) for relay in store.relays.rows(alias)],
         }
 
     def drawn(self, alias: str, options: dict[str, Any]) -> str:
         states = store.states(alias)
-        relays = list(store.relays(alias))
+        relays = list(store.relays.rows(alias))
         counts = [(state, f"{count:,}") for state, count in states.items()]
         drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(store.oldest_waiting(alias)))])]
         calls = store.pending_calls(alias)

@@ -38,7 +38,7 @@ from tests.support.admin_pages import (
     staff_client,
     state_of,
 )
-from tests.support.heartbeats import a_beat, a_relay
+from tests.support.heartbeats import a_relay, write_beat
 
 pytestmark = [pytest.mark.django_db(databases=["default", "other"]), pytest.mark.every_database]
 
@@ -636,7 +636,7 @@ class TestRelayList:
         assert "Working" not in text
 
     def test_relay_is_shown_as_starting_without_a_pass_time_before_its_first_pass(self):
-        a_relay(since_pass=None, published=0, rate=0.0, running_for=timedelta(seconds=1))
+        a_relay(last_pass_at=None, published=0, rate=0.0, running_for=timedelta(seconds=1))
 
         page = self.page()
 
@@ -698,7 +698,7 @@ class TestRelayList:
             page = self.page()
             assert text in page.text
             shape += [element for element in page.shape if element != ("wbr",)]
-            store.retire("default", relay.id)
+            store.relays.delete("default", relay.id)
 
         assert nasty == harmless
 
@@ -708,6 +708,6 @@ class TestRelayList:
             using = "other"
 
         a_relay(host="here")
-        store.beat("other", a_beat(host="there"))
+        write_beat("other", host="there")
 
         assert [row.host for row in OtherAdmin(RelayHeartbeat, admin.site).get_queryset(rf.get("/"))] == ["there"]

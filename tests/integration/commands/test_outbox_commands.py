@@ -118,7 +118,7 @@ class TestRelayStatus:
     def test_status_shows_each_relay_and_its_state(self):
         a_relay(waits_for="the broker: connection refused", host="second", running_for=timedelta(minutes=1))
         a_relay()
-        a_relay(since_pass=None, host="third", running_for=timedelta(seconds=0))
+        a_relay(last_pass_at=None, host="third", running_for=timedelta(seconds=0))
 
         head, starting, waiting, working = run("outbox_status").splitlines()[-4:]
 
@@ -164,7 +164,7 @@ class TestRelayStatus:
         assert "No relay is running" not in run("outbox_status")
 
     def test_status_as_json_has_every_column_of_a_relay(self):
-        relay, silent = a_relay(waits_for="the broker"), a_relay(silent_for=2 * SILENT_AFTER, since_pass=None)
+        relay, silent = a_relay(waits_for="the broker"), a_relay(silent_for=2 * SILENT_AFTER, last_pass_at=None)
 
         printed = json.loads(run("outbox_status", "--json"))["relays"]
 

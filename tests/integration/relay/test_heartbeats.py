@@ -18,7 +18,7 @@ from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
-from tests.support.heartbeats import a_beat, a_relay, fall_silent
+from tests.support.heartbeats import a_relay, fall_silent, write_beat
 from tests.support.relaying import in_threads
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -64,7 +64,7 @@ def next_beat(clock, heartbeat):
 
 
 def the_row():
-    return store.relays("default").get()
+    return store.relays.rows("default").get()
 
 
 def is_near(instant, ago=timedelta()):
@@ -73,14 +73,12 @@ def is_near(instant, ago=timedelta()):
 
 class TestRow:
     def test_second_heartbeat_of_a_relay_updates_its_row(self):
-        beat = a_beat(running_for=timedelta(minutes=5), since_pass=timedelta(minutes=1), published=7, rate=1.5)
-        store.beat("default", beat)
+        relay = write_beat(running_for=timedelta(minutes=5), last_pass_at=timedelta(minutes=1), published=7, rate=1.5)
         fall_silent(A_MOMENT)
         first = the_row()
-        again = a_beat(
-            id=beat.identity.id, running_for=timedelta(hours=9), since_pass=None, published=9, rate=0.0, waits_for="the broker"
+        write_beat(
+            id=relay.id, running_for=timedelta(hours=9), last_pass_at=None, published=9, rate=0.0, waits_for="the broker"
         )
-        store.beat("default", again)
         second = the_row()
 
         assert (first.host, first.pid, first.version, first.published, first.rate) == ("relay-1", 4711, "1.2.3", 7, 1.5)
@@ -93,10 +91,10 @@ class TestRow:
 
     def test_heartbeat_costs_one_statement(self, django_assert_num_queries):
         with django_assert_num_queries(1):
-            store.beat("default", a_beat())
+            write_beat()
 
     def test_relay_is_silent_once_its_heartbeat_is_older_than_the_limit(self):
-        store.beat("default", a_beat())
+        write_beat()
         assert the_row().silent is False
 
         fall_silent(SILENT_AFTER - A_MOMENT)
@@ -116,29 +114,27 @@ class TestRow:
         assert row.silent is (row.database_now - row.beat_at > SILENT_AFTER)
 
     def test_forget_silent_deletes_only_rows_older_than_its_limit(self):
-        store.beat("default", a_beat())
+        write_beat()
         fall_silent(timedelta(hours=23))
-        assert store.forget_silent("default", timedelta(days=1)) == 0
+        assert store.relays.delete_silent("default", timedelta(days=1)) == 0
 
         fall_silent(timedelta(hours=25))
-        assert store.forget_silent("default", timedelta(days=1)) == 1
+        assert store.relays.delete_silent("default", timedelta(days=1)) == 1
         assert not RelayHeartbeat.objects.exists()
 
     def test_retire_deletes_only_the_row_of_that_relay(self):
-        ended, running = a_beat(), a_beat()
-        for beat in (ended, running):
-            store.beat("default", beat)
+        ended, running = write_beat(), write_beat()
 
-        store.retire("default", ended.identity.id)
+        store.relays.delete("default", ended.id)
 
-        assert the_row().id == running.identity.id
+        assert the_row().id == running.id
 
     @pytest.mark.django_db(databases=["default", "other"])
     def test_heartbeat_is_stored_in_the_relayed_database(self):
-        store.beat("other", a_beat())
+        write_beat("other")
 
-        assert store.relays("other").count() == 1
-        assert store.relays("default").count() == 0
+        assert store.relays.rows("other").count() == 1
+        assert store.relays.rows("default").count() == 0
 
 
 class TestHeartbeat:
@@ -245,7 +241,7 @@ class TestHeartbeat:
         heartbeat.beat()  # and never again
         fall_silent(SILENT_AFTER + A_MOMENT)
         Heartbeat("default").beat()
-        assert sorted(row.silent for row in store.relays("default")) == [False, True]
+        assert sorted(row.silent for row in store.relays.rows("default")) == [False, True]
 
         fall_silent(timedelta(days=2))
         Heartbeat("default").beat()
@@ -316,12 +312,12 @@ class TestTwoLoops:
         heartbeat = Heartbeat("default")
         writing, go_on, written = threading.Event(), threading.Event(), []
 
-        def slow(alias, beat):
-            written.append(beat)
+        def slow(alias, identity, **columns):
+            written.append(columns)
             writing.set()
             assert go_on.wait(30)
 
-        monkeypatch.setattr(store, "beat", slow)
+        monkeypatch.setattr(store.relays, "write", slow)
         with in_threads(heartbeat.beat):
             assert writing.wait(30)
             monkeypatch.setattr(heartbeat, "_due_at", 0.0)
@@ -334,19 +330,19 @@ class TestFailedHeartbeat:
     @pytest.fixture
     def failing_database(self, monkeypatch):
         """Every write of a heartbeat fails while `error` is set; `count` is the number of attempts."""
-        real, asked = store.beat, []
+        real, asked = store.relays.write, []
 
         class FailingDatabase:
             error = OperationalError("server closed the connection unexpectedly")
             count = property(lambda self: len(asked))
 
-        def write(alias, beat):
-            asked.append(beat)
+        def write(alias, identity, **columns):
+            asked.append(columns)
             if FailingDatabase.error is not None:
                 raise FailingDatabase.error
-            real(alias, beat)
+            real(alias, identity, **columns)
 
-        monkeypatch.setattr(store, "beat", write)
+        monkeypatch.setattr(store.relays, "write", write)
         return FailingDatabase
 
     def test_failed_heartbeat_is_logged_once_and_written_when_the_database_is_available(
@@ -380,7 +376,7 @@ class TestFailedHeartbeat:
 
     def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, failing_database, heartbeat, monkeypatch):
         heartbeat.beat()
-        monkeypatch.setattr(store, "retire", pytest.fail)
+        monkeypatch.setattr(store.relays, "delete", pytest.fail)
 
         heartbeat.close()
 
@@ -388,12 +384,12 @@ class TestFailedHeartbeat:
     def test_close_survives_a_failure_to_delete_the_row(self, heartbeat, monkeypatch):
         refused = []
 
-        def retire(alias, relay):
+        def delete(alias, relay):
             refused.append(relay)
             raise OperationalError("database is locked")
 
         heartbeat.beat()
-        monkeypatch.setattr(store, "retire", retire)
+        monkeypatch.setattr(store.relays, "delete", delete)
 
         heartbeat.close()
 
