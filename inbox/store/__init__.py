@@ -50,7 +50,6 @@ from inbox.store.stored import (
     who_locks,
 )
 from inbox.store.together import begin_together
-from inbox.store.trail import purge_trail, purgeable_trail
 from inbox.store.trial import try_to_store
 from inbox.store.undecided import begin_reading, decide_now, end_reading, fold_undecided, name_undecided
 
@@ -105,9 +104,7 @@ __all__ = [
     "override_age_fence",
     "promote_next",
     "purge_settled",
-    "purge_trail",
     "purgeable",
-    "purgeable_trail",
     "refuse_if_ended",
     "rekey",
     "release_stuck",

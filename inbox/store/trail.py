@@ -6,18 +6,15 @@ only if the transition was committed, also for a process that was killed a momen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import Any
 
 from django.db import connections, transaction
-from django.db.models import QuerySet
 
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
 from inbox.store.dialect import TABLE, is_postgresql, now
-from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 
@@ -78,19 +75,3 @@ def _write(
             [*state, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), *parameters],
         )
         return int(cursor.rowcount)
-
-
-def purge_trail(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
-    """Delete entries older than `older_than`, in small transactions; yields how many went with each."""
-    old = _older(alias, older_than)
-    while ids := list(old.order_by("at").values_list("pk", flat=True)[:chunk]):
-        yield TrailEntry.objects.using(alias).filter(pk__in=ids).delete()[0]
-
-
-def purgeable_trail(alias: str, older_than: timedelta) -> int:
-    """How many entries `purge_trail` would delete."""
-    return _older(alias, older_than).count()
-
-
-def _older(alias: str, older_than: timedelta) -> QuerySet[TrailEntry]:
-    return TrailEntry.objects.using(alias).filter(at__lt=DatabaseTime(-older_than))

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
+from django.db.models import Model
 
 from outbox.console.terminal import Progress, days
+from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.kernel.schema import require_schema
 
 
-class Purging(Protocol):
-    """The store of an app."""
-
-    def purgeable(self, alias: str, older_than: timedelta) -> int: ...
-    def purge_settled(self, alias: str, older_than: timedelta) -> Iterator[int]: ...
-    def purgeable_trail(self, alias: str, older_than: timedelta) -> int: ...
-    def purge_trail(self, alias: str, older_than: timedelta) -> Iterator[int]: ...
-
-
 class PurgeCommand(BaseCommand):
-    """Settled messages first, then the trail."""
+    """Settled messages first, then the trail.
+
+    Attributes:
+        store: of the app, with `purgeable` and `purge_settled`.
+        trail: the model of its entries.
+        configured: reads the app's options.
+    """
 
     app: str
-    store: Purging
+    store: Any
+    trail: type[Model]
+    configured: Callable[[], Any]
     older_than_help: str
 
-    def retention(self) -> timedelta:
-        raise NotImplementedError
-
-    def trail_retention(self) -> timedelta:
-        raise NotImplementedError
-
-    def refuse(self, older_than: timedelta) -> None:
+    def refuse(self, older_than: timedelta, retention: timedelta) -> None:
         """Raise a CommandError if deleting rows of this age would break a promise."""
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -46,19 +41,20 @@ class PurgeCommand(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         alias, given = options["database"], options["older_than_days"]
         require_schema(alias, self.app)
-        older_than = self.retention() if given is None else days("--older-than-days", given)
-        self.refuse(older_than)
+        configured = self.configured()
+        older_than = configured.RETENTION if given is None else days("--older-than-days", given)
+        self.refuse(older_than, configured.RETENTION)
         messages = self.store.purgeable(alias, older_than)
+        entries = older_entries(self.trail, alias, configured.TRAIL_RETENTION)
         if options["dry_run"]:
             self.stdout.write(f"{messages} messages would be deleted.")
-            if entries := self.store.purgeable_trail(alias, self.trail_retention()):
-                self.stdout.write(f"{entries} entries of the trail would be deleted.")
+            if count := entries.count():
+                self.stdout.write(f"{count} entries of the trail would be deleted.")
             return
         done = _finished(Progress("deleted", messages), self.store.purge_settled(alias, older_than))
         self.stdout.write(f"{done} messages deleted.")
-        if entries := self.store.purgeable_trail(alias, self.trail_retention()):
-            trail = self.store.purge_trail(alias, self.trail_retention())
-            done = _finished(Progress("deleted of the trail", entries), trail)
+        if count := entries.count():
+            done = _finished(Progress("deleted of the trail", count), delete_in_chunks(entries, by="at"))
             self.stdout.write(f"{done} entries of the trail deleted.")
 
 

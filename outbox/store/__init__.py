@@ -94,7 +94,6 @@ from outbox.store.settling import (
     settle_apart,
     topics_put_off,
 )
-from outbox.store.trail import purge_trail, purgeable_trail
 from outbox.store.unique import find_unique, is_replaced
 from outbox.store.writing import NewRow, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
 
@@ -161,9 +160,7 @@ __all__ = [
     "promote_due",
     "promote_rested",
     "purge_settled",
-    "purge_trail",
     "purgeable",
-    "purgeable_trail",
     "put_off_call",
     "ready_aside",
     "recall",

@@ -6,14 +6,11 @@ if and only if the transition was committed, also for a process that was killed 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 
 from django.db import connections
-from django.db.models import QuerySet
 
 from outbox.conf import outbox_options
-from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 from outbox.models import TrailEntry
@@ -60,19 +57,3 @@ def _write(alias: str, positions: Sequence[int], was: str, became: str | None, r
             f"{'' if became is None else 'AND state = %s '}ORDER BY id",
             told if became is None else [*told, became],
         )
-
-
-def purge_trail(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
-    """Delete entries older than `older_than`, in small transactions; yields how many went with each."""
-    old = _older(alias, older_than)
-    while ids := list(old.order_by("at").values_list("pk", flat=True)[:chunk]):
-        yield TrailEntry.objects.using(alias).filter(pk__in=ids).delete()[0]
-
-
-def purgeable_trail(alias: str, older_than: timedelta) -> int:
-    """How many entries `purge_trail` would delete."""
-    return _older(alias, older_than).count()
-
-
-def _older(alias: str, older_than: timedelta) -> QuerySet[TrailEntry]:
-    return TrailEntry.objects.using(alias).filter(at__lt=DatabaseTime(-older_than))

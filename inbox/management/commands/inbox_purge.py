@@ -4,6 +4,7 @@ from django.core.management.base import CommandError
 
 from inbox import store
 from inbox.conf import inbox_options
+from inbox.models import TrailEntry
 from outbox.console.purge_command import PurgeCommand
 
 
@@ -12,20 +13,13 @@ class Command(PurgeCommand):
         "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay. "
         "Then the trail older than INBOX['TRAIL_RETENTION']."
     )
-    app = "inbox"
-    store = store
+    app, store, trail, configured = "inbox", store, TrailEntry, staticmethod(inbox_options)
     older_than_help = "keep more than INBOX['RETENTION'] says, never less"
 
-    def retention(self) -> timedelta:
-        return inbox_options().RETENTION
-
-    def trail_retention(self) -> timedelta:
-        return inbox_options().TRAIL_RETENTION
-
-    def refuse(self, older_than: timedelta) -> None:
-        if older_than < self.retention():
+    def refuse(self, older_than: timedelta, retention: timedelta) -> None:
+        if older_than < retention:
             raise CommandError(
-                f"--older-than-days {older_than / timedelta(days=1)} is shorter than INBOX['RETENTION'] ({self.retention()}): "
-                "copies of the deleted messages would still be younger than the maximum message age, and would have their "
-                "effect again. Shorten RETENTION instead."
+                f"--older-than-days {older_than / timedelta(days=1)} is shorter than INBOX['RETENTION'] ({retention}): copies "
+                "of the deleted messages would still be younger than the maximum message age, and would have their effect "
+                "again. Shorten RETENTION instead."
             )

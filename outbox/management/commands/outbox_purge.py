@@ -1,8 +1,7 @@
-from datetime import timedelta
-
 from outbox import store
 from outbox.conf import outbox_options
 from outbox.console.purge_command import PurgeCommand
+from outbox.models import TrailEntry
 
 
 class Command(PurgeCommand):
@@ -10,12 +9,5 @@ class Command(PurgeCommand):
         "Delete published, cancelled, expired and rolled back messages that are older than the retention. Dead ones stay. "
         "Then the trail older than OUTBOX['TRAIL_RETENTION']."
     )
-    app = "outbox"
-    store = store
+    app, store, trail, configured = "outbox", store, TrailEntry, staticmethod(outbox_options)
     older_than_help = "instead of OUTBOX['RETENTION']"
-
-    def retention(self) -> timedelta:
-        return outbox_options().RETENTION
-
-    def trail_retention(self) -> timedelta:
-        return outbox_options().TRAIL_RETENTION

@@ -18,6 +18,7 @@ from inbox.ordering import take_in
 from inbox.reading import read
 from inbox.store import leases
 from inbox.store.shedding import store_shed
+from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.kernel.clock import DatabaseTime, utcnow
 from outbox.kernel.identity import process_name
 from tests.support.deliveries import (
@@ -258,7 +259,7 @@ class TestRetention:
 
         call_command("inbox_purge", dry_run=True)
         assert "3 entries of the trail would be deleted" in capsys.readouterr().out
-        assert next(store.purge_trail("default", timedelta(days=30), chunk=1)) == 1
+        assert next(delete_in_chunks(older_entries(TrailEntry, "default", timedelta(days=30)), by="at", chunk=1)) == 1
         call_command("inbox_purge")
 
         assert "2 entries of the trail deleted" in capsys.readouterr().out
