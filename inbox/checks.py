@@ -16,9 +16,9 @@ from django.db import connections, router
 from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options
 from inbox.handlers import registry
 from inbox.models import InboxMessage
+from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
-from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
 from outbox.kernel.masking import masked
 
 _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's own messages."
@@ -203,20 +203,13 @@ def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """inbox.E003: a database that the promises do not hold on."""
-    return [
-        Error(
-            f"The database {alias!r} is {connections[alias].display_name}, on which the inbox is not supported.",
-            hint=UNSUPPORTED_HINT,
-            id="inbox.E003",
-        )
-        for alias in unsupported(InboxMessage, list(databases or ()))
-    ]
+    return unsupported_databases(InboxMessage, databases, "inbox.E003")
 
 
 @register()
 def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """inbox.E005: settings under which a transaction or an instant is not what it seems."""
-    return [Error(problem, hint=hint, id="inbox.E005") for problem, hint in unfit_settings(InboxMessage)]
+    return unfit_settings(InboxMessage, "inbox.E005")
 
 
 @register()
@@ -224,11 +217,4 @@ def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
     """inbox.W003: SQLite whose transactions begin as readers; the outbox says it where both are installed."""
     if apps.is_installed("outbox"):
         return []
-    return [
-        Warning(
-            f"The SQLite database {alias!r} begins transactions as a reader; under load they fail with 'database is locked'.",
-            hint=immediate_hint(alias),
-            id="inbox.W003",
-        )
-        for alias in deferred_sqlite(InboxMessage)
-    ]
+    return deferred_sqlite(InboxMessage, "inbox.W003")

@@ -13,14 +13,13 @@ from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
-from django.db import connections
 from django.utils.module_loading import module_has_submodule
 
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
+from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
-from outbox.kernel.databases import UNSUPPORTED_HINT, deferred_sqlite, immediate_hint, unfit_settings, unsupported
 from outbox.kernel.masking import masked
 from outbox.models import OutboxMessage
 from outbox.transports import transport_class
@@ -98,33 +97,19 @@ def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """outbox.E004: a database that the promises do not hold on."""
-    return [
-        Error(
-            f"The database {alias!r} is {connections[alias].display_name}, on which the outbox is not supported.",
-            hint=UNSUPPORTED_HINT,
-            id="outbox.E004",
-        )
-        for alias in unsupported(OutboxMessage, list(databases or ()))
-    ]
+    return unsupported_databases(OutboxMessage, databases, "outbox.E004")
 
 
 @register()
 def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """outbox.E005: settings under which a transaction or an instant is not what it seems."""
-    return [Error(problem, hint=hint, id="outbox.E005") for problem, hint in unfit_settings(OutboxMessage)]
+    return unfit_settings(OutboxMessage, "outbox.E005")
 
 
 @register()
 def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """outbox.W002: SQLite whose transactions begin as readers."""
-    return [
-        Warning(
-            f"The SQLite database {alias!r} begins transactions as a reader; under load they fail with 'database is locked'.",
-            hint=immediate_hint(alias),
-            id="outbox.W002",
-        )
-        for alias in deferred_sqlite(OutboxMessage)
-    ]
+    return deferred_sqlite(OutboxMessage, "outbox.W002")
 
 
 @register()

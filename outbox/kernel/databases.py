@@ -1,4 +1,4 @@
-"""Which databases both halves can keep their promises on, and how a long-lived process holds its connections."""
+"""The connections of a long-lived process, and how long a transaction on one waits for a lock."""
 
 from __future__ import annotations
 
@@ -9,56 +9,10 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
-from django.conf import settings
 from django.db import DatabaseError, InterfaceError, connections, router
 from django.db.models import Model
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED_VENDORS = ("postgresql", "sqlite")
-UNSUPPORTED_HINT = "Use PostgreSQL, or SQLite to begin with."
-
-
-def unsupported(model: type[Model], aliases: list[str]) -> list[str]:
-    """Those of `aliases` that would hold `model` but cannot keep the promises."""
-    return [alias for alias in _holding(model, aliases) if connections[alias].vendor not in SUPPORTED_VENDORS]
-
-
-def deferred_sqlite(model: type[Model]) -> list[str]:
-    """SQLite databases for `model` whose transactions begin as readers: two that want to write then fail at once."""
-    return [
-        alias
-        for alias in _holding(model, list(connections))
-        if connections[alias].vendor == "sqlite"
-        and connections[alias].settings_dict["OPTIONS"].get("transaction_mode") not in {"IMMEDIATE", "EXCLUSIVE"}
-    ]
-
-
-def unfit_settings(model: type[Model]) -> list[tuple[str, str]]:
-    """Settings of databases for `model` under which the promises do not hold: what is wrong, and the remedy."""
-    found: list[tuple[str, str]] = []
-    for alias in _holding(model, list(connections)):
-        given = connections[alias].settings_dict
-        if not given["AUTOCOMMIT"]:
-            problem = f"DATABASES[{alias!r}]['AUTOCOMMIT'] is off, so atomic() commits nothing at its end."
-            found.append((problem, "Remove AUTOCOMMIT; Django's default is right."))
-        if given["TIME_ZONE"] and connections[alias].vendor == "sqlite":
-            problem = (
-                f"DATABASES[{alias!r}]['TIME_ZONE'] is {given['TIME_ZONE']!r}: delayed messages would be due at a wrong hour."
-            )
-            found.append((problem, "Remove TIME_ZONE from this database; the project's TIME_ZONE is for what people see."))
-    if not settings.USE_TZ:
-        problem = "USE_TZ is False: instants without a time zone cannot be compared with those of another service."
-        found.append((problem, "Set it to True."))
-    return found
-
-
-def immediate_hint(alias: str) -> str:
-    """What to write into the settings instead."""
-    return (
-        f"Set DATABASES[{alias!r}]['OPTIONS'] = {{'transaction_mode': 'IMMEDIATE', 'timeout': 20, 'init_command': "
-        "'PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;'}."
-    )
 
 
 @contextmanager
@@ -153,7 +107,3 @@ def _has_failed(connection: Any) -> bool:
     driver = connection.connection
     # Of psycopg 3 and of psycopg2; 1 and 2 are active and in a transaction, 0 is idle.
     return driver is None or int(driver.info.transaction_status) not in {0, 1, 2}
-
-
-def _holding(model: type[Model], aliases: list[str]) -> list[str]:
-    return [alias for alias in aliases if router.allow_migrate_model(alias, model)]

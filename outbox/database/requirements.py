@@ -1,0 +1,66 @@
+"""What a database must be for the promises of either app to hold: the messages of `manage.py check`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, Warning
+from django.db import connections, router
+from django.db.models import Model
+
+_SUPPORTED_VENDORS = ("postgresql", "sqlite")
+
+
+def unsupported_databases(model: type[Model], databases: Sequence[str] | None, check_id: str) -> list[CheckMessage]:
+    """Databases for `model` on which no promise can be kept."""
+    return [
+        Error(
+            f"The database {alias!r} is {connections[alias].display_name}, on which the {model._meta.app_label} is not "
+            "supported.",
+            hint="Use PostgreSQL, or SQLite to begin with.",
+            id=check_id,
+        )
+        for alias in _holding(model, databases or ())
+        if connections[alias].vendor not in _SUPPORTED_VENDORS
+    ]
+
+
+def deferred_sqlite(model: type[Model], check_id: str) -> list[CheckMessage]:
+    """SQLite databases for `model` whose transactions begin as readers: two that want to write then fail at once."""
+    return [
+        Warning(
+            f"The SQLite database {alias!r} begins transactions as a reader; under load they fail with 'database is locked'.",
+            hint=f"Set DATABASES[{alias!r}]['OPTIONS'] = {{'transaction_mode': 'IMMEDIATE', 'timeout': 20, 'init_command': "
+            "'PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL;'}.",
+            id=check_id,
+        )
+        for alias in _holding(model, connections)
+        if connections[alias].vendor == "sqlite"
+        and connections[alias].settings_dict["OPTIONS"].get("transaction_mode") not in {"IMMEDIATE", "EXCLUSIVE"}
+    ]
+
+
+def unfit_settings(model: type[Model], check_id: str) -> list[CheckMessage]:
+    """Settings of databases for `model` under which a transaction or an instant is not what it seems."""
+    return [Error(problem, hint=hint, id=check_id) for problem, hint in _unfit_settings(model)]
+
+
+def _unfit_settings(model: type[Model]) -> Iterator[tuple[str, str]]:
+    for alias in _holding(model, connections):
+        given = connections[alias].settings_dict
+        if not given["AUTOCOMMIT"]:
+            problem = f"DATABASES[{alias!r}]['AUTOCOMMIT'] is off, so atomic() commits nothing at its end."
+            yield problem, "Remove AUTOCOMMIT; Django's default is right."
+        if given["TIME_ZONE"] and connections[alias].vendor == "sqlite":
+            problem = (
+                f"DATABASES[{alias!r}]['TIME_ZONE'] is {given['TIME_ZONE']!r}: delayed messages would be due at a wrong hour."
+            )
+            yield problem, "Remove TIME_ZONE from this database; the project's TIME_ZONE is for what people see."
+    if not settings.USE_TZ:
+        problem = "USE_TZ is False: instants without a time zone cannot be compared with those of another service."
+        yield problem, "Set it to True."
+
+
+def _holding(model: type[Model], aliases: Iterable[str]) -> list[str]:
+    return [alias for alias in aliases if router.allow_migrate_model(alias, model)]
