@@ -50,23 +50,21 @@ _STEPS = 100
 
 
 class InboxStuckFilter(StuckFilter):
+    failing = (State.DEAD, State.RETRYING)
+
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         return [*super().lookups(request, model_admin), ("quarantined", "In quarantine")]
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+    def overdue(self) -> Q:
         before = DatabaseTime(-inbox_options().STUCK_AFTER)
-        overdue = Q(state__in=[State.RECEIVED, State.WAITING, State.RUNNING]) & (
+        return Q(state__in=[State.RECEIVED, State.WAITING, State.RUNNING]) & (
             Q(next_attempt_at__lt=before) | Q(next_attempt_at__isnull=True, received_at__lt=before)
         )
-        match self.value():
-            case "any":
-                return queryset.filter(Q(state__in=[State.DEAD, State.RETRYING]) | overdue)
-            case "overdue":
-                return queryset.filter(overdue)
-            case "quarantined":
-                return queryset.filter(state=State.DEAD, quarantined=True)
-            case _:
-                return queryset
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() == "quarantined":
+            return queryset.filter(state=State.DEAD, quarantined=True)
+        return super().queryset(request, queryset)
 
 
 class DuplicatesFilter(admin.SimpleListFilter):
@@ -400,39 +398,28 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.action(permissions=["skip"], description="Skip…")
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        form = SkipForm(request.POST if self.is_confirmed(request) else None)
-        if form.is_valid():
-            reason = form.cleaned_data["reason"]
-            transition = once_ended(partial(store.skip, reason=reason, by=by(request)))
-            return self.carry_out(request, queryset, done="skipped", transition=transition, reason=reason)
-        return self.ask(
+        return self.once_confirmed(
             request,
             queryset,
+            SkipForm,
             action="skip",
             question="Skip these messages? Their effect will not happen.",
             button="Skip the messages",
-            form=form,
+            done="skipped",
+            transition=lambda given: once_ended(partial(store.skip, reason=given["reason"], by=by(request))),
         )
 
     @admin.action(permissions=["override"], description="Retry past the age fence…")
     def override_age_fence(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        form = OverrideForm(request.POST if self.is_confirmed(request) else None)
-        if form.is_valid():
-            reason = form.cleaned_data["reason"]
-            return self.carry_out(
-                request,
-                queryset,
-                done="due past the age fence now",
-                transition=resending(partial(store.override_age_fence, reason=by(request, reason))),
-                reason=reason,
-            )
-        return self.ask(
+        return self.once_confirmed(
             request,
             queryset,
+            OverrideForm,
             action="override_age_fence",
             question="Run these messages although they may have been handled before?",
             button="Run the messages",
-            form=form,
+            done="due past the age fence now",
+            transition=lambda given: resending(partial(store.override_age_fence, reason=by(request, given["reason"]))),
         )
 
 

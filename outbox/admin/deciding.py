@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -92,14 +91,15 @@ class DecidingAdmin(MessageAdmin):
 
     @admin.action(permissions=["reschedule"], description="Publish now…")
     def publish_now(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
-        return self._once_confirmed(
+        return self.once_confirmed(
             request,
             queryset,
+            ReasonForm,
             action="publish_now",
             question="Publish these messages now? What is sent cannot be taken back.",
             button="Publish the messages now",
             done="to be published now",
-            transition=_publish_now,
+            transition=lambda given: partial(_publish_now, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["reschedule"], description="Reschedule…")
@@ -126,82 +126,63 @@ class DecidingAdmin(MessageAdmin):
 
     @admin.action(permissions=["cancel"], description="Cancel…")
     def cancel(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
-        return self._once_confirmed(
+        return self.once_confirmed(
             request,
             queryset,
+            ReasonForm,
             action="cancel",
             question="Cancel these messages? No relay will send them any more. One whose confirmation was "
             "outstanding may be in the broker already.",
             button="Cancel the messages",
             done="cancelled",
-            transition=_cancel,
+            transition=lambda given: partial(_cancel, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["restore"], description="Restore…")
     def restore(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
-        form = RestoreForm(request.POST if self.is_confirmed(request) else None)
-        if form.is_valid():
-            reason, overdue = form.cleaned_data["reason"], form.cleaned_data["overdue"]
-            transition = partial(_restore, overdue=overdue, reason=by(request, reason))
-            return self.carry_out(request, queryset, done="restored", transition=transition, reason=reason)
-        return self.ask(
+        return self.once_confirmed(
             request,
             queryset,
+            RestoreForm,
             action="restore",
             question="Restore these messages? They have a full set of attempts, and those that expire last as long again.",
             button="Restore the messages",
-            form=form,
+            done="restored",
+            transition=lambda given: partial(_restore, overdue=given["overdue"], reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Commit, so that it is sent…")
     def commit(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
-        return self._once_confirmed(
+        return self.once_confirmed(
             request,
             queryset,
+            ReasonForm,
             action="commit",
             question="Commit these prepared messages? That says that their business has happened. They are sent, and what is "
             "sent cannot be taken back.",
             button="Commit the messages",
             done="committed",
-            transition=_commit,
+            transition=lambda given: partial(_commit, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Roll back…")
     def roll_back(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
-        return self._once_confirmed(
+        return self.once_confirmed(
             request,
             queryset,
+            ReasonForm,
             action="roll_back",
             question="Roll back these prepared messages? That says that their business has not happened and never will. They "
             "are never sent.",
             button="Roll back the messages",
             done="rolled back",
-            transition=store.roll_back_prepared,
+            transition=lambda given: partial(store.roll_back_prepared, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Ask the checker again")
     def ask_again(self, request: HttpRequest, queryset: _Messages) -> HttpResponse | None:
         ask = partial(_ask_again, reason=by(request))
         return self.carry_out(request, queryset, done="to be asked about at once", transition=ask)
-
-    def _once_confirmed(
-        self,
-        request: HttpRequest,
-        queryset: _Messages,
-        *,
-        action: str,
-        question: str,
-        button: str,
-        done: str,
-        transition: Callable[..., bool],
-    ) -> HttpResponse | None:
-        """Ask, with room for a reason; then carry out a transition that takes the reason for the trail."""
-        form = ReasonForm(request.POST if self.is_confirmed(request) else None)
-        if form.is_valid():
-            reason = form.cleaned_data["reason"]
-            told = partial(transition, reason=by(request, reason))
-            return self.carry_out(request, queryset, done=done, transition=told, reason=reason)
-        return self.ask(request, queryset, action=action, question=question, button=button, form=form)
 
 
 def _cancel(alias: str, position: int, *, reason: str) -> bool:

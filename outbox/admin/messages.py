@@ -48,16 +48,10 @@ _CALLBACKS = 20
 
 class OutboxStuckFilter(StuckFilter):
     words = "Dead, retrying, stuck or overdue"
+    failing = (State.DEAD, State.RETRYING, State.STUCK)
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        overdue = Q(state__in=_OPEN, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
-        match self.value():
-            case "any":
-                return queryset.filter(Q(state__in=[State.DEAD, State.RETRYING, State.STUCK]) | overdue)
-            case "overdue":
-                return queryset.filter(overdue)
-            case _:
-                return queryset
+    def overdue(self) -> Q:
+        return Q(state__in=_OPEN, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
 
 
 @admin.register(OutboxMessage)

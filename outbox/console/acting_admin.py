@@ -41,6 +41,8 @@ else:
     _Paginator = Paginator
 
 
+Transition = Callable[[str, int], bool]
+"""Guarded: takes the database alias and the primary key, and is False when the state does not allow it."""
 _CONFIRM: Any = Page("confirm.html")
 
 
@@ -242,20 +244,38 @@ class ActingAdmin(ReadOnlyAdmin):
         request.current_app = self.admin_site.name
         return TemplateResponse(request, _CONFIRM, context)
 
+    def once_confirmed(
+        self,
+        request: HttpRequest,
+        queryset: QuerySet[Any],
+        form: type[Form],
+        *,
+        action: str,
+        question: str,
+        button: str,
+        done: str,
+        transition: Callable[[Mapping[str, Any]], Transition],
+    ) -> HttpResponse | None:
+        """Ask, with a form that has a reason; then carry out the transition that `transition` makes of what was filled in."""
+        filled = form(request.POST if self.is_confirmed(request) else None)
+        if filled.is_valid():
+            given = filled.cleaned_data
+            return self.carry_out(request, queryset, done=done, transition=transition(given), reason=given["reason"])
+        return self.ask(request, queryset, action=action, question=question, button=button, form=filled)
+
     def carry_out(
         self,
         request: HttpRequest,
         queryset: QuerySet[Any],
         *,
         done: str,
-        transition: Callable[[str, int], bool],
+        transition: Transition,
         reason: str = "",
     ) -> HttpResponse | None:
         """Try the transition on each picked row and say what happened to each.
 
         Args:
             done: the past participle of what is done, "restored".
-            transition: guarded; takes the database alias and the primary key, False when the state does not allow it.
             reason: the operator's, for the log.
         """
         picked = self._picked(request, queryset)
@@ -291,7 +311,7 @@ class ActingAdmin(ReadOnlyAdmin):
         alias: str,
         pk: int,
         row: Any,
-        transition: Callable[[str, int], bool],
+        transition: Transition,
         entry: str,
     ) -> Outcome:
         if row is None:

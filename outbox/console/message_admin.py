@@ -50,12 +50,22 @@ class StuckFilter(admin.SimpleListFilter):
     title = "stuck"
     parameter_name = "stuck"
     words: ClassVar[str] = "Dead, retrying or overdue"
+    failing: ClassVar[Sequence[str]]
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
         return [("any", self.words), ("overdue", f"Overdue by {span(model_admin.stuck_after())}")]
 
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+    def overdue(self) -> Q:
         raise NotImplementedError
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        match self.value():
+            case "any":
+                return queryset.filter(Q(state__in=self.failing) | self.overdue())
+            case "overdue":
+                return queryset.filter(self.overdue())
+            case _:
+                return queryset
 
 
 @dataclass(frozen=True, kw_only=True)
