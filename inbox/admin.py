@@ -87,7 +87,7 @@ class DuplicatesFilter(admin.SimpleListFilter):
 
 
 class HandlerFilter(admin.SimpleListFilter):
-    """By a handler of this process. Those that are gone are found by searching for their name."""
+    """By a handler of this process. Removed ones are found by searching for their name."""
 
     title = "handler"
     parameter_name = "handler"

@@ -182,7 +182,7 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
         return []
     if scheme_of(chosen.broker_url) == scheme_of(LOCAL_BROKER):
         return []
-    patience = timedelta(seconds=chosen.longest_silence)
+    longest = timedelta(seconds=chosen.longest_silence)
     return [
         Warning(
             f"The handler {handler.name} may take {handler.timeout * handler.group_commit} before its deliveries are "
@@ -194,7 +194,7 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
         )
         for handler in registry.all()
         # What is ordered is acknowledged when it is stored, before it is run.
-        if handler.timeout is not None and not handler.ordered and handler.timeout * handler.group_commit > patience
+        if handler.timeout is not None and not handler.ordered and handler.timeout * handler.group_commit > longest
     ]
 
 

@@ -184,7 +184,7 @@ def _celery_in_use() -> Any:
 
 
 def _place(url: str) -> tuple[object, ...]:
-    """Which broker a URL names, whoever logs in."""
+    """Which broker a URL names, without the user."""
     kind = "amqp" if speaks_amqp(url) else scheme_of(url)
     if kind == "local" or why_unusable(url):
         return kind, url

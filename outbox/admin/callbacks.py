@@ -49,8 +49,8 @@ class PendingCallbackAdmin(ActingAdmin):
     """The next one to be called first."""
 
     noun = "callback"
-    nothing = "Nothing is left to be told: every callback has returned."
-    hint = "The next one to be called comes first. A relay calls it until it returns; then its row goes."
+    nothing = "No pending callbacks: every callback has returned."
+    hint = "The next one to be called comes first. A relay calls it until it returns; then its row is deleted."
 
     ordering = ("available_at", "id")
     sortable_by = ()
@@ -98,7 +98,7 @@ class PendingCallbackAdmin(ActingAdmin):
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         if self.everything(request).using(alias).filter(pk=pk).exists():
             return "it is being called right now"
-        return "it has been called, or somebody has discarded it"
+        return "it has been called or discarded"
 
     @admin.display(description="callback")
     def callback_name(self, row: Any) -> SafeString:
@@ -106,11 +106,11 @@ class PendingCallbackAdmin(ActingAdmin):
             return identifier(row.callback)
         return stacked(identifier(row.callback), badge("Not known here", Tone.FAILING))
 
-    @admin.display(description="told of")
+    @admin.display(description="event")
     def event_badge(self, row: Any) -> SafeString:
         return self.badge_of(row)
 
-    @admin.display(description="told of")
+    @admin.display(description="event")
     def summary(self, row: Any) -> SafeString:
         return stacked(self.badge_of(row), identifier(row.topic), identifier(row.biz_id))
 
@@ -169,6 +169,7 @@ class PendingCallbackAdmin(ActingAdmin):
             request,
             queryset,
             action="discard",
-            question="Discard these callbacks? They are never called, so nobody is told what became of their messages.",
+            question="Discard these callbacks? They are never called, so the project does not learn what became of their "
+            "messages.",
             button="Discard the callbacks",
         )

@@ -110,7 +110,7 @@ class DecidingAdmin(MessageAdmin):
             return self.carry_out(
                 request,
                 queryset,
-                done=f"rescheduled, due {_told(form.due)}",
+                done=f"rescheduled, due {_in_words(form.due)}",
                 transition=partial(store.reschedule, due=form.due, reason=by(request, reason)),
                 reason=reason,
             )
@@ -219,5 +219,5 @@ def _ask_again(alias: str, position: int, *, reason: str) -> bool:
     return store.resume(alias, position, reason=reason) or store.ask_at_once(alias, position)
 
 
-def _told(due: timedelta | datetime) -> str:
+def _in_words(due: timedelta | datetime) -> str:
     return f"at {exact(due)}" if isinstance(due, datetime) else f"in {due}"

@@ -34,7 +34,7 @@ class RestoreForm(ReasonForm):
 
 
 class RescheduleForm(ReasonForm):
-    """Either a span from now, or an instant."""
+    """Either a duration from now, or an instant."""
 
     delay = forms.CharField(
         required=False, label="In", widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True})
@@ -93,7 +93,7 @@ class RescheduleForm(ReasonForm):
 
 
 def _must_be_near(at: timedelta | datetime) -> None:
-    """As near as for `publish`, which tells programmers where the bound is, and in their words."""
+    """As near as for `publish`, whose error names the bound in terms of its arguments."""
     try:
         due(*((at, None, None) if isinstance(at, timedelta) else (None, None, at)))
     except InvalidMessage as error:

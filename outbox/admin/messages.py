@@ -186,7 +186,7 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     @admin.display(description="to be called")
     def callbacks(self, row: Any) -> SafeString:
-        """Who is still to be told what became of it."""
+        """The pending callbacks of the message."""
         pending = row.pendingcallback_set.using(self.using).order_by("available_at", "pk")[:_CALLBACKS]
         return stacked(
             *(
@@ -232,7 +232,7 @@ def _undecided(row: Any) -> SafeString:
 
 
 def _form_of(row: Any) -> Any:
-    """What is kept of the other protocol, as JSON; as text when somebody has made it unreadable; None when there is none."""
+    """What is kept of the other protocol, as JSON; as text when it is not JSON; None when there is none."""
     if row.wire is None:
         return None
     try:

@@ -35,8 +35,8 @@ class PreparedMessageAdmin(SelectionAdmin):
     actions = ("commit", "roll_back", "ask_again")
     nothing = "No prepared message waits for a decision."
     hint = (
-        "A relay asks the checkers. Those that are stuck come first: nobody asks about them any more, so a person must find "
-        "out what happened."
+        "A relay asks the checkers. Those that are stuck come first: their checkers are not asked any more, so a "
+        "person must find out what happened."
     )
 
     @admin.display(description="prepared")

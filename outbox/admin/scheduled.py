@@ -15,7 +15,7 @@ from django.utils.safestring import SafeString
 from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
 from outbox.console.acting_admin import counted
-from outbox.console.display import NOTHING, Tone, age, badge, clock, identifier, span, stacked, warning
+from outbox.console.display import NOTHING, Tone, age, badge, clock, duration, identifier, stacked, warning
 from outbox.kernel.clock import DatabaseTime
 from outbox.models import ScheduledMessage
 from outbox.states import State
@@ -26,7 +26,7 @@ class DueFilter(admin.SimpleListFilter):
 
     title = "due"
     parameter_name = "due"
-    spans: ClassVar[dict[str, tuple[str, timedelta]]] = {
+    durations: ClassVar[dict[str, tuple[str, timedelta]]] = {
         "minute": ("Within a minute", timedelta(minutes=1)),
         "hour": ("Within an hour", timedelta(hours=1)),
         "day": ("Within a day", timedelta(days=1)),
@@ -34,15 +34,15 @@ class DueFilter(admin.SimpleListFilter):
     }
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        overdue = ("overdue", f"Overdue by {span(model_admin.stuck_after())}")
-        return [overdue, *((name, label) for name, (label, _) in self.spans.items())]
+        overdue = ("overdue", f"Overdue by {duration(model_admin.stuck_after())}")
+        return [overdue, *((name, label) for name, (label, _) in self.durations.items())]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
         wanted = self.value()
         if wanted == "overdue":
             return queryset.filter(available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
-        if wanted in self.spans:
-            _, within = self.spans[wanted]
+        if wanted in self.durations:
+            _, within = self.durations[wanted]
             return queryset.filter(available_at__lt=DatabaseTime(within))
         return queryset
 
@@ -63,7 +63,7 @@ class ScheduledMessageAdmin(SelectionAdmin):
         overdue = self.get_queryset(request).filter(available_at__lt=DatabaseTime(-self.stuck_after()))
         if not overdue.exists():
             return ()
-        late = f"Overdue by more than {span(self.stuck_after())}: {counted(overdue)}. Look whether a relay runs."
+        late = f"Overdue by more than {duration(self.stuck_after())}: {counted(overdue)}. Look whether a relay runs."
         return (warning(late),)
 
     @admin.display(description="due")
@@ -86,6 +86,6 @@ class ScheduledMessageAdmin(SelectionAdmin):
 
     @admin.display(description="created, delay")
     def delay(self, row: Any) -> SafeString:
-        # An instant reckoned just before the call lies a moment short of a whole span, which would lose a unit.
+        # An instant reckoned just before the call lies a moment short of a whole duration, which would lose a unit.
         delay = max(row.available_at - row.created_at, timedelta()) + timedelta(milliseconds=500)
-        return stacked(age(row.created_at, row.database_now), format_html("put off by {}", span(delay)))
+        return stacked(age(row.created_at, row.database_now), format_html("delayed by {}", duration(delay)))

@@ -1,10 +1,10 @@
 """Rows in the admin that are read and acted on, never edited.
 
 An action is one guarded transition per row. What was picked is looked up again by primary key, never through the list's
-filter: a message that was published meanwhile has left the filter, and the operator must be told. A transition and its entry
+filter: a message that was published meanwhile has left the filter, and the operator must see it. A transition and its entry
 in the admin's log commit together.
 
-This module knows no model: `ActingAdmin` is told everything by its subclass.
+This module knows no model: its subclasses declare theirs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CONFIRM: Any = Page("confirm.html")
 
 
 class BoundedPaginator(_Paginator):
-    """Counts no further than anybody pages: counting millions of rows takes longer than people wait."""
+    """Counts no further than people page: counting millions of rows takes too long."""
 
     LIMIT = 10_000
 
@@ -68,7 +68,7 @@ class BoundedPaginator(_Paginator):
 
 
 def counted(rows: QuerySet[Any]) -> str:
-    """How many rows there are, as far as anybody counts them: "10,000+"."""
+    """How many rows there are, up to the paginator's limit: "10,000+"."""
     counter = BoundedPaginator(rows.order_by("pk"), 1)
     return f"{counter.count:,}+" if counter.is_cut else f"{counter.count:,}"
 
@@ -93,7 +93,7 @@ class Outcome:
     Attributes:
         subject: what the operator knows it by.
         failed: why nothing was done; "" when it was.
-        is_error: it is nobody's state that stood in the way, but a database that failed.
+        is_error: the reason is not the row's state but an error, such as a database that failed.
     """
 
     subject: str
@@ -142,7 +142,7 @@ class ActingAdmin(ReadOnlyAdmin):
     """What the list's order and columns do not say by themselves."""
 
     ACTION_LIMIT: ClassVar[int] = 500
-    """Most rows of one action: every one is a transaction of its own, and somebody waits for the page."""
+    """Most rows of one action: each is a transaction of its own, and the operator waits for the page."""
     LINE_LIMIT: ClassVar[int] = 20
     """Most rows that are reported one by one."""
 
@@ -289,7 +289,7 @@ class ActingAdmin(ReadOnlyAdmin):
         return None
 
     def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[int, Any] | None:
-        """By primary key and in its order, None for a row that is gone; None altogether when it is too much."""
+        """By primary key and in its order, None for a row that no longer exists; None instead when there are too many."""
         if request.POST.get("select_across") == "1":
             keys = list(queryset.order_by("pk").values_list("pk", flat=True)[: self.ACTION_LIMIT + 1])
         else:
@@ -315,7 +315,7 @@ class ActingAdmin(ReadOnlyAdmin):
         entry: str,
     ) -> Outcome:
         if row is None:
-            return Outcome(subject=f"number {pk}", failed="it is gone")
+            return Outcome(subject=f"number {pk}", failed="it no longer exists")
         subject = self.subject(row)
         try:
             with transaction.atomic(using=alias):

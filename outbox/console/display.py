@@ -1,6 +1,6 @@
 """How a message is shown to people: a state as a badge, an instant as an age, a payload as text.
 
-Everything from a message is somebody else's text, so it reaches the page through `format_html` only, cut to a length, with
+Everything from a message is untrusted text, so it reaches the page through `format_html` only, cut to a length, with
 the characters that could make a line read as another one made visible.
 """
 
@@ -45,7 +45,7 @@ _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\
 
 
 def visible(text: str) -> str:
-    r"""`text` with the characters that nobody sees, or that would rearrange the line, written as `\u202e`."""
+    r"""`text` with the characters that are invisible, or that would rearrange the line, written as `\u202e`."""
     return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
@@ -163,11 +163,11 @@ def relative(instant: datetime, now: datetime) -> str:
     distance = abs(now - instant)
     if distance < timedelta(seconds=1):
         return "now"
-    return f"in {span(distance)}" if instant > now else f"{span(distance)} ago"
+    return f"in {duration(distance)}" if instant > now else f"{duration(distance)} ago"
 
 
-def span(length: timedelta) -> str:
-    """A span in one unit, which serves from two of it on, so that little is lost."""
+def duration(length: timedelta) -> str:
+    """A duration in one unit, the largest of which there are at least two, so that little is lost."""
     unit, symbol = next((unit for unit in _UNITS if length >= 2 * unit[0]), _UNITS[-1])
     return f"{length // unit:,} {symbol}"
 

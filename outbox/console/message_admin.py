@@ -1,6 +1,6 @@
 """What both sides' admin pages have in common: finding messages, and showing what is in them.
 
-This module knows no model: `MessageAdmin` is told everything by its subclass.
+This module knows no model: its subclasses declare theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from django.utils.http import urlencode
 from django.utils.safestring import SafeString
 
 from outbox.console.acting_admin import ActingAdmin, counted
-from outbox.console.display import NOTHING, Tone, as_json, as_text, badge, headline, identifier, moment, span, visible
+from outbox.console.display import NOTHING, Tone, as_json, as_text, badge, duration, headline, identifier, moment, visible
 from outbox.console.timeline import timeline
 from outbox.console.trail import life_of
 from outbox.kernel.text import fit, why_unfit
@@ -53,7 +53,7 @@ class StuckFilter(admin.SimpleListFilter):
     failing: ClassVar[Sequence[str]]
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        return [("any", self.words), ("overdue", f"Overdue by {span(model_admin.stuck_after())}")]
+        return [("any", self.words), ("overdue", f"Overdue by {duration(model_admin.stuck_after())}")]
 
     def overdue(self) -> Q:
         raise NotImplementedError
@@ -75,7 +75,7 @@ class Counterpart:
     Attributes:
         changelist: the list's name in an admin site.
         title: of that list.
-        permission: to see what is there, also where it is told of here.
+        permission: to see what is there, also where it is shown here.
     """
 
     changelist: str
@@ -210,7 +210,7 @@ class MessageAdmin(ActingAdmin):
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         row = self.everything(request).using(alias).filter(pk=pk).only("state").first()
         if row is None:
-            return "it is gone"
+            return "it no longer exists"
         allowed = row.state in self.allowed_in.get(request.POST.get("action", ""), ())
-        in_hand = ", and somebody has it in hand; try again" if allowed else ""
+        in_hand = ", and a process is working on it; try again" if allowed else ""
         return f"it is {row.get_state_display().lower()} now{in_hand}"

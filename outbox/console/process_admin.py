@@ -11,7 +11,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from outbox.console.acting_admin import ReadOnlyAdmin
-from outbox.console.display import Tone, age, badge, identifier, span, stacked, visible
+from outbox.console.display import Tone, age, badge, duration, identifier, stacked, visible
 from outbox.console.pages import Page
 from outbox.database.heartbeat_table import HeartbeatTable
 from outbox.kernel.heartbeat import SILENT_AFTER
@@ -28,7 +28,7 @@ class ProcessAdmin(ReadOnlyAdmin):
     show_full_result_count = False
 
     def none_runs(self) -> str:
-        """What nobody does, and what follows; "" when all is done."""
+        """Which work no process does, and what follows; "" when all is done."""
         raise NotImplementedError
 
     def is_starting(self, row: Any) -> bool:
@@ -45,7 +45,7 @@ class ProcessAdmin(ReadOnlyAdmin):
         context = {
             "title": self.title,
             "noun": self.noun,
-            "silent_after": span(SILENT_AFTER),
+            "silent_after": duration(SILENT_AFTER),
             "none_runs": self.none_runs(),
         }
         return super().changelist_view(request, {**context, **(extra_context or {})})
@@ -57,7 +57,7 @@ class ProcessAdmin(ReadOnlyAdmin):
     @admin.display(description="state")
     def state(self, row: Any) -> SafeString:
         if row.silent:
-            return stacked(badge("Silent", Tone.STOPPED), format_html("for {}", span(row.database_now - row.beat_at)))
+            return stacked(badge("Silent", Tone.STOPPED), format_html("for {}", duration(row.database_now - row.beat_at)))
         if row.waits_for:
             return stacked(badge("Waiting", Tone.FAILING), format_html("for {}", visible(row.waits_for)))
         return badge("Starting", Tone.LATER) if self.is_starting(row) else badge("Working", Tone.DONE)

@@ -67,7 +67,7 @@ def table(rows: Iterable[Sequence[object]]) -> str:
 
 
 def days(option: str, given: float) -> timedelta:
-    """The span that a command's `option` asks for.
+    """The duration that a command's `option` asks for.
 
     Raises:
         CommandError: it is negative, not a number, or beyond a century.

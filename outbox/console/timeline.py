@@ -9,7 +9,7 @@ from itertools import chain
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from outbox.console.display import Tone, age, as_text, badge, exact, identifier, note, span, visible
+from outbox.console.display import Tone, age, as_text, badge, duration, exact, identifier, note, visible
 from outbox.console.trail import Life, Moment, Standing
 from outbox.kernel.clock import utcnow
 
@@ -79,7 +79,7 @@ def _since(before: datetime | None, at: datetime) -> SafeString:
     if before is None or at <= before:
         return format_html("{}", "")
     passed = at - before
-    short = f"{passed // timedelta(milliseconds=1)} ms" if passed < timedelta(seconds=2) else span(passed)
+    short = f"{passed // timedelta(milliseconds=1)} ms" if passed < timedelta(seconds=2) else duration(passed)
     return format_html(' <span class="message-quiet">{} later</span>', short)
 
 
@@ -100,8 +100,8 @@ def _standings(standings: Sequence[Standing]) -> SafeString:
     )
 
 
-def _where(told: Moment | Standing) -> SafeString:
-    named = told.where if told.database == "default" else f"{told.where} ({told.database})"
+def _where(of: Moment | Standing) -> SafeString:
+    named = of.where if of.database == "default" else f"{of.where} ({of.database})"
     return identifier(named)
 
 

@@ -24,8 +24,8 @@ class Moment:
     Attributes:
         at: by the clock of the database that it was written in.
         where: "outbox", or the name of a handler.
-        was, became: states; `was` is "" at the beginning, and where nobody wrote it down.
-        process: in whose hands, `host:pid:thread`; "" when it is told by the row and not by the trail.
+        was, became: states; `was` is "" at the beginning, and where it was not recorded.
+        process: in whose hands, `host:pid:thread`; "" when it is known from the row and not from the trail.
         reason: for people; "" when the states say it.
         database: the alias that it was found in. The same moment, found by two aliases of one database, is one.
     """
@@ -41,14 +41,14 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How a message stands now in one place, as its row tells.
+    """How a message stands now in one place, by its row.
 
     Attributes:
         where: see `Moment`.
         attempts: how many have been made.
         due: when it goes on by itself; None when it does not.
         error: the latest, in full.
-        also: what else its row tells, for people.
+        also: what else its row says, for people.
     """
 
     where: str
@@ -70,7 +70,7 @@ class Account:
         searched: where it looked, for people.
         unknown: what it cannot know, in whole sentences.
         elsewhere: why the message may be elsewhere, when it is not here.
-        never_left: it has it, and has certainly never given it to anybody.
+        never_left: it has it, and has certainly never sent it.
     """
 
     searched: str
@@ -156,7 +156,7 @@ def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> l
 
 
 def _unknown(account: Account, *, never_left: bool) -> Sequence[str]:
-    """What nobody was given need not be looked for."""
+    """Where a message that was never sent may be need not be said."""
     return [*account.unknown, account.elsewhere] if account.elsewhere and not never_left else account.unknown
 
 

@@ -27,7 +27,7 @@ _GAP = "  "
 class TrailCommand(BaseCommand):
     """See the module."""
 
-    help = "Tell what happened to one message, from its transaction to its handlers: when, where, in whose hands and why."
+    help = "Show what happened to one message, from its transaction to its handlers: when, where, in which process and why."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="these messages")
@@ -49,7 +49,7 @@ class TrailCommand(BaseCommand):
             if not life.is_known:
                 raise CommandError(f"Nothing is known of message {life.message_id!r}. {_unknown(life)}")
         if options["json"]:
-            self.stdout.write("\n".join(json.dumps(_told(life)) for life in lives))
+            self.stdout.write("\n".join(json.dumps(_as_json(life)) for life in lives))
         else:
             width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
             self.stdout.write("\n\n".join("\n".join(_drawn(life, width)) for life in lives))
@@ -73,7 +73,7 @@ def _unknown(life: Life) -> str:
     return " ".join([f"Searched: {'; '.join(life.searched)}.", *life.unknown])
 
 
-def _told(life: Life) -> dict[str, Any]:
+def _as_json(life: Life) -> dict[str, Any]:
     return {
         "message_id": life.message_id,
         "life": [
@@ -129,7 +129,7 @@ def _drawn(life: Life, width: int) -> Iterator[str]:
 
 
 def _moments(life: Life, width: int) -> Iterator[str]:
-    """When, what became of it, where; then in whose hands, where there is room; below it the rest."""
+    """When, what became of it, where; then the process, where there is room; below it the reason."""
     rows = [(_instant(moment.at), _transition(moment), _where(moment), moment.process) for moment in life.moments]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     indent = widths[0] + len(_GAP)

@@ -133,7 +133,7 @@ def _leased() -> list[tuple[str, str]]:
 
 
 def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
-    """What has left no row, of the handlers of all databases; None when nobody answers."""
+    """What has left no row, of the handlers of all databases; None when the store of leases does not answer."""
     try:
         return lease_store(inbox_options()).counts()
     except LeaseStoreAway:

@@ -56,7 +56,7 @@ class Command(BaseCommand):
             left.update(some.left)
             progress.advance(some.ready + some.scheduled)
         progress.finish()
-        self.stdout.write(f"{progress.done} messages restored{_told(total)}.{_about(left)}")
+        self.stdout.write(f"{progress.done} messages restored{_counts(total)}.{_about(left)}")
         refuse_unknown(map(str, selection.message_ids or ()), found.values(), selection.states)
 
 
@@ -84,12 +84,12 @@ def _shown(found: list[store.Restorable], *, overdue: bool) -> str:
     return f"{table(rows)}\n\n{summary}" if found else summary
 
 
-def _told(counted: Counter[str]) -> str:
+def _counts(counted: Counter[str]) -> str:
     return ": " + ", ".join(f"{count} {what}" for what, count in counted.items() if count) if counted.total() else ""
 
 
 def _about(left: Counter[str]) -> str:
-    return f" {left.total()} left{_told(left)}." if left else ""
+    return f" {left.total()} left{_counts(left)}." if left else ""
 
 
 def _instant(option: str, given: str | None) -> datetime | None:

@@ -134,7 +134,7 @@ def test_discard_asks_for_confirmation_and_reports_callbacks_called_in_the_meant
     row, called = pending(), pending()
     client = staff_client(VIEW, VIEW_CALLBACKS, DISCARD)
 
-    assert "nobody is told what became of their messages" in Page(on_the_list(client, "discard", row, called)).text
+    assert "the project does not learn what became of their messages" in Page(on_the_list(client, "discard", row, called)).text
     assert PendingCallback.objects.count() == 2
     key = called.pk
     called.delete()
@@ -142,7 +142,7 @@ def test_discard_asks_for_confirmation_and_reports_callbacks_called_in_the_meant
 
     assert not PendingCallback.objects.exists()
     assert [level for level, _ in said(response)] == ["success", "warning"]
-    assert f"number {key}: not discarded: it is gone" in said(response)[1][1]
+    assert f"number {key}: not discarded: it no longer exists" in said(response)[1][1]
 
 
 def test_discard_from_the_callback_page_redirects_to_the_list():

@@ -412,7 +412,7 @@ class TestRunningMessage:
         response = act(client, action, running, ended, confirmed="yes", reason="because")
 
         assert [level for level, _ in said(response)] == ["warning", "success"]
-        assert said(response)[0][1].endswith("it is running now, and somebody has it in hand; try again")
+        assert said(response)[0][1].endswith("it is running now, and a process is working on it; try again")
         assert (state_of(running), state_of(ended)) == (State.RUNNING, becomes)
         assert list(InboxMessage.objects.order_by("pk").values_list("fence", flat=True)) == [2, 3]
 

@@ -457,7 +457,7 @@ class TestRestore:
 
         response = act(staff_client(VIEW, RESTORE), "restore", row, stays, confirmed="yes", overdue="on")
 
-        assert ("warning", f"Message number {row.pk}: not restored: it is gone") in said(response)
+        assert ("warning", f"Message number {row.pk}: not restored: it no longer exists") in said(response)
         assert state_of(stays) == State.READY
 
     def test_restore_report_of_many_messages_is_summarised(self):
@@ -546,7 +546,7 @@ class TestCancel:
 
         response = act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 
-        assert said(response)[0][1].endswith("not cancelled: it is ready now, and somebody has it in hand; try again")
+        assert said(response)[0][1].endswith("not cancelled: it is ready now, and a process is working on it; try again")
 
     def test_cancel_confirmation_lists_the_messages_selected_across_pages(self):
         rows = [a_message(State.DEAD) for _ in range(3)]
@@ -560,7 +560,7 @@ class TestCancel:
         row = a_message(State.DEAD)
         OutboxMessage.objects.all().delete()
 
-        assert "None of them is there any more" in Page(act(staff_client(VIEW, CANCEL), "cancel", row)).text
+        assert "None of them exists any more" in Page(act(staff_client(VIEW, CANCEL), "cancel", row)).text
 
 
 @pytest.mark.django_db(databases=["default", "other"])

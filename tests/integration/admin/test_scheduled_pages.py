@@ -75,7 +75,7 @@ class TestScheduledList:
         now = utcnow()
         scheduled(created_at=now + timedelta(milliseconds=20), available_at=now + 8 * HOUR)
 
-        assert "put off by 8 h" in self.page().text
+        assert "delayed by 8 h" in self.page().text
 
     def test_list_links_to_the_message_page(self):
         row = scheduled()
