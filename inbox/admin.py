@@ -41,7 +41,7 @@ from outbox.console.display import (
     warning,
 )
 from outbox.console.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import COMPRESSION
 
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)

@@ -203,13 +203,13 @@ def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """inbox.E003: a database that the promises do not hold on."""
-    return unsupported_databases(InboxMessage, databases, "inbox.E003")
+    return unsupported_databases(InboxMessage, databases, check_id="inbox.E003")
 
 
 @register()
 def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """inbox.E005: settings under which a transaction or an instant is not what it seems."""
-    return unfit_settings(InboxMessage, "inbox.E005")
+    return unfit_settings(InboxMessage, check_id="inbox.E005")
 
 
 @register()
@@ -217,4 +217,4 @@ def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
     """inbox.W003: SQLite whose transactions begin as readers; the outbox says it where both are installed."""
     if apps.is_installed("outbox"):
         return []
-    return deferred_sqlite(InboxMessage, "inbox.W003")
+    return deferred_sqlite(InboxMessage, check_id="inbox.W003")

@@ -19,9 +19,9 @@ from inbox.handlers import Handler
 from inbox.purse import Purse
 from inbox.sessions import end_session
 from inbox.store.buckets import lease_tokens
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_collision
 from outbox.kernel.clock import monotonic
-from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision
 from outbox.kernel.retry import Pause
 from outbox.kernel.text import describe
 

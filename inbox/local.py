@@ -19,8 +19,8 @@ from inbox.reading import read
 from inbox.receiving import hand_over
 from inbox.runner import Runner
 from inbox.store import TwinBusy
+from outbox.database.faults import is_about_values
 from outbox.kernel.clock import monotonic
-from outbox.kernel.faults import is_about_values
 from outbox.kernel.text import describe
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
 

@@ -16,9 +16,9 @@ from inbox import store
 from inbox.sessions import end_session
 from inbox.store import TwinBusy
 from inbox.transactions import DatabaseAway, why_not_stored
-from outbox.kernel.faults import is_collision, remedy
+from outbox.database.faults import is_collision, remedy
+from outbox.database.schema import is_missing, why_unmigrated
 from outbox.kernel.outage import Outage
-from outbox.kernel.schema import is_missing, why_unmigrated
 
 
 class Outages:

@@ -24,7 +24,7 @@ from inbox.models import InboxMessage, State
 from inbox.reading import Arrival
 from inbox.store import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, Taken, TwinBusy
 from inbox.transactions import TRIES_AT_ONCE, decided
-from outbox.kernel.faults import is_collision
+from outbox.database.faults import is_collision
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)

@@ -50,9 +50,9 @@ from inbox.store import UNIDENTIFIED, Failure, Follower, Incoming, KeyBusy, NewR
 from inbox.suspects import is_suspect, one_suspect
 from inbox.transactions import DatabaseAway, call, decided, in_transaction, persistently
 from inbox.undecided import decide
+from outbox.database.faults import is_collision
 from outbox.kernel.body import Undecodable
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.faults import is_collision
 
 _KEY_BUSY_REST = timedelta(seconds=0.5)
 _HAND_OVER_WAIT = timedelta(milliseconds=20)

@@ -26,10 +26,10 @@ from inbox.handlers import Handler, Message
 from inbox.sessions import SessionChanges, end_session
 from inbox.statements import controls_transaction
 from inbox.store import Guard
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
 from outbox.kernel.context import Cause, caused_by
-from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)

@@ -97,19 +97,19 @@ def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
     """outbox.E004: a database that the promises do not hold on."""
-    return unsupported_databases(OutboxMessage, databases, "outbox.E004")
+    return unsupported_databases(OutboxMessage, databases, check_id="outbox.E004")
 
 
 @register()
 def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """outbox.E005: settings under which a transaction or an instant is not what it seems."""
-    return unfit_settings(OutboxMessage, "outbox.E005")
+    return unfit_settings(OutboxMessage, check_id="outbox.E005")
 
 
 @register()
 def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
     """outbox.W002: SQLite whose transactions begin as readers."""
-    return deferred_sqlite(OutboxMessage, "outbox.W002")
+    return deferred_sqlite(OutboxMessage, check_id="outbox.W002")
 
 
 @register()

@@ -9,9 +9,9 @@ from django.db.models import Case, DateTimeField, ExpressionWrapper, F, Func, JS
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Coalesce
 
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.fields import FIRST_INSTANT, LAST_INSTANT
+from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import BY_OPERATOR, REPLAY_HEADER
-from outbox.kernel.fields import FIRST_INSTANT, LAST_INSTANT
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -7,7 +7,7 @@ import uuid
 from django.db import models
 from django.db.models import Q
 
-from outbox.kernel.fields import InstantField, ReadableJSONField
+from outbox.database.fields import InstantField, ReadableJSONField
 from outbox.kernel.text import NAME_LENGTH
 from outbox.states import State
 

@@ -21,9 +21,9 @@ from inbox import store
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.handlers import Handler, registry
 from inbox.runner import Runner
+from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic
-from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.heartbeat import (
     AFTER_FAILURE_SECONDS,
     FORGET_SECONDS,

@@ -12,8 +12,8 @@ from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
 from inbox.handlers import registry
 from inbox.runner import Runner
+from outbox.database.connections import leave_pools
 from outbox.kernel.broker import scheme_of, why_unusable
-from outbox.kernel.databases import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
 

@@ -9,7 +9,7 @@ from django.db import connections
 
 from inbox.blocks import abandon, none_left_open
 from inbox.errors import TransactionBroken
-from outbox.kernel.databases import has_begun
+from outbox.database.connections import has_begun
 
 
 def is_inside_a_transaction(alias: str) -> bool:

@@ -37,7 +37,7 @@ from inbox.reading import Arrival, message_of, messages_of
 from inbox.sessions import SessionChanges
 from inbox.store import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy, give_back, leases, store_due
 from inbox.transactions import DatabaseAway, call, decided
-from outbox.kernel.databases import drop_unusable_connections
+from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.retry import Pause
 

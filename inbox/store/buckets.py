@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, transaction
 
 from inbox.models import TokenBucket
-from inbox.store.dialect import is_postgresql, now
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, InterfaceError, connections
 
 from inbox.models import InboxMessage
-from outbox.kernel.clock import now_after
+from outbox.database.connections import is_postgresql
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -24,16 +24,6 @@ UNBOUND = "set_config('lock_timeout', bound.before, true)"
 def as_bound(longest_wait: timedelta) -> str:
     """The parameter of BOUND."""
     return f"{int(longest_wait.total_seconds() * 1000)}ms"
-
-
-def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
-    return connection.vendor == "postgresql"
-
-
-def now(connection: BaseDatabaseWrapper) -> str:
-    """The database's clock at this statement, for SQL written by hand."""
-    # Adding nothing to it would cost PostgreSQL as much as a tenth of the statement.
-    return "statement_timestamp()" if is_postgresql(connection) else now_after(connection).replace("%s", "0")
 
 
 def binary(connection: BaseDatabaseWrapper) -> str:

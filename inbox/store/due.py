@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import DUE
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now
 from outbox.kernel.wire import CELERY_TOPICS
 
 if TYPE_CHECKING:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import DUE, State
-from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all, is_postgresql, now
+from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all
 from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import note, noting
-from outbox.kernel.clock import now_after, utcnow
-from outbox.kernel.prepared import Prepared, is_usable
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now, now_after
+from outbox.database.prepared_statements import PreparedStatement, is_usable
+from outbox.kernel.clock import utcnow
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ _BEGUN_WITH = {
 _PLACES = [f"${number}" for number in range(1, len(_BEGUN_WITH) + 1)]
 _BOUND = f"${len(_BEGUN_WITH) + 1}"
 # The transaction's own lock_timeout rests in a column, which the sentinel clears, from before the wait until after it.
-_BEGIN = Prepared(
+_BEGIN = PreparedStatement(
     "inbox_begin",
     [*_BEGUN_WITH.values(), "text"],
     f"INSERT INTO {TABLE} ({', '.join(_BEGUN_WITH)}, state, received_at, last_error, traceback) "

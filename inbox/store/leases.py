@@ -19,13 +19,14 @@ from django.db import connections, transaction
 from django.db.models import F
 
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound, is_postgresql, now
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
 from inbox.store.fresh import store_running
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.steps import remember_all
 from inbox.store.trail import note, note_leaving, noting
-from outbox.kernel.clock import DatabaseTime, now_after
+from outbox.database.connections import is_postgresql
+from outbox.database.now import DatabaseTime, now, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 _LEASE_OVER = "its lease had ended: its process died, or ran it for longer"

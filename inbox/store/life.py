@@ -11,8 +11,8 @@ from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, State, TrailEntry
 from inbox.store.dialect import TABLE
 from outbox.console.trail import Account, Moment, Standing
+from outbox.database.connections import with_table
 from outbox.kernel.clock import utcnow
-from outbox.kernel.databases import with_table
 
 _NOT_HERE = (
     "No handler here has it: none takes its topic, it has not arrived, another message of its biz-id came first, or "

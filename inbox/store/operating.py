@@ -14,9 +14,9 @@ from inbox.store.dialect import TABLE
 from inbox.store.due import longest_due
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
 from inbox.store.trail import note
-from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.databases import lock_timeout
-from outbox.kernel.faults import is_collision
+from outbox.database.connections import lock_timeout
+from outbox.database.faults import is_collision
+from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 _OPERATORS_WAIT = timedelta(seconds=10)

@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections, transaction
 
 from inbox.models import InboxMessage, State
-from inbox.store.dialect import TABLE, is_postgresql
+from inbox.store.dialect import TABLE
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import note
-from outbox.kernel.clock import NOW_AFTER, now_after
-from outbox.kernel.prepared import Prepared, is_usable
+from outbox.database.connections import is_postgresql
+from outbox.database.now import NOW_AFTER, now_after
+from outbox.database.prepared_statements import PreparedStatement, is_usable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -124,7 +125,7 @@ def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
     )
 
 
-_PROMOTE_HEAD = Prepared("inbox_promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
+_PROMOTE_HEAD = PreparedStatement("inbox_promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
 
 
 def is_head(alias: str, handler: str, key: str, row: int) -> bool:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from django.db import OperationalError
 
-from outbox.kernel.faults import LOCK_TIMEOUT, sqlstate_of
+from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""

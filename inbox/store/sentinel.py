@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from django.db import DatabaseError, InterfaceError, connections
 
 from inbox.errors import TransactionBroken, TransactionEnded
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE
 from inbox.store.ordering import GATE, for_gate, promote_next
 from inbox.store.rows import PARTLY, Guard
 from inbox.store.trail import note
-from outbox.kernel.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
-from outbox.kernel.prepared import Prepared, is_usable
+from outbox.database.connections import is_postgresql
+from outbox.database.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
+from outbox.database.now import now
+from outbox.database.prepared_statements import PreparedStatement, is_usable
 from outbox.kernel.text import describe
 
 if TYPE_CHECKING:
@@ -28,13 +30,13 @@ SAVEPOINT = "inbox_guard"
 _WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = ''"
 # Said outright, the planner would go by a partial index, over the dead entries of all that was handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
-_FINISH = Prepared(
+_FINISH = PreparedStatement(
     "inbox_finish",
     ["bigint", "int", "text"],
     f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
     f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3",
 )
-_FINISH_IN_ORDER = Prepared(
+_FINISH_IN_ORDER = PreparedStatement(
     "inbox_finish_in_order",
     ["bigint", "int", "text", "bigint", "text"],
     f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "

@@ -8,10 +8,11 @@ from datetime import timedelta
 from django.db import connections, transaction
 
 from inbox.models import State
-from inbox.store.dialect import TABLE, now
+from inbox.store.dialect import TABLE
 from inbox.store.rows import NewRow
 from inbox.store.together import begin_together
 from inbox.store.trail import note
+from outbox.database.now import now
 from outbox.kernel.text import ERROR_LENGTH, printable
 
 

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from django.db import connections
 
 from inbox.models import Step
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now
 
 STEPS = Step._meta.db_table
 _WRITE = "ON CONFLICT (message_id, name) DO UPDATE SET result = excluded.result, taken_at = excluded.taken_at"

@@ -16,13 +16,13 @@ from django.db import IntegrityError, connections, transaction
 
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
-from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound, is_postgresql, now
+from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
 from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_noted, note_leaving
-from outbox.kernel.clock import DatabaseTime, now_after
-from outbox.kernel.databases import lock_timeout
+from outbox.database.connections import is_postgresql, lock_timeout
+from outbox.database.now import DatabaseTime, now, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 _OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"

@@ -13,9 +13,10 @@ from datetime import timedelta
 from django.db import connections
 
 from inbox.models import InboxMessage, State
-from inbox.store.dialect import TABLE, is_postgresql
+from inbox.store.dialect import TABLE
 from inbox.store.rows import NewRow
-from outbox.kernel.clock import now_after
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now_after
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import State
-from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql, now
+from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.fresh import begin_fresh
 from inbox.store.rows import Guard, NewRow, locked_means_busy
-from outbox.kernel.databases import lock_timeout
+from outbox.database.connections import is_postgresql, lock_timeout
+from outbox.database.now import now
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

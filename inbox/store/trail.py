@@ -14,7 +14,9 @@ from django.db import connections, transaction
 
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
-from inbox.store.dialect import TABLE, is_postgresql, now
+from inbox.store.dialect import TABLE
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 

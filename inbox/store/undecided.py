@@ -12,11 +12,11 @@ from datetime import timedelta
 from django.db import IntegrityError, connections, transaction
 
 from inbox.models import InboxMessage, State
-from inbox.store.dialect import TABLE, binary, fetch_all, is_postgresql
+from inbox.store.dialect import TABLE, binary, fetch_all
 from inbox.store.fresh import count_duplicate, insert
 from inbox.store.rows import DuplicateCause, Earlier, NewRow, locked_means_busy
-from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.databases import lock_timeout
+from outbox.database.connections import is_postgresql, lock_timeout
+from outbox.database.now import DatabaseTime
 
 _COUNTS = ("duplicates", "redeliveries", "resends", "replays")
 

@@ -33,7 +33,7 @@ from outbox.console.display import (
     warning,
 )
 from outbox.console.message_admin import StateFilter, StuckFilter
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import JSON
 from outbox.kernel.wire import CELERY_TOPICS
 from outbox.models import OutboxMessage

@@ -16,7 +16,7 @@ from outbox.admin.selections import SelectionAdmin
 from outbox.conf import outbox_options
 from outbox.console.acting_admin import counted
 from outbox.console.display import NOTHING, Tone, age, badge, clock, duration, identifier, stacked, warning
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import ScheduledMessage
 from outbox.states import State
 

@@ -11,7 +11,7 @@ from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from outbox.admin.messages import OutboxMessageAdmin
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 

@@ -29,7 +29,7 @@ from django.utils.safestring import SafeString
 
 from outbox.console.display import visible
 from outbox.console.pages import Page
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 
 if TYPE_CHECKING:
     from django.forms import Form

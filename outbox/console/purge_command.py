@@ -12,7 +12,7 @@ from django.db.models import Model
 
 from outbox.console.terminal import Progress, days
 from outbox.database.purging import delete_in_chunks, older_entries
-from outbox.kernel.schema import require_schema
+from outbox.database.schema import require_schema
 
 
 class PurgeCommand(BaseCommand):

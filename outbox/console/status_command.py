@@ -12,8 +12,8 @@ from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
 from outbox.console.terminal import age, table, watch
+from outbox.database.schema import require_schema
 from outbox.kernel.loop import StopRequest, running_until_signalled
-from outbox.kernel.schema import require_schema
 
 _REDRAW_SECONDS = 2.0
 

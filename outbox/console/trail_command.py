@@ -15,8 +15,8 @@ from django.db import connections
 from django.utils import timezone
 
 from outbox.console.trail import Life, Moment, Standing, apps_asked, ids_of, life_of
+from outbox.database.schema import why_unmigrated
 from outbox.kernel.clock import utcnow
-from outbox.kernel.schema import why_unmigrated
 
 _NARROWEST, _WIDEST = 60, 200
 _MOST_LINES = 4

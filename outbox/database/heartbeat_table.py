@@ -9,7 +9,7 @@ from typing import Any
 from django.db import connections
 from django.db.models import BooleanField, ExpressionWrapper, Model, Q, QuerySet
 
-from outbox.kernel.clock import DatabaseTime, now_after
+from outbox.database.now import DatabaseTime, now_after
 from outbox.kernel.heartbeat import SILENT_AFTER, ProcessIdentity
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from django.db.models import Model, QuerySet
 
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 
 
 def older_entries(trail: type[Model], alias: str, older_than: timedelta) -> QuerySet[Any]:

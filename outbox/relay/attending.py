@@ -26,12 +26,12 @@ from typing import Protocol
 
 from django.db import DatabaseError, InterfaceError, connections
 
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_collision, is_outage, why_unavailable
+from outbox.database.schema import is_missing, report_missing
 from outbox.kernel.clock import awake, monotonic
-from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision, is_outage, why_unavailable
 from outbox.kernel.loop import Bell, StopRequest
 from outbox.kernel.outage import Outage
-from outbox.kernel.schema import is_missing, report_missing
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from django.db import transaction
 from outbox import store
 from outbox.callbacks import registry
 from outbox.conf import OutboxOptions
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_collision, is_outage
 from outbox.kernel.clock import monotonic, utcnow
-from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision, is_outage
 from outbox.kernel.text import describe
 from outbox.relay.attending import Attendant
 

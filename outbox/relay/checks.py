@@ -18,8 +18,8 @@ from django.db import transaction
 from outbox import doorbell, signals, store
 from outbox.checkers import Answer, HalfMessage, checkers
 from outbox.conf import OutboxOptions
+from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.clock import monotonic, utcnow
-from outbox.kernel.databases import drop_unusable_connections
 from outbox.kernel.text import describe
 from outbox.models import OutboxMessage
 from outbox.relay.attending import Attendant

@@ -16,8 +16,8 @@ from typing import Any
 from django.db import Error, connections
 
 from outbox import store
+from outbox.database.faults import is_outage
 from outbox.kernel.clock import monotonic
-from outbox.kernel.faults import is_outage
 from outbox.kernel.heartbeat import (
     AFTER_FAILURE_SECONDS,
     FORGET_SECONDS,

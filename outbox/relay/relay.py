@@ -15,17 +15,17 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from outbox import store
 from outbox.conf import OutboxOptions
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
+from outbox.database.schema import is_missing, report_missing
 from outbox.doorbell import ALERT_SECONDS
 from outbox.kernel.broker import REFUSAL_REMEDY
 from outbox.kernel.clock import monotonic
-from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.masking import masked
 from outbox.kernel.outage import Outage
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.retry import Pause
-from outbox.kernel.schema import is_missing, report_missing
 from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Transport
 from outbox.models import SHARDS
 from outbox.relay.attending import Attendant

@@ -13,7 +13,7 @@ from django.db import connections
 
 from outbox import store
 from outbox.conf import outbox_options
-from outbox.kernel.databases import leave_pools
+from outbox.database.connections import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
 from outbox.kernel.reminder import Reminder

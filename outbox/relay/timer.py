@@ -28,13 +28,13 @@ from django.db import Error, connections
 
 from outbox import store
 from outbox.conf import OutboxOptions
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_collision, is_outage, why_unavailable
+from outbox.database.schema import is_missing, report_missing
 from outbox.kernel.clock import monotonic
-from outbox.kernel.databases import drop_unusable_connections
-from outbox.kernel.faults import is_collision, is_outage, why_unavailable
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
-from outbox.kernel.schema import is_missing, report_missing
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
 from outbox.store import Place
 

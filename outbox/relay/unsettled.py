@@ -15,8 +15,8 @@ from math import inf
 from django.db import Error
 
 from outbox import store
+from outbox.database.faults import remedy
 from outbox.kernel.clock import monotonic
-from outbox.kernel.faults import remedy
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.retry import Pause
 from outbox.kernel.text import describe

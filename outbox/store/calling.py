@@ -17,13 +17,14 @@ from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
 from outbox.callbacks import Event, SettledMessage, registry
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.connections import is_postgresql
+from outbox.database.faults import is_outage
+from outbox.database.now import DatabaseTime, now
 from outbox.kernel.envelope import REPLAY_HEADER
-from outbox.kernel.faults import is_outage
 from outbox.kernel.text import ERROR_LENGTH, describe, printable
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.store.dialect import TABLE, any_of, is_postgresql, now
+from outbox.store.dialect import TABLE, any_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper

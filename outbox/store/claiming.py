@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
-from outbox.kernel.clock import NOW_AFTER
-from outbox.kernel.prepared import PLANNED_SINGLY, Prepared, is_usable
+from outbox.database.connections import is_postgresql
+from outbox.database.now import NOW_AFTER, now
+from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from outbox.kernel.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import HOLDING_KEY
-from outbox.store.dialect import LOCK_SPACE, TABLE, any_of, array_of, is_postgresql, now
+from outbox.store.dialect import LOCK_SPACE, TABLE, any_of, array_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -176,19 +177,21 @@ def _of_shards(shards: str, floors: str, each: str, besides: str = "") -> str:
 
 
 _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
-_LOOK_PREPARED = Prepared(
+_LOOK_PREPARED = PreparedStatement(
     "outbox_look",
     ["int[]", "bigint[]"],
     _LOOK.format(shards="SELECT * FROM unnest($1, $2)", now=_NOW, until=_UNTIL.format(now=_NOW)),
     most_runs=PLANNED_SINGLY,
 )
-_READ_PREPARED = Prepared(
+_READ_PREPARED = PreparedStatement(
     "outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"), most_runs=PLANNED_SINGLY
 )
 _BESIDES = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _BESIDES_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = f"SELECT m.id FROM {TABLE} m WHERE m.id = ANY({{positions}}) AND m.state = 'ready' FOR NO KEY UPDATE SKIP LOCKED"
-_LOCK_ROWS_PREPARED = Prepared("outbox_lock_rows", ["bigint[]"], _LOCK_ROWS.format(positions="$1"), most_runs=PLANNED_SINGLY)
+_LOCK_ROWS_PREPARED = PreparedStatement(
+    "outbox_lock_rows", ["bigint[]"], _LOCK_ROWS.format(positions="$1"), most_runs=PLANNED_SINGLY
+)
 _LOCKERS = (
     # A transaction that has locked or changed a row is named by the row's xmax, unless several have.
     f"SELECT DISTINCT l.pid FROM {TABLE} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax "

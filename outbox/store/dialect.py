@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outbox.kernel.clock import now_after
+from outbox.database.connections import is_postgresql
 from outbox.models import OutboxMessage
 
 if TYPE_CHECKING:
@@ -20,14 +20,6 @@ _T = TypeVar("_T")
 TABLE = OutboxMessage._meta.db_table
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
-
-
-def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
-    return connection.vendor == "postgresql"
-
-
-def now(connection: BaseDatabaseWrapper) -> str:
-    return now_after(connection).replace("%s", "0")
 
 
 def any_of(connection: BaseDatabaseWrapper, values: Sequence[int]) -> tuple[str, Any]:

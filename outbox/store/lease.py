@@ -11,7 +11,7 @@ from typing import Any
 from django.db import transaction
 from django.db.models import Q
 
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayLease

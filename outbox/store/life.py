@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from outbox.conf import outbox_options
 from outbox.console.trail import Account, Moment, Standing
+from outbox.database.connections import with_table
 from outbox.kernel.clock import utcnow
-from outbox.kernel.databases import with_table
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import State
 

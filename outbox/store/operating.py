@@ -11,12 +11,12 @@ from typing import Any
 from django.db import OperationalError, connections, transaction
 from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
 
-from outbox.kernel.clock import DatabaseTime
-from outbox.kernel.databases import lock_timeout
-from outbox.kernel.faults import is_collision
+from outbox.database.connections import is_postgresql, lock_timeout
+from outbox.database.faults import is_collision
+from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, PendingCallback, RelayLease
 from outbox.states import CANCEL, PUBLISH_NOW, RESCHEDULE, SETTLED, State, Transition
-from outbox.store.dialect import LOCK_SPACE, TABLE, is_postgresql
+from outbox.store.dialect import LOCK_SPACE, TABLE
 from outbox.store.transitions import move
 
 OPERATORS_WAIT = timedelta(seconds=10)

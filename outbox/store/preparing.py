@@ -15,7 +15,7 @@ from datetime import timedelta
 from django.db import transaction
 from django.db.models import QuerySet
 
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage
 from outbox.states import COMMIT, GIVE_UP, RESUME_CHECKS, ROLL_BACK, UNDECIDED, State

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from django.db import IntegrityError, OperationalError, transaction
 from django.db.models import Count, Min, QuerySet
 
+from outbox.database.connections import lock_timeout
+from outbox.database.faults import is_collision
 from outbox.expressions import IS_AHEAD
-from outbox.kernel.databases import lock_timeout
-from outbox.kernel.faults import is_collision
 from outbox.models import OutboxMessage
 from outbox.states import RESTORE, State
 from outbox.store.operating import OPERATORS_WAIT

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from django.db import connections
 
-from outbox.kernel.clock import now_after
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import FIRE
 from outbox.store.claiming import ASIDE
-from outbox.store.dialect import TABLE, any_of, array_of, is_postgresql, now
+from outbox.store.dialect import TABLE, any_of, array_of
 from outbox.store.transitions import Found, move
 
 if TYPE_CHECKING:

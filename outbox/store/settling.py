@@ -9,8 +9,10 @@ from typing import Any
 
 from django.db import Error, connections, transaction
 
-from outbox.kernel.faults import is_canceled, may_be_of_a_row
-from outbox.kernel.schema import is_missing
+from outbox.database.connections import is_postgresql
+from outbox.database.faults import is_canceled, may_be_of_a_row
+from outbox.database.now import now
+from outbox.database.schema import is_missing
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.states import (
     DEFER,
@@ -27,7 +29,7 @@ from outbox.states import (
     Transition,
 )
 from outbox.store.calling import note_calls
-from outbox.store.dialect import TABLE, any_of, is_postgresql, now
+from outbox.store.dialect import TABLE, any_of
 from outbox.store.transitions import Found, count_moved
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)

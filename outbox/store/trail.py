@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from django.db import connections
 
 from outbox.conf import outbox_options
+from outbox.database.now import now
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 from outbox.models import TrailEntry
-from outbox.store.dialect import TABLE, any_of, now
+from outbox.store.dialect import TABLE, any_of
 
 _TRAIL = TrailEntry._meta.db_table
 

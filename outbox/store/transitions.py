@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db import connections, transaction
 from django.db.models.sql import UpdateQuery
 
+from outbox.database.connections import is_postgresql
 from outbox.models import OutboxMessage
 from outbox.states import State, Transition
-from outbox.store.dialect import any_of, is_postgresql
+from outbox.store.dialect import any_of
 from outbox.store.trail import is_recorded, record
 
 if TYPE_CHECKING:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
-from outbox.kernel.clock import now_after
+from outbox.database.connections import is_postgresql
+from outbox.database.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import State
-from outbox.store.dialect import TABLE, as_uuid, chunks, is_postgresql, now
+from outbox.store.dialect import TABLE, as_uuid, chunks
 from outbox.store.trail import record_insert
 from outbox.store.unique import UNLESS_FOUND
 

@@ -6,7 +6,7 @@ import pytest
 from django.db import transaction
 
 from outbox import publish
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import PendingCallback
 from tests.support.apps.effects.models import Effect
 

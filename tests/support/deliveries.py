@@ -16,7 +16,8 @@ from inbox.models import DUE, InboxMessage
 from inbox.reading import read
 from inbox.receiving import receive
 from inbox.runner import Runner
-from outbox.kernel.clock import DatabaseTime, utcnow
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect

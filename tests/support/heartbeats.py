@@ -8,7 +8,7 @@ from datetime import timedelta
 from inbox import store as inbox_store
 from inbox.models import ConsumerHeartbeat
 from outbox import store
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.heartbeat import ProcessIdentity
 from outbox.models import RelayHeartbeat
 

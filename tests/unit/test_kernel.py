@@ -28,10 +28,10 @@ from django.db import (
 
 from outbox.console import terminal
 from outbox.console.process import run_until_signalled
+from outbox.database.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from outbox.kernel import broker
 from outbox.kernel.clock import utcnow
 from outbox.kernel.context import Cause, caused_by, current_cause
-from outbox.kernel.faults import is_about_values, is_collision, is_lost, is_outage, remedy
 from outbox.kernel.identity import new_message_id, process_name
 from outbox.kernel.loop import EXIT_SILENT, StopRequest, running_until_signalled
 from outbox.kernel.outage import Outage

@@ -8,8 +8,8 @@ from inbox.consumer.service import serve
 from inbox.handlers import registry
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import log_to_console
+from outbox.database.schema import require_schema
 from outbox.kernel.loop import StopRequest
-from outbox.kernel.schema import require_schema
 
 
 class Command(BaseCommand):

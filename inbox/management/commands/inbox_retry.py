@@ -12,7 +12,7 @@ from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
 from outbox.console.terminal import Progress, refuse_unknown
-from outbox.kernel.schema import require_schema
+from outbox.database.schema import require_schema
 from outbox.kernel.wire import CELERY_TOPICS
 
 logger = logging.getLogger(__name__)

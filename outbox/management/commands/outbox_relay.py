@@ -8,9 +8,9 @@ from django.db import DEFAULT_DB_ALIAS
 from outbox.conf import LOCAL_BROKER, outbox_options
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import log_to_console
+from outbox.database.schema import require_schema
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.loop import StopRequest
-from outbox.kernel.schema import require_schema
 from outbox.relay.service import serve
 
 

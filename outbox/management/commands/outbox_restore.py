@@ -9,7 +9,7 @@ from django.utils.timezone import is_naive, make_aware
 
 from outbox import store
 from outbox.console.terminal import Progress, age, message_id, refuse_unknown, table
-from outbox.kernel.schema import require_schema
+from outbox.database.schema import require_schema
 from outbox.restoring import restoring
 from outbox.states import RESTORE
 

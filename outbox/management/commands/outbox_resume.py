@@ -5,7 +5,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from outbox import store
 from outbox.console.terminal import Progress, message_id, refuse_unknown
-from outbox.kernel.schema import require_schema
+from outbox.database.schema import require_schema
 from outbox.models import OutboxMessage
 from outbox.states import State
 

@@ -15,7 +15,8 @@ from inbox.handlers import registry
 from inbox.models import InboxMessage, State
 from inbox.ordering import take_in
 from inbox.reading import read
-from outbox.kernel.clock import DatabaseTime, utcnow
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import utcnow
 from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row
 from tests.support.waiting import wait_until
 

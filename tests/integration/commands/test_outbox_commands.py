@@ -14,7 +14,7 @@ from django.db import connection
 
 from outbox import store
 from outbox.console import status_command
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease

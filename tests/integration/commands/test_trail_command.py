@@ -14,7 +14,7 @@ from django.test import override_settings
 from inbox.models import InboxMessage
 from outbox import cancel, store
 from outbox.console.trail import life_of
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.store import Failure, Settlement
 from tests.support.deliveries import an_envelope, deliver, the_effect

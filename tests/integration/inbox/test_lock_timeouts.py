@@ -10,7 +10,7 @@ from django.db import connection, transaction
 
 from inbox.reading import read
 from inbox.receiving import hand_over
-from outbox.kernel.databases import lock_timeout
+from outbox.database.connections import lock_timeout
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True)]

@@ -26,7 +26,7 @@ from inbox.reading import read
 from inbox.receiving import Received
 from inbox.runner import Runner
 from inbox.store.buckets import lease_tokens
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.loop import StopRequest
 from tests.support import ROOT
 from tests.support.aliases import the_default_at

@@ -18,8 +18,9 @@ from inbox.ordering import take_in
 from inbox.reading import read
 from inbox.store import leases
 from inbox.store.shedding import store_shed
+from outbox.database.now import DatabaseTime
 from outbox.database.purging import delete_in_chunks, older_entries
-from outbox.kernel.clock import DatabaseTime, utcnow
+from outbox.kernel.clock import utcnow
 from outbox.kernel.identity import process_name
 from tests.support.deliveries import (
     OPTIONS,

@@ -26,7 +26,8 @@ from inbox.outcomes import Received
 from inbox.reading import read
 from inbox.receiving import hand_over
 from outbox import publish
-from outbox.kernel.clock import DatabaseTime, monotonic, utcnow
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import monotonic, utcnow
 from outbox.models import OutboxMessage
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (

@@ -28,7 +28,8 @@ from inbox.reading import read
 from inbox.runner import Runner
 from inbox.store import intake, operating, ordering, sentinel, stored
 from inbox.transactions import DatabaseAway
-from outbox.kernel.clock import DatabaseTime, monotonic, utcnow
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, options

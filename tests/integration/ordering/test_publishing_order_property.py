@@ -23,9 +23,10 @@ import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
 
 from outbox import publish, store
-from outbox.kernel.clock import DatabaseTime, monotonic
+from outbox.database.now import DatabaseTime
+from outbox.database.prepared_statements import PreparedStatement
+from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
-from outbox.kernel.prepared import Prepared
 from outbox.kernel.transport import BrokerUnavailable
 from outbox.models import SHARDS, OutboxMessage
 from outbox.relay import passes
@@ -598,7 +599,7 @@ def held_by(patch, condition):
     assert claiming._HELD in claiming._COLUMNS
     patch.setattr(claiming, "_COLUMNS", claiming._COLUMNS.replace(claiming._HELD, condition))
     read = f"outbox_read_{zlib.crc32(condition.encode())}", ["int[]", "bigint[]", "bigint"]
-    patch.setattr(claiming, "_READ_PREPARED", Prepared(*read, claiming._of_shards("$1", "$2", "$3")))
+    patch.setattr(claiming, "_READ_PREPARED", PreparedStatement(*read, claiming._of_shards("$1", "$2", "$3")))
 
 
 MUTATIONS = {

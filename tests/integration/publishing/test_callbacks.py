@@ -18,7 +18,7 @@ from django.test.utils import CaptureQueriesContext
 from outbox import on_dead, on_published, restore, store
 from outbox.callbacks import registry
 from outbox.conf import outbox_options
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.relay import calling

@@ -31,7 +31,7 @@ from outbox import (
     reschedule,
     store,
 )
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 from outbox.store.dialect import LOCK_SPACE

@@ -26,7 +26,7 @@ from outbox import (
 )
 from outbox.checkers import checkers
 from outbox.conf import OutboxOptions
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay.checks import askers

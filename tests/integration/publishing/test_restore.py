@@ -16,7 +16,7 @@ from django.db import connection, transaction
 from django.utils import timezone
 
 from outbox import InvalidMessage, UnknownMessage, cancel, publish, reschedule, restore, restoring, store
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import RESTORE, State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer

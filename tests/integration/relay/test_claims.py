@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox import Draft, publish, publish_many, store
-from outbox.kernel.clock import DatabaseTime, monotonic
-from outbox.kernel.faults import is_outage
+from outbox.database.faults import is_outage
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 from django.db import connection
 
-from outbox.kernel import schema
+from outbox.database import schema
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
 from outbox.models import OutboxMessage

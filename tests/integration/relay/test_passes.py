@@ -8,7 +8,7 @@ import pytest
 from django.db import transaction
 
 from outbox import Draft, publish_many, signals, store
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
 from outbox.states import State

@@ -13,8 +13,8 @@ from psycopg import IsolationLevel
 from inbox.models import InboxMessage, State
 from inbox.outcomes import Received
 from inbox.store import fresh, sentinel
+from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import utcnow
-from outbox.kernel.prepared import Prepared
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import InAThread, an_envelope, at_once, deliver, effects, options, run_to_the_end, the_effect
@@ -221,7 +221,7 @@ def test_backend_terminated_between_two_messages_causes_no_failure(handles):
 @pytest.mark.parametrize("text", ["a\x00b", "\ud800"], ids=["nul", "surrogate"])
 def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
     """Neither gets this far: names are cleaned when a message is read."""
-    statement = Prepared("test", ["text"], "SELECT $1")
+    statement = PreparedStatement("test", ["text"], "SELECT $1")
     with transaction.atomic():
         with pytest.raises((DataError, UnicodeEncodeError)):
             statement.execute(connection, [text])
@@ -230,7 +230,7 @@ def test_text_that_no_column_accepts_raises_and_is_not_truncated(text):
 
 
 def test_nothing_is_prepared_under_gevent(handles, monkeypatch):
-    monkeypatch.setattr("outbox.kernel.prepared.detect_environment", lambda: "gevent")
+    monkeypatch.setattr("outbox.database.prepared_statements.detect_environment", lambda: "gevent")
 
     assert deliver(handles(the_effect)) is Received.HANDLED
     assert (effects(), prepared()) == (1, set())

@@ -8,7 +8,7 @@ import pytest
 from django.db import transaction
 
 from outbox import store
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import RelayLease
 from outbox.relay.passes import Pass
 from outbox.states import State

@@ -15,8 +15,8 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from outbox import Draft, cancel, publish_many, publish_now, reschedule, store
+from outbox.database.now import DatabaseTime
 from outbox.database.purging import delete_in_chunks, older_entries
-from outbox.kernel.clock import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.models import TrailEntry
 from outbox.states import CANCEL, State

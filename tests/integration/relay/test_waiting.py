@@ -9,7 +9,7 @@ import pytest
 from django.db import connection, connections, transaction
 
 from outbox import Draft, publish_many, store
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.relaying import (

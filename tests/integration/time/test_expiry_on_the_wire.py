@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from outbox.kernel.clock import DatabaseTime
+from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.transport import Outcome, Parcel
 from outbox.states import State

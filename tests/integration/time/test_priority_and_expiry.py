@@ -10,7 +10,8 @@ import pytest
 from django.db import transaction
 
 from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals, store
-from outbox.kernel.clock import DatabaseTime, monotonic
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.relay import passes
 from outbox.states import State

@@ -9,7 +9,8 @@ from django.db.models import F
 from django.utils.timezone import get_fixed_timezone
 
 from outbox import Draft, publish, publish_many, store
-from outbox.kernel.clock import DatabaseTime, utcnow
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage
 from outbox.states import State
 from tests.support.relaying import TOPIC, in_hand, published, row_of, set_columns, state_of

@@ -9,7 +9,8 @@ import pytest
 from django.db import transaction
 
 from outbox import Draft, cancel, publish, publish_many, reschedule
-from outbox.kernel.clock import DatabaseTime, monotonic
+from outbox.database.now import DatabaseTime
+from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.models import OutboxMessage, RelayLease, TrailEntry
 from outbox.relay import timer as module

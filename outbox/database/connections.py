@@ -7,12 +7,19 @@ import sqlite3
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections, router
 from django.db.models import Model
 
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
 logger = logging.getLogger(__name__)
+
+
+def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
+    return connection.vendor == "postgresql"
 
 
 @contextmanager

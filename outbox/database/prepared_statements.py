@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from django.db import DataError, OperationalError
 from kombu.utils.compat import detect_environment
 
-from outbox.kernel.faults import SERIALIZATION_FAILURE
+from outbox.database.faults import SERIALIZATION_FAILURE
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -37,7 +37,7 @@ class StatementLost(OperationalError):
     sqlstate = SERIALIZATION_FAILURE
 
 
-class Answer(NamedTuple):
+class StatementResult(NamedTuple):
     """What PostgreSQL answered.
 
     Attributes:
@@ -57,7 +57,7 @@ class _AtHand:
     runs: dict[bytes, int]
 
 
-class Prepared:
+class PreparedStatement:
     """A statement with the types of its parameters, as PostgreSQL calls them. In `text` they are `$1`, `$2`, ….
 
     What is given for each is text as PostgreSQL writes it, bytes, an instant, or what `str` makes that of.
@@ -73,7 +73,7 @@ class Prepared:
         self._prepare = f"PREPARE {name} ({', '.join(types)}) AS {text}".encode()
         self._formats = [_BINARY if kind == "bytea" else _TEXT for kind in types]
 
-    def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> Answer:
+    def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
         """Run it, in the transaction if one is open. Only when `is_usable`.
 
         Raises:
@@ -83,7 +83,7 @@ class Prepared:
         result = self._run(connection, parameters)
         columns = range(result.nfields)
         rows = [[_text(result.get_value(row, column)) for column in columns] for row in range(result.ntuples)]
-        return Answer(rows, result.command_tuples or 0)
+        return StatementResult(rows, result.command_tuples or 0)
 
     def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         """As `execute`; the rows as a cursor of psycopg's gives them, which is the faster the more there are."""
