@@ -22,7 +22,7 @@ from inbox.store import TwinBusy
 from outbox.database.faults import is_about_values
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
-from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
+from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Parcel, PublishOutcome, Sent, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ class LocalTransport:
             with transaction.atomic(using=self._alias):
                 return self._hand_over(parcel)
         except TwinBusy:
-            return Verdict(Outcome.UNKNOWN, "an earlier copy is being run right now")
+            return Verdict(PublishOutcome.UNKNOWN, "an earlier copy is being run right now")
         except DatabaseError as error:
             if not is_about_values(error):
                 raise
-            return Verdict(Outcome.REFUSED, f"the inbox cannot store it: {describe(error)}")
+            return Verdict(PublishOutcome.REFUSED, f"the inbox cannot store it: {describe(error)}")
         except Exception as error:  # noqa: BLE001 - a row that was damaged by hand may hold anything
-            return Verdict(Outcome.REFUSED, f"it cannot be handed over: {describe(error)}")
+            return Verdict(PublishOutcome.REFUSED, f"it cannot be handed over: {describe(error)}")
 
     def _strangers(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
         """Those that cannot be handed to, because they write to another database."""
@@ -79,19 +79,19 @@ class LocalTransport:
         envelope = parcel.envelope
         if parcel.wire is not None:
             return Verdict(
-                Outcome.REFUSED,
+                PublishOutcome.REFUSED,
                 f"{envelope.topic} is in the form of another protocol, and local:// hands over to this service's own handlers; "
                 "set OUTBOX['BROKER_URL'] to the broker that its workers receive from",
             )
         handlers = registry.for_topic(envelope.topic)
         if not handlers:
             return Verdict(
-                Outcome.RETURNED,
+                PublishOutcome.RETURNED,
                 f"unroutable: no handler takes the topic {envelope.topic!r}; they are found in handlers.py of installed apps",
             )
         if strangers := self._strangers(handlers):
             return Verdict(
-                Outcome.REFUSED,
+                PublishOutcome.REFUSED,
                 f"the handler {strangers[0].name} writes to the database {strangers[0].using!r}, but local:// hands over "
                 f"inside one transaction of {self._alias!r}; use a broker between databases",
             )

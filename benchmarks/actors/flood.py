@@ -24,7 +24,7 @@ SILENCE_SECONDS = 30.0
 def main() -> None:
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
     from outbox.kernel.clock import monotonic  # noqa: PLC0415
-    from outbox.kernel.transport import Outcome, Parcel  # noqa: PLC0415
+    from outbox.kernel.transport import Parcel, PublishOutcome  # noqa: PLC0415
     from outbox.transports import open_transport  # noqa: PLC0415
 
     count, per_second = int(sys.argv[1]), float(sys.argv[2])
@@ -37,7 +37,7 @@ def main() -> None:
         numbers = range(first, min(first + PER_BATCH, count))
         parcels = [Parcel(position=number, envelope=envelope(number, many_customers(number))) for number in numbers]
         answer = transport.send(parcels, monotonic() + SILENCE_SECONDS)
-        confirmed += sum(verdict.outcome is Outcome.CONFIRMED for verdict in answer.verdicts.values())
+        confirmed += sum(verdict.outcome is PublishOutcome.CONFIRMED for verdict in answer.verdicts.values())
     seconds = time.monotonic() - began
     transport.close()
     if confirmed != count:

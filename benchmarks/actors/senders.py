@@ -94,7 +94,7 @@ def _lane(envelopes: Sequence[Envelope], ready: threading.Barrier) -> tuple[floa
     """When it began and ended, after its first batch."""
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
     from outbox.kernel.clock import monotonic  # noqa: PLC0415
-    from outbox.kernel.transport import Outcome, Parcel, Sent  # noqa: PLC0415
+    from outbox.kernel.transport import Parcel, PublishOutcome, Sent  # noqa: PLC0415
     from outbox.transports import open_transport  # noqa: PLC0415
 
     options = outbox_options()
@@ -113,7 +113,7 @@ def _lane(envelopes: Sequence[Envelope], ready: threading.Barrier) -> tuple[floa
     answers += map(send, batches)
     ended = time.perf_counter()
     opened.close()
-    confirmed = sum(verdict.outcome is Outcome.CONFIRMED for answer in answers for verdict in answer.verdicts.values())
+    confirmed = sum(verdict.outcome is PublishOutcome.CONFIRMED for answer in answers for verdict in answer.verdicts.values())
     if confirmed != len(envelopes):
         raise SystemExit(f"{confirmed} of {len(envelopes)} messages were confirmed")
     return began, ended

@@ -87,7 +87,7 @@ class LeanChangeList(ChangeList):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class ActionResult:
     """What became of one picked row.
 
     Attributes:
@@ -313,23 +313,23 @@ class ActingAdmin(ReadOnlyAdmin):
         row: Any,
         transition: Transition,
         entry: str,
-    ) -> Outcome:
+    ) -> ActionResult:
         if row is None:
-            return Outcome(subject=f"number {pk}", failed="it no longer exists")
+            return ActionResult(subject=f"number {pk}", failed="it no longer exists")
         subject = self.subject(row)
         try:
             with transaction.atomic(using=alias):
                 if transition(alias, pk):
                     self.log_change(request, row, entry)
-                    return Outcome(subject=subject)
-            return Outcome(subject=subject, failed=self.why_not(request, alias, pk))
+                    return ActionResult(subject=subject)
+            return ActionResult(subject=subject, failed=self.why_not(request, alias, pk))
         except DatabaseError as error:
             # The rows before this one are done, so the operator must get a report and not an error page.
-            return Outcome(subject=subject, failed=visible(f"the database said {error}".strip()), is_error=True)
+            return ActionResult(subject=subject, failed=visible(f"the database said {error}".strip()), is_error=True)
         except self.refusals as error:
-            return Outcome(subject=subject, failed=visible(str(error)), is_error=True)
+            return ActionResult(subject=subject, failed=visible(str(error)), is_error=True)
 
-    def _report(self, request: HttpRequest, done: str, outcomes: Sequence[Outcome]) -> None:
+    def _report(self, request: HttpRequest, done: str, outcomes: Sequence[ActionResult]) -> None:
         failures = [outcome for outcome in outcomes if outcome.failed]
         if len(outcomes) > self.LINE_LIMIT:
             if succeeded := len(outcomes) - len(failures):

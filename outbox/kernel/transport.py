@@ -31,7 +31,7 @@ class Capabilities:
     weakness: str = ""
 
 
-class Outcome(Enum):
+class PublishOutcome(Enum):
     """What the broker said of one message."""
 
     CONFIRMED = "confirmed"
@@ -51,11 +51,11 @@ class Outcome(Enum):
 class Verdict:
     """An outcome and its reason for people ("" when confirmed)."""
 
-    outcome: Outcome
+    outcome: PublishOutcome
     reason: str = ""
 
 
-CONFIRMED = Verdict(Outcome.CONFIRMED)
+CONFIRMED = Verdict(PublishOutcome.CONFIRMED)
 
 
 class Parcel(NamedTuple):

@@ -23,7 +23,7 @@ from outbox import signals, store
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
-from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel, Sent, Transport, Verdict
+from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import Breakers
 from outbox.relay.contention import Contention
 from outbox.relay.unsettled import Unsettled
@@ -36,8 +36,8 @@ _MARGIN = timedelta(seconds=2)
 """What the database grants a pass beyond its deadline, for settling."""
 _MOST_WAVES = 100
 """So that one hot key does not keep the other keys of its shard waiting for long; its next messages go with the next pass."""
-_TOPICS_FAULT = (Outcome.NACKED, Outcome.RETURNED)
-_NEVER_DEAD = (Outcome.RETURNED, Outcome.FORBIDDEN)
+_TOPICS_FAULT = (PublishOutcome.NACKED, PublishOutcome.RETURNED)
+_NEVER_DEAD = (PublishOutcome.RETURNED, PublishOutcome.FORBIDDEN)
 """Its queue, or the permission, may come with the next deploy."""
 
 
@@ -317,9 +317,9 @@ class Pass:
         failed: dict[tuple[Verdict, int], list[RelayedMessage]] = {}
         for row in batch.rows:
             verdict = batch.verdicts.get(row.position)
-            if verdict is None or verdict.outcome is Outcome.UNKNOWN:
+            if verdict is None or verdict.outcome is PublishOutcome.UNKNOWN:
                 continue
-            if verdict.outcome is Outcome.CONFIRMED:
+            if verdict.outcome is PublishOutcome.CONFIRMED:
                 published.append(row.position)
             else:
                 failed.setdefault((verdict, row.attempts + 1), []).append(row)
@@ -329,7 +329,9 @@ class Pass:
         )
         for topic, reason in batch.forbidden.items():
             self.breakers.forbid(topic, reason)
-        refused = {row.position for (verdict, _), rows in failed.items() if verdict.outcome is Outcome.REFUSED for row in rows}
+        refused = {
+            row.position for (verdict, _), rows in failed.items() if verdict.outcome is PublishOutcome.REFUSED for row in rows
+        }
         settlement = Settlement(
             published=published,
             expired=[row.position for row in batch.rows if row.expired],
@@ -425,13 +427,13 @@ def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[
 def _forbidden(rows: Sequence[RelayedMessage], verdicts: Mapping[int, Verdict]) -> Iterator[tuple[str, str]]:
     for row in rows:
         verdict = verdicts.get(row.position)
-        if verdict is not None and verdict.outcome is Outcome.FORBIDDEN:
+        if verdict is not None and verdict.outcome is PublishOutcome.FORBIDDEN:
             yield row.topic, verdict.reason
 
 
 def _is_confirmed(row: RelayedMessage, verdicts: Mapping[int, Verdict]) -> bool:
     verdict = verdicts.get(row.position)
-    return verdict is not None and verdict.outcome is Outcome.CONFIRMED
+    return verdict is not None and verdict.outcome is PublishOutcome.CONFIRMED
 
 
 def _tried(settlement: Settlement) -> Iterator[tuple[Failure, int]]:

@@ -20,7 +20,7 @@ from outbox.kernel.reminder import Reminder
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
 from outbox.relay.calling import callers
-from outbox.relay.checks import askers
+from outbox.relay.check_back import askers
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay

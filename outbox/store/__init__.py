@@ -9,21 +9,6 @@ Two databases are spoken to, PostgreSQL and SQLite, and they differ in one thing
   is never held while a broker is waited for.
 """
 
-from outbox.store.calling import (
-    CallLost,
-    DueCall,
-    PendingCalls,
-    begin_call,
-    bound_call,
-    call_now,
-    claim_calls,
-    discard_call,
-    finish_call,
-    give_back_call,
-    keep_call,
-    pending_calls,
-    put_off_call,
-)
 from outbox.store.claiming import (
     Busy,
     Claim,
@@ -55,6 +40,21 @@ from outbox.store.operating import (
     states,
     states_of,
     topics,
+)
+from outbox.store.pending_callbacks import (
+    CallLost,
+    DueCall,
+    PendingCalls,
+    begin_call,
+    bound_call,
+    call_now,
+    claim_calls,
+    discard_call,
+    finish_call,
+    give_back_call,
+    keep_call,
+    pending_calls,
+    put_off_call,
 )
 from outbox.store.preparing import (
     ask_at_once,

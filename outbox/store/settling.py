@@ -28,8 +28,8 @@ from outbox.states import (
     TRY_AGAIN,
     Transition,
 )
-from outbox.store.calling import note_calls
 from outbox.store.dialect import TABLE, any_of
+from outbox.store.pending_callbacks import note_calls
 from outbox.store.transitions import Found, count_moved
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)

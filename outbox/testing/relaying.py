@@ -13,7 +13,7 @@ from django.utils.module_loading import import_string
 from outbox.api import in_transaction
 from outbox.conf import LOCAL_BROKER, outbox_options
 from outbox.kernel.broker import scheme_of
-from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Outcome, Parcel, Sent, Transport, Verdict
+from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Parcel, PublishOutcome, Sent, Transport, Verdict
 from outbox.kernel.wire import Wire
 from outbox.relay.service import serve
 from outbox.testing.environment import require_tests
@@ -92,7 +92,7 @@ class _TestTransport:
     def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
         handed = self._handed_over(parcels, deadline)
         verdicts = {parcel.position: handed.get(parcel.position, CONFIRMED) for parcel in parcels}
-        self.sent += [_sent(parcel) for parcel in parcels if verdicts[parcel.position].outcome is Outcome.CONFIRMED]
+        self.sent += [_sent(parcel) for parcel in parcels if verdicts[parcel.position].outcome is PublishOutcome.CONFIRMED]
         return Sent(verdicts=verdicts)
 
     def idle(self) -> None:
@@ -112,7 +112,7 @@ class _TestTransport:
         # A broker carries what is for others, too.
         ours = [parcel for parcel in parcels if parcel.wire is None]
         verdicts = self._local.send(ours, deadline).verdicts
-        return {position: verdict for position, verdict in verdicts.items() if verdict.outcome is not Outcome.RETURNED}
+        return {position: verdict for position, verdict in verdicts.items() if verdict.outcome is not PublishOutcome.RETURNED}
 
 
 def _sent(parcel: Parcel) -> SentMessage:

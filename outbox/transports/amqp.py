@@ -30,7 +30,16 @@ from outbox.kernel.broker import (
 )
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
-from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Capabilities, Companion, Outcome, Parcel, Sent, Verdict
+from outbox.kernel.transport import (
+    BrokerRefused,
+    BrokerUnavailable,
+    Capabilities,
+    Companion,
+    Parcel,
+    PublishOutcome,
+    Sent,
+    Verdict,
+)
 from outbox.kernel.wire import Wire
 from outbox.transports.confirms import ConfirmTracker
 from outbox.transports.frames import METHOD, FrameWriter
@@ -44,10 +53,10 @@ _WINDOW_BYTES = 1_000_000
 _ACCESS_REFUSED, _NOT_FOUND = 403, 404
 _FAULTS = {
     # What it was sent: too large, bad properties, a bad frame.
-    **dict.fromkeys((311, 406, 501, 502, 503, 505), Outcome.REFUSED),
+    **dict.fromkeys((311, 406, 501, 502, 503, 505), PublishOutcome.REFUSED),
     # Where to.
-    _ACCESS_REFUSED: Outcome.FORBIDDEN,
-    _NOT_FOUND: Outcome.RETURNED,
+    _ACCESS_REFUSED: PublishOutcome.FORBIDDEN,
+    _NOT_FOUND: PublishOutcome.RETURNED,
 }
 """Codes with which a broker ends the channel or the connection because of one message, and what that is to the message."""
 _EXCHANGE_DECLARE = (40, 10)
@@ -199,9 +208,9 @@ class AmqpTransport:
             wire = Wire.from_text(parcel.wire)
             frames = self._frames.publish_formed(parcel.envelope, wire)
         except Exception as error:  # noqa: BLE001 - a row written by somebody else's hand may hold anything
-            return Verdict(Outcome.REFUSED, f"it cannot be encoded: {describe(error)}")
+            return Verdict(PublishOutcome.REFUSED, f"it cannot be encoded: {describe(error)}")
         if not self._exists(wire.exchange, missing):
-            return Verdict(Outcome.RETURNED, f"unroutable: there is no exchange {wire.exchange!r}")
+            return Verdict(PublishOutcome.RETURNED, f"unroutable: there is no exchange {wire.exchange!r}")
         return frames
 
     def _exists(self, exchange: str, missing: set[str]) -> bool:

@@ -9,7 +9,7 @@ Pure bookkeeping: no socket, no clock.
 
 from __future__ import annotations
 
-from outbox.kernel.transport import CONFIRMED, Outcome, Verdict
+from outbox.kernel.transport import CONFIRMED, PublishOutcome, Verdict
 
 
 class ConfirmTracker:
@@ -45,11 +45,11 @@ class ConfirmTracker:
     def acked(self, tag: int, multiple: bool) -> None:
         for position in self._close(tag, multiple):
             reason = self._returned.pop(position, None)
-            self._settled[position] = CONFIRMED if reason is None else Verdict(Outcome.RETURNED, reason)
+            self._settled[position] = CONFIRMED if reason is None else Verdict(PublishOutcome.RETURNED, reason)
 
     def nacked(self, tag: int, multiple: bool) -> None:
         for position in self._close(tag, multiple):
-            self._settled[position] = Verdict(Outcome.NACKED, "the broker refused to keep it (basic.nack)")
+            self._settled[position] = Verdict(PublishOutcome.NACKED, "the broker refused to keep it (basic.nack)")
 
     def collect(self) -> dict[int, Verdict]:
         """What is known since the last call. Publishes without an answer are simply not in it."""

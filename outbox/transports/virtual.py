@@ -23,8 +23,8 @@ from outbox.kernel.transport import (
     BrokerUnavailable,
     Capabilities,
     Companion,
-    Outcome,
     Parcel,
+    PublishOutcome,
     Sent,
     Verdict,
 )
@@ -92,7 +92,7 @@ class VirtualTransport:
                 self.close()
                 return Sent(verdicts=verdicts, broken=describe(error))
             except Exception as error:  # noqa: BLE001 - not the connection, so it is this message that cannot be sent
-                verdicts[parcel.position] = Verdict(Outcome.REFUSED, f"it cannot be sent: {describe(error)}")
+                verdicts[parcel.position] = Verdict(PublishOutcome.REFUSED, f"it cannot be sent: {describe(error)}")
         return Sent(verdicts=verdicts)
 
     def idle(self) -> None:
@@ -115,7 +115,7 @@ class VirtualTransport:
             return self._send_formed(envelope, Wire.from_text(parcel.wire))
         if not self._is_routable(self._exchange.name, envelope.topic):
             return Verdict(
-                Outcome.RETURNED,
+                PublishOutcome.RETURNED,
                 f"unroutable: no queue is bound to exchange {self._exchange.name!r} for topic {envelope.topic!r}",
             )
         self._producer.publish(
@@ -137,7 +137,7 @@ class VirtualTransport:
         # A queue is there as soon as something lies in it, so to the default exchange everything is routable.
         if wire.exchange and not self._is_routable(wire.exchange, wire.routing_key, wire.exchange_type):
             return Verdict(
-                Outcome.RETURNED,
+                PublishOutcome.RETURNED,
                 f"unroutable: no queue is bound to exchange {wire.exchange!r} for topic {wire.routing_key!r}",
             )
         message = self._channel.prepare_message(

@@ -13,7 +13,7 @@ from inbox.models import InboxMessage
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope, from_delivery
-from outbox.kernel.transport import Outcome, Parcel
+from outbox.kernel.transport import Parcel, PublishOutcome
 from outbox.states import State
 from outbox.transports import open_transport
 from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, outcomes, published, quick, row_of, soon, state_of
@@ -91,7 +91,7 @@ class TestEveryTransport:
 
         sent = transport.send(parcels, soon())
 
-        assert outcomes(sent) == dict.fromkeys((7, 3, 9), Outcome.CONFIRMED)
+        assert outcomes(sent) == dict.fromkeys((7, 3, 9), PublishOutcome.CONFIRMED)
         assert sent.broken is None
         arrived = place.arrived(3)
         assert [envelope.body for envelope in arrived] == [parcel.envelope.body for parcel in parcels], "in order"
@@ -126,7 +126,7 @@ class TestEveryTransport:
     def test_unroutable_message_is_returned_with_the_reason(self, place, transport):
         sent = transport.send([a_parcel(1), a_parcel(2, UNROUTABLE), a_parcel(3)], soon())
 
-        assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.RETURNED, 3: Outcome.CONFIRMED}
+        assert outcomes(sent) == {1: PublishOutcome.CONFIRMED, 2: PublishOutcome.RETURNED, 3: PublishOutcome.CONFIRMED}
         assert "unroutable" in sent.verdicts[2].reason
         assert UNROUTABLE in sent.verdicts[2].reason
         assert sent.broken is None
@@ -149,14 +149,14 @@ class TestEveryTransport:
         transport.idle()
         transport.connect()
 
-        assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
+        assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
 
     def test_transport_can_be_closed_twice_and_connected_again(self, place, transport):
         transport.close()
         transport.close()
         transport.connect()
 
-        assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
+        assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
 
     def test_idle_and_close_before_the_first_connect_leave_the_transport_usable(self, place):
         transport = open_transport(place.url, alias="default", exchange=EXCHANGE)
@@ -165,7 +165,7 @@ class TestEveryTransport:
         transport.close()
         transport.connect()
         try:
-            assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
+            assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
             assert len(place.arrived(1)) == 1
         finally:
             transport.close()
@@ -176,7 +176,7 @@ class TestEveryTransport:
 
         first, second = transport.send([parcel], soon()), transport.send([parcel], soon())
 
-        assert outcomes(first) == outcomes(second) == {1: Outcome.CONFIRMED}
+        assert outcomes(first) == outcomes(second) == {1: PublishOutcome.CONFIRMED}
 
     def test_capabilities_name_a_weakness_of_redis_only(self, place, transport):
         assert bool(transport.capabilities.weakness) == (scheme_of(place.url) == "redis")

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outbox.kernel.transport import Outcome
+from outbox.kernel.transport import PublishOutcome
 from outbox.transports.confirms import ConfirmTracker
 
 
@@ -24,7 +24,7 @@ def test_an_ack_confirms_the_publish_of_that_tag_only():
 
     tracker.acked(2, False)
 
-    assert outcomes(tracker) == {80: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {80: PublishOutcome.CONFIRMED}
     assert tracker.waiting
 
 
@@ -34,7 +34,7 @@ def test_acks_may_come_out_of_order():
     tracker.acked(2, False)
     tracker.acked(1, False)
 
-    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.CONFIRMED}
     assert not tracker.waiting
 
 
@@ -43,7 +43,7 @@ def test_a_multiple_ack_confirms_all_up_to_its_tag():
 
     tracker.acked(2, True)
 
-    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.CONFIRMED}
 
 
 def test_a_multiple_ack_of_tag_zero_confirms_all_so_far():
@@ -51,7 +51,7 @@ def test_a_multiple_ack_of_tag_zero_confirms_all_so_far():
 
     tracker.acked(0, True)
 
-    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.CONFIRMED}
 
 
 def test_a_multiple_nack_applies_only_to_publishes_that_are_still_open():
@@ -60,7 +60,7 @@ def test_a_multiple_nack_applies_only_to_publishes_that_are_still_open():
     tracker.acked(2, False)
     tracker.nacked(3, True)
 
-    assert outcomes(tracker) == {70: Outcome.NACKED, 80: Outcome.CONFIRMED, 90: Outcome.NACKED}
+    assert outcomes(tracker) == {70: PublishOutcome.NACKED, 80: PublishOutcome.CONFIRMED, 90: PublishOutcome.NACKED}
 
 
 def test_a_returned_message_is_not_confirmed_by_its_ack():
@@ -70,8 +70,8 @@ def test_a_returned_message_is_not_confirmed_by_its_ack():
     tracker.acked(2, True)
 
     verdicts = tracker.collect()
-    assert (verdicts[70].outcome, verdicts[70].reason) == (Outcome.RETURNED, "unroutable")
-    assert verdicts[80].outcome is Outcome.CONFIRMED
+    assert (verdicts[70].outcome, verdicts[70].reason) == (PublishOutcome.RETURNED, "unroutable")
+    assert verdicts[80].outcome is PublishOutcome.CONFIRMED
 
 
 def test_a_return_without_an_ack_leaves_the_publish_open():
@@ -93,14 +93,14 @@ def test_unsolicited_answers_change_nothing():
 
     tracker.acked(1, False)
     tracker.nacked(1, False)
-    assert outcomes(tracker) == {70: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED}
 
 
 def test_an_answer_is_collected_once():
     tracker = sent(70)
     tracker.acked(1, False)
 
-    assert outcomes(tracker) == {70: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED}
     assert outcomes(tracker) == {}
 
 
@@ -113,7 +113,7 @@ def test_delivery_tags_continue_from_batch_to_batch():
     tracker.acked(1, False)
     assert outcomes(tracker) == {}
     tracker.acked(2, False)
-    assert outcomes(tracker) == {80: Outcome.CONFIRMED}
+    assert outcomes(tracker) == {80: PublishOutcome.CONFIRMED}
 
 
 def test_a_late_ack_is_credited_to_its_own_publish_and_not_to_the_next():
@@ -124,7 +124,7 @@ def test_a_late_ack_is_credited_to_its_own_publish_and_not_to_the_next():
     tracker.acked(1, False)
     tracker.nacked(2, False)
 
-    assert outcomes(tracker) == {70: Outcome.CONFIRMED, 80: Outcome.NACKED}
+    assert outcomes(tracker) == {70: PublishOutcome.CONFIRMED, 80: PublishOutcome.NACKED}
 
 
 class TrackerAgainstModel(RuleBasedStateMachine):
@@ -148,13 +148,13 @@ class TrackerAgainstModel(RuleBasedStateMachine):
     def ack(self, tag, multiple):
         self.tracker.acked(tag, multiple)
         for number in self._named(tag, multiple):
-            self._answer(number, Outcome.RETURNED if self.was_returned[number - 1] else Outcome.CONFIRMED)
+            self._answer(number, PublishOutcome.RETURNED if self.was_returned[number - 1] else PublishOutcome.CONFIRMED)
 
     @rule(tag=st.integers(0, 30), multiple=st.booleans())
     def nack(self, tag, multiple):
         self.tracker.nacked(tag, multiple)
         for number in self._named(tag, multiple):
-            self._answer(number, Outcome.NACKED)
+            self._answer(number, PublishOutcome.NACKED)
 
     @precondition(lambda self: None in self.answers)
     @rule(data=st.data())

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import Outcome, Parcel
+from outbox.kernel.transport import Parcel, PublishOutcome
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire as wire
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
@@ -282,7 +282,7 @@ class TestSmallestFrameSize:
         with FakeAmqpPeer(frame_max=FRAME_MAX) as peer, connected(peer.url) as transport:
             sent = transport.send(self.parcels(), soon())
 
-            assert {verdict.outcome for verdict in sent.verdicts.values()} == {Outcome.CONFIRMED}
+            assert {verdict.outcome for verdict in sent.verdicts.values()} == {PublishOutcome.CONFIRMED}
             assert [message.body for message in peer.published] == list(self.BODIES)
 
     def test_headers_too_large_for_a_frame_refuse_their_message_and_not_the_others(self):
@@ -291,7 +291,11 @@ class TestSmallestFrameSize:
         with FakeAmqpPeer(frame_max=FRAME_MAX) as peer, connected(peer.url) as transport:
             sent = transport.send([one, too_large, other], soon())
 
-            assert [sent.verdicts[n].outcome for n in range(3)] == [Outcome.CONFIRMED, Outcome.REFUSED, Outcome.CONFIRMED]
+            assert [sent.verdicts[n].outcome for n in range(3)] == [
+                PublishOutcome.CONFIRMED,
+                PublishOutcome.REFUSED,
+                PublishOutcome.CONFIRMED,
+            ]
             assert f"takes frames of {LARGEST}" in sent.verdicts[1].reason
             assert [message.body for message in peer.published] == [b"1", b"3"]
             assert sent.broken is None
@@ -307,7 +311,7 @@ class TestSmallestFrameSize:
         finally:
             rabbitmq_server.evaluate(f"application:set_env(rabbit, frame_max, {before}).")
 
-        assert {verdict.outcome for verdict in sent.verdicts.values()} == {Outcome.CONFIRMED}
+        assert {verdict.outcome for verdict in sent.verdicts.values()} == {PublishOutcome.CONFIRMED}
         assert [message.body if isinstance(message.body, bytes) else message.body.encode() for message in arrived] == list(
             self.BODIES
         )

@@ -29,7 +29,7 @@ from outbox.conf import OutboxOptions
 from outbox.database.now import DatabaseTime
 from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.relay.checks import askers
+from outbox.relay.check_back import askers
 from outbox.relay.service import serve
 from outbox.states import State
 from tests.support.deliveries import at_once

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
+from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome
 from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, outcomes, soon
@@ -22,7 +22,12 @@ A_MOMENT = 0.3
 LONGER_THAN_A_STALL = 3.0
 """For one that answers some and never pauses."""
 
-CONFIRMED, RETURNED, NACKED, REFUSED = Outcome.CONFIRMED, Outcome.RETURNED, Outcome.NACKED, Outcome.REFUSED
+CONFIRMED, RETURNED, NACKED, REFUSED = (
+    PublishOutcome.CONFIRMED,
+    PublishOutcome.RETURNED,
+    PublishOutcome.NACKED,
+    PublishOutcome.REFUSED,
+)
 
 
 def parcels(count, *, first=1, **attributes):
@@ -220,7 +225,7 @@ class TestEndOfAConnection:
 
         sent = transport.send([*parcels(2), *parcels(2, first=3, topic="bad"), *parcels(1, first=5)], soon())
 
-        assert outcomes(sent) == {1: CONFIRMED, 3: Outcome.FORBIDDEN}
+        assert outcomes(sent) == {1: CONFIRMED, 3: PublishOutcome.FORBIDDEN}
         assert sent.suspects == [3], "RabbitMQ reads in order, so it never came to the second one"
 
     def test_forbidden_topic_is_the_outcome_of_its_message_alone(self, peer, transport):
@@ -228,7 +233,7 @@ class TestEndOfAConnection:
             partial(peer.close_channel, 403, "ACCESS_REFUSED - access to topic 'bad' in exchange 'outbox' refused")
         ]
 
-        assert outcomes(transport.send(parcels(1, topic="bad"), soon())) == {1: Outcome.FORBIDDEN}
+        assert outcomes(transport.send(parcels(1, topic="bad"), soon())) == {1: PublishOutcome.FORBIDDEN}
 
     @pytest.mark.parametrize(
         ("code", "reason"),

@@ -3,7 +3,7 @@
 import pytest
 
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import BrokerUnavailable, Outcome, Parcel
+from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome
 from outbox.states import State
 from outbox.transports.virtual import VirtualTransport, capabilities_of
 from tests.support.relaying import (
@@ -40,14 +40,14 @@ class TestRouting:
         with connected(redis_url) as transport:
             sent = transport.send([a_parcel()], soon())
 
-        assert outcomes(sent) == {1: Outcome.RETURNED}
+        assert outcomes(sent) == {1: PublishOutcome.RETURNED}
         assert f"no queue is bound to exchange '{EXCHANGE}' for topic '{TOPIC}'" in sent.verdicts[1].reason
 
     def test_queue_bound_later_is_found_without_a_new_connection(self, redis_url):
         with connected(redis_url) as transport:
-            assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.RETURNED}
+            assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.RETURNED}
             with Queue(redis_url) as queue:
-                assert outcomes(transport.send([a_parcel()], soon())) == {1: Outcome.CONFIRMED}
+                assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
                 assert ids(queue.take(1)) == ["m1"]
 
     def test_every_queue_of_a_topic_gets_a_copy(self, redis_url):
@@ -66,7 +66,7 @@ class TestOneBadMessage:
         with Queue(redis_url) as queue, connected(redis_url) as transport:
             sent = transport.send([a_parcel(1), a_parcel(2, headers={"x": object()}), a_parcel(3)], soon())
 
-            assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.REFUSED, 3: Outcome.CONFIRMED}
+            assert outcomes(sent) == {1: PublishOutcome.CONFIRMED, 2: PublishOutcome.REFUSED, 3: PublishOutcome.CONFIRMED}
             assert ids(queue.take(2)) == ["m1", "m3"]
 
 
@@ -87,13 +87,13 @@ class TestUnavailableServer:
             sent = transport.send(batch, soon())
 
             assert sent.broken
-            assert set(outcomes(sent).values()) == {Outcome.CONFIRMED}
+            assert set(outcomes(sent).values()) == {PublishOutcome.CONFIRMED}
             confirmed = {f"m{position}" for position in sent.verdicts}
             assert 0 < len(confirmed) < 60
             assert confirmed <= set(ids(queue.take(len(confirmed) + 1)))
             proxy.accept()
             transport.connect()
-            assert outcomes(transport.send([a_parcel(99)], soon())) == {99: Outcome.CONFIRMED}
+            assert outcomes(transport.send([a_parcel(99)], soon())) == {99: PublishOutcome.CONFIRMED}
 
     @pytest.mark.django_db(transaction=True)
     def test_relay_waits_for_the_server_without_counting_an_attempt(self, redis_url, proxy, caplog):

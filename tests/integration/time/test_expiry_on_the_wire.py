@@ -8,7 +8,7 @@ import pytest
 
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import Outcome, Parcel
+from outbox.kernel.transport import Parcel, PublishOutcome
 from outbox.states import State
 from tests.support.relaying import TOPIC, Queue, connected, drained, published, row_of, set_columns, soon, state_of
 
@@ -92,7 +92,7 @@ def test_rabbitmq_moves_an_expired_message_to_the_dead_letter_exchange(rabbitmq_
         sent = transport.send([parcel], soon())
         [arrived] = dead_letter_queue.take(1)
 
-        assert sent.verdicts[1].outcome == Outcome.CONFIRMED, "the broker confirms a message that it drops later"
+        assert sent.verdicts[1].outcome == PublishOutcome.CONFIRMED, "the broker confirms a message that it drops later"
         assert queue.take_all() == []
     assert arrived.properties["message_id"] == "m1"
     assert arrived.headers["x-death"][0]["reason"] == "expired"

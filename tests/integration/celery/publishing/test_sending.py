@@ -11,7 +11,7 @@ from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
 
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import Outcome, Parcel
+from outbox.kernel.transport import Parcel, PublishOutcome
 from outbox.kernel.wire import Wire
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire
@@ -77,7 +77,7 @@ class TestEveryBroker:
             sent = transport.send([a_parcel()], soon())
             [message] = work.take(1)
 
-        assert outcomes(sent) == {1: Outcome.CONFIRMED}
+        assert outcomes(sent) == {1: PublishOutcome.CONFIRMED}
         assert message.headers == {"task": "shop.work", "id": "1", **NESTED}
         assert (message.body, message.content_type) in {
             ("[[], {}, {}]", "application/json"),
@@ -96,7 +96,7 @@ class TestEveryBroker:
             queue.take(2)
             work.take(2)
 
-        assert outcomes(sent) == dict.fromkeys((1, 2, 3, 4), Outcome.CONFIRMED)
+        assert outcomes(sent) == dict.fromkeys((1, 2, 3, 4), PublishOutcome.CONFIRMED)
 
     @pytest.mark.parametrize("body", [b"", b"\x80\x04\xff\x00", b"x" * 300_000], ids=["empty", "bytes", "large"])
     def test_any_body_is_carried(self, broker, body):
@@ -116,7 +116,7 @@ class TestEveryBroker:
             )
             work.take(1)
 
-        assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.RETURNED}
+        assert outcomes(sent) == {1: PublishOutcome.CONFIRMED, 2: PublishOutcome.RETURNED}
         assert "no queue is bound to exchange 'topics' for topic 'bank.work'" in sent.verdicts[2].reason
 
     def test_message_to_a_missing_exchange_is_returned_and_the_rest_of_the_batch_is_confirmed(self, broker):
@@ -128,7 +128,7 @@ class TestEveryBroker:
             work.take(3)
             queue.take(2)
 
-        returned, confirmed = Outcome.RETURNED, Outcome.CONFIRMED
+        returned, confirmed = PublishOutcome.RETURNED, PublishOutcome.CONFIRMED
         assert outcomes(sent) == {1: confirmed, 2: returned, 3: confirmed, 4: returned, 5: confirmed}
         assert missing in sent.verdicts[2].reason
         assert sent.broken is None
@@ -142,7 +142,7 @@ class TestEveryBroker:
                 after = transport.send([a_parcel(exchange=exchange.name)], soon())
                 work.take(1)
 
-        assert (outcomes(before), outcomes(after)) == ({1: Outcome.RETURNED}, {1: Outcome.CONFIRMED})
+        assert (outcomes(before), outcomes(after)) == ({1: PublishOutcome.RETURNED}, {1: PublishOutcome.CONFIRMED})
 
     @pytest.mark.parametrize(
         "wire",
@@ -154,7 +154,7 @@ class TestEveryBroker:
             sent = transport.send([an_event(1), a_parcel(2)._replace(wire=wire), an_event(3)], soon())
             queue.take(2)
 
-        assert outcomes(sent) == {1: Outcome.CONFIRMED, 2: Outcome.REFUSED, 3: Outcome.CONFIRMED}
+        assert outcomes(sent) == {1: PublishOutcome.CONFIRMED, 2: PublishOutcome.REFUSED, 3: PublishOutcome.CONFIRMED}
 
 
 class TestRabbitMQ:
@@ -163,7 +163,7 @@ class TestRabbitMQ:
             sent = transport.send([a_parcel(1), an_event(2)], soon())
             queue.take(1)
 
-        assert outcomes(sent) == {1: Outcome.RETURNED, 2: Outcome.CONFIRMED}
+        assert outcomes(sent) == {1: PublishOutcome.RETURNED, 2: PublishOutcome.CONFIRMED}
         assert sent.verdicts[1].reason == "unroutable: there is no queue 'work'"
 
     def test_message_to_a_deleted_exchange_is_returned_after_a_reconnect(self, rabbitmq_url):
@@ -176,7 +176,7 @@ class TestRabbitMQ:
             after = transport.send([a_parcel(1, exchange="tasks"), a_parcel(2)], soon())
 
         assert (broken.suspects, "404" in broken.broken) == ([1, 2], True)
-        assert outcomes(after) == {1: Outcome.RETURNED, 2: Outcome.CONFIRMED}
+        assert outcomes(after) == {1: PublishOutcome.RETURNED, 2: PublishOutcome.CONFIRMED}
 
     def test_message_to_an_exchange_without_write_permission_is_refused_alone(self, rabbitmq_server, rabbitmq_url):
         """RabbitMQ closes the channel for it; sending one by one shows which message it refused."""
@@ -192,9 +192,9 @@ class TestRabbitMQ:
             event = transport.send([an_event(3)], soon())
 
         assert (both.verdicts, both.suspects) == ({}, [1, 2])
-        assert outcomes(alone) == {1: Outcome.FORBIDDEN}
+        assert outcomes(alone) == {1: PublishOutcome.FORBIDDEN}
         assert "403" in alone.verdicts[1].reason
-        assert outcomes(event) == {3: Outcome.RETURNED}
+        assert outcomes(event) == {3: PublishOutcome.RETURNED}
 
     @pytest.mark.parametrize(
         "changes",
