@@ -142,14 +142,14 @@ class InboxMessageAdmin(MessageAdmin):
     allowed_in: ClassVar[Any] = {
         "retry": store.RETRYABLE,
         "skip": store.SKIPPABLE,
-        "override_age_fence": (State.DEAD,),
+        "override_maximum_age": (State.DEAD,),
     }
 
     list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
     list_filter = (InboxStuckFilter, StateFilter, DuplicatesFilter, HandlerFilter)
     search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
-    actions = ("retry", "skip", "override_age_fence")
+    actions = ("retry", "skip", "override_maximum_age")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",
@@ -204,8 +204,8 @@ class InboxMessageAdmin(MessageAdmin):
         return super().called(term) | Q(handler=term) | named
 
     def offers(self, action: str, row: Any) -> bool:
-        if row.state == State.DEAD and action in {"retry", "override_age_fence"}:
-            return bool(row.quarantined == (action == "override_age_fence"))
+        if row.state == State.DEAD and action in {"retry", "override_maximum_age"}:
+            return bool(row.quarantined == (action == "override_maximum_age"))
         if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
             return False
         return super().offers(action, row)
@@ -214,8 +214,8 @@ class InboxMessageAdmin(MessageAdmin):
         action = request.POST.get("action")
         row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
         if row is not None and row.quarantined and action == "retry":
-            return "it is in quarantine, and only “Retry past the age fence…” runs it"
-        if row is not None and not row.quarantined and action == "override_age_fence":
+            return "it is in quarantine, and only “Retry past the maximum message age…” runs it"
+        if row is not None and not row.quarantined and action == "override_maximum_age":
             return "it is not in quarantine, so “Retry now” runs it"
         return super().why_not(request, alias, pk)
 
@@ -409,17 +409,17 @@ class InboxMessageAdmin(MessageAdmin):
             transition=lambda given: once_ended(partial(store.skip, reason=given["reason"], by=by(request))),
         )
 
-    @admin.action(permissions=["override"], description="Retry past the age fence…")
-    def override_age_fence(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+    @admin.action(permissions=["override"], description="Retry past the maximum message age…")
+    def override_maximum_age(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         return self.once_confirmed(
             request,
             queryset,
             OverrideForm,
-            action="override_age_fence",
+            action="override_maximum_age",
             question="Run these messages although they may have been handled before?",
             button="Run the messages",
-            done="due past the age fence now",
-            transition=lambda given: resending(partial(store.override_age_fence, reason=by(request, given["reason"]))),
+            done="due past the maximum message age now",
+            transition=lambda given: resending(partial(store.override_maximum_age, reason=by(request, given["reason"]))),
         )
 
 

@@ -32,7 +32,7 @@ from outbox.kernel.clock import utcnow
 BizId = str | Callable[..., object] | None
 
 _SENT_AT = "inbox_sent_at"
-"""The header that says when a task was called, for the age fence: Celery's own messages do not say."""
+"""The header that says when a task was called, for its age: Celery's own messages do not say."""
 
 _NEEDED = {
     "acks_late": "its message would be gone before it runs, and a worker that dies would lose it.",

@@ -62,7 +62,7 @@ class InboxMessage(models.Model):
     conflicting_id = models.CharField("conflicting message id", max_length=NAME_LENGTH, default="", db_default="")
     conflicting_body = models.BinaryField(null=True)
     conflicting_at = models.DateTimeField(null=True)
-    # Refused by the age fence: only an operator's explicit override runs it.
+    # Refused by the maximum message age: only an operator's explicit override runs it.
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
     traceback = models.TextField(default="", db_default="")
@@ -81,7 +81,7 @@ class InboxMessage(models.Model):
         permissions = (
             ("retry_inboxmessage", "Can retry a dead or retrying message"),
             ("skip_inboxmessage", "Can skip a message that is not done"),
-            ("override_inboxmessage", "Can run a message that the age fence holds back"),
+            ("override_inboxmessage", "Can run a message that the maximum message age holds back"),
         )
         constraints = (models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),)
         indexes = (

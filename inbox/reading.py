@@ -34,7 +34,9 @@ from outbox.kernel.text import describe
 _UNDECIDED = "undecided:"
 _UNDECIDED_REDELIVERY = f"{_UNDECIDED}redelivery:"
 
-_OVERRIDE = "Once you know that it has not been handled, run it by an override of the age fence; a plain retry does not."
+_OVERRIDE = (
+    "Once you know that it has not been handled, run it by an override of the maximum message age; a plain retry does not."
+)
 _LIMIT = "The limit is set by INBOX['BODY_LIMIT_BYTES']. Raise it and retry the message, if it is to be handled."
 
 
@@ -45,7 +47,7 @@ class Arrival:
     Attributes:
         message: what its handler gets; None when it is refused, undecoded, or stored before it is run.
         refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
-        quarantined: it is refused by the age fence, and could be handled but for that.
+        quarantined: it is refused by the maximum message age, and could be handled but for that.
         undecoded: its body has not been looked at.
     """
 
@@ -163,7 +165,7 @@ def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> s
 
 
 def outside_window(envelope: Envelope, options: InboxOptions) -> str:
-    """Why this delivery is too old (or too new) to be told from a duplicate, or "". The age fence.
+    """Why this delivery is too old (or too new) to be told from a duplicate, or "". The maximum message age.
 
     Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any
     skew of the clocks that are compared: the producer's database's, this machine's and, when rows are purged, our database's.

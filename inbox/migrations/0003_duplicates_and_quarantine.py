@@ -12,7 +12,7 @@ class Migration(migrations.Migration):
     operations = [
         migrations.AlterModelOptions(
             name='inboxmessage',
-            options={'default_permissions': ('view',), 'permissions': (('retry_inboxmessage', 'Can retry a dead or retrying message'), ('skip_inboxmessage', 'Can skip a message that is not done'), ('override_inboxmessage', 'Can run a message that the age fence holds back')), 'verbose_name': 'inbox message'},
+            options={'default_permissions': ('view',), 'permissions': (('retry_inboxmessage', 'Can retry a dead or retrying message'), ('skip_inboxmessage', 'Can skip a message that is not done'), ('override_inboxmessage', 'Can run a message that the maximum message age holds back')), 'verbose_name': 'inbox message'},
         ),
         migrations.AddField(
             model_name='inboxmessage',

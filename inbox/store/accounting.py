@@ -38,7 +38,7 @@ class Balance:
 
     Attributes:
         states: how many rows are in each; every state is named.
-        quarantined: how many of the dead only an override runs, see `operating.override_age_fence`.
+        quarantined: how many of the dead only an override runs, see `operating.override_maximum_age`.
     """
 
     states: Mapping[str, int]

@@ -30,7 +30,7 @@ class Incoming:
 
     Attributes:
         refused: why it is a dead letter from the start, or "".
-        quarantined: it is refused by the age fence, see `operating.override_age_fence`.
+        quarantined: it is refused by the maximum message age, see `operating.override_maximum_age`.
         redelivered: the broker says that it has delivered this very message before.
     """
 

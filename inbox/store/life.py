@@ -103,7 +103,7 @@ def _standing(alias: str, row: InboxMessage) -> Standing:
     also = [
         f"in the order of key {row.key!r}" if row.ordered else "",
         f"{row.duplicates:,} duplicates suppressed" if row.duplicates else "",
-        "held back by the age fence" if row.quarantined else "",
+        "held back by the maximum message age" if row.quarantined else "",
     ]
     return Standing(
         where=row.handler,

@@ -35,9 +35,9 @@ _TRIED_AGAIN: Mapping[str, Any] = {
 def retry(alias: str, row: int, *, reason: str = "") -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
-    running, past its lease → running, due now; its owner settles nothing any more. False, too, for what the age fence has
-    refused, see `override_age_fence`. While a handler is running the message this waits for its end, for a while, and then
-    tells the truth. In an order it is `waiting` while another is before it.
+    running, past its lease → running, due now; its owner settles nothing any more. False, too, for what the maximum message
+    age has refused, see `override_maximum_age`. While a handler is running the message this waits for its end, for a while,
+    and then answers. In an order it is `waiting` while another is before it.
 
     Args:
         reason: for the trail: who did it.
@@ -45,8 +45,8 @@ def retry(alias: str, row: int, *, reason: str = "") -> bool:
     return _decide(alias, row, RETRYABLE, reason, quarantined=False, written=_TRIED_AGAIN)
 
 
-def override_age_fence(alias: str, row: int, *, reason: str = "") -> bool:
-    """dead, refused by the age fence → retrying, due now. False: it is not, or not any more.
+def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
+    """dead, refused by the maximum message age → retrying, due now. False: it is not, or not any more.
 
     Nothing but the operator's word says that it has not been handled before. From here on it is a message like others: its row
     stands, so a further copy is a duplicate again.
@@ -54,7 +54,7 @@ def override_age_fence(alias: str, row: int, *, reason: str = "") -> bool:
     Args:
         reason: for the trail: who did it, and why.
     """
-    told = "; ".join(filter(None, ("the age fence was overridden", reason)))
+    told = "; ".join(filter(None, ("the maximum message age was overridden", reason)))
     return _decide(alias, row, [State.DEAD], told, quarantined=True, written={**_TRIED_AGAIN, "quarantined": False})
 
 

@@ -136,7 +136,7 @@ class Failure:
         retry_after: rest until the next attempt; None makes it a dead letter.
         attempts: how many have been made now.
         put_off: the handler asked for a later time; nothing went wrong.
-        quarantined: the age fence refused it; only an operator's override runs it.
+        quarantined: the maximum message age refused it; only an operator's override runs it.
     """
 
     error: str

@@ -27,7 +27,7 @@ class Command(BaseCommand):
         parser.add_argument("--topic", help="all messages of this topic")
         parser.add_argument("--all", action="store_true", help="all messages")
         parser.add_argument(
-            "--override-age-fence",
+            "--override-maximum-age",
             action="store_true",
             help="run also what was refused as too old or from the future: you know that it has not been handled before",
         )
@@ -51,7 +51,7 @@ class Command(BaseCommand):
         states = [State.DEAD, State.RETRYING] if options["retrying"] else [State.DEAD]
         chosen = InboxMessage.objects.using(options["database"]).filter(state__in=states, **given)
         rows = list(chosen.order_by("pk").values_list("pk", "quarantined", "message_id", "handler"))
-        held_back = set() if options["override_age_fence"] else {pk for pk, quarantined, *_ in rows if quarantined}
+        held_back = set() if options["override_maximum_age"] else {pk for pk, quarantined, *_ in rows if quarantined}
         left = len(rows) - len(held_back)
         if options["dry_run"]:
             self.stdout.write(f"{left} messages would be retried.{_about(held_back)}")
@@ -60,7 +60,7 @@ class Command(BaseCommand):
         unsent: list[TaskNotSent] = []
         for pk, quarantined, message_id, handler in rows:
             if pk not in held_back:
-                decide = store.override_age_fence if quarantined else store.retry
+                decide = store.override_maximum_age if quarantined else store.retry
                 transition = resending(partial(decide, reason="inbox_retry"))
                 try:
                     done = transition(options["database"], pk)
@@ -69,7 +69,9 @@ class Command(BaseCommand):
                     continue
                 if done and quarantined:
                     # Whoever asks later why an effect happened twice must find it.
-                    logger.warning("The age fence was overridden for message %s of %s.", message_id or "without id", handler)
+                    logger.warning(
+                        "The maximum message age was overridden for message %s of %s.", message_id or "without id", handler
+                    )
                 progress.advance(int(done))
         progress.finish()
         self.stdout.write(f"{progress.done} messages are due now.{_about(held_back)}")
@@ -91,5 +93,5 @@ def _about(held_back: Collection[int]) -> str:
         return ""
     return (
         f" In quarantine: {len(held_back)}. Whether they have been handled before can no longer be known. Once you know that "
-        "they have not, run them with --override-age-fence."
+        "they have not, run them with --override-maximum-age."
     )

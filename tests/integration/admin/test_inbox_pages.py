@@ -466,7 +466,7 @@ class TestSkip:
 
 @pytest.mark.parametrize(
     ("action", "permission", "quarantined", "asks_for_a_reason"),
-    [("retry", RETRY, False, False), ("skip", SKIP, False, True), ("override_age_fence", OVERRIDE, True, True)],
+    [("retry", RETRY, False, False), ("skip", SKIP, False, True), ("override_maximum_age", OVERRIDE, True, True)],
 )
 def test_action_records_the_user_and_the_reason_in_the_trail(action, permission, quarantined, asks_for_a_reason):
     row = a_message(State.DEAD, quarantined=quarantined)
@@ -485,7 +485,7 @@ class TestOverrideOfTheMaximumAge:
     def test_override_is_offered_for_quarantined_messages_only_and_replaces_retry(self):
         client = staff_client(VIEW, RETRY, SKIP, OVERRIDE)
 
-        assert actions_on_its_page(client, a_message(quarantined=True)) == {"skip", "override_age_fence"}
+        assert actions_on_its_page(client, a_message(quarantined=True)) == {"skip", "override_maximum_age"}
         assert actions_on_its_page(client, a_message()) == {"retry", "skip"}
 
     def test_retry_does_not_run_a_quarantined_message(self):
@@ -494,7 +494,7 @@ class TestOverrideOfTheMaximumAge:
         ((level, words),) = said(act(staff_client(VIEW, RETRY, SKIP), "retry", row))
 
         assert level == "warning"
-        assert words.endswith("it is in quarantine, and only “Retry past the age fence…” runs it")
+        assert words.endswith("it is in quarantine, and only “Retry past the maximum message age…” runs it")
         assert state_of(row) == State.DEAD
 
     @pytest.mark.parametrize("others", [[], [RETRY, SKIP]])
@@ -502,8 +502,8 @@ class TestOverrideOfTheMaximumAge:
         row = a_message(quarantined=True)
         client = staff_client(VIEW, *others)
 
-        assert "override_age_fence" not in html(client.get(reverse(LIST)))
-        act(client, "override_age_fence", row, confirmed="yes", reason="the books")
+        assert "override_maximum_age" not in html(client.get(reverse(LIST)))
+        act(client, "override_maximum_age", row, confirmed="yes", reason="the books")
 
         assert state_of(row) == State.DEAD
 
@@ -511,8 +511,8 @@ class TestOverrideOfTheMaximumAge:
         row = a_message(quarantined=True)
         client = staff_client(VIEW, OVERRIDE)
 
-        page = text_of(act(client, "override_age_fence", row))
-        again = html(act(client, "override_age_fence", row, confirmed="yes", reason=" "))
+        page = text_of(act(client, "override_maximum_age", row))
+        again = html(act(client, "override_maximum_age", row, confirmed="yes", reason=" "))
 
         assert "would have its effect a second time" in page
         assert row.message_id in page
@@ -524,7 +524,7 @@ class TestOverrideOfTheMaximumAge:
 
         response = act(
             staff_client(VIEW, OVERRIDE),
-            "override_age_fence",
+            "override_maximum_age",
             held,
             ordinary,
             confirmed="yes",
@@ -533,18 +533,18 @@ class TestOverrideOfTheMaximumAge:
 
         (level, words), (other_level, other_words) = said(response)
         assert (level, other_level) == ("success", "warning")
-        assert words.endswith("due past the age fence now")
+        assert words.endswith("due past the maximum message age now")
         assert other_words.endswith("it is not in quarantine, so “Retry now” runs it")
         assert (state_of(held), state_of(ordinary)) == (State.RETRYING, State.DEAD)
         assert not InboxMessage.objects.get(pk=held.pk).quarantined
-        assert LogEntry.objects.get().change_message == "Due past the age fence now: not in the books of May"
+        assert LogEntry.objects.get().change_message == "Due past the maximum message age now: not in the books of May"
 
     def test_override_submitted_twice_takes_effect_once(self):
         row = a_message(quarantined=True)
         client = staff_client(VIEW, OVERRIDE)
         decide = {"confirmed": "yes", "reason": "the books"}
 
-        levels = [said(act(client, "override_age_fence", row, **decide))[-1][0] for _ in range(2)]
+        levels = [said(act(client, "override_maximum_age", row, **decide))[-1][0] for _ in range(2)]
 
         assert levels == ["success", "warning"]
         assert LogEntry.objects.count() == 1

@@ -165,7 +165,7 @@ def steps_of_the_world():
 
     way, some = st.sampled_from(WAYS), st.lists(FACTS, min_size=1, max_size=4)
     to = st.sampled_from(["plain", "ordered", "leased"])
-    decisions = [store.retry, partial(store.skip, reason="not wanted"), store.override_age_fence]
+    decisions = [store.retry, partial(store.skip, reason="not wanted"), store.override_maximum_age]
     return st.one_of(
         step("fresh", to=to, fact=FACTS, way=way),
         step("redelivered", to=to, fact=FACTS, way=way),

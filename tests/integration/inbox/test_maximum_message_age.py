@@ -82,7 +82,7 @@ class TestLateCopy:
 
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
         assert "40 days old" in row.last_error
-        assert "override of the age fence" in row.last_error
+        assert "override of the maximum message age" in row.last_error
 
     def test_late_copy_of_a_row_not_yet_purged_is_a_duplicate(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
@@ -125,7 +125,7 @@ class TestPlainRetry:
         said = retry(all=True)
 
         assert said.startswith("0 messages are due now. In quarantine: 1.")
-        assert "--override-age-fence" in said
+        assert "--override-maximum-age" in said
         run_to_the_end()
         assert (the_row().state, effects()) == (State.DEAD, 1)
 
@@ -161,13 +161,13 @@ class TestOverride:
         """The message was handled before: the operator is wrong about it, or has reverted the first effect."""
         handler = handles(the_effect, name="tests.handler0")
 
-        assert retry(quarantined_copy.id, override_age_fence=True) == "1 messages are due now."
+        assert retry(quarantined_copy.id, override_maximum_age=True) == "1 messages are due now."
         assert drain() == 1
 
         row = the_row()
         assert (row.state, row.quarantined, effects()) == (State.DONE, False, 2)
         with pytest.raises(CommandError, match="not dead"):
-            retry(quarantined_copy.id, override_age_fence=True)
+            retry(quarantined_copy.id, override_maximum_age=True)
         deliver(handler, quarantined_copy)
         deliver(handler, quarantined_copy, redelivered=True)
         run_to_the_end()
@@ -176,7 +176,7 @@ class TestOverride:
     def test_second_override_of_the_same_message_does_nothing(self, quarantined_copy):
         row = the_row().pk
 
-        assert [store.override_age_fence("default", row) for _ in range(2)] == [True, False]
+        assert [store.override_maximum_age("default", row) for _ in range(2)] == [True, False]
 
         assert (drain(), drain(), effects()) == (1, 0, 2)
 
@@ -186,20 +186,20 @@ class TestOverride:
 
         registry.remove("tests.handler0")
         handles(fails, name="tests.handler0")
-        retry(quarantined_copy.id, override_age_fence=True)
+        retry(quarantined_copy.id, override_maximum_age=True)
         run_to_the_end()
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 
         assert retry(quarantined_copy.id) == "1 messages are due now."
 
     def test_override_is_logged_with_message_id_and_handler(self, quarantined_copy, caplog):
-        retry(quarantined_copy.id, override_age_fence=True)
+        retry(quarantined_copy.id, override_maximum_age=True)
 
         assert f"overridden for message {quarantined_copy.id} of tests.handler0" in caplog.text
 
     def test_dry_run_of_an_override_counts_and_changes_nothing(self, quarantined_copy):
         assert retry(all=True, dry_run=True).startswith("0 messages would be retried. In quarantine: 1.")
-        assert retry(all=True, dry_run=True, override_age_fence=True) == "1 messages would be retried."
+        assert retry(all=True, dry_run=True, override_maximum_age=True) == "1 messages would be retried."
 
         assert the_row().quarantined
 
@@ -207,7 +207,7 @@ class TestOverride:
         deliver(handles(lambda message: 1 / 0))
         run_to_the_end()
 
-        assert not store.override_age_fence("default", the_row().pk)
+        assert not store.override_maximum_age("default", the_row().pk)
 
         assert (the_row().state, the_row().quarantined) == (State.DEAD, False)
 

@@ -753,7 +753,7 @@ class TestMaximumMessageAge:
         envelope = an_envelope(created_at=utcnow() - timedelta(days=400))
         deliver(handler, envelope)
 
-        assert store.override_age_fence("default", the_row().pk)
+        assert store.override_maximum_age("default", the_row().pk)
         assert drain() == 1
 
         assert (the_row().state, effects()) == (State.DONE, 1)

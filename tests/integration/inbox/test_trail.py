@@ -129,11 +129,11 @@ class TestOtherTransitions:
         deliver(handler, envelope)
         reason = the_row().last_error
 
-        call_command("inbox_retry", envelope.id, override_age_fence=True, verbosity=0)
+        call_command("inbox_retry", envelope.id, override_maximum_age=True, verbosity=0)
 
         assert trail_of(envelope.id) == [
             ("", State.DEAD, reason),
-            (State.DEAD, State.RETRYING, "the age fence was overridden; inbox_retry"),
+            (State.DEAD, State.RETRYING, "the maximum message age was overridden; inbox_retry"),
         ]
 
     def test_operator_actions_are_recorded_with_the_operators_name(self, failing):

@@ -969,7 +969,7 @@ class TestLostRedisData:
         deliver(handler, envelope, given=given)
 
         assert not store.retry("default", the_row().pk)
-        assert store.override_age_fence("default", the_row().pk)
+        assert store.override_maximum_age("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, effects()) == (State.DONE, 2)

@@ -319,7 +319,7 @@ class Machine:
             return
         row = self.chance.choice(rows)
         if self.chance.random() < 0.6:
-            _ = store.retry("default", row) or store.override_age_fence("default", row)
+            _ = store.retry("default", row) or store.override_maximum_age("default", row)
         else:
             store.skip("default", row, "not wanted")
 
@@ -351,7 +351,7 @@ class Machine:
         while InboxMessage.objects.filter(state__in=OPEN).exists() and self.rounds_left:
             self.rounds_left -= 1
             for row in InboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                _ = store.retry("default", row) or store.override_age_fence("default", row)
+                _ = store.retry("default", row) or store.override_maximum_age("default", row)
             InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING]).update(next_attempt_at=DatabaseTime())
             Runner(OPTIONS).drain(StopRequest())
         self._judge()

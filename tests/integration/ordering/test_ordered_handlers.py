@@ -375,7 +375,7 @@ class TestRefusedDelivery:
         assert the_row(biz_id="a2").quarantined
         assert not store.retry("default", the_row(biz_id="a2").pk)
 
-        assert store.override_age_fence("default", the_row(biz_id="a2").pk)
+        assert store.override_maximum_age("default", the_row(biz_id="a2").pk)
 
         assert states("a1", "a2", "a3") == ["retrying", "waiting", "waiting"]
         behaviour.names.clear()

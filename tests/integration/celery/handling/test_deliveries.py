@@ -593,7 +593,7 @@ class TestMessageAge:
         task = a_task(the_effect, biz_id="order_id")
         deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))
         assert not store.retry("default", the_row().pk)
-        assert store.override_age_fence("default", the_row().pk)
+        assert store.override_maximum_age("default", the_row().pk)
 
         assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))[0] == states.SUCCESS
         assert (the_row().state, effects()) == (State.DONE, 1)

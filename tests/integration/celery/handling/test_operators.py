@@ -120,7 +120,7 @@ def test_inbox_retry_without_a_celery_app_fails_and_leaves_the_row(dead_letter, 
     assert the_row().state == State.DEAD
 
 
-def test_inbox_retry_with_override_age_fence_sends_the_task_and_its_delivery_runs(a_task, local_app, current, sent):
+def test_inbox_retry_with_override_maximum_age_sends_the_task_and_its_delivery_runs(a_task, local_app, current, sent):
     current(local_app)
 
     def take(order_id):
@@ -129,7 +129,7 @@ def test_inbox_retry_with_override_age_fence_sends_the_task_and_its_delivery_run
     task = a_task(take, biz_id="order_id")
     deliver(task, "o-1", inbox_sent_at="2020-01-01T00:00:00+00:00", task_id="t-1")
 
-    call_command("inbox_retry", "t-1", "--override-age-fence", verbosity=0)
+    call_command("inbox_retry", "t-1", "--override-maximum-age", verbosity=0)
 
     [message] = sent()
     assert message.headers["inbox_sent_at"] == "2020-01-01T00:00:00+00:00"
