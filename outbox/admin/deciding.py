@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from django.utils.safestring import SafeString
 
 from outbox import doorbell, store
 from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
-from outbox.console.acting_admin import by
+from outbox.console.acting_admin import Transition, by
 from outbox.console.display import Tone, age, exact
 from outbox.console.message_admin import Counterpart, MessageAdmin
 from outbox.models import OutboxMessage
@@ -99,7 +100,7 @@ class DecidingAdmin(MessageAdmin):
             question="Publish these messages now? What is sent cannot be taken back.",
             button="Publish the messages now",
             done="to be published now",
-            transition=lambda given: partial(_publish_now, reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(store.reschedule, due=timedelta(), reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["reschedule"], description="Reschedule…")
@@ -135,7 +136,7 @@ class DecidingAdmin(MessageAdmin):
             "outstanding may be in the broker already.",
             button="Cancel the messages",
             done="cancelled",
-            transition=lambda given: partial(_cancel, reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(store.cancel, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["restore"], description="Restore…")
@@ -148,7 +149,7 @@ class DecidingAdmin(MessageAdmin):
             question="Restore these messages? They have a full set of attempts, and those that expire last as long again.",
             button="Restore the messages",
             done="restored",
-            transition=lambda given: partial(_restore, overdue=given["overdue"], reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(store.restore, overdue=given["overdue"], reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Commit, so that it is sent…")
@@ -162,7 +163,7 @@ class DecidingAdmin(MessageAdmin):
             "sent cannot be taken back.",
             button="Commit the messages",
             done="committed",
-            transition=lambda given: partial(_commit, reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(store.commit_prepared, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Roll back…")
@@ -185,33 +186,16 @@ class DecidingAdmin(MessageAdmin):
         return self.carry_out(request, queryset, done="to be asked about at once", transition=ask)
 
 
-def _cancel(alias: str, position: int, *, reason: str) -> bool:
-    cancelled = store.cancel(alias, position, reason=reason)
-    if cancelled:
-        # It may have held back later messages of its key.
-        doorbell.ring_after_commit(alias)
-    return cancelled
+def _ringing(transition: Callable[..., bool], **given: Any) -> Transition:
+    """The transition; if it is made, a relay looks at once for what it has released."""
 
+    def decide(alias: str, position: int) -> bool:
+        done = transition(alias, position, **given)
+        if done:
+            doorbell.ring_after_commit(alias)
+        return done
 
-def _publish_now(alias: str, position: int, *, reason: str) -> bool:
-    published = store.reschedule(alias, position, timedelta(), reason=reason)
-    if published:
-        doorbell.ring_after_commit(alias)
-    return published
-
-
-def _restore(alias: str, position: int, *, overdue: bool, reason: str) -> bool:
-    restored = store.restore(alias, position, overdue=overdue, reason=reason)
-    if restored:
-        doorbell.ring_after_commit(alias)
-    return restored
-
-
-def _commit(alias: str, position: int, *, reason: str) -> bool:
-    committed = store.commit_prepared(alias, position, reason=reason)
-    if committed:
-        doorbell.ring_after_commit(alias)
-    return committed
+    return decide
 
 
 def _ask_again(alias: str, position: int, *, reason: str) -> bool:
