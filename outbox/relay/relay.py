@@ -147,6 +147,8 @@ class Relay:
             return None
         try:
             drop_unusable_connections()
+            if self._database.ongoing:
+                store.require_writable(self._alias)
             report = self._work(drain=drain)
         except Exception as error:
             connections[self._alias].close()

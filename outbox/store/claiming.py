@@ -308,6 +308,16 @@ def writers(alias: str) -> frozenset[str]:
         return frozenset(virtual_id for (virtual_id,) in cursor.fetchall())
 
 
+def require_writable(alias: str) -> None:
+    """Change nothing, by a statement that a standby and a read-only database refuse: a round with nothing to do only reads.
+
+    Raises:
+        django.db.Error: it is not writable now.
+    """
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"UPDATE {TABLE} SET state = state WHERE false")
+
+
 def bound_transaction(alias: str, longest: timedelta) -> None:
     """Let the server end the open transaction when its owner sleeps or hangs: a zombie relay must not settle anything.
 
