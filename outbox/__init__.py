@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         PublishedOutsideTransaction,
         UnknownMessage,
     )
+    from outbox.pausing import TopicState, pause, resume
     from outbox.preparing import Half, prepare
     from outbox.restoring import Restoration, arestore, restore
 
@@ -50,6 +51,7 @@ __all__ = [
     "PublishedOutsideTransaction",
     "Restoration",
     "SettledMessage",
+    "TopicState",
     "UnknownMessage",
     "acancel",
     "apublish",
@@ -61,12 +63,14 @@ __all__ = [
     "checker",
     "on_dead",
     "on_published",
+    "pause",
     "prepare",
     "publish",
     "publish_many",
     "publish_now",
     "reschedule",
     "restore",
+    "resume",
 ]
 
 _PLACES = {
@@ -81,6 +85,7 @@ _PLACES = {
         "PublishedOutsideTransaction",
         "UnknownMessage",
     },
+    "outbox.pausing": {"TopicState", "pause", "resume"},
     "outbox.preparing": {"Half", "prepare"},
     "outbox.callbacks": {"SettledMessage", "on_dead", "on_published"},
     "outbox.restoring": {"Restoration", "arestore", "restore"},

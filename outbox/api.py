@@ -52,7 +52,7 @@ class PublishedMessage:
         position: the row's place in the outbox; grows with every insert on one database.
         created: False when `unique=True` found an earlier message and wrote nothing.
         state: of the message when `publish` returned: "ready" or "scheduled" for a new one; for an earlier one that was found
-            also "retrying", "waiting", "published" or "dead".
+            also "retrying", "waiting", "paused", "published" or "dead".
     """
 
     id: uuid.UUID

@@ -85,9 +85,10 @@ class OutboxMessage(models.Model):
             models.Index(
                 fields=["key", "id"],
                 name="outbox_holding",
-                condition=Q(state__in=["retrying", "dead", "waiting"]) & ~Q(key=""),
+                condition=Q(state__in=["retrying", "dead", "paused", "waiting"]) & ~Q(key=""),
             ),
-            models.Index(fields=["topic", "id"], name="outbox_retrying", condition=Q(state="retrying")),
+            # Of a paused topic: the oldest messages to try or to resume, and is there one that will be tried again?
+            models.Index(fields=["state", "topic", "id"], name="outbox_paused", condition=Q(state__in=["paused", "retrying"])),
             models.Index(
                 fields=["settled_at"],
                 name="outbox_settled",
@@ -116,6 +117,36 @@ class PreparedMessage(OutboxMessage):
         proxy = True
         verbose_name = "prepared message"
         default_permissions = ()
+
+
+class PausedTopic(models.Model):
+    """A topic that no relay sends messages of, because the broker refuses them or an operator has said so.
+
+    All relays share these rows. Only a relay deletes one, when no message of the topic is paused any more.
+    """
+
+    id = models.BigAutoField(primary_key=True)
+    topic = models.CharField(max_length=NAME_LENGTH, unique=True)
+    paused_by = models.CharField(max_length=NAME_LENGTH, default="")
+    """Who; empty when the circuit breaker did."""
+    reason = models.TextField("why", default="")
+    paused_at = models.DateTimeField("since")
+    probe_at = models.DateTimeField("next try", null=True)
+    """When the next messages are tried; NULL when none are, because a person has paused the topic."""
+    pause_seconds = models.FloatField("length of the pause", default=0.0)
+    in_trial = models.JSONField("positions that may be sent", default=list)
+    is_resuming = models.BooleanField(default=False)
+
+    class Meta:
+        verbose_name = "paused topic"
+        default_permissions = ("view",)
+        permissions = (
+            ("pause_pausedtopic", "Can pause a topic"),
+            ("resume_pausedtopic", "Can resume a topic"),
+        )
+
+    def __str__(self) -> str:
+        return self.topic
 
 
 class TrailEntry(models.Model):

@@ -25,6 +25,7 @@ class State(TextChoices):
     READY = "ready"
     RETRYING = "retrying"
     WAITING = "waiting"
+    PAUSED = "paused"
     PUBLISHED = "published"
     DEAD = "dead"
     EXPIRED = "expired"
@@ -35,7 +36,7 @@ class State(TextChoices):
 IN_TROUBLE = (State.RETRYING, State.DEAD)
 """States in which a message stops its key: the later ones become *waiting*."""
 
-HOLDING_KEY = (*IN_TROUBLE, State.WAITING)
+HOLDING_KEY = (*IN_TROUBLE, State.PAUSED, State.WAITING)
 """States in which a message holds back the later ones of its key."""
 
 SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
@@ -96,12 +97,11 @@ RETRY = Transition(
     when="nacked or refused, attempts left; or unroutable, or of a topic that the broker forbids",
     columns=lambda error, delay: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "available_at": after(delay)},
 )
-DEFER = Transition(
-    name="defer",
+PAUSE = Transition(
+    name="pause",
     sources=(State.READY,),
-    targets=(State.RETRYING,),
-    when="not tried, because its topic is paused",
-    columns=lambda error, delay: {"last_error": error, "available_at": after(delay)},
+    targets=(State.PAUSED,),
+    when="its topic is [paused](how-to/paused-topics.md)",
     recorded=False,
 )
 DIE = Transition(
@@ -122,7 +122,7 @@ HOLD = Transition(
     name="hold",
     sources=(State.READY,),
     targets=(State.WAITING,),
-    when="an earlier message of its key is `retrying`, `dead` or `waiting`",
+    when="an earlier message of its key is `retrying`, `dead`, `paused` or `waiting`",
     recorded=False,
 )
 
@@ -142,19 +142,19 @@ TRY_AGAIN = Transition(
     when="its backoff has ended",
     recorded=False,
 )
-RECALL = Transition(
-    name="recall",
-    sources=(State.RETRYING,),
+RESUME = Transition(
+    name="resume",
+    sources=(State.PAUSED,),
     targets=(State.READY,),
-    when="its topic was paused, and is tried again",
-    columns=lambda: {"available_at": NOW},
+    when="its topic is resumed, or it is one of the messages that are tried to find out whether it can be",
+    columns=lambda: {"available_at": NOW_SECONDARY},
     recorded=False,
 )
 RELEASE = Transition(
     name="release",
     sources=(State.WAITING,),
     targets=(State.READY,),
-    when="no earlier message of its key is `retrying` or `dead` any more",
+    when="no earlier message of its key is `retrying`, `dead` or `paused` any more",
     columns=lambda: {"available_at": NOW},
     recorded=False,
 )
@@ -163,7 +163,7 @@ RELEASE = Transition(
 
 CANCEL = Transition(
     name="cancel",
-    sources=(State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.DEAD),
+    sources=(State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.PAUSED, State.DEAD),
     targets=(State.CANCELLED,),
     when="`cancel()`, or an operator",
     columns=lambda: {"settled_at": NOW},
@@ -175,7 +175,7 @@ def _rescheduled(due: datetime | timedelta) -> Mapping[str, Any]:
     return {"attempts": 0, "deliver_at": at, "available_at": at, "expires_at": as_long_from(at)}
 
 
-_NOT_STARTED = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING)
+_NOT_STARTED = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.PAUSED)
 RESCHEDULE = Transition(
     name="reschedule",
     sources=_NOT_STARTED,
@@ -234,20 +234,20 @@ RESUME_CHECKS = Transition(
     name="resume checks",
     sources=(State.STUCK,),
     targets=(State.PREPARED,),
-    when="`outbox_resume`, or an operator",
+    when="`outbox_resume_checks`, or an operator",
     columns=lambda: {"attempts": 0, "available_at": NOW, "settled_at": None},
 )
 
 TRANSITIONS = (
     PUBLISH,
     RETRY,
-    DEFER,
+    PAUSE,
     DIE,
     EXPIRE,
     HOLD,
     FIRE,
     TRY_AGAIN,
-    RECALL,
+    RESUME,
     RELEASE,
     CANCEL,
     RESCHEDULE,

@@ -2,8 +2,16 @@
 
 from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.messages import OutboxMessageAdmin
+from outbox.admin.paused import PausedTopicAdmin
 from outbox.admin.prepared import PreparedMessageAdmin
 from outbox.admin.relays import RelayAdmin
 from outbox.admin.scheduled import ScheduledMessageAdmin
 
-__all__ = ["OutboxMessageAdmin", "PendingCallbackAdmin", "PreparedMessageAdmin", "RelayAdmin", "ScheduledMessageAdmin"]
+__all__ = [
+    "OutboxMessageAdmin",
+    "PausedTopicAdmin",
+    "PendingCallbackAdmin",
+    "PreparedMessageAdmin",
+    "RelayAdmin",
+    "ScheduledMessageAdmin",
+]

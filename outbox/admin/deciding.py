@@ -33,6 +33,7 @@ class DecidingAdmin(MessageAdmin):
         State.READY: Tone.OPEN,
         State.RETRYING: Tone.FAILING,
         State.WAITING: Tone.LATER,
+        State.PAUSED: Tone.LATER,
         State.PUBLISHED: Tone.DONE,
         State.DEAD: Tone.STOPPED,
         State.EXPIRED: Tone.OVER,

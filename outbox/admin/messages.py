@@ -126,6 +126,8 @@ class OutboxMessageAdmin(DecidingAdmin):
             return format_html("{}{}", self.badge_of(row), _undecided(row))
         if row.state == State.WAITING:
             return format_html("{}{}", self.badge_of(row), self._behind(row))
+        if row.state == State.PAUSED:
+            return format_html("{}{}", self.badge_of(row), note("Its topic is paused. It is sent when the topic is resumed."))
         if row.state in IN_TROUBLE and row.key:
             held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
             words = f"It holds back the later messages of its ordering key. Waiting behind it: {counted(held)}."
@@ -133,12 +135,14 @@ class OutboxMessageAdmin(DecidingAdmin):
         return self.badge_of(row)
 
     def _behind(self, row: Any) -> SafeString:
-        head = self._of_its_key(row).filter(pk__lt=row.pk, state__in=IN_TROUBLE).order_by("pk").first()
+        stopping = (*IN_TROUBLE, State.PAUSED)
+        head = self._of_its_key(row).filter(pk__lt=row.pk, state__in=stopping).order_by("pk").first()
         if head is None:
             return note("Nothing holds it back any more: the next relay to look makes it ready.")
         words = format_html(
-            'It waits behind an earlier message of its ordering key, which failed: <a href="{}">{}</a> ({}). '
+            'It waits behind an earlier message of its ordering key, which {}: <a href="{}">{}</a> ({}). '
             "It goes on by itself when that one is published or cancelled.",
+            "is paused" if head.state == State.PAUSED else "failed",
             self.own_url(head.pk),
             identifier(f"{head.topic} {head.biz_id}"),
             head.get_state_display().lower(),

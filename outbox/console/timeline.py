@@ -22,6 +22,7 @@ _TONES = {
     "received": Tone.OPEN,
     "running": Tone.OPEN,
     "retrying": Tone.FAILING,
+    "paused": Tone.LATER,
     "waiting": Tone.LATER,
     "published": Tone.DONE,
     "done": Tone.DONE,

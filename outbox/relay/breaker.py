@@ -1,161 +1,147 @@
-"""One refused topic must not starve the others.
+"""Topics that are paused: because the broker refuses them, or because an operator has said so.
 
 A queue that is full or missing refuses every message of its topic, and a relay that tries them all in turn does nothing else
-(a circuit breaker: Michael Nygard, "Release It!", 2007). After some refusals in a row without one success the topic rests,
-longer each time. Its messages are put off without having been tried, so it costs them no attempt, and for so long that they are
-not read again and again. After the rest a few of them are recalled and tried; when one is taken, all are recalled.
+(a circuit breaker: Michael Nygard, "Release It!", 2007). After some refusals in a row without one success the relay pauses the
+topic. After the pause a few of its messages are made ready and tried. When they are refused, too, the pause is doubled; when
+one is taken, the topic is resumed, in batches. A topic that the broker *forbids* is paused at the first refusal, because each
+one costs the connection.
 
-A topic that the broker *forbids* is paused at the first refusal, because each one costs the connection, and is probed with one
-message at a time, which the relay sends alone.
-
-In memory, one relay's own: each relay finds out for itself, at the price of some refused messages.
+What is paused is stored in the database (`store.pausing`), so that relays learn it from each other with their next look, and
+another relay goes on where one has ended. An operator's pause is a row of the same table, which no relay tries and only an
+operator ends. Only the count of refusals is in memory, one lane's own.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
+from outbox import store
 from outbox.kernel.clock import monotonic
+from outbox.store import TopicPause
 
 logger = logging.getLogger(__name__)
 
 _REFUSALS = 20
 _PROBES = 5
-_RECALLED_AT_ONCE = 500
-_REST_SECONDS = 1.0
-_LONGEST_REST_SECONDS = 30.0
-_PUT_OFF_SECONDS = (300.0, 600.0)
-"""For how long, unless they are recalled: by then the relay that put them off may have ended."""
-_REFUSED = "The broker refused %d messages of topic %r in a row; it is tried again now and then, other topics go on."
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_TOPICS_TRIED_PER_ROUND = 10
+_SWEEP_SECONDS = 60.0
+_REFUSED = (
+    "relay: topic %r paused after %d refusals in a row (%s); a few of its messages are tried at least every %.0f s, other "
+    "topics go on"
+)
 _FORBIDDEN = (
-    "relay: topic %r paused, because the broker forbids it; one message is tried at least every %.0f s, other topics go on. "
+    "relay: topic %r paused, because the broker forbids it; a message is tried at least every %.0f s, other topics go on. "
     "Permit the relay's user to write to it (rabbitmqctl set_topic_permissions or set_permissions), or cancel its messages: %s"
 )
+_RESUMED = "relay: topic %r resumed: the broker takes its messages again"
+_STRANDED = "relay: topic %r resumed: some of its messages were paused, and it was not; was its row deleted by hand?"
 
 
-@dataclass
-class _Breaker:
-    refusals: int = 0
-    rest_seconds: float = 0.0
-    rests_until: float = 0.0
-    probed: bool = False
-    forbidden: bool = False
-
-    @property
-    def probes(self) -> int:
-        """How many of its messages are tried after a pause."""
-        return 1 if self.forbidden else _PROBES
+def _spread() -> float:
+    """The probes of many topics must not come at once: each of a forbidden topic costs the connection."""
+    return random.uniform(0.5, 1.0)
 
 
-class Breakers:
-    """The breakers of all topics that had a refusal lately.
+class PausedTopics:
+    """The paused topics, as one lane knows them: what is not sent, what is tried, and what the broker says of them."""
 
-    Attributes:
-        beside: those of the other lanes of this process. What one of them has reported is not reported again.
-    """
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._paused: Mapping[str, TopicPause] = {}
+        self._resuming: Sequence[str] = ()
+        self._refusals: Counter[str] = Counter()
+        self._answered: dict[str, tuple[str, bool]] = {}
+        self._taken: set[str] = set()
+        self._looked_at = 0.0
+        self._sweep_at = 0.0
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self.beside: Sequence[Breakers] = ()
-        self._clock = clock
-        self._breakers: dict[str, _Breaker] = {}
-        self._recovered: set[str] = set()
-        self._admitted: Counter[str] = Counter()
+    def see(self, paused: Iterable[TopicPause]) -> None:
+        """What a look found; it holds for the pass that follows."""
+        found = list(paused)
+        self._looked_at = monotonic()
+        self._paused = {one.topic: one for one in found if not one.is_resuming}
+        self._resuming = [one.topic for one in found if one.is_resuming]
 
-    def resume(self, topics: Iterable[str]) -> None:
-        """There are deferred messages of `topics`. Try those that are not paused here: who paused them may have ended."""
-        self._recovered.update(topic for topic in topics if not self._is_paused(topic))
+    def stops(self, topic: str, position: int) -> bool:
+        """Is this message not to be sent, because its topic is paused?"""
+        paused = self._paused.get(topic)
+        return paused is not None and position not in paused.in_trial
 
-    def begin(self) -> None:
-        """A new pass: resting topics that are due may be tried again."""
-        self._admitted.clear()
+    def is_paused(self, topic: str) -> bool:
+        """What of such a topic is not stopped is a probe."""
+        return topic in self._paused
 
-    def admits(self, topic: str) -> bool:
-        """May one more message of `topic` be sent in this pass?"""
-        breaker = self._breakers.get(topic)
-        if breaker is None or not breaker.rest_seconds:
-            return True
-        if self._clock() < breaker.rests_until or self._admitted[topic] == breaker.probes:
-            return False
-        self._admitted[topic] += 1
-        return True
+    def note(self, taken: Iterable[str], refused: Iterable[tuple[str, str]], forbidden: Mapping[str, str]) -> None:
+        """What the broker said in a pass.
 
-    def forbids(self, topic: str) -> bool:
-        """Did the broker say that it does not permit `topic`, the last time it was asked?"""
-        breaker = self._breakers.get(topic)
-        return breaker is not None and breaker.forbidden
-
-    @staticmethod
-    def rest() -> timedelta:
-        """For how long to put off messages that were not admitted."""
-        return timedelta(seconds=random.uniform(*_PUT_OFF_SECONDS))
-
-    def to_recall(self) -> list[tuple[str, int]]:
-        """Of which topics to recall messages that were put off, and how many."""
-        now = self._clock()
-        due = [
-            (topic, breaker.probes)
-            for topic, breaker in self._breakers.items()
-            if breaker.rest_seconds and not breaker.probed and now >= breaker.rests_until
-        ]
-        return due + [(topic, _RECALLED_AT_ONCE) for topic in self._recovered]
-
-    def recalled(self, topic: str, count: int) -> None:
-        """So many messages of `topic` are ready again."""
-        if breaker := self._breakers.get(topic):
-            breaker.probed = True
-        if not count:
-            self._recovered.discard(topic)
-
-    def note(self, taken: Collection[str], refused: Collection[str]) -> None:
-        """What the broker said in a pass: the topics of the messages it took, and of those it refused."""
-        if not self._breakers and not refused:
+        Args:
+            taken: the topics of the messages that it took.
+            refused: topic and reason of each message that it refused because of its topic.
+            forbidden: the topics that it does not permit, with its reason.
+        """
+        refusals = list(refused)
+        if not (refusals or forbidden or self._refusals or self._paused):
             return
         took = set(taken)
-        for topic in took & self._breakers.keys():
-            if self._breakers.pop(topic).rest_seconds:
-                self._recovered.add(topic)
-                logger.warning("The broker takes messages of topic %r again.", topic)
-        for topic, count in Counter(refused).items():
+        for topic in took & self._refusals.keys():
+            del self._refusals[topic]
+        self._taken |= took & self._paused.keys()
+        for topic, reason in refusals:
             if topic not in took:
-                breaker = self._breakers.setdefault(topic, _Breaker())
-                breaker.refusals += count
-                if breaker.refusals >= _REFUSALS or breaker.rest_seconds:
-                    is_reported = self._is_reported(topic)
-                    self._rest(topic, breaker)
-                    if not is_reported:
-                        logger.warning(_REFUSED, breaker.refusals, topic)
-                breaker.forbidden = False
+                self._refusals[topic] += 1
+                if self.is_paused(topic) or self._refusals[topic] >= _REFUSALS:
+                    self._answered[topic] = reason, False
+        self._answered.update({topic: (reason, True) for topic, reason in forbidden.items()})
 
-    def forbid(self, topic: str, reason: str) -> None:
-        """The broker does not permit `topic`."""
-        is_reported = self._is_reported(topic, forbidden=True)
-        breaker = self._breakers.setdefault(topic, _Breaker())
-        breaker.forbidden = True
-        self._rest(topic, breaker)
-        if not is_reported:
-            logger.warning(_FORBIDDEN, topic, _LONGEST_REST_SECONDS, reason)
+    def store(self) -> None:
+        """Pause, pause for longer or resume topics by what was noted. What cannot be stored now is noted again later."""
+        taken, self._taken = self._taken, set()
+        answered, self._answered = self._answered, {}
+        for topic in taken:
+            if store.begin_resuming(self._alias, topic):
+                logger.warning(_RESUMED, topic)
+        for topic, (reason, is_forbidden) in answered.items():
+            self._pause(topic, reason, self._refusals.pop(topic, 0), is_forbidden=is_forbidden)
 
-    def _is_paused(self, topic: str) -> bool:
-        breaker = self._breakers.get(topic)
-        return breaker is not None and breaker.rest_seconds > 0
+    def _pause(self, topic: str, reason: str, refusals: int, *, is_forbidden: bool) -> None:
+        if self.is_paused(topic):
+            before = store.prolong(self._alias, topic, reason, _LONGEST_PAUSE_SECONDS, _spread())
+            is_new = is_forbidden and before not in {None, reason}
+        else:
+            first = timedelta(seconds=_spread() * _FIRST_PAUSE_SECONDS)
+            is_new = store.pause_refused(self._alias, topic, reason, _FIRST_PAUSE_SECONDS, first)
+        if is_new and is_forbidden:
+            logger.warning(_FORBIDDEN, topic, _LONGEST_PAUSE_SECONDS, reason)
+        elif is_new:
+            logger.warning(_REFUSED, topic, refusals, reason, _LONGEST_PAUSE_SECONDS)
 
-    def _is_reported(self, topic: str, *, forbidden: bool = False) -> bool:
-        """Has a lane of this process paused `topic` already, for this reason or for the graver one?"""
-        for breakers in (self, *self.beside):
-            breaker = breakers._breakers.get(topic)  # noqa: SLF001 - of the same class
-            if breaker is not None and breaker.rest_seconds and breaker.forbidden >= forbidden:
-                return True
-        return False
+    def make_ready(self, most: int) -> int:
+        """Make ready what is to be tried, and the next messages of a topic that is resumed, up to `most`; how many."""
+        moved = 0
+        since = monotonic() - self._looked_at
+        due = [topic for topic, one in self._paused.items() if one.probe_in <= since]
+        for topic in _some(due, _TOPICS_TRIED_PER_ROUND):
+            moved += store.begin_trial(self._alias, topic, _PROBES, _spread())
+        for topic in _some(self._resuming, 1):
+            moved += store.resume_some(self._alias, topic, most)
+        if monotonic() >= self._sweep_at:
+            self._sweep_at = monotonic() + _SWEEP_SECONDS
+            for topic in store.resume_stranded(self._alias):
+                logger.warning(_STRANDED, topic)
+        return moved
 
-    def _rest(self, topic: str, breaker: _Breaker) -> None:
-        self._recovered.discard(topic)
-        breaker.rest_seconds = min(max(2 * breaker.rest_seconds, _REST_SECONDS), _LONGEST_REST_SECONDS)
-        # Each probe of a forbidden topic costs the connection, so those of many topics must not come at once.
-        spread = random.uniform(0.5, 1.0) if breaker.forbidden else 1.0
-        breaker.rests_until = self._clock() + spread * breaker.rest_seconds
-        breaker.probed = False
+    def seconds_left(self) -> float:
+        """How long until messages of a paused topic are to be tried; infinite when none are."""
+        soonest = min((one.probe_in for one in self._paused.values()), default=math.inf)
+        return max(0.0, soonest - (monotonic() - self._looked_at))
+
+
+def _some(topics: Collection[str], most: int) -> Sequence[str]:
+    return random.sample(list(topics), min(most, len(topics)))

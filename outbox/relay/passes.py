@@ -24,7 +24,7 @@ from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
 from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome, Sent, Transport, Verdict
-from outbox.relay.breaker import Breakers
+from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
@@ -79,7 +79,7 @@ class _Batch:
     """What the broker has said so far of the rows in hand.
 
     Attributes:
-        put_off: by topic, what was not sent because the topic is paused.
+        paused: by topic, what was not sent because the topic is paused.
         alone: to be sent one by one, after everything else: the broker is expected to close the connection over them.
         forbidden: topics that the broker does not permit, with its reason.
         parcels: by position, what is sent.
@@ -88,7 +88,7 @@ class _Batch:
 
     rows: Sequence[RelayedMessage]
     verdicts: dict[int, Verdict] = field(default_factory=dict)
-    put_off: dict[str, list[int]] = field(default_factory=dict)
+    paused: dict[str, list[int]] = field(default_factory=dict)
     alone: list[RelayedMessage] = field(default_factory=list)
     forbidden: dict[str, str] = field(default_factory=dict)
     parcels: dict[int, Parcel] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class Pass:
         self._alias = alias
         self._transport = transport
         self._options = options
-        self.breakers = Breakers()
+        self.topics = PausedTopics(alias)
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
         self.unsettled = Unsettled(alias)
@@ -215,15 +215,16 @@ class Pass:
         return batch
 
     def _sendable(self, batch: _Batch) -> Iterator[RelayedMessage]:
-        """Those that may be sent together. What is put off because of its topic, or sent alone, stops its key."""
-        self.breakers.begin()
+        """Those that may be sent together. What stops because of its topic, or is sent alone, stops its key."""
         stopped_keys: set[str] = set()
         for row in batch.rows:
-            if row.expired or row.held or row.key in stopped_keys:
+            if row.expired:
                 continue
-            if not self.breakers.admits(row.topic):
-                batch.put_off.setdefault(row.topic, []).append(row.position)
-            elif row.position in self._refused or self.breakers.forbids(row.topic):
+            if self.topics.stops(row.topic, row.position):
+                batch.paused.setdefault(row.topic, []).append(row.position)
+            elif row.held or row.key in stopped_keys:
+                continue
+            elif row.position in self._refused or self.topics.is_paused(row.topic):
                 batch.alone.append(row)
             else:
                 yield row
@@ -234,12 +235,12 @@ class Pass:
     def _carry(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float) -> None:
         """Send `rows`. When the broker closes the connection because of one of them, find it by halving, and send the others.
 
-        What follows of a topic that turns out to be forbidden is put off. A search that cannot be ended here goes on with
+        What follows of a topic that turns out to be forbidden is not sent. A search that cannot be ended here goes on with
         smaller batches.
         """
         parts, searching = [rows], False
         while parts and batch.broken is None:
-            part = self._permitted(batch, parts.pop())
+            part = [row for row in parts.pop() if row.topic not in batch.forbidden]
             if not part:
                 continue
             if monotonic() > deadline:
@@ -253,14 +254,6 @@ class Pass:
                 searching = True
             elif sent.broken is not None:
                 batch.broken, batch.suspicious = sent.broken, sent.suspicious or searching
-
-    def _permitted(self, batch: _Batch, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
-        if not batch.forbidden:
-            return rows
-        for row in rows:
-            if row.topic in batch.forbidden:
-                batch.put_off.setdefault(row.topic, []).append(row.position)
-        return [row for row in rows if row.topic not in batch.forbidden]
 
     def _transmit(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
         try:
@@ -323,30 +316,31 @@ class Pass:
                 published.append(row.position)
             else:
                 failed.setdefault((verdict, row.attempts + 1), []).append(row)
-        self.breakers.note(
+        self.topics.note(
             taken=[row.topic for row in batch.rows if _is_confirmed(row, batch.verdicts)],
-            refused=[row.topic for (verdict, _), rows in failed.items() if verdict.outcome in _TOPICS_FAULT for row in rows],
+            refused=[
+                (row.topic, verdict.reason)
+                for (verdict, _), rows in failed.items()
+                if verdict.outcome in _TOPICS_FAULT
+                for row in rows
+            ],
+            forbidden=batch.forbidden,
         )
-        for topic, reason in batch.forbidden.items():
-            self.breakers.forbid(topic, reason)
         refused = {
             row.position for (verdict, _), rows in failed.items() if verdict.outcome is PublishOutcome.REFUSED for row in rows
         }
         settlement = Settlement(
             published=published,
             expired=[row.position for row in batch.rows if row.expired],
-            waiting=[row.position for row in batch.rows if row.held and not row.expired],
+            waiting=[row.position for row in batch.rows if row.held and not (row.expired or row.topic in batch.paused)],
             failed=[
                 *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
-                *(self._put_off(positions) for positions in batch.put_off.values()),
                 *(Failure(positions=[row], error=damage, retry_after=None) for row, damage in batch.damaged.items()),
             ],
+            paused=batch.paused,
         )
         self._refused = (self._refused | refused).difference(published, settlement.dead)
         return settlement
-
-    def _put_off(self, positions: Sequence[int]) -> Failure:
-        return Failure(positions=positions, error=store.PUT_OFF, retry_after=self.breakers.rest(), tried=False, matters=False)
 
     def _failure(self, rows: Sequence[RelayedMessage], attempt: int, verdict: Verdict) -> Failure:
         if verdict.outcome in _NEVER_DEAD:
@@ -364,7 +358,7 @@ class Pass:
         )
 
     def _report(self, batch: _Batch, settlement: Settlement, settled: int) -> PassReport:
-        self._announce(batch.rows, settlement)
+        self._announce(batch, settlement)
         return PassReport(
             claimed=len(batch.rows),
             settled=settled,
@@ -375,16 +369,16 @@ class Pass:
             highest=max((row.position for row in batch.rows), default=0),
         )
 
-    def _announce(self, rows: Iterable[RelayedMessage], settlement: Settlement) -> None:
+    def _announce(self, batch: _Batch, settlement: Settlement) -> None:
         heard = signals.message_published.has_listeners()
         if not (heard or settlement.failed or settlement.expired):
             return
-        by_position = {row.position: row for row in rows}
-        for failure, position in _tried(settlement):
+        by_position = {row.position: row for row in batch.rows}
+        for failure, position in _failures(settlement):
             message = by_position[position]
             dead = failure.retry_after is None
-            # The breaker has reported a topic that is forbidden, with the reason.
-            level = logging.DEBUG if self.breakers.forbids(message.topic) else logging.WARNING
+            # That a topic is forbidden is reported once, with the reason.
+            level = logging.DEBUG if message.topic in batch.forbidden else logging.WARNING
             logger.log(
                 logging.ERROR if dead else level,
                 "Message %s (%s, biz-id %s) %s at attempt %d: %s.",
@@ -436,8 +430,8 @@ def _is_confirmed(row: RelayedMessage, verdicts: Mapping[int, Verdict]) -> bool:
     return verdict is not None and verdict.outcome is PublishOutcome.CONFIRMED
 
 
-def _tried(settlement: Settlement) -> Iterator[tuple[Failure, int]]:
-    return ((failure, position) for failure in settlement.failed if failure.tried for position in failure.positions)
+def _failures(settlement: Settlement) -> Iterator[tuple[Failure, int]]:
+    return ((failure, position) for failure in settlement.failed for position in failure.positions)
 
 
 def _tell(signal: Signal, message: RelayedMessage, **extra: object) -> None:

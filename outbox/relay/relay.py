@@ -30,7 +30,6 @@ from outbox.kernel.transport import BrokerRefused, BrokerUnavailable, Transport
 from outbox.models import SHARDS
 from outbox.relay.attending import Attendant
 from outbox.relay.batch_size import BatchSize
-from outbox.relay.breaker import Breakers
 from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
@@ -44,7 +43,6 @@ _PROMOTED_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
-_LOOK_FOR_DEFERRED_SECONDS = 10.0
 _RELEASING_SHARE = 20
 """Looking in vain for keys to release takes at most one part in this many of the time."""
 
@@ -88,7 +86,6 @@ class Relay:
         self._share = Share(len(self._shards))
         self._release_at = 0.0
         self._more: Sequence[store.Busy] = ()
-        self._look_for_deferred_at = 0.0
         self._size = BatchSize(options.BATCH_SIZE)
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._alert_until = 0.0
@@ -109,7 +106,6 @@ class Relay:
         """Relay until asked to stop or, with `drain`, until nothing is ready or due. Was there anything to do?"""
         worked = False
         self._running = True
-        self._pass.breakers.beside = [sibling.breakers for sibling in self.siblings]
         try:
             while not self._stop:
                 self._watchdog.beat()
@@ -125,10 +121,6 @@ class Relay:
         finally:
             self._finish()
         return worked
-
-    @property
-    def breakers(self) -> Breakers:
-        return self._pass.breakers
 
     @property
     def is_working(self) -> bool:
@@ -195,12 +187,17 @@ class Relay:
         if self._more:
             busy, self._more = self._more, ()
             self._moved = 0
-            return self._carry(busy)
+            report = self._carry(busy)
+            self._pass.topics.store()
+            return report
         # A relay beside this one that cannot reach the broker leaves its shards to us.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
         sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
+        topics = self._pass.topics
+        topics.see(sight.paused)
         report = self._carry(sight.busy) if sight.busy else PassReport()
+        topics.store()
         # A full pass has left more in the same shards, which the next pass need not look for.
         self._more = sight.busy if report.published == self._size.now else ()
         # Rows that are due and are not promoted are in the hands of another relay that promotes them.
@@ -210,7 +207,10 @@ class Relay:
             self._moved += store.promote_due(self._alias, _PROMOTED_PER_ROUND)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
-        self._moved += self._recall()
+        if made_ready := topics.make_ready(self._size.now // 2):
+            self._moved += made_ready
+            for sibling in self.siblings:
+                sibling.bell.ring()  # some of them are in its shards
         return report
 
     def _carry(self, busy: Sequence[store.Busy]) -> PassReport:
@@ -228,18 +228,6 @@ class Relay:
         in_vain = max(_RELEASE_SECONDS, 2 * self._rest_seconds, _RELEASING_SHARE * (now - begun_at))
         self._release_at = now + (_SHORTEST_REST_SECONDS if released else in_vain)
         return released
-
-    def _recall(self) -> int:
-        if (now := monotonic()) >= self._look_for_deferred_at:
-            # Another relay may have deferred them, and ended since; or the other lane, while it had these shards.
-            self._look_for_deferred_at = now + _LOOK_FOR_DEFERRED_SECONDS
-            self._pass.breakers.resume(store.topics_put_off(self._alias))
-        recalled = 0
-        for topic, limit in self._pass.breakers.to_recall():
-            count = store.recall(self._alias, topic, limit, self._shards)
-            self._pass.breakers.recalled(topic, count)
-            recalled += count
-        return recalled
 
     def _note(self, report: PassReport) -> None:
         self.published += report.published
@@ -295,7 +283,7 @@ class Relay:
             return  # what lies behind them is read next
         # Another relay ends its pass in a moment. A transaction of another kind may hold a shard, or a row, for long.
         wait = self._contended.next_seconds() if is_contended else min(self._rest_seconds, self._retry_in)
-        if self.bell.wait(wait, self._stop):
+        if self.bell.wait(min(wait, max(self._pass.topics.seconds_left(), _SHORTEST_REST_SECONDS)), self._stop):
             self._be_alert()
         elif monotonic() > self._alert_until:
             self._rest_seconds = min(self._rest_seconds * 2, self._options.poll_seconds(connected=self.bell.is_connected))

@@ -27,7 +27,7 @@ from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatemen
 from outbox.kernel.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import HOLDING_KEY
-from outbox.store.dialect import LOCK_SPACE, TABLE, any_of, array_of
+from outbox.store.dialect import LOCK_SPACE, PAUSED_TOPICS, TABLE, any_of, array_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -153,11 +153,19 @@ _LOOK = (
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
     f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
     f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
-    f"(SELECT CASE WHEN m.available_at <= {{now}} THEN 0 ELSE {{until}} END FROM {TABLE} m WHERE m.state = 'retrying' "
-    "ORDER BY m.available_at, m.id LIMIT 1) FROM shards"
+    f"(SELECT CASE WHEN m.available_at <= {{now}} THEN 0 ELSE {{retry_in}} END FROM {TABLE} m WHERE m.state = 'retrying' "
+    "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
+    # With it which topics are paused, so that nobody asks for them alone.
+    "UNION ALL SELECT NULL, NULL, NULL, NULL, p.topic, CASE WHEN p.is_resuming THEN '[]' ELSE CAST(p.in_trial AS text) END, "
+    f"CAST(p.is_resuming AS integer), {{probe_in}} FROM {PAUSED_TOPICS} p"
 )
-_UNTIL = "CASE WHEN isfinite(m.available_at) THEN CAST(EXTRACT(EPOCH FROM m.available_at - {now}) AS float8) END"
-_UNTIL_SQLITE = "(julianday(m.available_at) - julianday({now})) * 86400"
+_UNTIL = "CASE WHEN isfinite({instant}) THEN CAST(EXTRACT(EPOCH FROM {instant} - {now}) AS float8) END"
+_UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
+
+
+def _look(shards: str, at: str, until: str = _UNTIL) -> str:
+    retry_in, probe_in = (until.format(instant=instant, now=at) for instant in ("m.available_at", "p.probe_at"))
+    return _LOOK.format(shards=shards, now=at, retry_in=retry_in, probe_in=probe_in)
 
 
 def _of_a_shard(lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
@@ -180,7 +188,7 @@ _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
 _LOOK_PREPARED = PreparedStatement(
     "outbox_look",
     ["int[]", "bigint[]"],
-    _LOOK.format(shards="SELECT * FROM unnest($1, $2)", now=_NOW, until=_UNTIL.format(now=_NOW)),
+    _look("SELECT * FROM unnest($1, $2)", _NOW),
     most_runs=PLANNED_SINGLY,
 )
 _READ_PREPARED = PreparedStatement(
@@ -220,6 +228,21 @@ class Busy(NamedTuple):
     above: int
 
 
+class TopicPause(NamedTuple):
+    """A topic that is paused.
+
+    Attributes:
+        in_trial: positions that are to be sent, to find out whether the broker takes them.
+        is_resuming: its messages are made ready again, and are sent as any others.
+        probe_in: seconds until the next messages are to be tried; infinite when none are.
+    """
+
+    topic: str
+    in_trial: frozenset[int]
+    is_resuming: bool
+    probe_in: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sight:
     """What a look at the table found.
@@ -228,11 +251,13 @@ class Sight:
         busy: the shards that have ready messages.
         first: by shard, the first position of what was found in its stream.
         retry_in: seconds until the next message is tried again after a failure, 0 when one is due; infinite when none waits.
+        paused: the topics that are paused.
     """
 
     busy: Sequence[Busy]
     first: Mapping[int, int]
     retry_in: float
+    paused: Sequence[TopicPause] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +286,8 @@ def claims_by_locks(alias: str) -> bool:
 def look(
     alias: str, floors: Mapping[int, int] | None = None, among: Iterable[int] = range(SHARDS), *, from_the_start: bool = False
 ) -> Sight:
-    """Which shards `among` these have something ready above their `floors`, or anything at all? When is the next retry?
+    """Which shards `among` these have something ready above their `floors`, or anything at all? When is the next retry? Which
+    topics are paused?
 
     Read only and without locks: an idle relay must not take SQLite's write lock, nor open transactions.
     """
@@ -272,19 +298,24 @@ def look(
         found = _LOOK_PREPARED.fetch(connection, [array_of(shards), array_of(shards.values())])
     else:
         values = "VALUES " + ", ".join(map(str, shards.items()))
-        at = now(connection)
-        until = (_UNTIL if is_postgresql(connection) else _UNTIL_SQLITE).format(now=at)
+        until = _UNTIL if is_postgresql(connection) else _UNTIL_SQLITE
         with connection.cursor() as cursor:
-            cursor.execute(_LOOK.format(shards=values, now=at, until=until), [])
+            cursor.execute(_look(values, now(connection), until), [])
             found = cursor.fetchall()
-    first = {shard: position for shard, position, _, _ in found if position is not None}
+    of_shards = [row[:4] for row in found if row[0] is not None]
+    first = {shard: position for shard, position, _, _ in of_shards if position is not None}
     busy = [
         Busy(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
-        for shard, _, aside, _ in found
+        for shard, _, aside, _ in of_shards
         if shard in first or aside is not None
     ]
-    retry_in = found[0][3]
-    return Sight(busy=busy, first=first, retry_in=math.inf if retry_in is None else retry_in)
+    retry_in = of_shards[0][3]
+    paused = [
+        TopicPause(topic, frozenset(json.loads(in_trial)), bool(is_resuming), math.inf if probe_in is None else probe_in)
+        for shard, *_, topic, in_trial, is_resuming, probe_in in found
+        if shard is None
+    ]
+    return Sight(busy=busy, first=first, retry_in=math.inf if retry_in is None else retry_in, paused=paused)
 
 
 def writers(alias: str) -> frozenset[str]:

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.database.connections import is_postgresql
-from outbox.models import OutboxMessage
+from outbox.models import OutboxMessage, PausedTopic
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 TABLE = OutboxMessage._meta.db_table
+PAUSED_TOPICS = PausedTopic._meta.db_table
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
 

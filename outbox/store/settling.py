@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 from django.db import Error, connections, transaction
@@ -15,20 +16,19 @@ from outbox.database.now import now
 from outbox.database.schema import is_missing
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.states import (
-    DEFER,
     DIE,
     EXPIRE,
     FIRE,
     HOLD,
     HOLDING_KEY,
     PUBLISH,
-    RECALL,
     RELEASE,
     RETRY,
     TRY_AGAIN,
     Transition,
 )
-from outbox.store.dialect import TABLE, any_of
+from outbox.store.dialect import TABLE
+from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import note_calls
 from outbox.store.transitions import Found, count_moved
 
@@ -43,25 +43,28 @@ class Failure:
 
     Attributes:
         retry_after: rest until the next attempt; None when it was the last.
-        tried: False when they were only put off, which is not an attempt.
         matters: to a person who reads the trail; not when it only goes on as before.
     """
 
     positions: Sequence[int]
     error: str
     retry_after: timedelta | None
-    tried: bool = True
     matters: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settlement:
-    """What became of a batch: positions by outcome. A row named nowhere stays ready and is sent again."""
+    """What became of a batch: positions by outcome. A row named nowhere stays ready and is sent again.
+
+    Attributes:
+        paused: by topic, which is paused; they were not sent.
+    """
 
     published: Sequence[int] = ()
     expired: Sequence[int] = ()
     waiting: Sequence[int] = ()
     failed: Sequence[Failure] = ()
+    paused: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @property
     def dead(self) -> list[int]:
@@ -71,19 +74,20 @@ class Settlement:
     def positions(self) -> list[int]:
         """In their order."""
         failed = (position for failure in self.failed for position in failure.positions)
-        return sorted([*self.published, *self.expired, *self.waiting, *failed])
+        return sorted([*self.published, *self.expired, *self.waiting, *chain(*self.paused.values()), *failed])
 
-    def of(self, positions: Collection[int]) -> Settlement:
+    def of(self, chosen: Collection[int]) -> Settlement:
         """What it says of these."""
 
         def among(given: Sequence[int]) -> list[int]:
-            return [position for position in given if position in positions]
+            return [position for position in given if position in chosen]
 
         return Settlement(
             published=among(self.published),
             expired=among(self.expired),
             waiting=among(self.waiting),
             failed=[replace(failure, positions=some) for failure in self.failed if (some := among(failure.positions))],
+            paused={topic: some for topic, positions in self.paused.items() if (some := among(positions))},
         )
 
 
@@ -111,6 +115,7 @@ def settle(alias: str, settlement: Settlement) -> int:
     changed += count_moved(alias, EXPIRE, settlement.expired) if settlement.expired else 0
     changed += count_moved(alias, HOLD, settlement.waiting) if settlement.waiting else 0
     changed += sum(_fail(alias, failure) for failure in settlement.failed)
+    changed += pause_in_hand(alias, settlement.paused)
     note_calls(connections[alias], [*settlement.published, *settlement.dead])
     return changed
 
@@ -180,42 +185,9 @@ def _fail(alias: str, failure: Failure) -> int:
     transition = DIE
     given: dict[str, Any] = {"error": error}
     if failure.retry_after is not None:
-        transition = RETRY if failure.tried else DEFER
+        transition = RETRY
         given["delay"] = failure.retry_after
     return count_moved(alias, transition, failure.positions, reason=failure.error, recorded=failure.matters, **given)
-
-
-PUT_OFF = "not tried: the broker refuses messages of this topic at the moment"
-"""The error of a message that was put off because of its topic."""
-
-
-def topics_put_off(alias: str) -> list[str]:
-    """Topics of which some relay has put messages off, as the first thousand retrying ones of each tell.
-
-    The topics are found in the index, each by the one before: a step for each, not for a message.
-    """
-    retrying = f"FROM {TABLE} m WHERE m.state = 'retrying'"
-    first = f"SELECT m.last_error {retrying} AND m.topic = topics.name ORDER BY m.id LIMIT 1000"
-    with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"WITH RECURSIVE topics(name) AS (SELECT (SELECT min(m.topic) {retrying}) UNION ALL "
-            f"SELECT (SELECT min(m.topic) {retrying} AND m.topic > topics.name) FROM topics WHERE name IS NOT NULL) "
-            "SELECT name FROM topics WHERE name IS NOT NULL "
-            f"AND EXISTS (SELECT 1 FROM ({first}) first WHERE first.last_error = %s)",
-            [PUT_OFF],
-        )
-        return [name for (name,) in cursor.fetchall()]
-
-
-def recall(alias: str, topic: str, limit: int, among: Iterable[int]) -> int:
-    """Up to `limit` messages of `topic` that were put off, in the shards `among`; how many."""
-    connection = connections[alias]
-    mine, shards = any_of(connection, list(among))
-    found = (
-        f"SELECT id FROM {TABLE} WHERE state = 'retrying' AND topic = %s AND last_error = %s AND shard {mine} ORDER BY id "
-        "LIMIT %s"
-    )
-    return count_moved(alias, RECALL, Found(found, [topic, PUT_OFF, shards, limit]))
 
 
 def promote_rested(alias: str, limit: int) -> int:

@@ -129,7 +129,9 @@ def one_pass(transport, *, limit=500, alias="default", **options):
     """One pass of a relay that lives no longer than that."""
     single = Pass(alias, transport, quick(**options))
     try:
-        return single.run(store.look(alias).busy, limit)
+        found = store.look(alias)
+        single.topics.see(found.paused)
+        return single.run(found.busy, limit)
     finally:
         single.close()
 

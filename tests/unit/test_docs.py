@@ -67,7 +67,10 @@ def commands():
 def arguments(command):
     parser = argparse.ArgumentParser(add_help=False)
     command.add_arguments(parser)
-    return {action.option_strings[0] if action.option_strings else f"{action.metavar} …" for action in parser._actions}
+    return {
+        action.option_strings[0] if action.option_strings else f"{action.metavar} …" if action.nargs else action.metavar
+        for action in parser._actions
+    }
 
 
 def test_every_command_is_documented_and_no_other():

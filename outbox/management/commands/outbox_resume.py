@@ -1,39 +1,27 @@
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
-from outbox import store
-from outbox.console.terminal import Progress, message_id, refuse_unknown
 from outbox.database.schema import require_schema
-from outbox.models import OutboxMessage
-from outbox.states import State
+from outbox.errors import InvalidMessage
+from outbox.pausing import TopicState, resume
 
 
 class Command(BaseCommand):
-    help = "Have the checkers of stuck messages asked again: at once, and anew as often."
+    help = "Have the messages of a paused topic sent again, whoever has paused it: the oldest first, in batches."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages (default: all)")
-        parser.add_argument("--topic", help="only messages of this topic")
-        parser.add_argument("--dry-run", action="store_true", help="only count")
+        parser.add_argument("topic", metavar="TOPIC", help="its exact name")
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         require_schema(options["database"], "outbox")
-        chosen = OutboxMessage.objects.using(options["database"]).filter(state=State.STUCK)
-        named = [message_id(given) for given in options["message_ids"]]
-        if named:
-            chosen = chosen.filter(message_id__in=named)
-        if options["topic"]:
-            chosen = chosen.filter(topic=options["topic"])
-        found = dict(chosen.order_by("pk").values_list("pk", "message_id"))
-        if options["dry_run"]:
-            self.stdout.write(f"{len(found)} messages would be resumed.")
-            return
-        progress = Progress("resumed", len(found))
-        for position in found:
-            progress.advance(int(store.resume(options["database"], position, reason="outbox_resume")))
-        progress.finish()
-        self.stdout.write(f"{progress.done} messages resumed.")
-        refuse_unknown(map(str, named), found.values(), [State.STUCK])
+        try:
+            found = resume(options["topic"], using=options["database"])
+        except InvalidMessage as error:
+            raise CommandError(str(error)) from error
+        if found is TopicState.ACTIVE:
+            raise CommandError(f"Topic {options['topic']!r} is not paused. outbox_status lists those that are.")
+        already = " already" if found is TopicState.RESUMING else ""
+        self.stdout.write(f"Topic {options['topic']!r} is being resumed{already}. The broker may refuse it again.")

@@ -16,8 +16,8 @@ _COLUMNS = (
 
 class Command(StatusCommand):
     help = (
-        "Show how many messages are in each state, how old the oldest waiting one is, which callbacks are pending, and which "
-        "relays run."
+        "Show how many messages are in each state, how old the oldest waiting one is, which callbacks are pending, which "
+        "topics are paused, and which relays run."
     )
     app = "outbox"
 
@@ -32,6 +32,7 @@ class Command(StatusCommand):
                 "unknown": calls.unknown,
                 "oldest": iso(calls.oldest),
             },
+            "paused_topics": [_topic_as_json(topic) for topic in store.paused_topics(alias)],
             "relays": [_as_json(relay) for relay in store.relays.rows(alias)],
         }
 
@@ -43,6 +44,8 @@ class Command(StatusCommand):
         calls = store.pending_calls(alias)
         if calls.pending:
             drawn.append(_calls(calls))
+        if paused := list(store.paused_topics(alias)):
+            drawn.append(_paused(paused))
         if states[State.STUCK]:
             drawn.append(_stuck(states[State.STUCK]))
         if unchecked := store.topics_unchecked(alias, checkers.topics()):
@@ -61,6 +64,22 @@ def _calls(calls: store.PendingCalls) -> str:
     return table([*lines, ("oldest", age(calls.oldest))])
 
 
+def _paused(topics: list[Any]) -> str:
+    head = ("paused topic", "since", "messages")
+    lines = [head, *((topic.topic, age(topic.paused_at, topic.database_now), f"{topic.messages:,}") for topic in topics)]
+    said = ["why", *(_why_paused(topic) for topic in topics)]
+    return "\n".join(f"{line}  {why}" for line, why in zip(table(lines).splitlines(), said, strict=True))
+
+
+def _why_paused(topic: Any) -> str:
+    reason = " ".join(topic.reason.split())
+    if topic.is_resuming:
+        return "is being resumed"
+    if topic.paused_by:
+        return f"by {topic.paused_by}{reason and f': {reason}'}"
+    return f"the broker refuses it: {reason}"
+
+
 def _state(relay: Any) -> str:
     is_starting = relay.last_pass_at is None and not (relay.silent or relay.waits_for)
     return "starting" if is_starting else state_of(relay)
@@ -69,7 +88,7 @@ def _state(relay: Any) -> str:
 def _stuck(count: int) -> str:
     return (
         f"{count:,} prepared {'message is' if count == 1 else 'messages are'} stuck: no checker could say what happened. Find "
-        "out, then run outbox_resume, or decide in the admin."
+        "out, then run outbox_resume_checks, or decide in the admin."
     )
 
 
@@ -77,6 +96,18 @@ def _none_runs(ready: int) -> str:
     if not ready:
         return "No relay is running."
     return f"No relay is running: {ready:,} {'message is' if ready == 1 else 'messages are'} ready."
+
+
+def _topic_as_json(topic: Any) -> dict[str, Any]:
+    return {
+        "topic": topic.topic,
+        "messages": topic.messages,
+        "since": iso(topic.paused_at),
+        "by": topic.paused_by or "circuit breaker",
+        "reason": topic.reason,
+        "next_try": iso(topic.probe_at) if not topic.is_resuming else None,
+        "resuming": topic.is_resuming,
+    }
 
 
 def _as_json(relay: Any) -> dict[str, Any]:

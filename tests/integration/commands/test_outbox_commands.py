@@ -43,20 +43,20 @@ def one_in(state, **columns):
     return message
 
 
-class TestResume:
+class TestResumeChecks:
     def test_resume_returns_stuck_messages_to_prepared_with_zero_attempts(self):
         stuck, other, dead = one_in(State.STUCK, attempts=15), one_in(State.STUCK, topic="other"), one_in(State.DEAD)
 
-        assert "1 messages would be resumed." in run("outbox_resume", "--topic", "t", "--dry-run")
-        assert "1 messages resumed." in run("outbox_resume", str(stuck.id))
+        assert "1 messages would be resumed." in run("outbox_resume_checks", "--topic", "t", "--dry-run")
+        assert "1 messages resumed." in run("outbox_resume_checks", str(stuck.id))
         assert (state_of(stuck), row_of(stuck).attempts) == (State.PREPARED, 0)
-        assert "1 messages resumed." in run("outbox_resume")
+        assert "1 messages resumed." in run("outbox_resume_checks")
         assert [state_of(message) for message in (other, dead)] == [State.PREPARED, State.DEAD]
 
     def test_resume_names_messages_that_are_not_stuck(self):
         dead = one_in(State.DEAD)
         with pytest.raises(CommandError, match=f"not stuck: {dead.id}"):
-            run("outbox_resume", str(dead.id))
+            run("outbox_resume_checks", str(dead.id))
 
     def test_status_points_out_stuck_messages_and_missing_checkers(self):
         one_in(State.STUCK)

@@ -68,7 +68,7 @@ def test_process_on_a_half_migrated_database_ends_with_one_line_that_names_the_m
 
 
 COMMANDS = {
-    "outbox": ["outbox_status", "outbox_purge", "outbox_restore", "outbox_resume"],
+    "outbox": ["outbox_status", "outbox_purge", "outbox_restore", "outbox_resume_checks"],
     "inbox": ["inbox_status", "inbox_purge", "inbox_retry"],
 }
 

@@ -8,10 +8,10 @@ from functools import partial
 import pytest
 from django.db import transaction
 
-from outbox import Draft, publish_many, store
+from outbox import Draft, publish_many
 from outbox.kernel.loop import StopRequest
 from outbox.models import SHARDS, OutboxMessage
-from outbox.relay import breaker, relay
+from outbox.relay import breaker
 from outbox.states import State
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
@@ -22,7 +22,6 @@ from tests.support.relaying import (
     published,
     relay_for,
     relaying,
-    set_columns,
     state_of,
     states,
     waiting,
@@ -34,15 +33,15 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 REFUSED, OTHERS, ROOM = 3000, 300, 5
-PAUSED, RESUMED = "in a row; it is tried again now and then", "takes messages of topic"
+PAUSED, RESUMED = "refusals in a row", "resumed: the broker takes its messages again"
 AFTER_A_REFUSAL = {"RETRY_BASE": timedelta(seconds=0.3), "RETRY_CAP": timedelta(seconds=0.6), "MAX_ATTEMPTS": 1000}
 
 
 @pytest.fixture
 def short_pauses(monkeypatch):
     """The pauses of an hour's outage within some seconds."""
-    monkeypatch.setattr(breaker, "_REST_SECONDS", 0.1)
-    monkeypatch.setattr(breaker, "_LONGEST_REST_SECONDS", 0.4)
+    monkeypatch.setattr(breaker, "_FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 0.4)
 
 
 @pytest.fixture
@@ -90,9 +89,8 @@ class TestFullQueue:
             assert len(arrived) == OTHERS
             wait_until(lambda: said(caplog, PAUSED))
             tried = of(BAD).filter(attempts__gt=0).count()
-            assert tried < REFUSED / 2, "most of them were deferred without having been sent"
-            not_tried = of(BAD).filter(attempts=0, state=State.RETRYING).first()
-            assert not_tried.last_error == store.PUT_OFF
+            assert tried < REFUSED / 2, "most of them were paused without having been sent"
+            wait_until(lambda: of(BAD).filter(attempts=0, state=State.PAUSED, last_error="").exists())
 
     def test_paused_topic_counts_attempts_only_for_messages_that_were_sent(self, rabbitmq_url, full, caplog):
         mixed()
@@ -151,24 +149,24 @@ class TestFullQueue:
             assert [name for name in names if name % keys == key] == list(range(key, keys * each, keys))
 
 
-def test_backlog_of_20000_refused_messages_is_deferred_once_while_others_are_published():
-    """With the pauses of production: a deferred message must not become ready again and again."""
+def test_backlog_of_20000_refused_messages_is_paused_once_while_others_are_published():
+    """With the pauses of production: a paused message must not become ready again and again."""
     with transaction.atomic():
         publish_many([Draft(BAD, {}) for _ in range(20_000)])
     with FakeAmqpPeer() as peer:
         peer.script = lambda message: [partial(peer.nack if message.routing_key == BAD else peer.ack, message)]
         with relaying(peer.url):
             wait_until(lambda: not in_state(BAD, State.READY))
-            deferred = of(BAD).filter(last_error=store.PUT_OFF)
-            before = dict(deferred.values_list("pk", "available_at"))
+            paused = of(BAD).filter(state=State.PAUSED)
+            before = dict(paused.values_list("pk", "available_at"))
             assert len(before) > 19_000
             for _ in range(30):
                 message = published(GOOD)
                 wait_until(lambda message=message: state_of(message) == State.PUBLISHED)
-            after = dict(deferred.values_list("pk", "available_at"))
+            after = dict(paused.values_list("pk", "available_at"))
 
     moved = sum(1 for position, available_at in before.items() if after.get(position) != available_at)
-    assert moved < 200, "a few were recalled to be sent"
+    assert moved < 200, "a few were tried"
 
 
 def nacks(caplog):
@@ -182,7 +180,7 @@ def nacks(caplog):
 
 @pytest.mark.usefixtures("short_pauses")
 def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rabbitmq_url, monkeypatch, caplog):
-    monkeypatch.setattr(breaker, "_LONGEST_REST_SECONDS", 5.0)  # few attempts, however long it takes to bind the queue
+    monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 5.0)  # few attempts, however long it takes to bind the queue
     with transaction.atomic():
         publish_many([Draft(BAD, {}) for _ in range(300)])
         publish_many([Draft(GOOD, {}) for _ in range(30)])
@@ -198,9 +196,7 @@ def test_topic_without_a_queue_is_paused_and_published_once_a_queue_is_bound(rab
 
 
 @pytest.mark.usefixtures("short_pauses")
-def test_lane_that_was_away_recalls_what_the_other_lane_deferred_of_its_shards(rabbitmq_url, monkeypatch):
-    """It looked for such messages when it began, and found none."""
-    monkeypatch.setattr(relay, "_LOOK_FOR_DEFERRED_SECONDS", 0.2)
+def test_lane_that_was_unavailable_sends_what_the_other_lane_paused_of_its_shards(rabbitmq_url):
     port = int(rabbitmq_url.rpartition("@")[2].partition("/")[0].partition(":")[2])
     stop = StopRequest()
     with FaultProxy("127.0.0.1", port) as proxy, Queue(rabbitmq_url, GOOD):
@@ -216,23 +212,11 @@ def test_lane_that_was_away_recalls_what_the_other_lane_deferred_of_its_shards(r
             wait_until(lambda: not away.is_working)
             with transaction.atomic():
                 publish_many([Draft(BAD, {}) for n in range(REFUSED)])
-            wait_until(lambda: in_state(BAD, State.RETRYING) == REFUSED)
+            wait_until(lambda: in_state(BAD, State.PAUSED) > REFUSED / 2 and not in_state(BAD, State.READY))
 
             proxy.accept()
             with Queue(rabbitmq_url, BAD, name="late"):
                 wait_until(lambda: set(states()) == {State.PUBLISHED})
-
-
-@pytest.mark.every_database
-def test_messages_that_a_relay_deferred_before_it_ended_are_recalled_by_one_that_runs_already(monkeypatch):
-    monkeypatch.setattr(relay, "_LOOK_FOR_DEFERRED_SECONDS", 0.2)
-    with FakeAmqpPeer() as peer, relaying(peer.url):
-        before = published(GOOD)
-        wait_until(lambda: state_of(before) == State.PUBLISHED)
-        deferred = published(GOOD, delay=timedelta(hours=1))
-        set_columns(deferred, state=State.RETRYING, last_error=store.PUT_OFF)
-
-        wait_until(lambda: state_of(deferred) == State.PUBLISHED)
 
 
 @pytest.mark.every_database
@@ -245,7 +229,7 @@ def test_paused_topic_holds_a_key_that_it_shares_with_another_topic():
         with transaction.atomic():
             publish_many([Draft(BAD, {}) for _ in range(40)])
         with relaying(peer.url, **AFTER_A_REFUSAL):
-            wait_until(lambda: of(BAD).filter(last_error__startswith="not tried").exists())
+            wait_until(lambda: in_state(BAD, State.PAUSED))
             first = published(BAD, key="k")
             second = published(GOOD, key="k")
             free = published(GOOD)

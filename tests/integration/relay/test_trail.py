@@ -156,7 +156,7 @@ class TestTrailAll:
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime())
         store.promote_due("default", 10)
-        settled(failed=[failure(message, retry_after=timedelta(), tried=False, matters=False)])
+        settled(failed=[failure(message, retry_after=timedelta(), matters=False)])
         store.promote_rested("default", 10)
         settled(waiting=[row_of(message).pk])
         set_columns(message, key="k")

@@ -34,7 +34,7 @@ from tests.support.processes import Forked, start
 from tests.support.workers import catches
 
 PATIENCE_SECONDS = 60.0
-OPEN = ("ready", "scheduled", "retrying", "waiting", "prepared")
+OPEN = ("ready", "scheduled", "retrying", "waiting", "paused", "prepared")
 RELAY, CONSUMER = "outbox_relay", "inbox_consume"
 PUT_OFF = re.compile(rf"Deliveries: .*?(\d+) {Received.PUT_OFF.value}")
 

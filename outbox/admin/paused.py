@@ -1,0 +1,167 @@
+"""The topics that are paused: by whom, why, and how many messages wait; and the pausing and resuming of topics."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from django import forms
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from outbox.console.acting_admin import ActingAdmin, counted
+from outbox.console.display import NOTHING, Tone, age, as_text, badge, headline, identifier, moment, visible
+from outbox.kernel.text import why_no_topic
+from outbox.models import OutboxMessage, PausedTopic
+from outbox.pausing import pause, resume
+from outbox.states import State
+
+
+class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
+    class Meta:
+        model = PausedTopic
+        fields = ("topic", "reason")
+        widgets: ClassVar[Any] = {"reason": forms.TextInput(attrs={"class": "vTextField"})}
+        help_texts: ClassVar[Any] = {"topic": "Its exact name.", "reason": "Optional. It is shown with the topic, and logged."}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["reason"].required = False
+
+    def clean_topic(self) -> str:
+        topic: str = self.cleaned_data["topic"]
+        if reason := why_no_topic(topic):
+            raise forms.ValidationError(f"No message has this topic: {reason}.")
+        return topic
+
+    def validate_unique(self) -> None:
+        """What the circuit breaker has paused may be paused by a person, too."""
+
+
+@admin.register(PausedTopic)
+class PausedTopicAdmin(ActingAdmin):
+    """By topic. To add one is to pause it."""
+
+    noun = "topic"
+    nothing = "No topic is paused."
+    hint = (
+        "No relay sends messages of these topics. A few of what the broker refuses are tried, every half minute at least, and "
+        "the topic is resumed when one is taken. What a person has paused is resumed by a person."
+    )
+    confirmation_template = "outbox/admin/confirm.html"
+    add_form_template = "admin/change_form.html"
+    change_form_template = "outbox/admin/message.html"
+    change_list_template = "outbox/admin/messages.html"
+    form = PauseForm
+
+    ordering = ("topic",)
+    sortable_by = ()
+    list_display = ("topic_name", "state_badge", "messages", "since", "by_whom", "why")
+    list_filter = ()
+    actions = ("resume",)
+    shown = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
+
+    class Media:
+        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
+
+    def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return ("topic", "reason") if obj is None else self.shown
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Any = None) -> Any:
+        return () if obj is None else self.shown
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.pause_pausedtopic")
+
+    def has_resume_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("outbox.resume_pausedtopic")
+
+    def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
+        """Pause the topic; what is logged and shown next is its row."""
+        pause(obj.topic, reason=obj.reason, by=_user(request), using=self.using)
+        obj.pk = PausedTopic.objects.using(self.using).get(topic=obj.topic).pk
+
+    def subject(self, row: Any) -> str:
+        return visible(row.topic)
+
+    def badge_of(self, row: Any) -> SafeString:
+        if row.is_resuming:
+            return badge("Resuming", Tone.LATER)
+        return badge("Paused", Tone.STOPPED) if row.paused_by else badge("Refused", Tone.FAILING)
+
+    def offers(self, action: str, row: Any) -> bool:
+        return not row.is_resuming
+
+    def remark(self, action: str, row: Any) -> SafeString | str:
+        if row.is_resuming:
+            return "It is being resumed already."
+        return "" if row.paused_by else "If the broker still refuses its messages, it is paused again."
+
+    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+        return "it is being resumed already, or not paused any more"
+
+    @admin.action(permissions=["resume"], description="Resume…")
+    def resume(self, request: HttpRequest, queryset: QuerySet[PausedTopic]) -> HttpResponse | None:
+        if self.is_confirmed(request):
+            by = _user(request)
+
+            def transition(alias: str, pk: int) -> bool:
+                row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
+                if row is None:
+                    return False
+                resume(row.topic, by=by, using=alias)
+                return True
+
+            return self.carry_out(request, queryset, done="being resumed", transition=transition)
+        return self.ask(
+            request,
+            queryset,
+            action="resume",
+            question="Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back.",
+            button="Resume the topics",
+        )
+
+    @admin.display(description="topic")
+    def topic_name(self, row: Any) -> SafeString:
+        return identifier(row.topic)
+
+    @admin.display(description="state")
+    def state_badge(self, row: Any) -> SafeString:
+        return self.badge_of(row)
+
+    @admin.display(description="messages")
+    def messages(self, row: Any) -> str:
+        return counted(OutboxMessage.objects.using(self.using).filter(topic=row.topic, state=State.PAUSED))
+
+    @admin.display(description="since")
+    def since(self, row: Any) -> SafeString:
+        return age(row.paused_at, row.database_now)
+
+    @admin.display(description="since")
+    def since_exactly(self, row: Any) -> SafeString:
+        return moment(row.paused_at, row.database_now)
+
+    @admin.display(description="by")
+    def by_whom(self, row: Any) -> SafeString | str:
+        return identifier(row.paused_by) if row.paused_by else "the circuit breaker"
+
+    @admin.display(description="why")
+    def why(self, row: Any) -> SafeString:
+        return headline(row.reason)
+
+    @admin.display(description="why")
+    def reason_text(self, row: Any) -> SafeString:
+        return as_text(row.reason).as_html()
+
+    @admin.display(description="next try")
+    def next_try(self, row: Any) -> SafeString:
+        if row.probe_at is None or row.is_resuming:
+            return format_html("{}", NOTHING)
+        return age(row.probe_at, row.database_now)
+
+
+def _user(request: HttpRequest) -> str:
+    user: Any = request.user
+    return f"{user.get_username()} in the admin"

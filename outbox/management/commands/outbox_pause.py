@@ -1,0 +1,31 @@
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import DEFAULT_DB_ALIAS
+
+from outbox.database.schema import require_schema
+from outbox.errors import InvalidMessage
+from outbox.pausing import TopicState, pause
+
+_FOUND = {
+    TopicState.PAUSED: " It was paused already; the reason is the new one.",
+    TopicState.REFUSED: " The circuit breaker had paused it, because the broker refuses its messages; they are tried no more.",
+    TopicState.RESUMING: " It was being resumed.",
+}
+
+
+class Command(BaseCommand):
+    help = "Have no relay send messages of a topic until outbox_resume. They are still written, and keep their order."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("topic", metavar="TOPIC", help="its exact name")
+        parser.add_argument("--reason", default="", help="why, for people; outbox_status shows it")
+        parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        require_schema(options["database"], "outbox")
+        try:
+            found = pause(options["topic"], reason=options["reason"], using=options["database"])
+        except InvalidMessage as error:
+            raise CommandError(str(error)) from error
+        self.stdout.write(f"Topic {options['topic']!r} is paused.{_FOUND.get(found, '')}")

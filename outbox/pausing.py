@@ -1,0 +1,96 @@
+"""Pausing a topic: its messages are written as before, and no relay sends them until it is resumed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
+
+from django.db import DEFAULT_DB_ALIAS, transaction
+
+from outbox import doorbell, store
+from outbox.errors import InvalidMessage
+from outbox.kernel.identity import process_name
+from outbox.kernel.text import NAME_LENGTH, why_no_topic
+
+logger = logging.getLogger(__name__)
+
+_PAUSED = "outbox: topic %r paused by %s%s; publish() goes on writing its messages, and no relay sends them until it is resumed"
+_RESUMED = "outbox: topic %r resumed by %s; relays make its messages ready in batches"
+
+
+class TopicState(StrEnum):
+    """How `pause` and `resume` found a topic."""
+
+    ACTIVE = "active"
+    """Not paused."""
+    PAUSED = "paused"
+    """Paused by a person or by code."""
+    REFUSED = "refused"
+    """Paused by the circuit breaker, because the broker refuses its messages."""
+    RESUMING = "resuming"
+    """No longer paused. Its messages are made ready, the oldest first."""
+
+
+def pause(topic: str, *, reason: str = "", by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicState:
+    """Have no relay send messages of `topic` until `resume()`; returns how it was found.
+
+    In the transaction that is open on `using`, or else in one of its own. Once that has committed, a pass that has begun still
+    sends what it has in hand. `publish()` goes on writing. The later messages of a paused message's key wait, whatever their
+    topic. A topic that the circuit breaker has paused is tried no more.
+
+    Args:
+        topic: an exact name, without wildcards.
+        reason: for people; shown with the topic.
+        by: who; default: this process.
+
+    Raises:
+        InvalidMessage: no message can have this topic.
+    """
+    _check(topic)
+    by = (by or process_name())[:NAME_LENGTH]
+    with transaction.atomic(using=using):
+        found = store.pause_topic(using, topic, by, reason)
+        _after_commit(using, partial(logger.warning, _PAUSED, topic, by, f": {reason}" if reason else ""))
+    return _state(found)
+
+
+def resume(topic: str, *, by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicState:
+    """Have the messages of `topic` sent again, whoever has paused it; returns how it was found.
+
+    In the transaction that is open on `using`, or else in one of its own. Relays then make its messages ready in batches, the
+    oldest first. A topic that the broker still refuses is paused again by the circuit breaker.
+
+    Args:
+        by: who; default: this process.
+
+    Raises:
+        InvalidMessage: no message can have this topic.
+    """
+    _check(topic)
+    with transaction.atomic(using=using):
+        found = store.resume_topic(using, topic)
+        if found and not found.is_resuming:
+            _after_commit(using, partial(logger.warning, _RESUMED, topic, by or process_name()))
+            doorbell.ring_after_commit(using)
+    return _state(found)
+
+
+def _check(topic: object) -> None:
+    if not isinstance(topic, str) or not topic.strip():
+        raise InvalidMessage(f"topic is {topic!r}: name the topic that is meant.")
+    if reason := why_no_topic(topic):
+        raise InvalidMessage(f"No message has the topic {topic[:NAME_LENGTH]!r}: {reason}. Name one topic exactly.")
+
+
+def _after_commit(alias: str, report: Callable[[], None]) -> None:
+    transaction.on_commit(report, using=alias, robust=True)
+
+
+def _state(found: store.FoundTopic | None) -> TopicState:
+    if found is None:
+        return TopicState.ACTIVE
+    if found.is_resuming:
+        return TopicState.RESUMING
+    return TopicState.PAUSED if found.paused_by else TopicState.REFUSED

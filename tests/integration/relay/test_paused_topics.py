@@ -1,0 +1,586 @@
+"""A topic that an operator or the circuit breaker has paused: what happens to its messages, to others, and what it costs."""
+
+import threading
+from collections import Counter
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+from django.db import connection, transaction
+
+from outbox import (
+    Draft,
+    TopicState,
+    cancel,
+    pause,
+    publish_many,
+    publish_now,
+    reschedule,
+    resume,
+    store,
+)
+from outbox.database.now import DatabaseTime
+from outbox.errors import InvalidMessage
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from outbox.models import OutboxMessage, PausedTopic, TrailEntry
+from outbox.relay import breaker
+from outbox.states import State
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.relaying import (
+    connected,
+    drained,
+    ids,
+    in_hand,
+    in_threads,
+    one_pass,
+    published,
+    relay_for,
+    relaying,
+    row_of,
+    set_columns,
+    state_of,
+    states,
+)
+from tests.support.waiting import wait_until
+
+pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+
+BAD, GOOD = "shop.stock.full", "shop.order.placed"
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+@pytest.fixture
+def room(peer):
+    """The broker refuses messages of BAD as long as this is empty."""
+    room = []
+    peer.script = lambda m: [lambda: (peer.nack if m.routing_key == BAD and not room else peer.ack)(m)]
+    return room
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(breaker, "_FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 0.4)
+
+
+def many(count, topic=BAD, **options):
+    with transaction.atomic():
+        return publish_many([Draft(topic, {}, **options) for _ in range(count)])
+
+
+def of(topic, state=None):
+    rows = OutboxMessage.objects.filter(topic=topic)
+    return rows if state is None else rows.filter(state=state)
+
+
+def count(topic, state):
+    return of(topic, state).count()
+
+
+def the_pause(topic=BAD):
+    return PausedTopic.objects.get(topic=topic)
+
+
+def refused_by_breaker(topic=BAD, **columns):
+    """As the circuit breaker has left it."""
+    given = {"probe_at": DatabaseTime(HOUR), "pause_seconds": 1.0, "reason": "nacked", **columns}
+    return PausedTopic.objects.create(topic=topic, paused_at=DatabaseTime(), **given)
+
+
+def pass_by(seconds):
+    """What is tested is that nothing happens for so long."""
+    until = monotonic() + seconds
+    wait_until(lambda: monotonic() > until)
+
+
+@contextmanager
+def open_transaction(change):
+    """Another session, which has made a change and does not commit before the block ends."""
+    changed, enough = threading.Event(), threading.Event()
+
+    def hold():
+        with transaction.atomic():
+            change()
+            changed.set()
+            enough.wait(60)
+
+    with in_threads(hold):
+        assert changed.wait(60)
+        try:
+            yield
+        finally:
+            enough.set()
+
+
+class TestPausedByAnOperator:
+    def test_nothing_of_the_topic_is_sent_until_it_is_resumed_and_then_everything_in_order(self, peer):
+        before = many(30, key="k")
+        assert pause(BAD, reason="consumer defect", by="ada") is TopicState.ACTIVE
+        with relaying(peer.url, relays=2):
+            wait_until(lambda: count(BAD, State.PAUSED) == 30)
+            during = [*many(5, key="k"), published(BAD)]
+            other = published(GOOD)
+            wait_until(lambda: state_of(other) == State.PUBLISHED)
+            wait_until(lambda: count(BAD, State.PAUSED) == 36)
+            assert ids(peer.published) == ids([other])
+            row = the_pause()
+            assert (row.paused_by, row.reason, row.probe_at) == ("ada", "consumer defect", None)
+
+            assert resume(BAD, by="ada") is TopicState.PAUSED
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: not PausedTopic.objects.exists())
+
+        sent = [name for name in ids(peer.published) if name not in ids([other, during[-1]])]
+        assert sent == ids([*before, *during[:-1]])
+        assert set(of(BAD).values_list("attempts", flat=True)) == {1}
+
+    def test_topic_is_not_tried_and_not_resumed_by_a_relay(self, peer, short_pauses):
+        many(10)
+        pause(BAD)
+        with relaying(peer.url):
+            wait_until(lambda: count(BAD, State.PAUSED) == 10)
+            pass_by(1.0)
+
+        assert peer.published == []
+        assert not the_pause().is_resuming
+
+    def test_operator_takes_over_what_the_circuit_breaker_has_paused(self, peer, room, short_pauses):
+        many(60)
+        with relaying(peer.url, MAX_ATTEMPTS=1000):
+            wait_until(PausedTopic.objects.filter(topic=BAD, pause_seconds__gt=0.1).exists)
+            assert pause(BAD, by="ada") is TopicState.REFUSED
+            wait_until(lambda: count(BAD, State.PAUSED) == 60)
+            sent = len(peer.published)
+            room.append(True)
+            pass_by(1.0)
+            assert len(peer.published) == sent
+
+            assert resume(BAD) is TopicState.PAUSED
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
+
+    def test_pause_and_resume_belong_to_the_callers_transaction(self, peer):
+        message = published(BAD)
+        with transaction.atomic():
+            pause(BAD)
+            transaction.set_rollback(True)
+        drained(peer.url)
+        assert state_of(message) == State.PUBLISHED
+
+        pause(BAD)
+        with transaction.atomic():
+            assert resume(BAD) is TopicState.PAUSED
+            transaction.set_rollback(True)
+        assert not the_pause().is_resuming
+
+    def test_pause_and_resume_say_how_they_found_the_topic(self):
+        assert resume(BAD) is TopicState.ACTIVE
+        assert pause(BAD) is TopicState.ACTIVE
+        assert pause(BAD, reason="again") is TopicState.PAUSED
+        assert the_pause().reason == "again"
+        assert resume(BAD) is TopicState.PAUSED
+        assert resume(BAD) is TopicState.RESUMING
+        assert pause(BAD) is TopicState.RESUMING
+        assert not the_pause().is_resuming
+        refused_by_breaker(GOOD)
+        assert resume(GOOD) is TopicState.REFUSED
+
+    @pytest.mark.parametrize("topic", ["shop.*", "#", "", " ", None, "x" * 300, "a\x00b"])
+    def test_what_no_message_can_have_as_its_topic_is_refused(self, topic):
+        for change in (pause, resume):
+            with pytest.raises(InvalidMessage):
+                change(topic)
+
+    def test_who_paused_and_resumed_is_logged_after_the_commit(self, caplog):
+        with transaction.atomic():
+            pause(BAD, reason="consumer defect", by="ada")
+            assert not caplog.records
+        resume(BAD, by="grace")
+
+        assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+            f"outbox: topic '{BAD}' paused by ada: consumer defect",
+            f"outbox: topic '{BAD}' resumed by grace",
+        ]
+
+
+class TestPausedMessage:
+    def test_it_can_be_cancelled(self, peer):
+        message = published(BAD)
+        pause(BAD)
+        drained(peer.url)
+        assert state_of(message) == State.PAUSED
+
+        assert cancel(message.id)
+        resume(BAD)
+        drained(peer.url)
+        assert (state_of(message), peer.published) == (State.CANCELLED, [])
+
+    def test_it_can_be_rescheduled_and_is_paused_again_when_it_is_due(self, peer):
+        message = published(BAD)
+        pause(BAD)
+        drained(peer.url)
+
+        assert reschedule(message.id, delay=HOUR)
+        assert state_of(message) == State.SCHEDULED
+        set_columns(message, available_at=DatabaseTime())
+        drained(peer.url)
+        assert (state_of(message), peer.published) == (State.PAUSED, [])
+
+    def test_publish_now_does_not_send_it_while_its_topic_is_paused(self, peer):
+        message = published(BAD)
+        pause(BAD)
+        drained(peer.url)
+
+        assert publish_now(message.id)
+        drained(peer.url)
+        assert (state_of(message), peer.published) == (State.PAUSED, [])
+        resume(BAD)
+        drained(peer.url)
+        assert state_of(message) == State.PUBLISHED
+
+    def test_it_expires_when_its_topic_is_resumed_too_late(self, peer):
+        message = published(BAD, expires_in=HOUR)
+        pause(BAD)
+        drained(peer.url)
+        set_columns(message, expires_at=DatabaseTime(-HOUR))
+        resume(BAD)
+        drained(peer.url)
+
+        assert (state_of(message), peer.published) == (State.EXPIRED, [])
+
+    def test_later_messages_of_its_key_wait_whatever_their_topic(self, peer):
+        first, second, free = published(BAD, key="k"), published(GOOD, key="k"), published(GOOD, key="other")
+        pause(BAD)
+        with relaying(peer.url):
+            wait_until(lambda: [state_of(one) for one in (first, second, free)] == ["paused", "waiting", "published"])
+            third = published(GOOD, key="k")
+            wait_until(lambda: state_of(third) == State.WAITING)
+            resume(BAD)
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
+
+        assert [name for name in ids(peer.published) if name != str(free.id)] == ids([first, second, third])
+
+    def test_only_trail_all_records_that_it_was_paused_and_resumed(self, peer, settings):
+        for trail, recorded in (("decisions", 0), ("all", 2)):
+            settings.OUTBOX = {**settings.OUTBOX, "TRAIL": trail}
+            message = published(BAD)
+            pause(BAD)
+            drained(peer.url)
+            resume(BAD)
+            drained(peer.url)
+            entries = TrailEntry.objects.filter(message_id=message.id).values_list("was", "became")
+            assert sum(State.PAUSED in entry for entry in entries) == recorded
+
+
+class TestProbes:
+    def test_relays_learn_of_a_pause_from_each_other(self, peer, room):
+        """Each of them would otherwise need 20 refusals of its own."""
+        many(30)
+        drained(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR)
+        assert the_pause().paused_by == ""
+        sent = len(peer.published)
+        many(200)
+        drained(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR)
+
+        assert len(peer.published) <= sent + 5
+        assert count(BAD, State.PAUSED) >= 195
+
+    def test_trial_that_a_relay_began_before_it_ended_is_carried_on_by_another(self, peer, short_pauses):
+        first, *others = many(8)
+        of(BAD).update(state=State.PAUSED)
+        set_columns(first, state=State.READY, available_at=DatabaseTime())
+        refused_by_breaker(in_trial=[row_of(first).pk])
+        drained(peer.url)
+
+        assert {state_of(one) for one in (first, *others)} == {State.PUBLISHED}
+
+    def test_probe_that_is_due_is_tried_by_a_relay_that_did_not_pause_the_topic(self, peer):
+        many(8)
+        of(BAD).update(state=State.PAUSED)
+        refused_by_breaker(probe_at=DatabaseTime(-HOUR))
+        with relaying(peer.url):
+            wait_until(lambda: count(BAD, State.PUBLISHED) == 8)
+            wait_until(lambda: not PausedTopic.objects.exists())
+
+    def test_probe_that_becomes_due_ends_the_rest_of_an_idle_relay(self, peer):
+        many(8)
+        of(BAD).update(state=State.PAUSED)
+        refused_by_breaker(probe_at=DatabaseTime(timedelta(seconds=1)))
+        with relaying(peer.url, POLL_INTERVAL=timedelta(seconds=90), WATCHDOG=timedelta(seconds=200)):
+            wait_until(lambda: count(BAD, State.PUBLISHED) == 8)
+
+    def test_refused_probes_double_the_pause_once_for_all_relays(self):
+        refused_by_breaker(in_trial=[1, 2, 3])
+
+        assert store.prolong("default", BAD, "full", 30.0, 1.0) == "nacked"
+        assert store.prolong("default", BAD, "full", 30.0, 1.0) is None
+        row = the_pause()
+        assert (row.pause_seconds, row.reason, row.in_trial) == (2.0, "full", [])
+
+        for _ in range(6):
+            PausedTopic.objects.update(in_trial=[1])
+            store.prolong("default", BAD, "full", 30.0, 1.0)
+        assert the_pause().pause_seconds == 30.0
+
+    def test_trial_is_claimed_once_and_no_earlier_than_it_is_due(self):
+        messages = many(8)
+        of(BAD).update(state=State.PAUSED)
+        refused_by_breaker()
+        assert store.begin_trial("default", BAD, 5, 1.0) == 0
+
+        PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
+        assert [store.begin_trial("default", BAD, 5, 1.0) for _ in range(2)] == [5, 0]
+        positions = [row_of(one).pk for one in messages[:5]]
+        assert sorted(the_pause().in_trial) == positions == sorted(of(BAD, State.READY).values_list("pk", flat=True))
+
+    def test_refused_topic_of_which_nothing_is_left_is_paused_no_longer(self):
+        message, other = published(BAD), published(GOOD)
+        set_columns(message, state=State.RETRYING)
+        refused_by_breaker(probe_at=DatabaseTime(-HOUR))
+        store.begin_trial("default", BAD, 5, 1.0)
+        assert the_pause(), "one is to be tried again"
+
+        set_columns(message, state=State.CANCELLED)
+        PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
+        store.begin_trial("default", BAD, 5, 1.0)
+        assert not PausedTopic.objects.exists()
+        assert state_of(other) == State.READY
+
+    @pytest.mark.parametrize("paused_by", ["", "ada"])
+    def test_topic_that_is_refused_while_it_is_resumed_is_paused_again(self, paused_by):
+        refused_by_breaker(paused_by=paused_by, is_resuming=True, probe_at=None)
+
+        assert store.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1))
+        row = the_pause()
+        assert (row.is_resuming, row.paused_by, row.reason, row.pause_seconds) == (False, "", "full", 1.0)
+        assert not store.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1)), "another relay has done it"
+
+    def test_queue_that_takes_a_few_messages_and_is_full_again_costs_few_others_an_attempt(self, peer):
+        room = []
+        peer.script = lambda m: [lambda: (peer.ack if room and room.pop() else peer.nack)(m)]
+        many(1000)
+        with relaying(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
+            wait_until(lambda: not count(BAD, State.READY))
+            attempts = sum(of(BAD).values_list("attempts", flat=True))
+            room += [True] * 5
+            wait_until(lambda: count(BAD, State.PUBLISHED) == 5)
+            wait_until(lambda: not the_pause().is_resuming and not count(BAD, State.READY))
+
+        assert sum(of(BAD).values_list("attempts", flat=True)) <= attempts + 5 + 10 + 20 + 40
+
+
+class TestResuming:
+    def test_messages_are_made_ready_in_growing_batches_of_at_most_500_the_oldest_first(self):
+        messages = many(1300)
+        of(BAD).update(state=State.PAUSED)
+        pause(BAD)
+        resume(BAD)
+        batches = []
+        while PausedTopic.objects.exists():
+            if moved := store.resume_some("default", BAD, 500):
+                ready = list(of(BAD, State.READY).order_by("pk").values_list("pk", flat=True))
+                assert len(ready) == moved
+                batches.append(moved)
+                of(BAD, State.READY).update(state=State.PUBLISHED)
+                assert count(BAD, State.PUBLISHED) == of(BAD).filter(pk__lte=ready[-1]).count(), "no older one was left"
+
+        assert batches == [10, 20, 40, 80, 160, 320, 500, 170]
+        assert len(messages) == sum(batches)
+
+    def test_next_batch_waits_until_half_of_the_last_one_has_left(self):
+        many(100)
+        of(BAD).update(state=State.PAUSED)
+        pause(BAD)
+        resume(BAD)
+        assert store.resume_some("default", BAD, 500) == 10
+        assert store.resume_some("default", BAD, 500) == 0
+
+        left = of(BAD, State.READY).values_list("pk", flat=True)
+        of(BAD).filter(pk__in=list(left[:5])).update(state=State.PUBLISHED)
+        assert store.resume_some("default", BAD, 500) == 20
+
+    def test_batch_that_does_not_leave_stops_the_others_for_seconds_only(self):
+        many(100)
+        of(BAD).update(state=State.PAUSED)
+        pause(BAD)
+        resume(BAD)
+        assert store.resume_some("default", BAD, 500) == 10
+        PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
+        assert store.resume_some("default", BAD, 500) == 20
+
+    def test_messages_whose_row_was_deleted_by_hand_are_resumed(self, peer, caplog):
+        many(10)
+        of(BAD).update(state=State.PAUSED)
+        pause(GOOD)
+        published(GOOD)
+        with relaying(peer.url):
+            wait_until(lambda: count(BAD, State.PUBLISHED) == 10)
+            wait_until(lambda: not PausedTopic.objects.filter(topic=BAD).exists())
+
+        assert "was its row deleted by hand?" in caplog.text
+        assert count(GOOD, State.PAUSED) == 1
+
+    def test_drain_sends_all_messages_of_a_topic_that_is_resumed(self, peer):
+        many(300)
+        pause(BAD)
+        drained(peer.url)
+        assert count(BAD, State.PAUSED) == 300
+        resume(BAD)
+        drained(peer.url)
+
+        assert count(BAD, State.PUBLISHED) == 300
+        assert not PausedTopic.objects.exists()
+
+
+class TestCost:
+    @pytest.mark.skipif("config.getoption('--db') == 'sqlite'", reason="counts PostgreSQL's row versions")
+    def test_message_is_written_once_when_it_is_paused_once_when_it_is_resumed_and_never_in_between(
+        self, peer, room, short_pauses
+    ):
+        many(3000)
+        updates = _updates()
+        with relaying(peer.url, relays=2, MAX_ATTEMPTS=1000, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
+            wait_until(lambda: not count(BAD, State.READY) and count(BAD, State.PAUSED))
+            attempts = sum(of(BAD).values_list("attempts", flat=True))
+            paused = count(BAD, State.PAUSED)
+            wait_until(lambda: _updates() - updates >= attempts + paused)
+            assert _updates() - updates <= attempts + paused + 50
+            versions = dict(of(BAD, State.PAUSED).extra(select={"xmin": "xmin::text"}).values_list("pk", "xmin"))
+            seen = []
+            wait_until(lambda: len(seen.append(the_pause().probe_at) or set(seen)) > 5)
+            after = dict(of(BAD, State.PAUSED).extra(select={"xmin": "xmin::text"}).values_list("pk", "xmin"))
+            assert len(after) > 2000
+            assert {pk: versions[pk] for pk in after} == after, "several probes later"
+
+            tried = 3000 - len(after)
+            before = _updates()
+            room.append(True)
+            wait_until(lambda: count(BAD, State.PUBLISHED) >= len(after))
+            # Resumed and published, and the probes in between.
+            wait_until(lambda: _updates() - before >= 2 * len(after))
+            assert _updates() - before <= 2 * len(after) + 6 * tried
+
+    @pytest.mark.skipif("config.getoption('--db') == 'sqlite'", reason="counts statements on PostgreSQL")
+    def test_which_topics_are_paused_costs_a_pass_no_statement(self, peer, django_assert_num_queries):
+        pause(GOOD)
+        with connected(peer.url) as transport:
+            published(BAD)
+            with django_assert_num_queries(1):
+                found = store.look("default")
+            assert [one.topic for one in found.paused] == [GOOD]
+            assert one_pass(transport).published == 1
+
+
+@pytest.mark.skipif("config.getoption('--db') == 'sqlite'", reason="SQLite has one writer")
+class TestConcurrency:
+    @pytest.mark.parametrize("change", [pause, resume], ids=["pausing", "resuming"])
+    def test_open_transaction_of_an_operator_holds_up_no_relay(self, peer, change):
+        pause(BAD)
+        many(50)
+        with open_transaction(lambda: change(BAD)), relaying(peer.url):
+            wait_until(lambda: count(BAD, State.PAUSED) == 50)
+            others = many(50, GOOD)
+            wait_until(lambda: {state_of(one) for one in others[::10]} == {State.PUBLISHED})
+
+    def test_topic_that_is_paused_in_an_open_transaction_for_the_first_time_holds_up_no_relay(self, peer, room):
+        many(50)
+        with open_transaction(lambda: pause(BAD, by="ada")), relaying(peer.url, RETRY_BASE=HOUR, RETRY_CAP=HOUR):
+            wait_until(lambda: count(BAD, State.RETRYING) == 50)
+            other = published(GOOD)
+            wait_until(lambda: state_of(other) == State.PUBLISHED)
+        assert the_pause().paused_by == "ada"
+
+    def test_row_is_not_deleted_while_a_pass_makes_messages_paused(self):
+        """The pass has looked before the topic was resumed."""
+        message = published(BAD)
+        pause(BAD)
+        position = row_of(message).pk
+
+        def in_a_pass():
+            assert in_hand()
+            resume_elsewhere()
+            assert store.settle("default", store.Settlement(paused={BAD: [position]})) == expected
+
+        def resume_elsewhere():
+            with in_threads(lambda: [resume(BAD), store.resume_some("default", BAD, 500)]):
+                pass
+
+        expected = 0
+        with transaction.atomic():
+            in_a_pass()
+        assert state_of(message) == State.READY, "it was not left behind"
+
+    def test_relay_that_deletes_the_row_sees_what_a_pass_has_just_paused(self):
+        message = published(BAD)
+        pause(BAD)
+
+        def settle():
+            assert in_hand()
+            assert store.settle("default", store.Settlement(paused={BAD: [row_of(message).pk]})) == 1
+
+        with open_transaction(settle):
+            resume(BAD)
+            assert store.resume_some("default", BAD, 500) == 0
+            assert PausedTopic.objects.exists(), "the pass has locked it"
+        assert store.resume_some("default", BAD, 500) == 1
+        assert state_of(message) == State.READY
+
+    def test_message_that_another_transaction_has_locked_keeps_its_topics_row(self):
+        first, second = many(2)
+        of(BAD).update(state=State.PAUSED)
+        pause(BAD)
+        resume(BAD)
+        with open_transaction(lambda: OutboxMessage.objects.select_for_update().get(pk=row_of(first).pk)):
+            assert store.resume_some("default", BAD, 500) == 1
+            set_columns(second, state=State.PUBLISHED)
+            assert store.resume_some("default", BAD, 500) == 0
+            assert PausedTopic.objects.exists()
+        assert store.resume_some("default", BAD, 500) == 1
+
+    @pytest.mark.proof
+    def test_pausing_and_resuming_at_random_beside_relays_strands_and_loses_nothing(self, peer):
+        stop = StopRequest()
+        keys = 10
+
+        def switch():
+            for _ in range(60):
+                pause(BAD)
+                pass_by(0.03)
+                resume(BAD)
+                pass_by(0.02)
+
+        relays = [relay_for(peer.url, stop) for _ in range(3)]
+        names = []
+
+        def write():
+            for _ in range(100):
+                with transaction.atomic():
+                    names.extend(
+                        ids(publish_many([Draft(BAD, {}, key=f"k{n % keys}", biz_id=f"{n % keys}") for n in range(20)]))
+                    )
+
+        with in_threads(*(relay.run for relay in relays), stop=stop):
+            with in_threads(switch, write):
+                pass
+            wait_until(lambda: set(states()) == {State.PUBLISHED})
+            wait_until(lambda: not PausedTopic.objects.exists())
+
+        sent = ids(peer.published)
+        assert Counter(sent) == Counter(names), "each once"
+        for key in range(keys):
+            order = [str(one) for one in of(BAD).filter(biz_id=str(key)).order_by("pk").values_list("message_id", flat=True)]
+            mine = set(order)
+            assert [name for name in sent if name in mine] == order
+
+
+def _updates():
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_stat_clear_snapshot()")
+        cursor.execute("SELECT n_tup_upd FROM pg_stat_user_tables WHERE relname = 'outbox_outboxmessage'")
+        return cursor.fetchone()[0]
