@@ -16,11 +16,11 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox import Draft, publish, publish_many, store
+from outbox import Draft, pause, publish, publish_many, resume, store
 from outbox.database.faults import is_outage
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic
-from outbox.models import OutboxMessage
+from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import SETTLED, State
@@ -419,7 +419,7 @@ class TestIndexes:
         assert len(plans) == 4
         assert "Seq Scan on outbox_outboxmessage" not in "".join(plans)
 
-    def test_promote_recall_and_release_use_no_join_with_stale_statistics(self, published_before):
+    def test_promote_and_release_use_no_join_with_stale_statistics(self, published_before):
         """PostgreSQL would execute a subquery with a LIMIT again for every row of a join it believes to have one row."""
         with transaction.atomic():
             publish_many([Draft(TOPIC, {}, key=f"k{n % 20}") for n in range(5_000)])
@@ -428,14 +428,35 @@ class TestIndexes:
         fresh.update(state=State.WAITING)
 
         plans = explained(lambda: store.promote_rested("default", 1_000))
-        plans += explained(lambda: store.recall("default", TOPIC, 1_000, range(64)))
         OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED)
         plans += explained(lambda: store.release_waiting("default", keys=1, each=100))[1:]
 
-        assert len(plans) == 3
+        assert len(plans) == 2
         for plan in plans:
             assert "InitPlan" in plan, plan
             assert "Join" not in plan, plan
+
+    @pytest.mark.parametrize("analysed", [True, False], ids=["fresh statistics", "stale statistics"])
+    def test_paused_messages_of_a_topic_are_found_by_index(self, published_before, analysed):
+        with transaction.atomic():
+            publish_many([Draft(f"topic.{n % 5}", {}) for n in range(5_000)])
+        OutboxMessage.objects.filter(state=State.READY).update(state=State.PAUSED)
+        if analysed:
+            analyse()
+        with transaction.atomic():
+            for topic in ("topic.1", "empty"):
+                pause(topic)
+        resume("topic.1")
+        PausedTopic.objects.filter(topic="empty").update(paused_by="", probe_at=DatabaseTime(-HOUR))
+
+        plans = explained(lambda: store.resume_some("default", "topic.1", 500))
+        plans += explained(lambda: store.begin_trial("default", "empty", 5, 1.0))
+        plans += explained(lambda: store.resume_stranded("default"))
+
+        assert not PausedTopic.objects.filter(topic="empty").exists()
+        assert sum("outbox_paused" in plan for plan in plans) >= 4, plans
+        for plan in plans:
+            assert "Seq Scan on outbox_outboxmessage" not in plan, plan
 
     def test_promoting_due_messages_does_not_read_those_due_later(self, published_before):
         """A relay asks many times a second, and must not read a million messages scheduled for tomorrow each time."""

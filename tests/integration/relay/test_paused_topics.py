@@ -44,7 +44,7 @@ from tests.support.relaying import (
 )
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
+pytestmark = pytest.mark.django_db(transaction=True)
 
 BAD, GOOD = "shop.stock.full", "shop.order.placed"
 HOUR = timedelta(hours=1)
@@ -119,6 +119,7 @@ def open_transaction(change):
             enough.set()
 
 
+@pytest.mark.every_database
 class TestPausedByAnOperator:
     def test_nothing_of_the_topic_is_sent_until_it_is_resumed_and_then_everything_in_order(self, peer):
         before = many(30, key="k")
@@ -209,6 +210,7 @@ class TestPausedByAnOperator:
         ]
 
 
+@pytest.mark.every_database
 class TestPausedMessage:
     def test_it_can_be_cancelled(self, peer):
         message = published(BAD)
@@ -278,6 +280,7 @@ class TestPausedMessage:
             assert sum(State.PAUSED in entry for entry in entries) == recorded
 
 
+@pytest.mark.every_database
 class TestProbes:
     def test_relays_learn_of_a_pause_from_each_other(self, peer, room):
         """Each of them would otherwise need 20 refusals of its own."""
@@ -375,6 +378,7 @@ class TestProbes:
         assert sum(of(BAD).values_list("attempts", flat=True)) <= attempts + 5 + 10 + 20 + 40
 
 
+@pytest.mark.every_database
 class TestResuming:
     def test_messages_are_made_ready_in_growing_batches_of_at_most_500_the_oldest_first(self):
         messages = many(1300)
@@ -439,7 +443,6 @@ class TestResuming:
 
 
 class TestCost:
-    @pytest.mark.skipif("config.getoption('--db') == 'sqlite'", reason="counts PostgreSQL's row versions")
     def test_message_is_written_once_when_it_is_paused_once_when_it_is_resumed_and_never_in_between(
         self, peer, room, short_pauses
     ):
@@ -466,7 +469,6 @@ class TestCost:
             wait_until(lambda: _updates() - before >= 2 * len(after))
             assert _updates() - before <= 2 * len(after) + 6 * tried
 
-    @pytest.mark.skipif("config.getoption('--db') == 'sqlite'", reason="counts statements on PostgreSQL")
     def test_which_topics_are_paused_costs_a_pass_no_statement(self, peer, django_assert_num_queries):
         pause(GOOD)
         with connected(peer.url) as transport:
@@ -477,7 +479,6 @@ class TestCost:
             assert one_pass(transport).published == 1
 
 
-@pytest.mark.skipif("config.getoption('--db') == 'sqlite'", reason="SQLite has one writer")
 class TestConcurrency:
     @pytest.mark.parametrize("change", [pause, resume], ids=["pausing", "resuming"])
     def test_open_transaction_of_an_operator_holds_up_no_relay(self, peer, change):
