@@ -129,7 +129,7 @@ class PausedTopic(models.Model):
     topic = models.CharField(max_length=NAME_LENGTH, unique=True)
     paused_by = models.CharField(max_length=NAME_LENGTH, default="")
     """Who; empty when the circuit breaker did."""
-    reason = models.TextField("why", default="")
+    reason = models.TextField("why", default="", blank=True)
     paused_at = models.DateTimeField("since")
     probe_at = models.DateTimeField("next try", null=True)
     """When the next messages are tried; NULL when none are, because a person has paused the topic."""

@@ -26,10 +26,6 @@ class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
         widgets: ClassVar[Any] = {"reason": forms.TextInput(attrs={"class": "vTextField"})}
         help_texts: ClassVar[Any] = {"topic": "Its exact name.", "reason": "Optional. It is shown with the topic, and logged."}
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.fields["reason"].required = False
-
     def clean_topic(self) -> str:
         topic: str = self.cleaned_data["topic"]
         if reason := why_no_topic(topic):

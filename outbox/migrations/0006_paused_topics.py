@@ -16,7 +16,7 @@ class Migration(migrations.Migration):
                 ('id', models.BigAutoField(primary_key=True, serialize=False)),
                 ('topic', models.CharField(max_length=255, unique=True)),
                 ('paused_by', models.CharField(default='', max_length=255)),
-                ('reason', models.TextField(default='', verbose_name='why')),
+                ('reason', models.TextField(blank=True, default='', verbose_name='why')),
                 ('paused_at', models.DateTimeField(verbose_name='since')),
                 ('probe_at', models.DateTimeField(null=True, verbose_name='next try')),
                 ('pause_seconds', models.FloatField(default=0.0, verbose_name='length of the pause')),

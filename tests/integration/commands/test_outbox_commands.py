@@ -43,6 +43,44 @@ def one_in(state, **columns):
     return message
 
 
+class TestPauseAndResume:
+    def test_topic_is_paused_listed_by_status_and_resumed(self):
+        assert "is paused." in run("outbox_pause", "shop.stock", "--reason", "consumer defect")
+        assert "the reason is the new one" in run("outbox_pause", "shop.stock", "--reason", "broker is moved")
+        one_in(State.PAUSED, topic="shop.stock")
+
+        [line] = [line for line in run("outbox_status").splitlines() if line.startswith("shop.stock")]
+        assert ": broker is moved" in line
+        [topic] = json.loads(run("outbox_status", "--json"))["paused_topics"]
+        assert (topic["topic"], topic["messages"], topic["reason"], topic["resuming"]) == (
+            "shop.stock",
+            1,
+            "broker is moved",
+            False,
+        )
+
+        assert "is being resumed." in run("outbox_resume", "shop.stock")
+        assert "is being resumed already" in run("outbox_resume", "shop.stock")
+        assert "is being resumed" in run("outbox_status")
+
+    def test_status_names_what_the_circuit_breaker_has_paused(self):
+        assert "paused topic" not in run("outbox_status")
+        store.pause_refused("default", "shop.stock", "no queue", 1.0, DAY)
+
+        assert "the broker refuses it: no queue" in run("outbox_status")
+        [topic] = json.loads(run("outbox_status", "--json"))["paused_topics"]
+        assert (topic["by"], topic["messages"], bool(topic["next_try"])) == ("circuit breaker", 0, True)
+
+    def test_topic_that_is_not_paused_cannot_be_resumed(self):
+        with pytest.raises(CommandError, match="is not paused"):
+            run("outbox_resume", "shop.stock")
+
+    @pytest.mark.parametrize("command", ["outbox_pause", "outbox_resume"])
+    def test_topic_with_a_wildcard_is_refused(self, command):
+        with pytest.raises(CommandError, match="Name one topic exactly"):
+            run(command, "shop.*")
+
+
 class TestResumeChecks:
     def test_resume_returns_stuck_messages_to_prepared_with_zero_attempts(self):
         stuck, other, dead = one_in(State.STUCK, attempts=15), one_in(State.STUCK, topic="other"), one_in(State.DEAD)
