@@ -22,6 +22,7 @@ from datetime import timedelta
 
 from outbox import store
 from outbox.kernel.clock import monotonic
+from outbox.relay.stuck_rows import StuckRows
 from outbox.store import TopicPause
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class PausedTopics:
         self._refusals: Counter[str] = Counter()
         self._answered: dict[str, tuple[str, bool]] = {}
         self._taken: set[str] = set()
+        self._stuck = StuckRows(alias, "relay")
         self._looked_at = 0.0
         self._sweep_at = 0.0
 
@@ -128,9 +130,9 @@ class PausedTopics:
         since = monotonic() - self._looked_at
         due = [topic for topic, one in self._paused.items() if one.probe_in <= since]
         for topic in _some(due, _TOPICS_TRIED_PER_ROUND):
-            moved += store.begin_trial(self._alias, topic, _PROBES, _spread())
+            moved += store.begin_trial(self._alias, topic, _PROBES, _spread(), self._stuck)
         for topic in _some(self._resuming, 1):
-            moved += store.resume_some(self._alias, topic, most)
+            moved += store.resume_some(self._alias, topic, most, self._stuck)
         if monotonic() >= self._sweep_at:
             self._sweep_at = monotonic() + _SWEEP_SECONDS
             for topic in store.resume_stranded(self._alias):

@@ -140,7 +140,7 @@ class Pass:
                 sent = batch, (settlement := self._decide(batch))
                 settled = store.settle(self._alias, settlement)
         except Error as error:
-            if sent is None or not store.may_settle_apart(error, len(sent[0].rows)):
+            if sent is None or not store.may_be_halved(error, len(sent[0].rows)):
                 raise
             self.unsettled.failed()
             return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
@@ -193,7 +193,7 @@ class Pass:
         try:
             settled = self._lease.settle(settlement)
         except Error as error:
-            if not store.may_settle_apart(error, len(batch.rows)):
+            if not store.may_be_halved(error, len(batch.rows)):
                 raise
             self.unsettled.failed()
             return self._report_apart(batch, self._lease.settle_apart(settlement, _keys(batch.rows)), error)

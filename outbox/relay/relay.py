@@ -34,6 +34,7 @@ from outbox.relay.floors import Floors
 from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
 from outbox.relay.share import Share
+from outbox.relay.stuck_rows import StuckRows
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _PROMOTED_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
+_BESIDE_STUCK_SECONDS = 1.0
 _RELEASING_SHARE = 20
 """Looking in vain for keys to release takes at most one part in this many of the time."""
 
@@ -82,6 +84,8 @@ class Relay:
         self._pass = Pass(alias, transport, options)
         self._shards = tuple(shards)
         self._timed = timed
+        stuck_rows = partial(StuckRows, alias, "relay", Reminder())
+        self._stuck_retrying, self._stuck_scheduled, self._stuck_waiting = stuck_rows(), stuck_rows(), stuck_rows()
         self._floors = Floors(self._shards, partial(store.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
@@ -201,10 +205,13 @@ class Relay:
         # A full pass has left more in the same shards, which the next pass need not look for.
         self._more = sight.busy if report.published == self._size.now else ()
         # Rows that are due and are not promoted are in the hands of another relay that promotes them.
-        self._retry_in = sight.retry_in
-        self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND) if sight.retry_in <= 0 else 0
+        self._retry_in, self._moved = sight.retry_in, 0
+        if sight.retry_in <= 0:
+            self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND, self._stuck_retrying)
+            if self._stuck_retrying and not self._moved:
+                self._retry_in = _BESIDE_STUCK_SECONDS  # those hide when the next one is due
         if not self._timed:
-            self._moved += store.promote_due(self._alias, _PROMOTED_PER_ROUND)
+            self._moved += store.promote_due(self._alias, _PROMOTED_PER_ROUND, self._stuck_scheduled)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
         if made_ready := topics.make_ready(self._size.now // 2):
@@ -223,7 +230,9 @@ class Relay:
 
     def _release(self) -> int:
         begun_at = monotonic()
-        released = store.release_waiting(self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE)
+        released = store.release_waiting(
+            self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE, refused=self._stuck_waiting
+        )
         now = monotonic()
         in_vain = max(_RELEASE_SECONDS, 2 * self._rest_seconds, _RELEASING_SHARE * (now - begun_at))
         self._release_at = now + (_SHORTEST_REST_SECONDS if released else in_vain)

@@ -35,6 +35,7 @@ from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import Bell, StopRequest, Watchdog
 from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
+from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
 from outbox.store import Place
 
@@ -77,6 +78,7 @@ class Timer:
         self._ask_for_lease_at = 0.0
         self._database = Outage("the database")
         self._trouble = Pause()
+        self._stuck = StuckRows(alias, "timer")
         self._table = self._new_table()
         self._load_at = self._sweep_at = self._may_catch_up_at = self._quiet_at = 0.0
         self._catch_up_at = math.inf
@@ -200,7 +202,7 @@ class Timer:
         if in_a_burst and not self._has_room():
             return self._ask_for_room_at
         positions = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
-        fired = store.fire(self._alias, positions)
+        fired = store.fire(self._alias, positions, self._stuck)
         self._table.fired(positions, fired)
         self._room -= min(len(fired), self._room)
         if fired:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from django.db import Error
@@ -17,28 +16,18 @@ from django.db import Error
 from outbox import store
 from outbox.database.faults import remedy
 from outbox.kernel.clock import monotonic
+from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
 from outbox.kernel.reminder import Reminder
-from outbox.kernel.retry import Pause
 from outbox.kernel.text import describe
 from outbox.store import RelayedMessage, SettledApart
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 _DOUBTFUL_SECONDS = 10.0
 """Since the last row was found that cannot be settled."""
-_WHAT_REFUSES = (
+WHAT_REFUSES = (
     "Look for a trigger, a constraint or a damaged index of outbox_outboxmessage that refuses it, and remove the cause."
 )
-
-
-@dataclass
-class _Refused:
-    """A row that could not be settled, and when to try it again (monotonic)."""
-
-    key: str
-    pause: Pause = field(default_factory=lambda: Pause(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS))
-    again_at: float = 0.0
 
 
 class Unsettled:
@@ -46,16 +35,13 @@ class Unsettled:
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
-        self._refused: dict[int, _Refused] = {}
+        self._refused = RefusedRows()
         self._doubtful_until = -inf
         self._reminder = Reminder()
 
     def skipped(self) -> Mapping[int, str]:
         """The positions of the rows that are not tried now, with the keys of their messages."""
-        now = monotonic()
-        # One that has not been read since it was due is settled, or another relay's.
-        self._refused = {at: one for at, one in self._refused.items() if now < one.again_at + _LONGEST_PAUSE_SECONDS}
-        return {position: one.key for position, one in self._refused.items() if now < one.again_at}
+        return self._refused.skipped()
 
     def failed(self) -> None:
         """Some rows could not be settled: rehearse the next passes before they send."""
@@ -79,7 +65,7 @@ class Unsettled:
         apart = store.rehearse(self._alias, {row.position: row.key for row in rehearsed})
         free = set(apart.settlement.positions)
         for position in free & known:
-            del self._refused[position]
+            self._refused.forget(position)
         self.note(apart, rows)
         left = {row.position for row in rehearsed} - free
         if not left <= known:
@@ -92,11 +78,8 @@ class Unsettled:
         """Skip what was refused, and report it when it is time."""
         if not apart.refused:
             return
-        now = monotonic()
         by_position = {row.position: row for row in rows}
-        for position in apart.refused:
-            one = self._refused.setdefault(position, _Refused(by_position[position].key))
-            one.again_at = now + one.pause.next_seconds()
+        self._refused.note(apart.refused, {row.position: row.key for row in rows})
         if self._reminder.is_due():
             position, error = next(iter(apart.refused.items()))
             self._report(by_position[position], error)
@@ -111,6 +94,6 @@ class Unsettled:
             first.topic,
             first.biz_id,
             describe(error),
-            remedy(error, self._alias) or _WHAT_REFUSES,
-            _LONGEST_PAUSE_SECONDS,
+            remedy(error, self._alias) or WHAT_REFUSES,
+            LONGEST_SKIP_SECONDS,
         )

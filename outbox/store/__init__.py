@@ -29,6 +29,7 @@ from outbox.store.claiming import (
     table_lockers,
     writers,
 )
+from outbox.store.halving import may_be_halved
 from outbox.store.heartbeats import relays
 from outbox.store.lease import Lease, LeaseLost
 from outbox.store.operating import (
@@ -97,7 +98,6 @@ from outbox.store.settling import (
     Failure,
     SettledApart,
     Settlement,
-    may_settle_apart,
     promote_due,
     promote_rested,
     rehearse,
@@ -163,7 +163,7 @@ __all__ = [
     "lock_again",
     "lockers",
     "look",
-    "may_settle_apart",
+    "may_be_halved",
     "named",
     "newly_scheduled",
     "note_no_answer",

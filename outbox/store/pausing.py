@@ -21,11 +21,13 @@ from django.db.models.functions import Coalesce
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.faults import is_collision
 from outbox.database.now import DatabaseTime, now, now_after
+from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import PAUSE, RESUME, State
 from outbox.store.claiming import ASIDE
 from outbox.store.dialect import PAUSED_TOPICS, TABLE
+from outbox.store.halving import change_others
 from outbox.store.transitions import count_moved
 
 _A_MOMENT = timedelta(milliseconds=100)
@@ -89,7 +91,7 @@ def pause_refused(alias: str, topic: str, reason: str, seconds: float, probe_aft
         return False
 
 
-def begin_trial(alias: str, topic: str, most: int, next_after: float) -> int:
+def begin_trial(alias: str, topic: str, most: int, next_after: float, refused: RefusedRows | None = None) -> int:
     """paused → ready for the `most` oldest messages of a topic whose time to be tried has come; how many.
 
     Their positions are in its row, so that whichever relay has their shards sends them. A topic of which nothing is left is
@@ -98,16 +100,18 @@ def begin_trial(alias: str, topic: str, most: int, next_after: float) -> int:
     Args:
         next_after: the next ones are tried so many times the length of the pause from now, if nobody has said by then what
             became of these.
+        refused: the rows that the database refuses to change. They are left out, and the others are changed; None raises.
     """
     with transaction.atomic(using=alias):
         row = _locked(alias, topic, paused_by="", is_resuming=False, probe_at__lte=DatabaseTime())
         if row is None:
             return 0
-        if not (positions := _oldest_paused(alias, topic, most)) and not _has_open(alias, row):
+        positions = _oldest_paused(alias, topic, most, refused)
+        if not (positions or _has_open(alias, row)):
             row.delete(using=alias)
             return 0
         _rows(alias, topic).update(in_trial=positions, probe_at=DatabaseTime(timedelta(seconds=next_after * row.pause_seconds)))
-        return count_moved(alias, RESUME, positions) if positions else 0
+        return _resumed(alias, positions, refused)
 
 
 def prolong(alias: str, topic: str, reason: str, longest: float, next_after: float) -> str | None:
@@ -140,11 +144,14 @@ def begin_resuming(alias: str, topic: str) -> bool:
         return True
 
 
-def resume_some(alias: str, topic: str, most: int) -> int:
+def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None = None) -> int:
     """paused → ready for the next batch of a topic that is resumed, the oldest first; how many.
 
     Not before half of the last batch has left: what other topics have ready is sent between them. The topic is paused no longer
     when none of its messages is.
+
+    Args:
+        refused: see `begin_trial`.
     """
     with transaction.atomic(using=alias):
         row = _locked(alias, topic, is_resuming=True)
@@ -154,10 +161,10 @@ def resume_some(alias: str, topic: str, most: int) -> int:
         if not is_late and 2 * _ready(alias, row.in_trial) > len(row.in_trial):
             return 0
         size = min(max(_FIRST_RESUMED, 2 * len(row.in_trial)), _MOST_RESUMED, most)
-        if positions := _oldest_paused(alias, topic, size):
+        if positions := _oldest_paused(alias, topic, size, refused):
             _rows(alias, topic).update(in_trial=positions, probe_at=DatabaseTime(_AT_LEAST_EVERY))
-            return count_moved(alias, RESUME, positions)
-        if not _of(alias, topic).filter(state=State.PAUSED).exists():
+            return _resumed(alias, positions, refused)
+        if not _has(alias, topic, State.PAUSED):
             row.delete(using=alias)
         return 0
 
@@ -219,9 +226,17 @@ def _locked(alias: str, topic: str, **conditions: Any) -> Any:
     return rows.select_for_update(skip_locked=True).first()
 
 
-def _oldest_paused(alias: str, topic: str, most: int) -> list[int]:
+def _oldest_paused(alias: str, topic: str, most: int, refused: RefusedRows | None) -> list[int]:
     paused = _of(alias, topic).filter(state=State.PAUSED).order_by("pk")
+    if refused is not None and (skipped := refused.skipped()):
+        paused = paused.exclude(pk__in=list(skipped))
     return list(paused.select_for_update(no_key=True, skip_locked=True).values_list("pk", flat=True)[:most])
+
+
+def _resumed(alias: str, positions: Sequence[int], refused: RefusedRows | None) -> int:
+    if not positions or refused is None:
+        return count_moved(alias, RESUME, positions) if positions else 0
+    return change_others(alias, positions, lambda some: count_moved(alias, RESUME, some), refused).changed
 
 
 def _ready(alias: str, positions: Sequence[int]) -> int:
@@ -230,11 +245,15 @@ def _ready(alias: str, positions: Sequence[int]) -> int:
 
 def _has_open(alias: str, row: PausedTopic) -> bool:
     """Is there a message of the topic that is being tried, is to be tried again, or was and is not `paused` yet?"""
-    if _ready(alias, row.in_trial) or _of(alias, row.topic).filter(state=State.RETRYING).exists():
+    if _ready(alias, row.in_trial) or _has(alias, row.topic, State.RETRYING) or _has(alias, row.topic, State.PAUSED):
         return True
     with connections[alias].cursor() as cursor:
         cursor.execute(f"SELECT 1 FROM {TABLE} m WHERE {ASIDE} AND m.topic = %s LIMIT 1", [row.topic])
         return cursor.fetchone() is not None
+
+
+def _has(alias: str, topic: str, state: State) -> bool:
+    return bool(_of(alias, topic).filter(state=state).exists())
 
 
 def _of(alias: str, topic: str) -> Any:

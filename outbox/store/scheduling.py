@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from django.db import connections
+from django.db import Error, connections
 
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now, now_after
+from outbox.kernel.refused_rows import RefusedRows
 from outbox.models import SHARDS
 from outbox.states import FIRE
 from outbox.store.claiming import ASIDE
 from outbox.store.dialect import TABLE, any_of, array_of
+from outbox.store.halving import found_apart, may_be_halved, undone_if_refused
 from outbox.store.transitions import Found, move
 
 if TYPE_CHECKING:
@@ -109,21 +111,42 @@ def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta,
         return list(map(Upcoming._make, cursor.fetchall()))
 
 
-def fire(alias: str, positions: Sequence[int]) -> set[int]:
+def fire(alias: str, positions: Sequence[int], refused: RefusedRows | None = None) -> set[int]:
     """scheduled → ready for those of these whose time has come by the database's clock; which they were.
 
     Those that somebody has locked, to cancel them perhaps, are left alone.
+
+    Args:
+        refused: the rows that the database refuses to change. They are left out, and the others are changed; None raises.
     """
     connection = connections[alias]
+    if refused is not None and (skipped := refused.skipped()):
+        positions = [position for position in positions if position not in skipped]
     condition, parameter = any_of(connection, positions)
     due = f"id {condition} AND state = 'scheduled' AND available_at <= {now(connection)}"
-    found = Found(f"SELECT id FROM {TABLE} WHERE {due}", [parameter])
     if is_postgresql(connection):
         # To be found by their ids, and not by the index on what is due, which has all of a burst and all that was fired of it.
         due = due.replace("available_at <=", "available_at + interval '0' <=")
-        # Locked rows stay where they are, so they need not be found a second time.
-        found = Found(f"SELECT ctid FROM {TABLE} WHERE {due}", [parameter], column="ctid")
-    return {moved.position for moved in move(alias, FIRE, found, reason="it is due")}
+    found = Found(f"SELECT id FROM {TABLE} WHERE {due}", [parameter])
+    # Locked rows stay where they are, so they need not be found a second time.
+    placed = (
+        found if not is_postgresql(connection) else Found(f"SELECT ctid FROM {TABLE} WHERE {due}", [parameter], column="ctid")
+    )
+    try:
+        with undone_if_refused(alias):
+            fired = _fired(alias, placed)
+    except Error as error:
+        if refused is None or not may_be_halved(error, len(positions)):
+            raise
+    else:
+        if refused is not None:
+            refused.retried(among=positions)
+        return fired
+    return set(found_apart(alias, found, lambda some: len(_fired(alias, some)), refused).done)
+
+
+def _fired(alias: str, rows: Sequence[int] | Found) -> set[int]:
+    return {moved.position for moved in move(alias, FIRE, rows, reason="it is due")}
 
 
 def ready_aside(alias: str, limit: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,9 +12,8 @@ from typing import Any
 from django.db import Error, connections, transaction
 
 from outbox.database.connections import is_postgresql
-from outbox.database.faults import is_canceled, may_be_of_a_row
 from outbox.database.now import now
-from outbox.database.schema import is_missing
+from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.states import (
     DIE,
@@ -27,14 +27,13 @@ from outbox.states import (
     TRY_AGAIN,
     Transition,
 )
-from outbox.store.dialect import TABLE
+from outbox.store.dialect import TABLE, any_of
+from outbox.store.halving import change_apart, count_moved_of_others
 from outbox.store.pausing import pause_in_hand
 from outbox.store.pending_callbacks import note_calls
 from outbox.store.transitions import Found, count_moved
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
-_MOST_TRIES = 100
-"""Savepoints that look for the rows that cannot be settled; the rest of the batch is left for the next pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,12 +119,6 @@ def settle(alias: str, settlement: Settlement) -> int:
     return changed
 
 
-def may_settle_apart(error: BaseException, rows: int) -> bool:
-    """So many rows could not be settled: may some of them be settled?"""
-    # What took too long is tried with fewer first.
-    return may_be_of_a_row(error) and not is_missing(error) and not (is_canceled(error) and rows > 1)
-
-
 def settle_apart(alias: str, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
     """`settle` in parts, which are halved down to the rows that the database refuses; inside an open transaction.
 
@@ -137,35 +130,12 @@ def settle_apart(alias: str, settlement: Settlement, keys: Mapping[int, str]) ->
     Raises:
         django.db.Error: an error that is not of these rows.
     """
-    connection = connections[alias]
-    if is_postgresql(connection):
-        with connection.cursor() as cursor:
-            cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
-    parts, tries = [settlement.positions], 0
-    settled: set[int] = set()
-    refused: dict[int, Error] = {}
-    changed = 0
-    while parts and tries < _MOST_TRIES:
-        stopped = {key for position in refused if (key := keys.get(position))}
-        part = [position for position in parts.pop() if keys.get(position) not in stopped]
-        if not part:
-            continue
-        tries += 1
-        try:
-            with transaction.atomic(using=alias):
-                count = settle(alias, settlement.of(set(part)))
-        except Error as error:
-            if not may_settle_apart(error, len(part)):
-                raise
-            if len(part) == 1:
-                refused[part[0]] = error
-            else:
-                half = len(part) // 2
-                parts += [part[half:], part[:half]]
-        else:
-            changed += count
-            settled.update(part)
-    return SettledApart(settlement=settlement.of(settled), changed=changed, refused=refused)
+
+    def change(some: Sequence[int]) -> int:
+        return settle(alias, settlement.of(set(some)))
+
+    apart = change_apart(alias, settlement.positions, change, keys)
+    return SettledApart(settlement=settlement.of(set(apart.done)), changed=apart.changed, refused=apart.refused)
 
 
 def rehearse(alias: str, keys: Mapping[int, str]) -> SettledApart:
@@ -190,30 +160,50 @@ def _fail(alias: str, failure: Failure) -> int:
     return count_moved(alias, transition, failure.positions, reason=failure.error, recorded=failure.matters, **given)
 
 
-def promote_rested(alias: str, limit: int) -> int:
-    """Try up to `limit` messages again whose backoff has ended; how many."""
-    return _promote(alias, TRY_AGAIN, limit)
+def promote_rested(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
+    """Try up to `limit` messages again whose backoff has ended; how many.
+
+    Args:
+        refused: the rows that the database refuses to change. They are left out, and the others are changed; None raises.
+    """
+    return _promote(alias, TRY_AGAIN, limit, refused)
 
 
-def promote_due(alias: str, limit: int) -> int:
-    """Make up to `limit` messages ready whose time has come; how many. For a relay without a timer beside it."""
-    return _promote(alias, FIRE, limit)
+def promote_due(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
+    """Make up to `limit` messages ready whose time has come; how many. For a relay without a timer beside it.
+
+    Args:
+        refused: see `promote_rested`.
+    """
+    return _promote(alias, FIRE, limit, refused)
 
 
-def _promote(alias: str, transition: Transition, limit: int) -> int:
+def _promote(alias: str, transition: Transition, limit: int, refused: RefusedRows | None) -> int:
     connection = connections[alias]
     (source,) = transition.sources
-    due = f"state = '{source}' AND available_at <= {now(connection)} ORDER BY available_at, id LIMIT %s"
-    return count_moved(alias, transition, Found(f"SELECT id FROM {TABLE} WHERE {due}", [limit]))
+    due, parameters = f"state = '{source}' AND available_at <= {now(connection)}", []
+    if refused is not None and (skipped := refused.skipped()):
+        among, positions = any_of(connection, list(skipped))
+        due, parameters = f"{due} AND NOT id {among}", [positions]
+    found = Found(f"SELECT id FROM {TABLE} WHERE {due} ORDER BY available_at, id LIMIT %s", [*parameters, limit])
+    return count_moved_of_others(alias, transition, found, refused)
 
 
-def release_waiting(alias: str, *, keys: int, each: int) -> int:
+def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | None = None) -> int:
     """waiting → ready for up to `keys` keys whose head is out of trouble, the first `each` messages of every one; how many.
 
     The keys are found one by one along the index, however many messages wait behind each.
+
+    Args:
+        refused: see `promote_rested`; all of their keys is left.
     """
     connection = connections[alias]
     holding = f"FROM {TABLE} h WHERE h.state IN ({_HOLDING}) AND h.key <> ''"
+    skipped = [key for key in refused.skipped().values() if key] if refused is not None else []
+    besides = ""
+    if skipped:
+        besides = " AND key <> ALL(%s)" if is_postgresql(connection) else " AND key NOT IN (SELECT value FROM json_each(%s))"
+    given: list[Any] = [skipped if is_postgresql(connection) else json.dumps(skipped)] if skipped else []
     with connection.cursor() as cursor:
         cursor.execute(
             # The first of each key that is failed or waits, one key after the other along the index.
@@ -221,15 +211,17 @@ def release_waiting(alias: str, *, keys: int, each: int) -> int:
             f"SELECT * FROM (SELECT h.key, h.state {holding} ORDER BY h.key, h.id LIMIT 1) head "
             f"UNION ALL SELECT next.key, next.state FROM heads JOIN {TABLE} next ON next.id = "
             f"(SELECT h.id {holding} AND h.key > heads.key ORDER BY h.key, h.id LIMIT 1)) "
-            "SELECT key FROM heads WHERE state = 'waiting' LIMIT %s",
-            [keys],
+            f"SELECT key FROM heads WHERE state = 'waiting'{besides} LIMIT %s",
+            [*given, keys],
         )
         free = [key for (key,) in cursor.fetchall()]
     if not free:
         return 0
     first_of = f"SELECT id FROM {TABLE} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
     if not is_postgresql(connection):
-        return sum(count_moved(alias, RELEASE, Found(first_of.format(key="%s"), [key, each])) for key in free)
+        return sum(
+            count_moved_of_others(alias, RELEASE, Found(first_of.format(key="%s"), [key, each]), refused) for key in free
+        )
     first = f"{first_of.format(key='free.key')} FOR UPDATE SKIP LOCKED"
     found = f"SELECT w.id FROM unnest(%s::text[]) AS free(key) CROSS JOIN LATERAL ({first}) w"
-    return count_moved(alias, RELEASE, Found(found, [free, each], locking=""))
+    return count_moved_of_others(alias, RELEASE, Found(found, [free, each], locking=""), refused)

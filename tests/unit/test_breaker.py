@@ -48,11 +48,11 @@ class Store:
     def begin_resuming(self, alias, topic):
         return self.paused.pop(topic, None) is not None
 
-    def begin_trial(self, alias, topic, most, next_after):
+    def begin_trial(self, alias, topic, most, next_after, refused):
         self.tried.append((topic, most))
         return most
 
-    def resume_some(self, alias, topic, most):
+    def resume_some(self, alias, topic, most, refused):
         self.resumed.append((topic, most))
         return most
 

@@ -1,7 +1,6 @@
 """A row that the database refuses to change: its neighbours go on, each is sent once, and it is reported with its remedy."""
 
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 from django.db import connection
@@ -9,49 +8,14 @@ from django.db import connection
 from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.states import State
+from tests.support.refused_rows import POISON, cleared, refused
 from tests.support.relaying import TOPIC, Queue, drained, ids, published, relaying, state_of
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 MANY = 60
-POISON = "poison"
 REFUSED = "the database refuses to change the rows of"
-
-
-def execute(*statements):
-    with connection.cursor() as cursor:
-        for statement in statements:
-            cursor.execute(statement)
-
-
-@contextmanager
-def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%'"):
-    """No row with this biz-id can be changed; what PostgreSQL says about it has this SQLSTATE."""
-    if connection.vendor == "postgresql":
-        timing = "CONSTRAINT TRIGGER refuse AFTER UPDATE" if deferred else "TRIGGER refuse BEFORE UPDATE"
-        execute(
-            "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
-            f"$$ BEGIN RAISE EXCEPTION 'this row is cursed' USING ERRCODE = '{sqlstate}'; END $$",
-            f"CREATE {timing} ON outbox_outboxmessage {'DEFERRABLE INITIALLY DEFERRED' if deferred else ''} "
-            f"FOR EACH ROW WHEN ({where}) EXECUTE FUNCTION refuse()",
-        )
-    else:
-        execute(
-            f"CREATE TRIGGER refuse BEFORE UPDATE ON outbox_outboxmessage WHEN {where} "
-            "BEGIN SELECT RAISE(ABORT, 'this row is cursed'); END"
-        )
-    try:
-        yield
-    finally:
-        cleared()
-
-
-def cleared():
-    if connection.vendor == "postgresql":
-        execute("DROP TRIGGER IF EXISTS refuse ON outbox_outboxmessage", "DROP FUNCTION IF EXISTS refuse")
-    else:
-        execute("DROP TRIGGER IF EXISTS refuse")
 
 
 def among_others(**options):

@@ -1,0 +1,142 @@
+"""Rows that the database refuses to change: a trigger or a damaged index raises for one of them, and the others must go on.
+
+A change of many rows that failed is made in parts, which are halved down to the rows that are refused. What was refused is left
+out for a while, longer each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from django.db import Error, connections, transaction
+
+from outbox.database.connections import is_postgresql
+from outbox.database.faults import is_canceled, may_be_of_a_row
+from outbox.database.schema import is_missing
+from outbox.kernel.refused_rows import RefusedRows
+from outbox.models import OutboxMessage
+from outbox.states import Transition
+from outbox.store.transitions import Found, count_moved
+
+_SEVERAL = 2
+_MOST_TRIES = 100
+"""Savepoints that look for the rows that are refused; the rest is left for the next time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Apart:
+    """What became of a change that was made in parts.
+
+    Attributes:
+        changed: how many rows have changed.
+        done: the positions of the parts that succeeded.
+        refused: by position, why the database does not change that row.
+    """
+
+    changed: int
+    done: Sequence[int]
+    refused: Mapping[int, Error]
+
+
+def may_be_halved(error: BaseException, rows: int) -> bool:
+    """So many rows could not be changed: may some of them be changed?"""
+    # What took too long is tried with fewer first.
+    return may_be_of_a_row(error) and not is_missing(error) and not (is_canceled(error) and rows > 1)
+
+
+def change_apart(
+    alias: str, positions: Sequence[int], change: Callable[[Sequence[int]], int], keys: Mapping[int, str]
+) -> Apart:
+    """`change` in parts, which are halved down to the rows that the database refuses; inside an open transaction.
+
+    The later rows of their keys are left as well, because they come after them.
+
+    Args:
+        change: of some of the `positions`; how many rows have changed.
+        keys: of the messages, by position.
+
+    Raises:
+        django.db.Error: an error that is not of these rows.
+    """
+    connection = connections[alias]
+    if is_postgresql(connection):
+        with connection.cursor() as cursor:
+            cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
+    parts, tries = [list(positions)], 0
+    done: list[int] = []
+    refused: dict[int, Error] = {}
+    changed = 0
+    while parts and tries < _MOST_TRIES:
+        stopped = {key for position in refused if (key := keys.get(position))}
+        part = [position for position in parts.pop() if keys.get(position) not in stopped]
+        if not part:
+            continue
+        tries += 1
+        try:
+            with transaction.atomic(using=alias):
+                count = change(part)
+        except Error as error:
+            if not may_be_halved(error, len(part)):
+                raise
+            if len(part) == 1:
+                refused[part[0]] = error
+            else:
+                half = len(part) // 2
+                parts += [part[half:], part[:half]]
+        else:
+            changed += count
+            done += part
+    return Apart(changed=changed, done=done, refused=refused)
+
+
+def change_others(alias: str, positions: Sequence[int], change: Callable[[Sequence[int]], int], refused: RefusedRows) -> Apart:
+    """`change_apart`, noting what is refused; inside an open transaction.
+
+    Raises:
+        django.db.Error: none of many rows can be changed, which is the database's trouble.
+    """
+    named = OutboxMessage.objects.using(alias).filter(pk__in=positions).exclude(key="")
+    keys = dict(named.values_list("pk", "key"))
+    apart = change_apart(alias, positions, change, keys)
+    refused.retried(apart.refused, positions)
+    refused.note(apart.refused, keys)
+    if apart.refused and not apart.done and len(positions) >= _MOST_TRIES:
+        raise next(iter(apart.refused.values()))
+    return apart
+
+
+def count_moved_of_others(alias: str, transition: Transition, found: Found, refused: RefusedRows | None) -> int:
+    """`count_moved` of what is found; when the database refuses some of it, of the others.
+
+    Args:
+        refused: gets to know of those; None raises instead.
+    """
+    try:
+        with undone_if_refused(alias):
+            moved = count_moved(alias, transition, found)
+    except Error as error:
+        if refused is None or not may_be_halved(error, _SEVERAL):
+            raise
+    else:
+        if refused is not None:
+            refused.retried()
+        return moved
+    return found_apart(alias, found, lambda some: count_moved(alias, transition, some), refused).changed
+
+
+def found_apart(alias: str, found: Found, change: Callable[[Sequence[int]], int], refused: RefusedRows) -> Apart:
+    """`change_others` of what a query finds and locks, in a transaction of its own if none is open."""
+    connection = connections[alias]
+    locking = found.locking if is_postgresql(connection) else ""
+    with transaction.atomic(using=alias):
+        with connection.cursor() as cursor:
+            cursor.execute(f"{found.query} {locking}", found.parameters)
+            positions = [position for (position,) in cursor.fetchall()]
+        return change_others(alias, positions, change, refused)
+
+
+def undone_if_refused(alias: str) -> AbstractContextManager[object]:
+    """A savepoint, if a transaction is open; a statement alone needs none."""
+    return transaction.atomic(using=alias) if connections[alias].in_atomic_block else nullcontext()

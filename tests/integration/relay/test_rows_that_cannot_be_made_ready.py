@@ -1,0 +1,179 @@
+"""A row that the database refuses to make ready: the others become ready, and it is reported with its remedy."""
+
+from datetime import timedelta
+
+import pytest
+from django.db import Error
+
+from outbox import pause, resume, store
+from outbox.database.now import DatabaseTime
+from outbox.kernel.refused_rows import RefusedRows
+from outbox.models import OutboxMessage, PausedTopic
+from outbox.states import State
+from tests.support.fakes.amqp_peer import FakeAmqpPeer
+from tests.support.refused_rows import POISON, cleared, refused
+from tests.support.relaying import TOPIC, drained, ids, published, relaying, row_of, set_columns, state_of
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+HOUR = timedelta(hours=1)
+REFUSED = "the database refuses to change the rows of"
+MANY = 60
+NOT_READY = "NEW.biz_id LIKE 'poison%' AND NEW.state = 'ready'"
+
+
+@pytest.fixture
+def peer():
+    with FakeAmqpPeer() as peer:
+        yield peer
+
+
+def backed_off(message):
+    set_columns(message, state=State.RETRYING, available_at=DatabaseTime(-HOUR))
+
+
+def scheduled(message):
+    set_columns(message, state=State.SCHEDULED, available_at=DatabaseTime(-HOUR))
+
+
+def released(message):
+    set_columns(message, state=State.WAITING, key=f"key of {message.id}")
+
+
+def resumed(message):
+    set_columns(message, state=State.PAUSED)
+    pause(TOPIC)
+    resume(TOPIC)
+
+
+WAITING_AS = [backed_off, scheduled, released, resumed]
+
+
+def among_others(wait, bad=1):
+    """Messages whose rows cannot be made ready, in the middle of others."""
+    before = [published() for _ in range(MANY // 2)]
+    poisoned = [published(biz_id=f"{POISON}-{number}") for number in range(bad)]
+    others = [*before, *(published() for _ in range(MANY // 2))]
+    for message in [*others, *poisoned]:
+        wait(message)
+    return poisoned, others
+
+
+def reports(caplog):
+    return [record.getMessage() for record in caplog.records if REFUSED in record.getMessage()]
+
+
+def unexpected(caplog):
+    return [record.getMessage() for record in caplog.records if "nexpected" in record.getMessage()]
+
+
+def all_published(messages):
+    return all(state_of(message) == State.PUBLISHED for message in messages)
+
+
+@pytest.mark.every_database
+class TestOneRow:
+    @pytest.mark.parametrize("timed", [False, True], ids=["without a timer", "with a timer"])
+    @pytest.mark.parametrize("wait", WAITING_AS)
+    def test_its_neighbours_are_published_and_it_follows_once_it_can(self, peer, caplog, wait, timed):
+        [bad], others = among_others(wait)
+        was = state_of(bad)
+        with refused(where=NOT_READY), relaying(peer.url, timed=timed):
+            wait_until(lambda: all_published(others))
+            wait_until(lambda: reports(caplog))
+            assert state_of(bad) == was
+            cleared()
+            wait_until(lambda: state_of(bad) == State.PUBLISHED)
+
+        [report] = reports(caplog)
+        assert f"of 1 messages, so they cannot be made ready; the first is row {row_of(bad).pk}: this row is cursed" in report
+        assert "Look for a trigger" in report
+        assert not unexpected(caplog)
+        assert sorted(ids(peer.published)) == sorted(ids([bad, *others])), "each of them once"
+
+    def test_later_messages_of_its_key_do_not_overtake_it(self, peer):
+        head, second, third = published(key="k", biz_id=POISON), published(key="k"), published(key="k")
+        other = published(key="free")
+        for message in (head, second, third, other):
+            set_columns(message, state=State.WAITING)
+        with refused(where=NOT_READY), relaying(peer.url):
+            wait_until(lambda: state_of(other) == State.PUBLISHED)
+            later = published()
+            wait_until(lambda: state_of(later) == State.PUBLISHED)
+            assert [state_of(one) for one in (head, second, third)] == [State.WAITING] * 3
+            cleared()
+            wait_until(lambda: all_published([head, second, third]))
+
+        assert [one for one in ids(peer.published) if one not in ids([other, later])] == ids([head, second, third])
+
+    def test_topic_stays_paused_for_it_and_is_resumed_once_it_can_be(self, peer):
+        [bad], others = among_others(resumed)
+        with refused(where=NOT_READY), relaying(peer.url):
+            wait_until(lambda: all_published(others))
+            assert PausedTopic.objects.filter(topic=TOPIC).exists()
+            cleared()
+            wait_until(lambda: not PausedTopic.objects.exists())
+        assert state_of(bad) == State.PUBLISHED
+
+    def test_message_that_cannot_be_paused_stops_no_other(self, peer):
+        bad, *others = published("shop.paused", biz_id=POISON), *(published("shop.paused") for _ in range(20))
+        pause("shop.paused")
+        with refused(where="NEW.biz_id LIKE 'poison%' AND NEW.state = 'paused'"), relaying(peer.url):
+            wait_until(lambda: all(state_of(one) == State.PAUSED for one in others))
+            free = [published() for _ in range(20)]
+            wait_until(lambda: all_published(free))
+            assert state_of(bad) == State.READY
+        assert str(bad.id) not in ids(peer.published)
+
+    @pytest.mark.parametrize("wait", WAITING_AS)
+    def test_drain_publishes_all_others_and_ends(self, peer, wait):
+        [bad], others = among_others(wait)
+        with refused(where=NOT_READY):
+            drained(peer.url)
+
+        assert all_published(others)
+        assert str(bad.id) not in ids(peer.published)
+
+
+@pytest.mark.every_database
+class TestManyRows:
+    @pytest.mark.proof
+    @pytest.mark.parametrize("wait", WAITING_AS)
+    def test_others_between_two_hundred_rows_are_published_with_one_report(self, peer, caplog, wait):
+        bad, others = among_others(wait, bad=200)
+        with refused(where=NOT_READY), relaying(peer.url, timed=True):
+            wait_until(lambda: all_published(others))
+            assert not all_published(bad)
+            cleared()
+            wait_until(lambda: all_published(bad))
+
+        assert len(reports(caplog)) == 1
+
+    def test_trouble_of_the_whole_database_is_raised(self):
+        for _ in range(120):
+            backed_off(published())
+        with refused(where="NEW.state = 'ready'"), pytest.raises(Error, match="cursed"):
+            store.promote_rested("default", 1000, RefusedRows())
+
+    def test_refused_row_is_left_out_for_a_while(self):
+        [bad], others = among_others(backed_off)
+        rows = RefusedRows()
+        with refused(where=NOT_READY):
+            assert store.promote_rested("default", 1000, rows) == len(others)
+            assert [*rows.skipped()] == [row_of(bad).pk]
+            others[0:1] = [published()]
+            backed_off(others[0])
+            assert store.promote_rested("default", 1000, rows) == 1
+        assert store.promote_rested("default", 1000, rows) == 0, "it is not due again"
+        assert store.promote_rested("default", 1000) == 1
+
+
+class TestOnPostgreSQL:
+    @pytest.mark.parametrize("wait", WAITING_AS)
+    def test_row_that_a_deferred_constraint_refuses_at_the_commit_stops_no_other(self, peer, wait):
+        [bad], others = among_others(wait)
+        with refused(deferred=True, where=NOT_READY), relaying(peer.url, timed=True):
+            wait_until(lambda: all_published(others))
+            assert OutboxMessage.objects.exclude(state=State.READY).filter(message_id=bad.id).exists()
+        assert str(bad.id) not in ids(peer.published)
