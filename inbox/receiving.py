@@ -10,7 +10,7 @@ Whatever happens, a delivery ends as one of `Received`; only PUT_OFF and UNSTORE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -46,6 +46,7 @@ from inbox.reading import (
     undecided_envelope,
     why_undecodable,
 )
+from inbox.refused_rows import RefusedMessages
 from inbox.store import UNIDENTIFIED, Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
 from inbox.suspects import is_suspect, one_suspect
 from inbox.transactions import DatabaseAway, call, decided, in_transaction, persistently
@@ -109,8 +110,13 @@ def hand_over(handler: Handler, arrival: Arrival) -> None:
     _after_commit(handler, lambda: announce_duplicate(handler, arrival.row, earlier))
 
 
-def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -> tuple[Handler, InboxMessage] | None:
+def claim_next(
+    handlers: Sequence[Handler], alias: str, options: InboxOptions, refused: RefusedMessages | None = None
+) -> tuple[Handler, InboxMessage] | None:
     """Claim one stored message that is due on `alias`, its attempt counted; None when there is none.
+
+    Args:
+        refused: those whose rows the database refuses to change. They are left out, and another one is claimed.
 
     Raises:
         DatabaseAway: the database does not answer.
@@ -119,9 +125,15 @@ def claim_next(handlers: Sequence[Handler], alias: str, options: InboxOptions) -
     stored: InboxMessage | None = None
     suspects = one_suspect.take()
 
+    def claim_without(rows: Collection[int]) -> InboxMessage | None:
+        return store.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects, without=rows)
+
+    def refused_row(rows: Collection[int]) -> int | None:
+        return store.refused_claim(alias, list(known), suspects=suspects, without=rows)
+
     def claim() -> InboxMessage | None:
         try:
-            return store.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects)
+            return refused.claim_another(claim_without, refused_row) if refused is not None else claim_without(())
         except DatabaseError as error:
             if is_collision(error):
                 return None

@@ -11,10 +11,11 @@ import random
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 
-from django.db import connections
+from django.db import DatabaseError, InterfaceError, connections
 
 from inbox import store
 from inbox.conf import InboxOptions
@@ -25,6 +26,7 @@ from inbox.models import InboxMessage
 from inbox.outages import Outages
 from inbox.outcomes import Received, announce_buried
 from inbox.receiving import claim_next, run_stored
+from inbox.refused_rows import RefusedMessages
 from inbox.store import Follower, OrderedKey
 from inbox.transactions import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
@@ -98,6 +100,7 @@ class Runner:
         self._swept_at: dict[str, float] = {}
         self._swept_up_to: dict[str, OrderedKey | None] = {}
         self._debts = Debts()
+        self._refused: dict[str, RefusedMessages] = {}
         self._told: set[str] = set()
         self._free_first: set[str] = set()
         self._served: dict[str, str] = {}
@@ -165,6 +168,7 @@ class Runner:
         handlers = self._handlers()
         ran = 0
         for alias in sorted({handler.using for handler in handlers}):
+            claimed: tuple[Handler, InboxMessage] | None = None
             # Nobody waits for one that is unavailable: this thread is wanted elsewhere.
             if not self._may_ask(alias):
                 continue
@@ -182,6 +186,9 @@ class Runner:
                     ran += self._run(*claimed)
                 self.outages.end(_stored_on(alias))
             except DatabaseAway as error:
+                if claimed and self._is_of_its_row(claimed[1], alias, error):
+                    self._ask_at[alias] = 0.0  # at once, for the others
+                    continue
                 self._debts.add(alias, error)
                 self._ask_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
             except BaseException:
@@ -194,6 +201,19 @@ class Runner:
         with self._lock:
             self.ran += ran
         return ran
+
+    def _is_of_its_row(self, stored: InboxMessage, alias: str, error: DatabaseAway) -> bool:
+        """Can the database store, and does it only refuse this message's row? Then that is skipped for a while."""
+        if not (error.refused and self.outages.can_store(alias)):
+            return False
+        self._refused_of(alias).skip(stored.pk, error.__cause__ or error)
+        if error.owed is not None:
+            with suppress(DatabaseError, InterfaceError):
+                error.owed()
+        return True
+
+    def _refused_of(self, alias: str) -> RefusedMessages:
+        return self._refused.setdefault(alias, RefusedMessages(alias))
 
     def _may_ask(self, alias: str) -> bool:
         """False while it is paused. After an outage one thread finds out whether it has ended, however long it takes."""
@@ -231,7 +251,7 @@ class Runner:
 
     def _claim_free(self, free: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """They take turns as well: the backlog of one handler delays no other."""
-        claimed = claim_next(_after(self._served.get(alias, ""), free), alias, self._options)
+        claimed = claim_next(_after(self._served.get(alias, ""), free), alias, self._options, self._refused_of(alias))
         if claimed:
             self._served[alias] = claimed[0].name
         return claimed
@@ -243,7 +263,7 @@ class Runner:
         for handler in _due_among(random.sample(ready, len(ready))):
             limiter = limiters[handler.name]
             if limiter.take_or_lease(1):
-                if claimed := claim_next([handler], alias, self._options):
+                if claimed := claim_next([handler], alias, self._options, self._refused_of(alias)):
                     return claimed
                 limiter.give_back(1)
         for handler, limiter in limited:

@@ -46,6 +46,7 @@ from inbox.store.stored import (
     fail_stored,
     give_back,
     note_error,
+    refused_claim,
     rekey,
     who_locks,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "purge_settled",
     "purgeable",
     "refuse_if_ended",
+    "refused_claim",
     "rekey",
     "release_stuck",
     "retry",

@@ -11,7 +11,7 @@ on PostgreSQL: of those due longest, and when all of these are locked, of those 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from django.db import connections
@@ -40,15 +40,20 @@ _WANTED = {
 """A list of handlers as rows, in its order."""
 
 
-def first_due(connection: BaseDatabaseWrapper, handlers: Sequence[str], *, suspects: bool) -> tuple[str, list[Any]]:
+def first_due(
+    connection: BaseDatabaseWrapper, handlers: Sequence[str], *, suspects: bool, without: Collection[int] = ()
+) -> tuple[str, list[Any]]:
     """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
 
     On PostgreSQL the row is locked, and a few rows that other transactions have locked are passed over.
 
     Args:
         suspects: also those whose last attempt was begun and never ended.
+        without: none of these.
     """
     also = "" if suspects else _NO_SUSPECTS
+    if without:
+        also += f" AND stored.id NOT IN ({', '.join(str(int(row)) for row in without)})"
     probe = _longest_due(connection, also)
     wanted = _WANTED[connection.vendor]
     if is_postgresql(connection):

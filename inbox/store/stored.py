@@ -7,12 +7,12 @@ again; `bury_abandoned` makes it visible.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from django.db import IntegrityError, connections, transaction
+from django.db import DatabaseError, IntegrityError, connections, transaction
 
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
@@ -25,12 +25,20 @@ from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime, now, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
 _OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
 def claim_due(
-    alias: str, handlers: Sequence[str], redelivery_after: timedelta, *, suspects: bool = True
+    alias: str,
+    handlers: Sequence[str],
+    redelivery_after: timedelta,
+    *,
+    suspects: bool = True,
+    without: Collection[int] = (),
 ) -> InboxMessage | None:
     """Take one due message of these handlers and count the attempt, in a commit of its own: the first handler that has any.
 
@@ -42,15 +50,13 @@ def claim_due(
     Args:
         handlers: the caller changes their order from call to call, so that the backlog of one does not stop the others.
         suspects: also those whose last attempt was begun and never ended.
+        without: none of these rows.
     """
     connection = connections[alias]
     if not handlers:
         return None
-    found, wanted = due.first_due(connection, handlers, suspects=suspects)
-    written = (
-        "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END, "
-        f"next_attempt_at = {now_after(connection)}"
-    )
+    found, wanted = due.first_due(connection, handlers, suspects=suspects, without=without)
+    written = _claiming(connection)
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
@@ -64,6 +70,37 @@ def claim_due(
         parameters = [lasts, *wanted]
     claimed: list[InboxMessage] = list(InboxMessage.objects.using(alias).raw(sql, parameters))
     return claimed[0] if claimed else None
+
+
+def refused_claim(alias: str, handlers: Sequence[str], *, suspects: bool = True, without: Collection[int] = ()) -> int | None:
+    """The row that `claim_due` fails over, because the database refuses to change it; None when it does not fail.
+
+    Nothing is claimed.
+    """
+    connection = connections[alias]
+    found, wanted = due.first_due(connection, handlers, suspects=suspects, without=without)
+    with transaction.atomic(using=alias):
+        with connection.cursor() as cursor:
+            cursor.execute(found, wanted)
+            row = cursor.fetchone()
+        if row is None:
+            return None
+        try:
+            with transaction.atomic(using=alias), connection.cursor() as cursor:
+                if is_postgresql(connection):
+                    cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
+                cursor.execute(f"UPDATE {TABLE} SET {_claiming(connection)} WHERE id = %s", [0.0, *row])
+                transaction.set_rollback(True, using=alias)
+        except DatabaseError:
+            return int(row[0])
+    return None
+
+
+def _claiming(connection: BaseDatabaseWrapper) -> str:
+    return (
+        "attempts = attempts + 1, fence = fence + CASE WHEN state = 'running' THEN 1 ELSE 0 END, "
+        f"next_attempt_at = {now_after(connection)}"
+    )
 
 
 def claimed(alias: str, row: int) -> InboxMessage:

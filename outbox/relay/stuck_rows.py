@@ -25,7 +25,7 @@ class StuckRows(RefusedRows):
         self._component = component
         self._reminder = reminder or Reminder()
 
-    def note(self, refused: Mapping[int, Exception], keys: Mapping[int, str] = NO_KEYS) -> None:
+    def note(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
         super().note(refused, keys)
         if refused and self._reminder.is_due():
             position, error = next(iter(refused.items()))

@@ -1,0 +1,93 @@
+"""Stored messages whose rows the database refuses to change, as by a trigger of somebody else's: skipped while the others run.
+
+That the database can store is tried each time, with a row that is taken back. So a database that cannot is not mistaken for one
+bad row, and is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+
+from django.db import DatabaseError, InterfaceError
+
+from inbox import store
+from inbox.models import InboxMessage
+from inbox.store import TwinBusy
+from outbox.kernel.faults import is_canceled, is_collision, may_be_of_a_row, remedy
+from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
+from outbox.kernel.reminder import Reminder
+from outbox.kernel.schema import is_missing
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 5
+"""So many refused rows are found, or are tried again, with one claim."""
+
+
+class RefusedMessages(RefusedRows):
+    """Those of one database, for all threads of a process."""
+
+    def __init__(self, alias: str) -> None:
+        super().__init__(at_once=_AT_ONCE)
+        self._alias = alias
+        self._reminder = Reminder()
+
+    def claim_another(
+        self,
+        claim: Callable[[Collection[int]], InboxMessage | None],
+        refused_row: Callable[[Collection[int]], int | None],
+    ) -> InboxMessage | None:
+        """`claim` without the rows that it cannot change.
+
+        Args:
+            claim: one message that is none of these.
+            refused_row: the row that `claim` has failed over; None when it would not fail again.
+
+        Raises:
+            django.db.DatabaseError: it is not the fault of some rows.
+        """
+        for _ in range(_AT_ONCE):
+            skipped = self.skipped()
+            try:
+                claimed = claim(skipped)
+            except DatabaseError as error:
+                if not _may_be_of_a_row(error):
+                    raise
+                if not _can_store(self._alias) or (row := refused_row(skipped)) is None:
+                    raise
+                self.skip(row, error)
+            else:
+                if claimed is not None:
+                    self.forget(claimed.pk)
+                return claimed
+        return None
+
+    def skip(self, row: int, error: BaseException) -> None:
+        """Leave it alone for a while, and report it when it is time."""
+        self.note({row: error})
+        if self._reminder.is_due():
+            logger.error(
+                "runner: the database %r refuses to change the rows of %d stored messages, so they cannot be run; the first is "
+                "row %d: %s. %s They are tried again every %.0f s at least; all others go on.",
+                self._alias,
+                len(self),
+                row,
+                describe(error),
+                remedy(error, self._alias)
+                or "Look for a trigger, a constraint or a damaged index of inbox_inboxmessage that refuses it, and remove it.",
+                LONGEST_SKIP_SECONDS,
+            )
+
+
+def _can_store(alias: str) -> bool:
+    try:
+        store.try_to_store(alias)
+    except (DatabaseError, InterfaceError, TwinBusy):
+        return False
+    return True
+
+
+def _may_be_of_a_row(error: DatabaseError) -> bool:
+    return may_be_of_a_row(error) and not (is_collision(error) or is_canceled(error) or is_missing(error))
