@@ -14,10 +14,10 @@ from django.db import DatabaseError, InterfaceError
 from inbox import store
 from inbox.models import InboxMessage
 from inbox.store import TwinBusy
-from outbox.kernel.faults import is_canceled, is_collision, may_be_of_a_row, remedy
+from outbox.database.faults import is_canceled, is_collision, may_be_of_a_row, remedy
+from outbox.database.schema import is_missing
 from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
 from outbox.kernel.reminder import Reminder
-from outbox.kernel.schema import is_missing
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)

@@ -22,18 +22,18 @@ from datetime import timedelta
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
 
-from outbox import publish, store
+from outbox import pause, publish, resume, store
 from outbox.database.now import DatabaseTime
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from outbox.kernel.transport import BrokerUnavailable
-from outbox.models import SHARDS, OutboxMessage
+from outbox.models import SHARDS, OutboxMessage, PausedTopic
 from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import claiming
+from outbox.store import claiming, pausing, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
@@ -207,8 +207,9 @@ STEPS = 300
 LATE_SECONDS = 0.5
 """How long a relay waits for an answer that comes late."""
 KEYS = (KEY, KEY, NEIGHBOUR, "elsewhere", "")
-GATES = ("look", "claim_ready", "settle")
-OPEN = (State.READY, State.SCHEDULED, State.RETRYING, State.WAITING, State.DEAD)
+TOPICS = (TOPIC, "shop.other")
+GATES = ("look", "claim_ready", "settle", "resume_some")
+OPEN = (State.READY, State.SCHEDULED, State.RETRYING, State.WAITING, State.PAUSED, State.DEAD)
 
 
 @dataclass
@@ -334,8 +335,9 @@ class Actor:
 class Machine:
     """One schedule."""
 
-    def __init__(self, peer, seed):
+    def __init__(self, peer, seed, *, pausing=False):
         self.seed = seed
+        self._pausing = pausing
         self.chance = random.Random(seed)
         self.peer = peer
         self.step = 0
@@ -371,6 +373,8 @@ class Machine:
             self._actors = [Actor(self) for _ in range(3)]
             steps = [self._relay, self._write, self._commit, self._tick, self._make_due, self._operate, self._kill]
             weights = [60, 14, 8, 6, 4, 4, 2]
+            if self._pausing:
+                steps, weights = [*steps, self._pause_or_resume], [*weights, 8]
             while self.step < STEPS and not self.wrong:
                 self.step += 1
                 self.chance.choices(steps, weights)[0]()
@@ -414,7 +418,7 @@ class Machine:
             options["priority"] = self.chance.choice([0, 3])
         if self.chance.random() < 0.05:
             options["delay"] = HOUR
-        sent = publish_there(self.chance.choice([TOPIC, "shop.other"]), {}, **options)
+        sent = publish_there(self.chance.choice(TOPICS), {}, **options)
         self._messages[str(sent.id)] = message = Written(sent.position, key, "delay" in options, self.step)
         if not key and owner is None:
             OutboxMessage.objects.filter(pk=sent.position).update(shard=SHARD)
@@ -459,12 +463,18 @@ class Machine:
     def _make_due(self):
         self._some(State.RETRYING, State.SCHEDULED).update(available_at=DatabaseTime())
 
+    def _pause_or_resume(self):
+        """The keys have messages of both topics."""
+        self.chance.choice([pause, resume])(self.chance.choice(TOPICS))
+
     def _operate(self):
         if self.chance.random() < 0.5:
             for position in self._some(State.DEAD).values_list("pk", flat=True):
                 store.restore("default", position)
         elif not any(actor.is_in_a_pass for actor in self._actors):
-            for position in self._some(State.DEAD, State.RETRYING, State.WAITING).values_list("pk", flat=True)[:1]:
+            for position in self._some(State.DEAD, State.RETRYING, State.WAITING, State.PAUSED).values_list("pk", flat=True)[
+                :1
+            ]:
                 if store.cancel("default", position):
                     next(one for one in self._messages.values() if one.position == position).cancelled = True
 
@@ -521,6 +531,8 @@ class Machine:
     def _drain(self):
         """When the broker confirms everything, each message is published that was committed and not cancelled."""
         self._all_taken = True
+        for topic in TOPICS:
+            resume(topic)
         for actor in self._actors:
             actor.ends_its_round()
         while self._open:
@@ -572,9 +584,9 @@ def gates():
         yield
 
 
-def wrong_in(peer, seed):
+def wrong_in(peer, seed, *, pausing=False):
     with gates():
-        return Machine(peer, seed).run()
+        return Machine(peer, seed, pausing=pausing).run()
 
 
 @pytest.mark.parametrize("schedule", [*range(9), "any"])
@@ -583,6 +595,14 @@ def test_messages_of_a_key_are_published_in_order_in_any_schedule(peer, schedule
     seed = random.randrange(2**32) if schedule == "any" else schedule
 
     assert not wrong_in(peer, seed), f"seed {seed}"
+
+
+@pytest.mark.parametrize("schedule", [*range(5), "any"])
+def test_messages_of_a_key_are_published_in_order_while_topics_are_paused_and_resumed(peer, schedule):
+    """And none is stranded."""
+    seed = random.randrange(2**32) if schedule == "any" else schedule
+
+    assert not wrong_in(peer, seed, pausing=True), f"seed {seed}"
 
 
 def mutated(function, what, instead):
@@ -619,6 +639,17 @@ MUTATIONS = {
     "waiting does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'waiting'", "")),
 }
 
+OF_PAUSED_TOPICS = {
+    "paused does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'paused'", "")),
+    "messages are paused although their topic is resumed": lambda patch: patch.setattr(
+        settling, "pause_in_hand", mutated(pausing.pause_in_hand, "for (topic,) in cursor.fetchall()", "for topic in positions")
+    ),
+    "the row is deleted while messages are paused": lambda patch: patch.setattr(
+        store, "resume_some", mutated(pausing.resume_some, "if not _has(alias, topic, State.PAUSED)", "if True")
+    ),
+}
+MUTATIONS |= OF_PAUSED_TOPICS
+
 
 SEEDS = sorted(range(24), key=lambda seed: seed not in {2, 6, 8, 11})
 """First those that find the most difficult mutations."""
@@ -630,7 +661,8 @@ def test_model_check_of_publishing_order_detects_each_seeded_bug(peer, monkeypat
     MUTATIONS[mutation](monkeypatch)
 
     for seed in SEEDS:
-        if wrong_in(peer, seed):
+        if wrong_in(peer, seed, pausing=mutation in OF_PAUSED_TOPICS):
             return
         OutboxMessage.objects.all().delete()
+        PausedTopic.objects.all().delete()
     pytest.fail("no schedule has found the mutation")
