@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar
 
 from django import forms
@@ -11,7 +12,8 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from outbox.console.acting_admin import ActingAdmin, counted
+from outbox.admin.forms import ReasonForm
+from outbox.console.acting_admin import ActingAdmin, by, counted
 from outbox.console.display import NOTHING, Tone, age, as_text, badge, headline, identifier, moment, visible
 from outbox.kernel.text import why_no_topic
 from outbox.models import OutboxMessage, PausedTopic
@@ -46,10 +48,7 @@ class PausedTopicAdmin(ActingAdmin):
         "No relay sends messages of these topics. A few of what the broker refuses are tried, every half minute at least, and "
         "the topic is resumed when one is taken. What a person has paused is resumed by a person."
     )
-    confirmation_template = "outbox/admin/confirm.html"
     add_form_template = "admin/change_form.html"
-    change_form_template = "outbox/admin/message.html"
-    change_list_template = "outbox/admin/messages.html"
     form = PauseForm
 
     ordering = ("topic",)
@@ -58,9 +57,6 @@ class PausedTopicAdmin(ActingAdmin):
     list_filter = ()
     actions = ("resume",)
     shown = ("topic_name", "state_badge", "messages", "since_exactly", "by_whom", "reason_text", "next_try")
-
-    class Media:
-        css: ClassVar[Any] = {"all": ["outbox/admin.css"]}
 
     def get_fields(self, request: HttpRequest, obj: Any = None) -> Any:
         return ("topic", "reason") if obj is None else self.shown
@@ -76,7 +72,7 @@ class PausedTopicAdmin(ActingAdmin):
 
     def save_model(self, request: HttpRequest, obj: Any, form: Any, change: Any) -> None:
         """Pause the topic; what is logged and shown next is its row."""
-        pause(obj.topic, reason=obj.reason, by=_user(request), using=self.using)
+        pause(obj.topic, reason=obj.reason, by=by(request).removeprefix("by "), using=self.using)
         obj.pk = PausedTopic.objects.using(self.using).get(topic=obj.topic).pk
 
     def subject(self, row: Any) -> str:
@@ -100,23 +96,15 @@ class PausedTopicAdmin(ActingAdmin):
 
     @admin.action(permissions=["resume"], description="Resume…")
     def resume(self, request: HttpRequest, queryset: QuerySet[PausedTopic]) -> HttpResponse | None:
-        if self.is_confirmed(request):
-            by = _user(request)
-
-            def transition(alias: str, pk: int) -> bool:
-                row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
-                if row is None:
-                    return False
-                resume(row.topic, by=by, using=alias)
-                return True
-
-            return self.carry_out(request, queryset, done="being resumed", transition=transition)
-        return self.ask(
+        return self.once_confirmed(
             request,
             queryset,
+            ReasonForm,
             action="resume",
             question="Resume these topics? Their messages are sent, the oldest first, and what is sent cannot be taken back.",
             button="Resume the topics",
+            done="being resumed",
+            transition=lambda given: partial(_resume, by=by(request, given["reason"])),
         )
 
     @admin.display(description="topic")
@@ -158,6 +146,9 @@ class PausedTopicAdmin(ActingAdmin):
         return age(row.probe_at, row.database_now)
 
 
-def _user(request: HttpRequest) -> str:
-    user: Any = request.user
-    return f"{user.get_username()} in the admin"
+def _resume(alias: str, pk: int, *, by: str) -> bool:
+    row = PausedTopic.objects.using(alias).filter(pk=pk, is_resuming=False).first()
+    if row is None:
+        return False
+    resume(row.topic, by=by.removeprefix("by "), using=alias)
+    return True

@@ -84,10 +84,10 @@ def test_resume_asks_for_confirmation_and_reports_each_topic():
     assert "what is sent cannot be taken back" in Page(on_the_list(client, "resume", row, other)).text
     assert not PausedTopic.objects.get(pk=row.pk).is_resuming
 
-    response = on_the_list(client, "resume", row, other, confirmed="yes")
+    response = on_the_list(client, "resume", row, other, confirmed="yes", reason="it is mended")
     assert PausedTopic.objects.get(pk=row.pk).is_resuming
     assert [level for level, _ in said(response)] == ["success", "warning"]
-    assert LogEntry.objects.get().change_message == "Being resumed."
+    assert LogEntry.objects.get().change_message == "Being resumed: it is mended"
 
 
 @pytest.mark.parametrize("permissions", [(), (VIEW,), (VIEW_TOPICS,), (VIEW_TOPICS, RESUME), (VIEW_TOPICS, PAUSE)])
