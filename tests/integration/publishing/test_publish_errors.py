@@ -251,7 +251,10 @@ def test_any_arguments_are_either_stored_as_given_or_refused_as_invalid(payload,
 @pytest.mark.every_database
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    payload=json_values, headers=st.none() | st.dictionaries(names, texts | st.booleans(), max_size=3), topic=names, key=texts
+    payload=json_values,
+    headers=st.none() | st.dictionaries(names, texts | st.booleans(), max_size=3),
+    topic=names,
+    key=texts.filter(lambda text: not text or text.strip()),
 )
 def test_any_valid_arguments_are_stored_as_given(payload, headers, topic, key):
     with transaction.atomic():
