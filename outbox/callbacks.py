@@ -1,8 +1,9 @@
-"""Callbacks: functions of the project that are told what became of a message.
+"""Callbacks: functions of the project that the relay calls when a message is published or dead.
 
-They live in each app's `callbacks.py`. That one is to be called is a row, written in the transaction in which the message
-became published or dead, so it is called if and only if that was committed, and again until it returns. (RocketMQ's
-SendCallback lives in the memory of the sender and is lost with it.) A callback is known by its name, which those rows keep.
+They are defined in each app's `callbacks.py`. The transaction that makes the message published or dead also writes a pending
+callback, a row. So the relay calls the function if and only if that transaction committed, and repeats the call until it
+returns. (RocketMQ's SendCallback exists in the sender's memory only, and is lost with it.) The rows identify a callback by its
+name.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class SettledMessage:
-    """What a callback gets.
+    """The argument of a callback.
 
     Attributes:
-        event: what became of the message: "published" or "dead".
+        event: "published" or "dead".
         error: why it is dead, or "".
-        state: what it is now; a dead one may have been restored since.
-        using: the alias of the outbox's database, which the transaction of this call is open on.
+        state: its present state; a dead message may have been restored since.
+        using: the alias of the outbox's database, on which the transaction of this call is open.
         id: the message id.
-        topic: what it is about.
-        biz_id: the business's name of the fact.
+        topic: the topic.
+        biz_id: the name of the business fact.
         key: its ordering key, or "".
-        payload: decoded JSON; bytes, when a Celery task was serialised in another way.
-        headers: those that it was published with.
+        payload: decoded JSON; bytes if a Celery task was serialised in another format.
+        headers: the headers given to `publish()`.
         correlation_id: the first message of the chain that this one belongs to, or "".
         causation_id: the message whose handler published this one, or "".
-        attempts: how often it was tried, in the state it has now.
+        attempts: the number of attempts, in its present state.
         created_at: when `publish()` wrote it, by the database's clock.
         settled_at: when it became published or dead, by the same clock.
-        call: which call of this function for this event this is, counted from 1.
+        call: the number of this call of the function for this event, counted from 1.
     """
 
     event: Event
@@ -65,11 +66,11 @@ class SettledMessage:
 
 
 Wanted = tuple[str, Event, str]
-"""A topic, an event, and the name of the callback that is to be told."""
+"""A topic, an event, and the name of the callback to call."""
 
 
 class Registry:
-    """The callbacks of this process, by name, and what each wants to be told."""
+    """The callbacks of this process by name, and the topics and events of each."""
 
     def __init__(self) -> None:
         self._functions: dict[str, Callable[..., Any]] = {}
@@ -86,12 +87,12 @@ class Registry:
         return list(self._functions)
 
     def add(self, topic: str, event: Event, name: str, function: Callable[..., Any]) -> None:
-        """Raises ValueError when another function has the name already."""
+        """Raises ValueError if another function has the name."""
         known = self._functions.get(name)
         if known is not None and _origin(known) != _origin(function):
             raise ValueError(
-                f"Two callbacks are called {name!r}: {_origin(known)} and {_origin(function)}. What one of them is still to be "
-                "told, the other would be; give one of them another name=."
+                f"Two callbacks are called {name!r}: {_origin(known)} and {_origin(function)}. The pending calls of one would "
+                "go to the other; give one of them another name=."
             )
         self._functions[name] = function
         self._wanted[topic, event, name] = None
@@ -101,44 +102,44 @@ class Registry:
         self._wanted = {wanted: None for wanted in self._wanted if wanted[2] != name}
 
     def call(self, name: str, message: SettledMessage) -> None:
-        """Have the callback `name` told.
+        """Call the callback `name`.
 
         Raises:
-            TypeError: it returned something that is still to be run, so nothing has happened yet.
-            Exception: whatever it raises.
+            TypeError: it returned a coroutine, so nothing has run yet.
+            Exception: the callback's own.
         """
         function = self._functions[name]
         result = (async_to_sync(function) if inspect.iscoroutinefunction(function) else function)(message)
         if inspect.iscoroutine(result):
             result.close()
-            raise TypeError("it returned a coroutine, which nobody would run; decorate the async function itself")
+            raise TypeError("it returned a coroutine, which is never run; decorate the async function itself")
 
 
 registry = Registry()
 
 
 def on_published(topic: str, *, name: str | None = None) -> Callable[[Function], Function]:
-    """Have the decorated function told of every message of `topic` that the broker has confirmed.
+    """Register the decorated function as a callback for every message of `topic` that the broker has confirmed.
 
-    A relay process calls it, with a `SettledMessage`, in a transaction on the outbox's database: what it writes there has its
-    effect once. Anything else it does at least once, because it is called again after a crash and, with the relay's back-off,
+    A relay process calls it with a `SettledMessage`, in a transaction on the outbox's database: its writes there take effect
+    once. Its other effects happen at least once, because the relay calls it again after a crash and, with its retry delays,
     after every exception, until it returns.
 
     Args:
-        topic: exactly this one.
-        name: stable name of the callback; default: `<app label>.<function name>`. What it is still to be told rests on it.
+        topic: the exact topic.
+        name: stable name of the callback; default: `<app label>.<function name>`. Its pending calls are stored under this name.
 
     Raises:
         TypeError: the function is a generator function; calling it would run nothing.
-        ValueError: the topic cannot be one, or the name is taken.
+        ValueError: the topic is invalid, or the name is taken.
     """
     return _registering(topic, "published", name)
 
 
 def on_dead(topic: str, *, name: str | None = None) -> Callable[[Function], Function]:
-    """Have the decorated function told of every message of `topic` that has run out of attempts; see `on_published`.
+    """Register the decorated function as a callback for every message of `topic` that runs out of attempts; see `on_published`.
 
-    A message that was restored and died again is told of again.
+    It is called again for a message that was restored and is dead again.
     """
     return _registering(topic, "dead", name)
 
@@ -152,7 +153,7 @@ def _registering(topic: str, event: Event, name: str | None) -> Callable[[Functi
             raise TypeError(f"{_origin(function)} is a generator function: calling it would run nothing. Use return.")
         known_as = name or _default_name(function)
         if reason := why_unfit(known_as):
-            raise ValueError(f"The name {known_as!r} cannot be a callback's: {reason}.")
+            raise ValueError(f"The name {known_as!r} is not valid for a callback: {reason}.")
         registry.add(topic, event, known_as, function)
         return function
 
@@ -161,7 +162,7 @@ def _registering(topic: str, event: Event, name: str | None) -> Callable[[Functi
 
 def _default_name(function: Callable[..., Any]) -> str:
     if not hasattr(function, "__name__"):
-        raise ValueError(f"{function!r} has no name of its own to be known by: give the callback a name=.")
+        raise ValueError(f"{function!r} has no __name__: give the callback a name=.")
     config = apps.get_containing_app_config(function.__module__)
     return f"{config.label if config else function.__module__}.{function.__name__}"
 

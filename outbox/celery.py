@@ -1,4 +1,4 @@
-"""Celery tasks through the outbox: the call commits with the business change, or never was.
+"""Celery tasks through the outbox: the call commits together with the business change or not at all.
 
     from outbox.celery import OutboxTask
 
@@ -9,10 +9,11 @@
         order.save()
         send_receipt.delay(order.id)
 
-Celery itself makes the message, with its own routes, serialisers, headers and signals; only the last step differs: what it
-would hand to the broker becomes a row. The relay sends that as it is, and a worker cannot tell the two apart.
+Celery itself creates the message, with its own routes, serialisers, headers and signals. Only the last step differs: the
+message becomes a row instead of going to the broker. The relay sends it unchanged, and a worker sees no difference.
 
-A project's celery.py imports this before Django's models can be, so what needs them is imported at the first call.
+A project's celery.py imports this module before Django's models are ready, so code that needs models is imported at the first
+call.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LAYOUT_OPTIONS = frozenset(
         "sep",
     }
 )
-"""Those of `broker_transport_options` that say under which names messages lie on a broker that is not RabbitMQ."""
+"""Those of `broker_transport_options` that determine the names of keys or queues on a broker other than RabbitMQ."""
 
 _RUNS_HOOKS = BaseDatabaseWrapper.run_and_clear_commit_hooks.__code__
 _warned: set[str] = set()
@@ -53,10 +54,10 @@ _at_once: ContextVar[bool] = ContextVar("sent at once, whatever transaction is o
 
 
 class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
-    """A task whose `delay()` and `apply_async()` write to the outbox while a transaction is open, and send as ever otherwise.
+    """A task whose `delay()` and `apply_async()` write to the outbox inside a transaction, and send directly outside of one.
 
     Attributes:
-        outbox_using: the database alias whose transaction counts, and whose outbox is written to.
+        outbox_using: the database alias whose open transaction is checked, and to whose outbox the task is written.
     """
 
     outbox_using: ClassVar[str] = "default"
@@ -72,10 +73,10 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
         shadow: str | None = None,
         **options: Any,
     ) -> Any:
-        """As Celery's, and inside `atomic()` of `outbox_using` a row of the outbox.
+        """As Celery's; inside `atomic()` of `outbox_using` it writes a row of the outbox.
 
-        The answer is an `AsyncResult` whose id is that of the task, known now. A row is due at the task's `eta`, and expired
-        with its `expires`. `producer`, `publisher`, `connection`, `retry` and `retry_policy` mean nothing to it.
+        It returns an `AsyncResult` with the id of the task, which is known at once. The row is due at the task's `eta` and
+        expires at its `expires`. `producer`, `publisher`, `connection`, `retry` and `retry_policy` do not affect a row.
 
         Raises:
             InvalidMessage, PayloadTooLarge: with the value and the remedy; nothing was written.
@@ -107,12 +108,12 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
         super().on_bound(app)
 
     def retry(self, *args: Any, **options: Any) -> Any:
-        """As Celery's, sent at once: `Retry`, which it raises, rolls back the transaction it leaves, and a row with it."""
+        """As Celery's, sent at once: it raises `Retry`, which would roll back an enclosing transaction with the row."""
         with _sent_at_once():
             return super().retry(*args, **options)
 
     def on_replace(self, sig: Any) -> Any:
-        """As Celery's, sent at once: it raises, too."""
+        """As Celery's, sent at once for the same reason as `retry`."""
         if self.request.is_eager:
             return super().on_replace(sig)
         with _sent_at_once():
@@ -120,29 +121,29 @@ class OutboxTask(DjangoTask):  # type: ignore[misc] # celery is not typed
 
 
 def apps() -> list[Any]:
-    """Celery apps whose tasks go through the outbox, as far as this process has made their tasks; else its default app.
+    """The Celery apps of which this process has bound an `OutboxTask`; if there are none, its default app.
 
-    Nothing is made for it: a task is made when it is first used.
+    The call binds no task: Celery binds a task at its first use.
     """
-    open_apps = list(_state._get_active_apps())  # noqa: SLF001 - Celery tells nobody else which apps are closed
+    open_apps = list(_state._get_active_apps())  # noqa: SLF001 - Celery has no public list of open apps
     return [app for app in open_apps if app in _bound] or [app for app in open_apps if app is _state.default_app]
 
 
 def _warn_of_commit_hook(task: OutboxTask) -> None:
-    """Once for each task: this call could have committed with the transaction that has just ended."""
+    """Warn once per task that is called in a commit hook instead of inside the transaction."""
     if task.name in _warned or not _is_in_a_commit_hook(task.outbox_using):
         return
     _warned.add(task.name)
     logger.warning(
-        "The task %s is called in an on_commit hook of %r: it is lost if this process ends before that, or the broker is "
-        "unavailable. Call it inside the transaction, without on_commit: then it is stored with it.",
+        "The task %s is called in an on_commit hook of %r: it is lost if this process ends before the hook runs, or if the "
+        "broker is unavailable. Call it inside the transaction, without on_commit: then it commits with the transaction.",
         task.name,
         task.outbox_using,
     )
 
 
 def _is_in_a_commit_hook(alias: str) -> bool:
-    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - documented, and the only way to know the caller
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 - documented, and the only way to find the caller
     while frame is not None:
         if frame.f_code is _RUNS_HOOKS and frame.f_locals["self"].alias == alias:
             return True
@@ -160,10 +161,10 @@ def _sent_at_once() -> Iterator[None]:
 
 
 def _due_in_the_header(app: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """`options` with the task's time where the worker reads it, and only there.
+    """`options` with the task's time only in the header that the worker reads.
 
-    Celery would route a task that has an `eta` to the exchanges of its own delayed delivery, where queues are quorum queues.
-    The row has waited by then, and the message would wait there once more.
+    With quorum queues Celery routes a task that has an `eta` to its own exchanges for delayed delivery. The row has already
+    waited, and the message would wait there again.
     """
     countdown, eta = options.pop("countdown", None), options.pop("eta", None)
     if countdown:

@@ -1,7 +1,7 @@
-"""Who knows what became of a prepared message: one function per topic, in an app's `callbacks.py`.
+"""Checkers of prepared messages: one function per topic, in an app's `callbacks.py`.
 
-The idea is the transaction check of Apache RocketMQ: when the code that prepared a message has died, or cannot say, somebody
-else is asked whether its business has happened.
+The idea is the transaction check of Apache RocketMQ: if the code that prepared a message has died, or does not know, the relay
+asks the topic's checker whether the effect has happened.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from outbox.kernel.text import why_no_topic
 
 
 class Answer(StrEnum):
-    """What a checker says of the business of a prepared message."""
+    """A checker's answer about the effect of a prepared message."""
 
     COMMIT = "commit"
-    """It has happened: publish the message."""
+    """The effect has happened: publish the message."""
     ROLLBACK = "rollback"
-    """It has not happened, and it has been made sure that it never will: drop the message."""
+    """The effect has not happened, and the checker has made sure that it never will: drop the message."""
     UNKNOWN = "unknown"
-    """Neither can be said now: ask again later."""
+    """The checker does not know yet: ask again later."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalfMessage:
-    """What a checker is asked about.
+    """The prepared message that a checker gets.
 
     Attributes:
         id: the message id.
-        topic, biz_id, key: as they were given to `prepare`.
+        topic, biz_id, key: the arguments of `prepare`.
         payload: decoded JSON.
         headers: as given.
         created_at: when it was prepared, by the database's clock.
-        checks: how often a checker has answered "unknown" so far.
+        checks: the number of answers "unknown" so far.
     """
 
     id: uuid.UUID
@@ -64,12 +64,12 @@ class Checkers:
         self._by_topic: dict[str, Checker] = {}
 
     def add(self, topic: str, function: Checker) -> None:
-        """Raises ValueError when another function is asked about this topic already."""
+        """Raises ValueError if the topic has another checker."""
         known = self._by_topic.get(topic)
         if known is not None and _origin(known) != _origin(function):
             raise ValueError(
-                f"Two checkers are registered for {topic!r}: {_origin(known)} and {_origin(function)}. They may contradict "
-                "each other; keep one of them."
+                f"Two checkers are registered for {topic!r}: {_origin(known)} and {_origin(function)}. They could contradict "
+                "each other; remove one of them."
             )
         self._by_topic[topic] = function
 
@@ -86,8 +86,8 @@ class Checkers:
         """Ask the checker of its topic.
 
         Raises:
-            TypeError: it said something that is no answer.
-            Exception: whatever it raises.
+            TypeError: it returned something other than an `Answer`.
+            Exception: the checker's own.
         """
         answer = self._by_topic[message.topic](message)
         if not isinstance(answer, Answer):
@@ -99,14 +99,14 @@ checkers = Checkers()
 
 
 def checker(topic: str) -> Callable[[Function], Function]:
-    """Have the decorated function asked about prepared messages of `topic` that nobody has decided about in time.
+    """Register the decorated function as the checker of `topic`. It is asked about messages that are not decided in time.
 
-    It gets a `HalfMessage` and gives back an `Answer`. It runs in a relay process, outside any transaction, and may be asked
-    several times, also at once by several processes. An exception, or anything else than an `Answer`, is no answer: it is
-    logged, written to the message, not counted, and the checker is asked again. An `async def` is run to its end.
+    It gets a `HalfMessage` and returns an `Answer`. It runs in a relay process, outside any transaction, and may be called
+    several times, also by several processes at once. If it raises, or returns anything other than an `Answer`, the relay logs
+    that, writes it to the message, does not count it, and asks again. An `async def` is run to its end.
 
     Raises:
-        ValueError: the topic cannot be one, or has another checker.
+        ValueError: the topic is invalid, or has another checker.
         TypeError: it is a generator function; calling it would run nothing.
     """
     if reason := why_no_topic(topic):

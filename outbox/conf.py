@@ -1,4 +1,4 @@
-"""The `OUTBOX` setting, read into one frozen dataclass."""
+"""The `OUTBOX` setting as one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ class OutboxOptions:
 
     Attributes:
         BROKER_URL: any kombu URL, or `local://` for this service's own handlers without a broker.
-        EXCHANGE: the topic exchange that messages are published to.
+        EXCHANGE: the topic exchange that the relay publishes to.
         SOURCE: CloudEvents `source` of this service; "" derives "/<project>" from `ROOT_URLCONF`.
-        BODY_LIMIT_BYTES: largest serialised payload that publish() takes.
-        DELAY_LEVELS: what `delay_level` may be, by name or counted from 1: "30s", "2m", "1h", "7d". The default is RocketMQ's.
+        BODY_LIMIT_BYTES: maximum size of the serialised payload for publish().
+        DELAY_LEVELS: the values of `delay_level`, by name or counted from 1: "30s", "2m", "1h". The default is RocketMQ's.
         WHEEL_TICK, WHEEL_SLOTS: the timing wheel's resolution and the size of its ring.
-        CHECK_AFTER: how long a prepared message may go without a decision before its checker is asked.
-        CHECK_EVERY: time between two checks of one prepared message; a checker that takes longer is reported.
-        CHECK_LIMIT: real answers "unknown" after which a prepared message is stuck until a person has it resumed.
-        CHECK_THREADS: checkers that run at a time in one relay process; one topic leaves one of them to the others.
-        CALLBACK_THREADS: callbacks that run at a time in one relay process; one callback leaves one of them to the others.
+        CHECK_AFTER: how long a prepared message may stay undecided before its checker is asked.
+        CHECK_EVERY: time between two checks of one prepared message; a checker that takes longer is logged.
+        CHECK_LIMIT: answers "unknown" after which a prepared message is stuck until an operator resumes it.
+        CHECK_THREADS: maximum concurrent checkers in one relay process; one topic may use all but one of them.
+        CALLBACK_THREADS: maximum concurrent callbacks in one relay process; one callback may use all but one of them.
         CALLBACK_TIMEOUT: how long a callback may take before PostgreSQL ends its transaction and it is called again later.
-        BATCH_SIZE: most messages in one pass of the relay.
-        BATCH_DEADLINE: longest time one pass may wait for the broker.
-        POLL_INTERVAL: longest poll interval of an idle relay that the doorbell does not reach; a busy one does not wait.
-        DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; off, they only poll.
-        LISTEN_ALIAS: the database alias a relay LISTENs by, where a transaction pooler hides the outbox's own; "" is that one.
-        MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable one never is.
-        RETRY_BASE, RETRY_CAP: rest after the first failed attempt, doubled each time, up to the cap.
-        RETENTION: how long published, cancelled, expired and rolled back rows stay before `outbox_purge` removes them.
-        TRAIL: which transitions leave a trail: "decisions", those that matter to a person, or "all".
-        TRAIL_RETENTION: how long the trail is kept.
-        STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
-        WATCHDOG: a relay one of whose loops is silent this long is ended.
-        SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
+        BATCH_SIZE: maximum number of messages in one pass of the relay.
+        BATCH_DEADLINE: maximum time that one pass waits for the broker.
+        POLL_INTERVAL: maximum poll interval of an idle relay that the doorbell does not reach; a relay with work does not wait.
+        DOORBELL: on PostgreSQL, wake idle relays by NOTIFY after a commit; if off, they only poll.
+        LISTEN_ALIAS: the database alias for LISTEN, if the outbox's own goes through a transaction pooler; "" for its own.
+        MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
+        RETRY_BASE, RETRY_CAP: delay after the first failed attempt, doubled each time, up to the cap.
+        RETENTION: how long published, cancelled, expired and rolled back rows stay before `outbox_purge` deletes them.
+        TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
+        TRAIL_RETENTION: how long trail entries are kept.
+        STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
+        WATCHDOG: a relay process ends if one of its loops is silent for this long.
+        SHUTDOWN_GRACE: maximum time between SIGTERM and the end of the process.
     """
 
     BROKER_URL: str = field(default=LOCAL_BROKER, repr=False)
@@ -98,7 +98,7 @@ class OutboxOptions:
         for level in self.DELAY_LEVELS:
             if not _LEVEL.fullmatch(level) or self.DELAY_LEVELS.count(level) > 1:
                 raise ValueError(
-                    f"DELAY_LEVELS has {quoted(level)}: each must be a number and s, m, h or d, as in '2m', and be there once."
+                    f"DELAY_LEVELS has {quoted(level)}: each must be a number and s, m, h or d, as in '2m', without duplicates."
                 )
         options.require_trail(self.TRAIL)
         if self.LISTEN_ALIAS and self.LISTEN_ALIAS not in connections:
@@ -111,7 +111,7 @@ class OutboxOptions:
 
     @cached_property
     def horizon(self) -> timedelta:
-        """How far ahead scheduled messages are in the wheel: a turn of it, or five seconds. Sooner ones ring the doorbell."""
+        """How far ahead the wheel holds scheduled messages: one turn, at least five seconds. Sooner ones ring the doorbell."""
         return max(self.WHEEL_SLOTS * self.WHEEL_TICK, timedelta(seconds=5))
 
     def poll_seconds(self, *, connected: bool) -> float:
@@ -125,7 +125,7 @@ class OutboxOptions:
 
     @cached_property
     def unroutable_retry(self) -> RetryPolicy:
-        """For messages no queue takes yet: their queue may come with the next deploy, so they rest shorter."""
+        """For messages without a bound queue: the next deploy may declare it, so their retry delays are shorter."""
         return RetryPolicy(
             max_attempts=self.MAX_ATTEMPTS,
             base=min(self.RETRY_BASE, timedelta(seconds=1)),
@@ -139,13 +139,13 @@ class OutboxOptions:
 
 
 def span_of(text: str) -> timedelta:
-    """A span written as a delay level is: "30s", "90m", "2h", "1d".
+    """A duration in the format of a delay level: "30s", "90m", "2h", "1d".
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: it has another format.
     """
     if not _LEVEL.fullmatch(text):
-        raise ValueError(f"{text!r} is no span: write a number and s, m, h or d, as in '30m'.")
+        raise ValueError(f"{text!r} is not a duration: write a number and s, m, h or d, as in '30m'.")
     return timedelta(**{_UNITS[text[-1]]: int(text[:-1])})
 
 
@@ -156,9 +156,9 @@ def outbox_options() -> OutboxOptions:
     """The options in force now.
 
     Raises:
-        ImproperlyConfigured: `OUTBOX` cannot be read; `manage.py check` says the same as outbox.E001.
+        ImproperlyConfigured: `OUTBOX` is invalid; `manage.py check` reports the same as outbox.E001.
     """
-    global _latest  # noqa: PLW0603 - a cache of one, told apart by the settings object it was read from
+    global _latest  # noqa: PLW0603 - a cache of one entry, valid for the settings object that it was read from
     given = getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given:
         try:

@@ -1,7 +1,7 @@
-"""Changing one's mind about a message that was published: cancel it, put it off, have it go now.
+"""Decisions about a message after `publish()`: cancel it, reschedule it, publish it now.
 
-All of it is one guarded UPDATE in the caller's own transaction, so it comes true together with the business change it belongs
-to, or not at all. The answer is honest: a message that a relay has in hand is waited for, and what it did is what is told.
+Each is one guarded UPDATE in the caller's own transaction, so it commits together with the business change or not at all. If a
+relay has claimed the message, the call waits for the relay's pass and returns the state that results.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from outbox.states import CANCEL, RESCHEDULE
 
 
 class Outcome(StrEnum):
-    """What `cancel`, `reschedule` and `publish_now` did."""
+    """The outcome of `cancel`, `reschedule` and `publish_now`."""
 
     CANCELLED = "cancelled"
     """No relay will publish it."""
     RESCHEDULED = "rescheduled"
     """It is due at its new time, or now."""
     TOO_LATE = "too_late"
-    """Nothing was changed: its state does not allow it, or a relay has it in hand."""
+    """Nothing was changed: its state does not allow it, or a relay has claimed it."""
     NOT_FOUND = "not_found"
-    """Nothing was changed: the outbox has no message of that name. It may never have been published, or have been purged."""
+    """Nothing was changed: the message is not in the outbox. It was never published, or has been purged."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What `cancel`, `reschedule` and `publish_now` return; true if and only if it was done.
+    """The result of `cancel`, `reschedule` and `publish_now`; true if and only if the message was changed.
 
     Attributes:
         outcome: what was done, or why nothing was.
-        state: the state that the message is in now; "" with `Outcome.NOT_FOUND`.
+        state: the present state of the message; "" with `Outcome.NOT_FOUND`.
     """
 
     outcome: Outcome
@@ -59,22 +59,24 @@ def cancel(
     biz_id: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
-    """Have a message not published: by its id, or all that have this topic and biz-id and are still to be published.
+    """Cancel a message before it is published: one by its id, or all unpublished ones with this topic and biz-id.
 
-    All of these or none: when a relay or another transaction has one of them in hand, the others stay as they are, too.
+    Either all of them are cancelled or none: if a relay or another transaction has locked one of them, the others stay
+    unchanged, too.
 
-    In the transaction that is open on `using`, or else in one of its own. A message that is ready may be in a relay's hands:
-    that is waited for, at most ten seconds, and from then on until the transaction ends no relay looks into its shard, so keep
-    the transaction short. On SQLite, whose one writer would wait for itself, it is too late, and its state `ready`.
+    It runs in the transaction that is open on `using`, or in its own. A relay may have claimed a ready message: the call waits
+    for the relay, at most ten seconds. From then on until the transaction ends, no relay claims the message's shard, so
+    keep the transaction short. On SQLite the single writer would wait for itself, so the call does not wait: its outcome is
+    `TOO_LATE`, and the state is `ready`.
 
     Raises:
-        UnknownMessage: it is named neither by its id nor by topic and biz-id, or by both, or by what can be no name.
+        UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
     change = partial(store.cancel, reason="cancel() by the business")
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
         if decision:
-            # It may have held back later messages of its key.
+            # Later messages of its key may have waited for it.
             doorbell.ring_after_commit(using)
     return decision
 
@@ -89,23 +91,21 @@ def reschedule(
     deliver_at: datetime | None = None,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
-    """Deliver a message that is still to be published no earlier than then; named as for `cancel`.
+    """Change the time before which an unpublished message is not delivered; it is identified as for `cancel`.
 
-    The time that it had from being due until it expires, it has again. Its attempts begin anew. A message behind a failed one
-    of its key still waits for that.
+    The time between its due time and its expiry stays the same. Its attempts start again at zero. A message behind a failed one
+    of its key still waits for that one.
 
     Args:
         delay, delay_level, deliver_at: one of them, as for `publish`.
 
     Raises:
         UnknownMessage: see `cancel`.
-        InvalidMessage: the time is none, or several.
+        InvalidMessage: no time is given, more than one, or an invalid one.
     """
     at = due(delay, delay_level, deliver_at)
     if at is None:
-        raise InvalidMessage(
-            "reschedule() was not told for when: give delay, delay_level or deliver_at, or call publish_now()."
-        )
+        raise InvalidMessage("reschedule() needs a time: give delay, delay_level or deliver_at, or call publish_now().")
     return _reschedule(named(message_id, topic, biz_id), at, using, "reschedule()")
 
 
@@ -116,13 +116,13 @@ def publish_now(
     biz_id: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Decision:
-    """`reschedule` to now: what is delayed or rests after a failure goes out as soon as the transaction has committed."""
+    """`reschedule` to now: a delayed or retrying message is sent as soon as the transaction commits."""
     return _reschedule(named(message_id, topic, biz_id), timedelta(), using, "publish_now()")
 
 
 acancel = sync_to_async(cancel)
-"""`cancel` for async code: in the transaction of the async handler, or of the synchronous code that called it with
-`async_to_sync`; elsewhere, as in an async view, in one of its own."""
+"""`cancel` for async code. It runs in the transaction of the async handler, or of the synchronous code that called it with
+`async_to_sync`; elsewhere, as in an async view, in its own."""
 areschedule = sync_to_async(reschedule)
 """`reschedule` for async code, see `acancel`."""
 apublish_now = sync_to_async(publish_now)
@@ -132,27 +132,27 @@ _Find = Callable[[str], list[int]]
 
 
 def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> _Find:
-    """What finds the messages of this name: one by its id, or those with this topic and biz-id.
+    """A function that finds the messages: one by its id, or those with this topic and biz-id.
 
     Raises:
-        UnknownMessage: it is neither, or both, or no name that a message can have.
+        UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
     if message_id is not None and topic is None and biz_id is None:
         try:
             name = message_id if isinstance(message_id, uuid.UUID) else uuid.UUID(message_id)
         except (ValueError, AttributeError, TypeError):
             raise UnknownMessage(
-                f"{message_id!r} is no message id: it must be a UUID, the `id` of a PublishedMessage."
+                f"{message_id!r} is not a message id: it must be a UUID, the `id` of a PublishedMessage."
             ) from None
         return partial(store.identified, message_id=name)
     if message_id is None and topic is not None and biz_id is not None:
         refuse_unfit(topic=topic, biz_id=biz_id)
         return partial(store.named, topic=topic, biz_id=biz_id)
-    raise UnknownMessage("Name the message by its message_id, or by topic and biz_id together; not by both, and not by less.")
+    raise UnknownMessage("Identify the message either by its message_id, or by topic and biz_id together.")
 
 
 def refuse_unfit(**names: str) -> None:
-    """Raises UnknownMessage when no message can have these names, and a database would not take them."""
+    """Raises UnknownMessage if no message can have these names; a database would refuse them."""
     for argument, name in names.items():
         if reason := why_unfit(str(name)):
             raise UnknownMessage(f"No message has the {argument} {str(name)[:80]!r}: {reason}.")
@@ -177,7 +177,7 @@ def _decide(
         left = [state for position, state in states.items() if position not in changed and state in open_states]
         if changed and not left:
             return Decision(done, states[changed[-1]])
-        # Those that were changed stay as they were: the answer says that nothing was done.
+        # Undo the changes: the outcome says that nothing was changed.
         transaction.set_rollback(True, using=using)
     if not states:
         return Decision(Outcome.NOT_FOUND, "")

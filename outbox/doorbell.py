@@ -1,18 +1,19 @@
-"""The doorbell: a publisher tells idle relays that it has just committed something for them.
+"""The doorbell: a publisher notifies idle relays after it has committed a message.
 
-On PostgreSQL it is a NOTIFY without a payload, sent *after* the business transaction, in a transaction of its own on the same
+On PostgreSQL it is a NOTIFY without a payload, sent *after* the business transaction, in its own transaction on the same
 connection. Inside the business transaction it would serialise commits: PostgreSQL holds one lock of the whole cluster while a
-notifying transaction commits, flushing and replicating included (measured with 16 clients and 20 ms a commit: 736 transactions
-a second without, 48 with it). One that only notifies flushes nothing, and a process sends at most one every 50 ms.
+notifying transaction commits, including flushing and replicating (measured with 16 clients and 20 ms per commit: 736
+transactions a second without NOTIFY, 48 with it). A transaction that only notifies flushes nothing, and a process sends at most
+one NOTIFY every 50 ms.
 
-A ring may be lost and nothing else is: relays poll. What is lost when:
+A lost ring loses no message, because relays poll. The effects of a ring that is not sent or not received:
 
-- A ring withheld because of the last 50 ms costs nothing. A relay that was rung polls every few milliseconds for 100 ms from
-  then on, which is longer, and what was committed before its withheld ring is visible to those polls.
-- The notification failed, the process died between commit and ring, an earlier hook of the same commit raised, nobody was
-  listening at that moment: the message waits for the next poll (`OutboxOptions.poll_seconds`).
+- A ring suppressed within 50 ms of the last one costs nothing. The last ring makes a relay poll every few milliseconds for
+  100 ms, and those polls see the rows that were committed before the suppressed ring.
+- If the notification fails, the process dies between commit and ring, an earlier hook of the same commit raises, or no relay is
+  listening at that moment, the message waits for the next poll (`OutboxOptions.poll_seconds`).
 
-Relays of this very process (`local://` has its handlers there, and they publish, too) are rung directly, on every database.
+Relays of the same process are rung directly, on every database (`local://` runs its handlers there, and they may publish).
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHANNEL = "outbox_doorbell"
-"""Of NOTIFY; a channel belongs to one database. A second outbox in another schema of it shares the channel, harmlessly."""
+"""Channel of NOTIFY in one database. A second outbox in another schema of the database shares it, without harm."""
 
 ALERT_SECONDS = 0.1
-"""How long a relay that was rung must go on polling every few milliseconds."""
+"""How long a relay must poll every few milliseconds after a ring."""
 
 _QUIET_SECONDS = 0.05
 _AFTER_FAILURE_SECONDS = 1.0
 _LONGEST_WAIT = "50ms"
-# A stranger that notifies in a long commit has the cluster's lock, and that must not become our publisher's wait. A setting
-# local to a statement's own transaction outlives nothing, so it may go through a transaction-pooling proxy.
+# Another application that notifies in a long commit holds the cluster's lock, and our publisher must not wait for that. The
+# setting is local to the statement's own transaction, so it is safe behind a transaction-pooling proxy.
 _NOTIFY = f"SELECT set_config('lock_timeout', '{_LONGEST_WAIT}', true), pg_notify('{CHANNEL}', '')"
 
 
 def ring_after_commit(alias: str) -> None:
-    """Wake the relays of `alias` once the transaction that is open on it has committed a message that is ready.
+    """Wake the relays of `alias` after the open transaction has committed a message that is ready.
 
-    Call it as often as you like; a transaction rings once, and one that is rolled back does not.
+    A transaction rings once, however often this is called, and does not ring if it is rolled back.
     """
     if not outbox_options().DOORBELL:
         return
@@ -60,21 +61,21 @@ def ring_after_commit(alias: str) -> None:
     if connection.vendor != "postgresql" and alias not in _in_this_process:
         return
     ring = _ring_of(alias)
-    # A hook that is still there runs when we commit: those of a savepoint that was rolled back have been removed.
+    # A registered hook runs at the commit: the hooks of a savepoint that was rolled back have been removed.
     if any(hook[1] is ring for hook in connection.run_on_commit):
         return
-    # The transaction of a TestCase never commits, and its hooks are the test's own to count.
+    # The transaction of a TestCase never commits, and the test may count its own hooks.
     if not getattr(connection.atomic_blocks[0], "_from_testcase", False):
         connection.on_commit(ring, robust=True)
 
 
 def ring_if_soon(alias: str, due: timedelta | datetime | None) -> None:
-    """The same for a message that is due after that span, at that instant, or now: what is due later, a timer finds by itself.
+    """Ring for a message that is due after this duration, at this instant, or now. The timer finds later messages by itself.
 
-    By this process's clock, so a ring may come for nothing, or not; then the timer finds the message a moment later.
+    It uses this process's clock, so a ring may be superfluous or missing; the timer then finds the message a moment later.
     """
-    span = due - utcnow() if isinstance(due, datetime) else due
-    if span is None or span <= outbox_options().horizon:
+    delay = due - utcnow() if isinstance(due, datetime) else due
+    if delay is None or delay <= outbox_options().horizon:
         ring_after_commit(alias)
 
 
@@ -93,7 +94,7 @@ def heard_in_this_process(alias: str, bells: Sequence[Bell]) -> Iterator[None]:
 
 
 class _Doorbell:
-    """One alias's, for all threads of the process."""
+    """The doorbell of one alias, for all threads of the process."""
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
@@ -109,17 +110,17 @@ class _Doorbell:
         connection = connections[self._alias]
         if not _can_notify(connection):
             return
-        # Without a lock: two threads that come here together ring twice, and a lock held during a fork is held for ever.
+        # Without a lock: two threads may ring at the same time, and a lock held during a fork would never be released.
         self._quiet_until = now + _QUIET_SECONDS
         try:
             _notify(connection)
-        except Exception as error:  # noqa: BLE001 - the caller's transaction has committed, that is what counts
+        except Exception as error:  # noqa: BLE001 - the caller's transaction has committed, so it must not fail
             self._quiet_until = monotonic() + _AFTER_FAILURE_SECONDS
-            logger.info("The doorbell of %r was not rung, so relays find out by polling: %s", self._alias, error)
+            logger.info("The doorbell of %r was not rung; relays find the message by polling: %s", self._alias, error)
 
 
 def _can_notify(connection: BaseDatabaseWrapper) -> bool:
-    """Has the connection just committed, and is it free? An earlier hook may have closed it or begun something new."""
+    """Is the connection open and in no transaction? An earlier hook may have closed it or begun a transaction."""
     return (
         connection.vendor == "postgresql"
         and connection.connection is not None
@@ -129,8 +130,8 @@ def _can_notify(connection: BaseDatabaseWrapper) -> bool:
 
 
 def _notify(connection: BaseDatabaseWrapper) -> None:
-    # On the driver's connection, because Django's cursor would connect anew, count as a query of the caller's, and ask its
-    # execute wrappers.
+    # On the driver's connection, because Django's cursor would reconnect, count as a query of the caller, and call its execute
+    # wrappers.
     with connection.wrap_database_errors, connection.connection.cursor() as cursor:
         cursor.execute(_NOTIFY)
 
@@ -141,5 +142,5 @@ _rings: dict[str, Callable[[], None]] = {}
 
 
 def _ring_of(alias: str) -> Callable[[], None]:
-    """The same object every time, by which a hook is known again."""
+    """The same object on every call, so that a registered hook is recognised."""
     return _rings.get(alias) or _rings.setdefault(alias, _Doorbell(alias).ring)

@@ -1,5 +1,5 @@
-"""What can go wrong when a message is published or decided about. Every error names the value and the remedy, and is raised
-before a row is written."""
+"""Errors of publishing a message and of deciding about it. Every error names the value and the remedy, and is raised before a
+row is written."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import uuid
 
 
 class OutboxError(Exception):
-    """The root of everything this app raises on purpose."""
+    """The base class of this app's errors."""
 
 
 class PublishedOutsideTransaction(OutboxError):
-    """publish() was called where no transaction is open: the row would commit alone, apart from the business change.
+    """publish() was called without an open transaction: the row would commit separately from the business change.
 
-    Async code cannot open a transaction: Django's belong to one thread, and work in synchronous code only. There the business
-    change and publish() go into one synchronous function, which is awaited:
+    Async code cannot open a transaction: Django's transactions belong to one thread and work in synchronous code only. Put the
+    business change and publish() into one synchronous function and await it:
 
         await sync_to_async(transaction.atomic(place_order))(customer)
 
@@ -34,58 +34,57 @@ class PublishedOutsideTransaction(OutboxError):
             )
         else:
             remedy = (
-                f"call it inside `with transaction.atomic({using}):`, together with the business change it tells about. "
+                f"call it inside `with transaction.atomic({using}):`, together with the business change. "
                 "Otherwise a crash between the two loses one of them."
             )
         super().__init__(f"publish() needs an open transaction on the database {alias!r}: {remedy}")
 
 
 class InvalidMessage(OutboxError, ValueError):
-    """A message that cannot be published as it is."""
+    """A message that cannot be published in its present form."""
 
 
 class UnknownMessage(OutboxError, ValueError):
-    """A message was named in a way that no message is."""
+    """The arguments cannot identify a message."""
 
 
 class PayloadTooLarge(InvalidMessage):
-    """The serialised payload is over the limit."""
+    """The serialised payload exceeds the limit."""
 
 
 class PreparedInsideTransaction(OutboxError):
-    """prepare() was called inside a transaction: the row would not be there when the process dies, and is not needed."""
+    """prepare() was called inside a transaction: the row would be lost when the process dies, and is not needed."""
 
     def __init__(self, alias: str) -> None:
         super().__init__(
-            f"prepare() commits a row of its own on the database {alias!r}, and a transaction is open there: call it before "
-            "`atomic()` begins. If the effect is in that very database, no prepared message is needed: call publish() beside "
-            "the effect, in its transaction."
+            f"prepare() commits its own row on the database {alias!r}, and a transaction is open there: call it before "
+            "`atomic()` begins. If the effect is in the same database, call publish() instead, in the effect's transaction."
         )
 
 
 class NoChecker(OutboxError):
-    """A message was prepared whose topic has no checker: a crash would leave it undecided for ever."""
+    """prepare() was called for a topic without a checker: after a crash the message would stay undecided."""
 
     def __init__(self, topic: str, known: list[str]) -> None:
         super().__init__(
-            f"The topic {topic!r} has no checker, so nobody could say what became of its message after a crash: register one "
-            f"with @checker({topic!r}) in the callbacks.py of an installed app. Topics with a checker: "
+            f"The topic {topic!r} has no checker, so its message would stay undecided after a crash: register one with "
+            f"@checker({topic!r}) in the callbacks.py of an installed app. Topics with a checker: "
             f"{', '.join(sorted(known)) or 'none'}."
         )
 
 
 class AlreadyDecided(OutboxError):
-    """A prepared message was to be committed or rolled back, and the opposite was decided before.
+    """A prepared message cannot be committed or rolled back, because the opposite was decided before.
 
     Attributes:
         message_id: of the message.
-        state: that it is in now; "" when its row is gone.
+        state: its present state; "" if its row no longer exists.
     """
 
     def __init__(self, message_id: uuid.UUID, wish: str, state: str) -> None:
         self.message_id, self.state = message_id, state
-        was = f"is {state}: its checker or an operator decided otherwise" if state else "is not here any more"
+        was = f"its checker or an operator decided otherwise before, it is {state}" if state else "its row no longer exists"
         super().__init__(
-            f"The prepared message {message_id} was to be {wish}, and it {was} before. Its business must be undone by hand, or "
-            "its message published anew. A checker must answer ROLLBACK only when it has made sure that nothing comes any more."
+            f"The prepared message {message_id} cannot be {wish}: {was}. Undo the effect by hand, or publish its message "
+            "again. A checker must answer ROLLBACK only if it has made sure that the effect cannot happen any more."
         )

@@ -1,10 +1,10 @@
-"""Prepared messages: for an effect that cannot be in the outbox's own transaction, because it lies elsewhere.
+"""Prepared messages: for an effect outside the outbox's database, which cannot be in the outbox's transaction.
 
-The message is committed first, undecided, so that no crash can lose it. Then comes the effect, then the decision. When the
-decision never comes, the topic's checker is asked (`outbox.checkers`). Apache RocketMQ calls this a transactional, or half,
-message.
+The message is committed first, undecided, so that no crash can lose it. The effect follows, then the decision. Without a
+decision in time, the relay asks the topic's checker (`outbox.checkers`). Apache RocketMQ calls this a transactional message, or
+half message.
 
-An effect in the outbox's own database needs none of this: `publish` beside it, in its transaction, is simpler and cannot be
+An effect in the outbox's own database does not need this: `publish` in the transaction of the effect is simpler and is never
 undecided.
 """
 
@@ -45,12 +45,12 @@ def prepare(
     expires_in: timedelta | None = None,
     using: str = DEFAULT_DB_ALIAS,
 ) -> Half:
-    """Commit a message on `using` that is not published before it is decided about; outside any transaction.
+    """Commit a message on `using` that is published only after a decision. Call it outside any transaction.
 
         with prepare("bank.transfer", {"amount": "10.00"}, biz_id=transfer_id):
             debit(account, transfer_id)     # in another database
 
-    Args: as for `publish`. The instants that `delay` and `expires_in` mean are fixed now, and not when it is committed.
+    Args: as for `publish`. `delay` and `expires_in` are counted from now, not from the commit.
 
     Raises:
         PreparedInsideTransaction: a transaction is open on `using`.
@@ -81,11 +81,11 @@ def prepare(
 
 
 class Half:
-    """A prepared message in the hands of the code that prepared it.
+    """A prepared message, for the code that prepared it.
 
-    As a context manager it is committed at the end of the block. When an exception leaves the block, nobody knows whether the
-    effect has happened: the answer to a COMMIT may have been lost. So it stays prepared, its checker is asked as soon as a
-    relay can, and the exception goes on. Call `rollback()` inside the block where it is certain that nothing happened.
+    As a context manager it is committed at the end of the block. If an exception leaves the block, it is unknown whether the
+    effect has happened: the answer to a COMMIT may have been lost. So the message stays prepared, a relay asks its checker as
+    soon as it can, and the exception propagates. Call `rollback()` inside the block if it is certain that nothing happened.
 
     Attributes:
         id: the message id.
@@ -105,13 +105,13 @@ class Half:
         return f"<Half {self.id} of {self.topic}>"
 
     def commit(self) -> None:
-        """It happened: publish the message, at `deliver_at` if that is still ahead. Once more changes nothing.
+        """The effect happened: publish the message, at `deliver_at` if that is in the future. A second call changes nothing.
 
-        In the transaction that is open on `using`, or else in one of its own. Until it returns, and that transaction has
-        committed, the message is undecided, and its checker may be asked.
+        It runs in the transaction that is open on `using`, or in its own. Until that transaction has committed, the message is
+        undecided, and its checker may be asked.
 
         Raises:
-            AlreadyDecided: it was rolled back before, by its checker or an operator.
+            AlreadyDecided: its checker or an operator rolled it back before.
         """
         with transaction.atomic(using=self._using):
             if store.commit_prepared(self._using, self._position, reason="commit() by the business"):
@@ -121,10 +121,10 @@ class Half:
         self._decided = True
 
     def rollback(self) -> None:
-        """It did not happen, and never will: drop the message. Otherwise as `commit`.
+        """The effect did not happen, and never will: drop the message. Otherwise as `commit`.
 
         Raises:
-            AlreadyDecided: it was committed before, by its checker or an operator; it may have been published.
+            AlreadyDecided: its checker or an operator committed it before; it may have been published.
         """
         with transaction.atomic(using=self._using):
             done = store.roll_back_prepared(self._using, self._position, reason="rollback() by the business")
@@ -146,6 +146,10 @@ class Half:
             return
         try:
             store.ask_at_once(self._using, self._position)
-        except (DatabaseError, InterfaceError) as away:
-            # The exception of the block is what the caller must see; the check comes a few seconds later.
-            logger.info("The check of the prepared message %s could not be brought forward: %s", self.id, away)
+        except (DatabaseError, InterfaceError) as unavailable:
+            # The caller must get the exception of the block. The check then happens at its regular time.
+            logger.info(
+                "The checker of prepared message %s is asked later, because its row could not be updated: %s",
+                self.id,
+                unavailable,
+            )

@@ -1,7 +1,7 @@
-"""A Celery message becomes a row of the outbox.
+"""Store a Celery message as a row of the outbox.
 
-Celery hands its messages to a kombu producer. Ours stands in its place for one call and writes what it is given: the body as it
-was serialised, the headers and properties, where it goes. No broker is spoken to.
+Celery passes its messages to a kombu producer. `RowProducer` replaces that producer for one call and stores the serialised
+body, the headers, the properties, the exchange and the routing key. It connects to no broker.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from outbox.transports.frames import FrameWriter
 
 _PROTOCOL = 2
 _USUAL_FRAME_BYTES = 128 * 1024
-"""RabbitMQ's frame_max, unless it is told otherwise; the headers of a message must fit into one frame."""
+"""RabbitMQ's default frame_max; the headers of a message must fit into one frame."""
 _LONGEST_EXPIRATION = 2**32 - 1
 """In milliseconds, some 50 days."""
 _AT_ONCE = timedelta(microseconds=1)
 
 
 class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of its names
-    """Publishes task messages by writing them into the outbox of `alias`, in the transaction that is open there.
+    """Writes task messages to the outbox of `alias`, in the transaction that is open there.
 
     Raises:
-        InvalidMessage: the app speaks another protocol than Celery's second.
+        InvalidMessage: the app does not use version 2 of Celery's message protocol.
     """
 
     def __init__(self, app: Any, alias: str) -> None:
         if app.conf.task_protocol != _PROTOCOL:
             raise InvalidMessage(
-                f"task_protocol is {app.conf.task_protocol!r} and the outbox carries Celery's protocol {_PROTOCOL} only: "
+                f"task_protocol is {app.conf.task_protocol!r} and the outbox supports Celery's protocol {_PROTOCOL} only: "
                 f"set it to {_PROTOCOL}, or give the task another base than OutboxTask."
             )
         super().__init__(None, auto_declare=False)
-        # Never connected: Celery asks it which errors it would raise.
+        # Never connected: Celery reads the list of its exceptions.
         self.__connection__ = app.amqp.producer_pool.connections.connection
         self._app = app
         self._alias = alias
@@ -57,7 +57,7 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
 
     @property
     def channel(self) -> Any:
-        """Only the result backend rpc:// asks for it: its queue of replies is declared before the call."""
+        """Only the result backend rpc:// uses it: it declares its queue of replies before the call."""
         if self._borrowed is None:
             self._borrowed = self._app.pool.acquire(block=True)
         return self._borrowed.default_channel
@@ -69,9 +69,9 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
 
     def publish(self, body: Any, *, headers: dict[str, Any], exchange: Any, declare: Any = None, **options: Any) -> None:
         if "task" not in headers:
-            # The event task-sent. It is not sent yet; message_published tells when it is.
+            # The event task-sent. The task is not sent yet; the signal message_published reports that.
             return
-        # Nothing is declared by us. What would have been says of which type the exchange is.
+        # This producer declares nothing; the declarations give the type of the exchange.
         declare = [*(declare or ()), *([exchange] if isinstance(exchange, kombu.Exchange) else ())]
         super().publish(body, headers=headers, exchange=exchange, declare=declare, **{**options, "retry": False})
 
@@ -90,14 +90,14 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
         declare: Iterable[Any],
         *_: object,
     ) -> None:
-        """What kombu calls with everything prepared, to write it to a channel."""
+        """Store the row. kombu calls this with the prepared message, to write it to a channel."""
         due, end = (self._instant(headers.get(name)) for name in ("eta", "expires"))
         deliver_at = due if due is not None and due > utcnow() else None
         if deliver_at is not None and end is not None and "expiration" in properties:
-            # Celery counts it from the call, and the broker from when it gets the message.
+            # Celery counts it from the call, the broker from the arrival of the message.
             properties["expiration"] = str(max(int((end - deliver_at).total_seconds() * 1000), 0))
         if int(properties.get("expiration", 0)) > _LONGEST_EXPIRATION:
-            # RabbitMQ would refuse the message. The worker goes by the header anyway.
+            # RabbitMQ would refuse the message. The worker checks the header in any case.
             del properties["expiration"]
         wire = Wire(
             exchange=exchange,
@@ -121,7 +121,7 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
         return "direct"
 
     def _instant(self, value: Any) -> datetime | None:
-        """A time in a header as the worker will read it: a naive one is UTC, whatever the time zone of the app."""
+        """An instant in a header as the worker reads it: a naive one is UTC, whatever the time zone of the app."""
         if not value:
             return None
         instant: datetime = maybe_make_aware(maybe_iso8601(value), self._app.timezone)
@@ -134,7 +134,7 @@ def _row(body: bytes, wire: Wire, deliver_at: datetime | None, end: datetime | N
     limit = outbox_options().BODY_LIMIT_BYTES
     if len(body) > limit:
         raise PayloadTooLarge(
-            f"The arguments of the task {headers['task']} are {len(body)} bytes as {wire.content_type} and "
+            f"The arguments of the task {headers['task']} have {len(body)} bytes as {wire.content_type} and "
             f"OUTBOX['BODY_LIMIT_BYTES'] is {limit}. Store the large part elsewhere and pass a reference to it, or raise the "
             "limit."
         )
@@ -157,17 +157,17 @@ def _row(body: bytes, wire: Wire, deliver_at: datetime | None, end: datetime | N
 
 
 def _priority(priority: int | None) -> int:
-    """The row's: in what order the relay sends. With kombu's other transports the number may mean the opposite."""
+    """The row's priority, by which the relay sends. With kombu's other transports the number may have the opposite meaning."""
     if not priority or not speaks_amqp(outbox_options().BROKER_URL):
         return 0
     return min(max(int(priority), 0), MAX_PRIORITY)
 
 
 def _text(wire: Wire, row: store.NewRow) -> str:
-    """`wire` as it is stored, once it is certain that it can be sent.
+    """`wire` as text, after a check that it can be sent.
 
     Raises:
-        InvalidMessage: it cannot.
+        InvalidMessage: it cannot be sent.
     """
     try:
         text = wire.to_text()
@@ -177,14 +177,14 @@ def _text(wire: Wire, row: store.NewRow) -> str:
     except Exception as error:
         raise InvalidMessage(
             f"The task {wire.headers['task']} cannot be written to the outbox, because of its headers, properties or names: "
-            f"{describe(error)}. Headers may hold text, numbers, booleans, None, dates, lists and dicts of these; give "
+            f"{describe(error)}. Headers may contain text, numbers, booleans, None, dates, lists and dicts of these; pass "
             "anything else to the task as an argument."
         ) from error
     return text
 
 
 def _write(alias: str, row: store.NewRow, wire: str) -> None:
-    # The same task id twice is no error of Celery's, so it is none of ours: the later row has a message id of its own.
+    # Celery accepts the same task id twice, so this does, too: the later row gets a new message id.
     while store.insert_formed(alias, row, wire) is None:
         row = row._replace(message_id=new_message_id())
 

@@ -1,4 +1,4 @@
-"""The outbox in Django's admin: what waits, what failed and why, what an operator may do about it, and which relays run."""
+"""The outbox in Django's admin: messages, failures and their reasons, the operator's actions, and the running relays."""
 
 from outbox.admin.callbacks import PendingCallbackAdmin
 from outbox.admin.messages import OutboxMessageAdmin

@@ -1,4 +1,4 @@
-"""Callbacks that are still to be called, and why they have not returned."""
+"""Pending callbacks, and their last errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
 
 
 class TroubleFilter(admin.SimpleListFilter):
-    """By what keeps it from being called, or from returning."""
+    """By the problem of a callback."""
 
     title = "trouble"
     parameter_name = "trouble"
@@ -46,7 +46,7 @@ class TroubleFilter(admin.SimpleListFilter):
 
 @admin.register(PendingCallback)
 class PendingCallbackAdmin(ActingAdmin):
-    """The next one to be called first."""
+    """Pending callbacks in the order of their next call."""
 
     noun = "callback"
     nothing = "No pending callbacks: every callback has returned."
@@ -72,7 +72,7 @@ class PendingCallbackAdmin(ActingAdmin):
     fields = readonly_fields
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """With the names of the message, and without its body."""
+        """Pending callbacks with the id, topic and biz-id of their message, without its body."""
         named = {"uuid": F("message__message_id"), "topic": F("message__topic"), "biz_id": F("message__biz_id")}
         rows: QuerySet[Any] = super().get_queryset(request).annotate(**named)
         return rows
@@ -148,7 +148,7 @@ class PendingCallbackAdmin(ActingAdmin):
         return as_text(row.last_error).as_html()
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """These pages show names of messages and why they are dead, so they need the permission to see messages, too."""
+        """These pages show data of messages, so they also require the permission to view messages."""
         return super().has_view_permission(request, obj) and request.user.has_perm("outbox.view_outboxmessage")
 
     def has_run_permission(self, request: HttpRequest) -> bool:
@@ -169,7 +169,6 @@ class PendingCallbackAdmin(ActingAdmin):
             request,
             queryset,
             action="discard",
-            question="Discard these callbacks? They are never called, so the project does not learn what became of their "
-            "messages.",
+            question="Discard these callbacks? They are never called, so the project is not notified about their messages.",
             button="Discard the callbacks",
         )

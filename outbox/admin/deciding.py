@@ -1,4 +1,4 @@
-"""What a person may decide about messages in the outbox: each decision is one guarded transition of `outbox.store`."""
+"""Actions on messages in the outbox: each is one guarded transition of `outbox.store`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Messages = QuerySet[OutboxMessage]
 
 
 class DecidingAdmin(MessageAdmin):
-    """Outbox messages, and the actions on them. Each has a permission of its own."""
+    """Outbox messages and their actions. Each action has its own permission."""
 
     tones: ClassVar[Any] = {
         State.PREPARED: Tone.LATER,
@@ -63,7 +63,7 @@ class DecidingAdmin(MessageAdmin):
             return words
         if action == "restore":
             if row.is_unique and store.is_replaced(self.using, row.pk):
-                return "A later message has replaced it: it stays as it is."
+                return "A later message has replaced it: it is not changed."
             if row.deliver_at is None or row.deliver_at <= row.database_now:
                 return "Overdue: it is sent at once."
             return age(row.deliver_at, row.database_now, "Scheduled again, due ")
@@ -76,7 +76,7 @@ class DecidingAdmin(MessageAdmin):
             row = self.everything(request).using(alias).filter(pk=pk, state__in=RESTORE.sources).first()
             overdue = row is not None and (row.deliver_at is None or row.deliver_at <= row.database_now)
             if overdue and not request.POST.get("overdue"):
-                return "it is overdue, and such messages were to be left"
+                return "it is overdue, and overdue messages were not selected"
         return super().why_not(request, alias, pk)
 
     def has_reschedule_permission(self, request: HttpRequest) -> bool:
@@ -98,7 +98,7 @@ class DecidingAdmin(MessageAdmin):
             queryset,
             ReasonForm,
             action="publish_now",
-            question="Publish these messages now? What is sent cannot be taken back.",
+            question="Publish these messages now? A sent message cannot be taken back.",
             button="Publish the messages now",
             done="to be published now",
             transition=lambda given: _ringing(store.reschedule, due=timedelta(), reason=by(request, given["reason"])),
@@ -120,8 +120,8 @@ class DecidingAdmin(MessageAdmin):
             request,
             queryset,
             action="reschedule",
-            question="Reschedule these messages? Their attempts begin anew, and those that expire have as long from then "
-            "as they had.",
+            question="Reschedule these messages? Their attempts start again at zero, and the time between due and expiry stays "
+            "the same.",
             button="Reschedule the messages",
             form=form,
         )
@@ -133,8 +133,8 @@ class DecidingAdmin(MessageAdmin):
             queryset,
             ReasonForm,
             action="cancel",
-            question="Cancel these messages? No relay will send them any more. One whose confirmation was "
-            "outstanding may be in the broker already.",
+            question="Cancel these messages? No relay will send them any more. The broker may already have a message whose "
+            "confirmation is outstanding.",
             button="Cancel the messages",
             done="cancelled",
             transition=lambda given: _ringing(store.cancel, reason=by(request, given["reason"])),
@@ -147,7 +147,7 @@ class DecidingAdmin(MessageAdmin):
             queryset,
             RestoreForm,
             action="restore",
-            question="Restore these messages? They have a full set of attempts, and those that expire last as long again.",
+            question="Restore these messages? They get a full set of attempts, and the same time until they expire again.",
             button="Restore the messages",
             done="restored",
             transition=lambda given: _ringing(store.restore, overdue=given["overdue"], reason=by(request, given["reason"])),
@@ -160,8 +160,8 @@ class DecidingAdmin(MessageAdmin):
             queryset,
             ReasonForm,
             action="commit",
-            question="Commit these prepared messages? That says that their business has happened. They are sent, and what is "
-            "sent cannot be taken back.",
+            question="Commit these prepared messages? This states that their effect has happened. They are sent, and a sent "
+            "message cannot be taken back.",
             button="Commit the messages",
             done="committed",
             transition=lambda given: _ringing(store.commit_prepared, reason=by(request, given["reason"])),
@@ -174,7 +174,7 @@ class DecidingAdmin(MessageAdmin):
             queryset,
             ReasonForm,
             action="roll_back",
-            question="Roll back these prepared messages? That says that their business has not happened and never will. They "
+            question="Roll back these prepared messages? This states that their effect has not happened and never will. They "
             "are never sent.",
             button="Roll back the messages",
             done="rolled back",
@@ -188,7 +188,7 @@ class DecidingAdmin(MessageAdmin):
 
 
 def _ringing(transition: Callable[..., bool], **given: Any) -> Transition:
-    """The transition; if it is made, a relay looks at once for what it has released."""
+    """The transition; it rings the doorbell if it was made."""
 
     def decide(alias: str, position: int) -> bool:
         done = transition(alias, position, **given)
@@ -200,7 +200,7 @@ def _ringing(transition: Callable[..., bool], **given: Any) -> Transition:
 
 
 def _ask_again(alias: str, position: int, *, reason: str) -> bool:
-    """A stuck message has its checks anew; about one that is not stuck, the next check comes at once."""
+    """Resume the checks of a stuck message; for one that is not stuck, make the next check due at once."""
     return store.resume(alias, position, reason=reason) or store.ask_at_once(alias, position)
 
 

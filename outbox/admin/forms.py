@@ -1,4 +1,4 @@
-"""What an operator is asked for before an action."""
+"""The forms of the operator's actions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ReasonForm(forms.Form):
         required=False,
         max_length=500,
         widget=forms.TextInput(attrs={"class": "vTextField"}),
-        help_text="Optional. It is kept in the log and in the trail, with your name.",
+        help_text="Optional. It is stored in the log and in the trail, with your name.",
     )
 
 
@@ -27,8 +27,8 @@ class RestoreForm(ReasonForm):
     overdue = forms.BooleanField(
         required=False,
         initial=True,
-        label="The overdue ones, too",
-        help_text="Those whose time has passed are sent at once. Without it they are left as they are.",
+        label="Include overdue messages",
+        help_text="Messages whose time has passed are sent at once. Otherwise they are not changed.",
     )
     field_order = ("overdue", "reason")
 
@@ -65,11 +65,11 @@ class RescheduleForm(ReasonForm):
             return None
         levels = outbox_options().delays
         try:
-            span = levels[text] if text in levels else span_of(text)
+            delay = levels[text] if text in levels else span_of(text)
         except ValueError as error:
             raise forms.ValidationError(str(error)) from error
-        _must_be_near(span)
-        return span
+        _must_be_near(delay)
+        return delay
 
     def clean_deliver_at(self) -> datetime | None:
         instant: datetime | None = self.cleaned_data["deliver_at"]
@@ -78,7 +78,7 @@ class RescheduleForm(ReasonForm):
         if timezone.is_naive(instant):
             instant = timezone.make_aware(instant)
         if instant <= utcnow():
-            raise forms.ValidationError("It lies in the past. To have the messages sent at once, choose “Publish now…”.")
+            raise forms.ValidationError("It is in the past. To send the messages at once, choose “Publish now…”.")
         _must_be_near(instant)
         return instant
 
@@ -88,13 +88,13 @@ class RescheduleForm(ReasonForm):
             return given
         times = [given[name] for name in ("delay", "deliver_at") if given.get(name) is not None]
         if len(times) != 1:
-            raise forms.ValidationError("For when? Fill in either “In” or “Or at”, and not both.")
+            raise forms.ValidationError("Fill in either “In” or “Or at”, not both.")
         return {**given, "due": times[0]}
 
 
 def _must_be_near(at: timedelta | datetime) -> None:
-    """As near as for `publish`, whose error names the bound in terms of its arguments."""
+    """Apply the limit of `publish`, whose error would name the arguments of `publish`."""
     try:
         due(*((at, None, None) if isinstance(at, timedelta) else (None, None, at)))
     except InvalidMessage as error:
-        raise forms.ValidationError("That is too far ahead: ten years are the most.") from error
+        raise forms.ValidationError("This is too far in the future: the maximum is ten years.") from error

@@ -1,4 +1,4 @@
-"""The messages of the outbox: found, and each on one page."""
+"""The list and the pages of the outbox's messages."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class OutboxStuckFilter(StuckFilter):
 
 @admin.register(OutboxMessage)
 class OutboxMessageAdmin(DecidingAdmin):
-    """Every message, and the page of one."""
+    """The list of all messages, and the page of each message."""
 
     large_columns = (*DecidingAdmin.large_columns, "wire")
 
@@ -105,14 +105,14 @@ class OutboxMessageAdmin(DecidingAdmin):
         if not stuck.exists():
             return ()
         words = format_html(
-            'Prepared messages that are stuck: {}. <a href="?state=stuck">A person must decide</a>, because no checker could '
-            "say whether their business has happened.",
+            'Stuck prepared messages: {}. <a href="?state=stuck">An operator must decide</a>, because no checker knows '
+            "whether their effect has happened.",
             counted(stuck),
         )
         return (warning(words),)
 
     def called(self, term: str) -> Q:
-        """Also the name of a Celery task names its messages. The index of biz-ids begins with the topics."""
+        """The name of a Celery task also finds its messages. The index of biz-ids begins with the topic."""
         named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=store.topics(self.using), biz_id=term)
         try:
             return named | Q(message_id=uuid.UUID(term))
@@ -121,7 +121,7 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     @admin.display(description="state")
     def state_explained(self, row: Any) -> SafeString:
-        """The badge, and what a key or a checker has to do with it."""
+        """The badge, with a note about the ordering key or the checker."""
         if row.state in UNDECIDED:
             return format_html("{}{}", self.badge_of(row), _undecided(row))
         if row.state == State.WAITING:
@@ -130,7 +130,7 @@ class OutboxMessageAdmin(DecidingAdmin):
             return format_html("{}{}", self.badge_of(row), note("Its topic is paused. It is sent when the topic is resumed."))
         if row.state in IN_TROUBLE and row.key:
             held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
-            words = f"It holds back the later messages of its ordering key. Waiting behind it: {counted(held)}."
+            words = f"It blocks the later messages of its ordering key. Waiting behind it: {counted(held)}."
             return format_html("{}{}", self.badge_of(row), note(words))
         return self.badge_of(row)
 
@@ -138,10 +138,10 @@ class OutboxMessageAdmin(DecidingAdmin):
         stopping = (*IN_TROUBLE, State.PAUSED)
         head = self._of_its_key(row).filter(pk__lt=row.pk, state__in=stopping).order_by("pk").first()
         if head is None:
-            return note("Nothing holds it back any more: the next relay to look makes it ready.")
+            return note("Nothing blocks it any more: a relay makes it ready in its next pass.")
         words = format_html(
             'It waits behind an earlier message of its ordering key, which {}: <a href="{}">{}</a> ({}). '
-            "It goes on by itself when that one is published or cancelled.",
+            "It is sent automatically after that one is published or cancelled.",
             "is paused" if head.state == State.PAUSED else "failed",
             self.own_url(head.pk),
             identifier(f"{head.topic} {head.biz_id}"),
@@ -169,20 +169,20 @@ class OutboxMessageAdmin(DecidingAdmin):
     def payload(self, row: Any) -> SafeString:
         form = _form_of(row)
         content_type = form.get("content_type") if isinstance(form, dict) else None
-        # SQLite keeps a body that was written by hand as the text that it is.
+        # SQLite stores a body that was written by hand as text.
         body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
         return as_payload(body, str(content_type or JSON)).as_html()
 
     @admin.display(description="form on the wire")
     def form_text(self, row: Any) -> SafeString:
-        """Of a message in the form of another protocol: where it goes, with which properties and headers."""
+        """For a message in the format of another protocol: its exchange, routing key, properties and headers."""
         form = _form_of(row)
         if form is None:
             return format_html("{}", NOTHING)
         return (as_text(form) if isinstance(form, str) else as_json(form)).as_html()
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
-        """With its callbacks only while there are some to be called."""
+        """The fieldsets, with "Callbacks" only while some are pending."""
         parts = super().get_fieldsets(request, obj)
         if obj is not None and obj.pendingcallback_set.using(self.using).exists():
             return parts
@@ -220,15 +220,15 @@ class OutboxMessageAdmin(DecidingAdmin):
 
 
 def _undecided(row: Any) -> SafeString:
-    """What becomes of a prepared message, and who is to say so."""
+    """A note on a prepared message: its checks, and who must decide."""
     unknown = f"It has answered “unknown” {row.attempts:,} of {outbox_options().CHECK_LIMIT:,} times."
     if row.state == State.STUCK:
-        return warning(f"Its checker could not say whether its business has happened. {unknown} Find out, then decide.")
+        return warning(f"Its checker does not know whether its effect has happened. {unknown} Find out, then decide.")
     if checkers.of(row.topic) is None:
-        return warning("No checker of its topic is registered in this process. Without one, only a person can decide about it.")
+        return warning("This process has no checker for its topic. Without a checker, an operator must decide about it.")
     return note(
         format_html(
-            "It is not known yet whether its business has happened. Its checker is asked {}. {}",
+            "It is not known yet whether its effect has happened. Its checker is asked {}. {}",
             age(row.available_at, row.database_now, "next: "),
             unknown,
         )
@@ -236,7 +236,7 @@ def _undecided(row: Any) -> SafeString:
 
 
 def _form_of(row: Any) -> Any:
-    """What is kept of the other protocol, as JSON; as text when it is not JSON; None when there is none."""
+    """The stored form of the other protocol, as JSON, or as text if it is not JSON; None without one."""
     if row.wire is None:
         return None
     try:

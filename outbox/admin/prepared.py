@@ -1,4 +1,4 @@
-"""The messages whose business has not said whether it happened; first those about which a person must find out."""
+"""The undecided prepared messages; first those that an operator must decide about."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outbox.states import UNDECIDED, State
 
 
 class UndecidedFilter(StateFilter):
-    """By those two states."""
+    """By the two undecided states."""
 
     def states(self, model_admin: Any) -> list[tuple[str, str]]:
         return [(state, label) for state, label in super().states(model_admin) if state in model_admin.selected]
@@ -26,7 +26,7 @@ class UndecidedFilter(StateFilter):
 
 @admin.register(PreparedMessage)
 class PreparedMessageAdmin(SelectionAdmin):
-    """Stuck ones first, then by their next check, which is the order of the index."""
+    """Stuck messages first, then in the order of their next check, which is that of the index."""
 
     selected = UNDECIDED
     ordering = ("-state", "available_at", "id")
@@ -35,8 +35,8 @@ class PreparedMessageAdmin(SelectionAdmin):
     actions = ("commit", "roll_back", "ask_again")
     nothing = "No prepared message waits for a decision."
     hint = (
-        "A relay asks the checkers. Those that are stuck come first: their checkers are not asked any more, so a "
-        "person must find out what happened."
+        "A relay asks the checkers. Stuck messages come first: their checkers are not asked any more, so an operator must "
+        "find out what happened."
     )
 
     @admin.display(description="prepared")
@@ -46,13 +46,13 @@ class PreparedMessageAdmin(SelectionAdmin):
     @admin.display(description="next check, answers so far")
     def checks(self, row: Any) -> SafeString:
         next_one = age(row.available_at, row.database_now, "due ")
-        lines = [format_html("{}", "none: a person decides") if row.state == State.STUCK else next_one]
+        lines = [format_html("{}", "none: an operator decides") if row.state == State.STUCK else next_one]
         if row.attempts:
             lines.append(format_html("unknown {} of {} times", f"{row.attempts:,}", f"{outbox_options().CHECK_LIMIT:,}"))
         if checkers.of(row.topic) is None:
             lines.append(badge("No checker here", Tone.FAILING))
         return stacked(*lines)
 
-    @admin.display(description="what the last check said")
+    @admin.display(description="last answer")
     def said(self, row: Any) -> SafeString:
         return self.error_headline(row)

@@ -1,4 +1,4 @@
-"""Which relays run, what each does, and what it waits for."""
+"""The running relays, with their rates and the dependencies that they wait for."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class RelayAdmin(ProcessAdmin):
 
     @admin.display(description="per second")
     def rate_now(self, row: Any) -> str:
-        # What a silent relay does now is not known.
+        # The present rate of a silent relay is unknown.
         return NOTHING if row.silent else f"{row.rate:,.1f}"

@@ -1,4 +1,4 @@
-"""The messages that wait for their time, the next one first."""
+"""The scheduled messages, the next one first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from outbox.states import State
 
 
 class DueFilter(admin.SimpleListFilter):
-    """By how soon."""
+    """By the time until they are due."""
 
     title = "due"
     parameter_name = "due"
@@ -49,21 +49,21 @@ class DueFilter(admin.SimpleListFilter):
 
 @admin.register(ScheduledMessage)
 class ScheduledMessageAdmin(SelectionAdmin):
-    """In the order in which they go out, which is that of the index over due times."""
+    """In the order of their due times, which is that of the index."""
 
     selected = (State.SCHEDULED,)
     ordering = ("available_at", "id")
     list_display = ("due_in", "summary", "conditions", "delay")
     list_filter = (DueFilter,)
     actions = ("publish_now", "reschedule", "cancel")
-    nothing = "No message waits for its time."
-    hint = "The next one to go out comes first. Times are in the zone of this site."
+    nothing = "No scheduled messages."
+    hint = "The message that is due next comes first. Times are in the time zone of this site."
 
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
         overdue = self.get_queryset(request).filter(available_at__lt=DatabaseTime(-self.stuck_after()))
         if not overdue.exists():
             return ()
-        late = f"Overdue by more than {duration(self.stuck_after())}: {counted(overdue)}. Look whether a relay runs."
+        late = f"Overdue by more than {duration(self.stuck_after())}: {counted(overdue)}. Check whether a relay runs."
         return (warning(late),)
 
     @admin.display(description="due")
@@ -86,6 +86,6 @@ class ScheduledMessageAdmin(SelectionAdmin):
 
     @admin.display(description="created, delay")
     def delay(self, row: Any) -> SafeString:
-        # An instant reckoned just before the call lies a moment short of a whole duration, which would lose a unit.
+        # An instant computed just before the call gives slightly less than a whole duration, which would be rounded down.
         delay = max(row.available_at - row.created_at, timedelta()) + timedelta(milliseconds=500)
         return stacked(age(row.created_at, row.database_now), format_html("delayed by {}", duration(delay)))

@@ -1,4 +1,4 @@
-"""Lists of the messages in some states only. Each message has the one page that every message has."""
+"""Lists of the messages in some states. Their links lead to the message's page in the list of all messages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from outbox.states import State
 
 
 class SelectionAdmin(OutboxMessageAdmin):
-    """Who may view the messages may view each such list."""
+    """A list for every user with the permission to view messages."""
 
     selected: ClassVar[Sequence[State]]
     list_display_links = ("summary",)
     sortable_by = ()
-    # The page of a message leads back to the list of all of them, which has other filters.
+    # The page of a message links back to the list of all messages, which has other filters.
     preserve_filters = False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:

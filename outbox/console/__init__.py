@@ -1,4 +1,4 @@
-"""What both apps show to people: the pages of the admin, and what commands print.
+"""The admin pages and the command output of both apps.
 
-It knows no model and no setting of either app; each app declares what is particular to it.
+This package contains no model and no setting of either app; each app declares its own.
 """

@@ -1,10 +1,10 @@
-"""Rows in the admin that are read and acted on, never edited.
+"""Admin pages whose rows cannot be edited, and actions on these rows.
 
-An action is one guarded transition per row. What was picked is looked up again by primary key, never through the list's
-filter: a message that was published meanwhile has left the filter, and the operator must see it. A transition and its entry
-in the admin's log commit together.
+An action is one guarded transition per row. It finds the selected rows by primary key, not through the list's filter: a message
+that was published meanwhile no longer matches the filter, and the operator must see it. A transition and its entry in the
+admin's log commit together.
 
-This module knows no model: its subclasses declare theirs.
+This module contains no model: its subclasses declare theirs.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ else:
 
 
 Transition = Callable[[str, int], bool]
-"""Guarded: takes the database alias and the primary key, and is False when the state does not allow it."""
+"""Guarded: takes the database alias and the primary key; returns False if the state does not allow the transition."""
 _CONFIRM: Any = Page("confirm.html")
 
 
 class BoundedPaginator(_Paginator):
-    """Counts no further than people page: counting millions of rows takes too long."""
+    """Counts up to a limit, because counting millions of rows takes too long."""
 
     LIMIT = 10_000
 
@@ -63,7 +63,7 @@ class BoundedPaginator(_Paginator):
 
     @property
     def is_cut(self) -> bool:
-        """Are there more than are counted?"""
+        """Are there more rows than were counted?"""
         return self._counted > self.LIMIT
 
 
@@ -74,7 +74,7 @@ def counted(rows: QuerySet[Any]) -> str:
 
 
 class LeanChangeList(ChangeList):
-    """The list, which leaves the large columns in the database."""
+    """A list that does not load the large columns."""
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> QuerySet[Any]:
         model_admin: Any = self.model_admin
@@ -88,12 +88,12 @@ class LeanChangeList(ChangeList):
 
 @dataclass(frozen=True, kw_only=True)
 class ActionResult:
-    """What became of one picked row.
+    """The result of an action for one selected row.
 
     Attributes:
-        subject: what the operator knows it by.
-        failed: why nothing was done; "" when it was.
-        is_error: the reason is not the row's state but an error, such as a database that failed.
+        subject: the name of the row in the report.
+        failed: why the row was not changed; "" if it was.
+        is_error: the reason is an error, such as a database failure, and not the row's state.
     """
 
     subject: str
@@ -102,9 +102,9 @@ class ActionResult:
 
 
 class ReadOnlyAdmin(_ModelAdmin):
-    """Rows to be read, never to be added, changed or deleted.
+    """Rows that cannot be added, changed or deleted.
 
-    Set `using` in a subclass to show another database than the default one.
+    Set `using` in a subclass to show a database other than the default one.
     """
 
     using: ClassVar[str] = DEFAULT_DB_ALIAS
@@ -112,10 +112,10 @@ class ReadOnlyAdmin(_ModelAdmin):
 
     @property
     def media(self) -> Media:
-        """With the style sheet of the app.
+        """The admin's media and the app's style sheet.
 
-        Each app has a copy, because either may be installed alone and staticfiles looks only into installed apps. Styles
-        inside the page would need no file, but a strict Content-Security-Policy refuses them.
+        Each app has a copy, because either may be installed alone and staticfiles searches only installed apps. Inline styles
+        would need no file, but a strict Content-Security-Policy blocks them.
         """
         return super().media + Media(css={"all": [f"{self.opts.app_label}/admin.css"]})
 
@@ -130,21 +130,21 @@ class ReadOnlyAdmin(_ModelAdmin):
 
 
 class ActingAdmin(ReadOnlyAdmin):
-    """Rows to be read and acted on."""
+    """Read-only rows with actions."""
 
     noun: ClassVar[str] = "message"
     large_columns: ClassVar[Sequence[str]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
-    """What a transition may raise to say why it could not be made; it is rolled back."""
+    """Exceptions with which a transition reports that it was refused; it is rolled back."""
     nothing: ClassVar[str]
-    """What an empty list says."""
+    """The text of an empty list."""
     hint: ClassVar[str] = ""
-    """What the list's order and columns do not say by themselves."""
+    """An explanation of the list's order and columns."""
 
     ACTION_LIMIT: ClassVar[int] = 500
-    """Most rows of one action: each is a transaction of its own, and the operator waits for the page."""
+    """Maximum rows of one action: each row has its own transaction, and the operator waits for the page."""
     LINE_LIMIT: ClassVar[int] = 20
-    """Most rows that are reported one by one."""
+    """Maximum rows that are reported one by one."""
 
     change_form_template: ClassVar[Any] = Page("message.html")
     change_list_template: ClassVar[Any] = Page("messages.html")
@@ -154,22 +154,22 @@ class ActingAdmin(ReadOnlyAdmin):
     paginator = BoundedPaginator
 
     def subject(self, row: Any) -> str:
-        """How a row is called in a report."""
+        """The name of a row in a report."""
         raise NotImplementedError
 
     def badge_of(self, row: Any) -> SafeString:
         raise NotImplementedError
 
     def offers(self, action: str, row: Any) -> bool:
-        """Does this action make sense for the row, as it is now?"""
+        """Is this action available for the row in its present state?"""
         raise NotImplementedError
 
     def remark(self, action: str, row: Any) -> SafeString | str:
-        """What becomes of the row if the action is confirmed, where that does not go without saying."""
-        return "" if self.offers(action, row) else "In this state it stays as it is."
+        """The effect of the action on the row, where it is not obvious."""
+        return "" if self.offers(action, row) else "In this state it is not changed."
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
-        """Why the action that was asked for did nothing to this row."""
+        """Why the requested action did not change this row."""
         raise NotImplementedError
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
@@ -177,19 +177,19 @@ class ActingAdmin(ReadOnlyAdmin):
         return rows
 
     def everything(self, request: HttpRequest) -> QuerySet[Any]:
-        """What an action looks its rows up in: also those that have left the list meanwhile."""
+        """The rows that an action searches, including those that no longer match the list."""
         return self.get_queryset(request)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return LeanChangeList
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
-        """The filters' own parameters. A lookup on any column, typed into the address, could scan millions of rows."""
+        """Allow only the filters' own parameters: another lookup, typed into the URL, could scan millions of rows."""
         filters: Any = self.list_filter
         return lookup in {one.parameter_name for one in filters}
 
     def warnings(self, request: HttpRequest) -> Sequence[SafeString]:
-        """What must not be overlooked by those who see the list."""
+        """Warnings above the list."""
         return ()
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
@@ -219,7 +219,7 @@ class ActingAdmin(ReadOnlyAdmin):
         button: str,
         form: Form | None = None,
     ) -> HttpResponse | None:
-        """The page between an action and its being carried out, with everything it will act on."""
+        """The confirmation page of an action, with all rows that it will act on."""
         picked = self._picked(request, queryset)
         if picked is None:
             return None
@@ -256,7 +256,7 @@ class ActingAdmin(ReadOnlyAdmin):
         done: str,
         transition: Callable[[Mapping[str, Any]], Transition],
     ) -> HttpResponse | None:
-        """Ask, with a form that has a reason; then carry out the transition that `transition` makes of what was filled in."""
+        """Ask with a form that has a reason, then carry out the transition that `transition` builds from the form's data."""
         filled = form(request.POST if self.is_confirmed(request) else None)
         if filled.is_valid():
             given = filled.cleaned_data
@@ -272,10 +272,10 @@ class ActingAdmin(ReadOnlyAdmin):
         transition: Transition,
         reason: str = "",
     ) -> HttpResponse | None:
-        """Try the transition on each picked row and say what happened to each.
+        """Try the transition on each selected row, and report the result for each.
 
         Args:
-            done: the past participle of what is done, "restored".
+            done: the past participle of the action, "restored".
             reason: the operator's, for the log.
         """
         picked = self._picked(request, queryset)
@@ -289,15 +289,15 @@ class ActingAdmin(ReadOnlyAdmin):
         return None
 
     def _picked(self, request: HttpRequest, queryset: QuerySet[Any]) -> dict[int, Any] | None:
-        """By primary key and in its order, None for a row that no longer exists; None instead when there are too many."""
+        """The selected rows by primary key, in its order; None for a row that no longer exists. None if there are too many."""
         if request.POST.get("select_across") == "1":
             keys = list(queryset.order_by("pk").values_list("pk", flat=True)[: self.ACTION_LIMIT + 1])
         else:
             keys = sorted({int(key) for key in request.POST.getlist(ACTION_CHECKBOX_NAME)})[: self.ACTION_LIMIT + 1]
         if len(keys) > self.ACTION_LIMIT:
             words = (
-                f"Nothing was done: these are more than {self.ACTION_LIMIT} {self.noun}s. Narrow the list, or use a command "
-                "(python manage.py help)."
+                f"Nothing was changed: the limit is {self.ACTION_LIMIT} {self.noun}s at a time. Narrow the list, or use a "
+                "command (python manage.py help)."
             )
             self.message_user(request, words, messages.ERROR)
             return None
@@ -324,8 +324,8 @@ class ActingAdmin(ReadOnlyAdmin):
                     return ActionResult(subject=subject)
             return ActionResult(subject=subject, failed=self.why_not(request, alias, pk))
         except DatabaseError as error:
-            # The rows before this one are done, so the operator must get a report and not an error page.
-            return ActionResult(subject=subject, failed=visible(f"the database said {error}".strip()), is_error=True)
+            # The rows before this one are committed, so the operator must get a report, not an error page.
+            return ActionResult(subject=subject, failed=visible(f"the database reported {error}".strip()), is_error=True)
         except self.refusals as error:
             return ActionResult(subject=subject, failed=visible(str(error)), is_error=True)
 
@@ -340,7 +340,7 @@ class ActingAdmin(ReadOnlyAdmin):
                 self.message_user(request, f"{len(failures):,} not {done}. {words}.", messages.WARNING)
             outcomes = failures[: self.LINE_LIMIT // 2]
         for outcome in outcomes:
-            # The noun first, because the admin capitalises the first letter, and an id is to be copied.
+            # The noun comes first, because the admin capitalises the first letter, and ids must be copied unchanged.
             if outcome.failed:
                 level = messages.ERROR if outcome.is_error else messages.WARNING
                 words = f"{self.noun.capitalize()} {outcome.subject}: not {done}: {outcome.failed}"
@@ -356,6 +356,6 @@ class ActingAdmin(ReadOnlyAdmin):
 
 
 def by(request: HttpRequest, reason: str = "") -> str:
-    """Who decided, and why, for the trail."""
+    """The user and the reason, for the trail."""
     user: Any = request.user
     return f"by {user.get_username()} in the admin" + (f": {reason}" if reason else "")

@@ -1,7 +1,7 @@
-"""How a message is shown to people: a state as a badge, an instant as an age, a payload as text.
+"""Render parts of a message: a state as a badge, an instant as an age, a payload as text.
 
-Everything from a message is untrusted text, so it reaches the page through `format_html` only, cut to a length, with
-the characters that could make a line read as another one made visible.
+All content of a message is untrusted. It reaches the page through `format_html` only, limited in length, and characters that
+could disguise a line are made visible.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\
 
 
 def visible(text: str) -> str:
-    r"""`text` with the characters that are invisible, or that would rearrange the line, written as `\u202e`."""
+    r"""`text` with invisible and reordering characters escaped, as `\u202e`."""
     return _INVISIBLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """Text for people.
+    """Text for a page.
 
     Attributes:
         text: safe to encode, not yet escaped.
-        note: what was left out or could not be read; "" when this is everything.
+        note: what is omitted or could not be read; "" if the text is complete.
     """
 
     text: str
@@ -64,9 +64,9 @@ class Shown:
     def as_html(self) -> SafeString:
         if not (self.text or self.note):
             return format_html("{}", NOTHING)
-        aside = note(self.note) if self.note else ""
+        remark = note(self.note) if self.note else ""
         text = format_html('<pre class="message-text" tabindex="0">{}</pre>', self.text) if self.text else ""
-        return format_html('<div class="message-block">{}{}</div>', aside, text)
+        return format_html('<div class="message-block">{}{}</div>', remark, text)
 
 
 def as_text(text: str) -> Shown:
@@ -80,17 +80,17 @@ def as_text(text: str) -> Shown:
 
 
 def as_json(value: Any) -> Shown:
-    """Decoded headers or another value, laid out."""
+    """Decoded headers or another value, as indented JSON."""
     try:
         return _laid_out(value)
     except RecursionError:
-        return Shown(text="", note="It is nested too deeply to be laid out.")
+        return Shown(text="", note="It is nested too deeply to be formatted.")
 
 
 def _laid_out(value: Any) -> Shown:
     pieces: list[str] = []
     left = TEXT_LIMIT_BYTES
-    # Piece by piece: indentation can make a deeply nested body a hundred times longer.
+    # In pieces: indentation can make a deeply nested body a hundred times longer.
     for piece in json.JSONEncoder(indent=2, ensure_ascii=False).iterencode(value):
         pieces.append(piece)
         left -= len(piece)
@@ -100,13 +100,13 @@ def _laid_out(value: Any) -> Shown:
 
 
 def as_payload(body: bytes, content_type: str, compression: str = "") -> Shown:
-    """A body: as JSON, or else as text, or else as bytes, with the reason."""
+    """A body as JSON; if it cannot be decoded, as text or as bytes, with the reason."""
     try:
         shown, reason = _laid_out(decode_payload(body, content_type, compression=compression)), ""
     except Undecodable as error:
         shown, reason = _undecoded(body), str(error)
     except RecursionError:
-        shown, reason = _undecoded(body), "The body is nested too deeply to be laid out."
+        shown, reason = _undecoded(body), "The body is nested too deeply to be formatted."
     if shown.note:
         shown = Shown(text=shown.text, note=f"{shown.note} The body has {len(body):,} bytes.")
     return Shown(text=shown.text, note=visible(f"{reason} {shown.note}".strip()))
@@ -131,7 +131,7 @@ def _hex_lines(body: bytes) -> Iterator[str]:
 
 
 class Tone(Enum):
-    """What a state means to the person who looks: a sign as well as a colour, which is the name in the style sheet."""
+    """The kind of a state, shown as a sign and a colour; its name is the class in the style sheet."""
 
     DONE = "✓"
     OPEN = "▸"
@@ -167,7 +167,7 @@ def relative(instant: datetime, now: datetime) -> str:
 
 
 def duration(length: timedelta) -> str:
-    """A duration in one unit, the largest of which there are at least two, so that little is lost."""
+    """A duration in the largest unit of which it has at least two, so that rounding loses little."""
     unit, symbol = next((unit for unit in _UNITS if length >= 2 * unit[0]), _UNITS[-1])
     return f"{length // unit:,} {symbol}"
 
@@ -178,7 +178,7 @@ def exact(instant: datetime) -> str:
 
 
 def age(instant: datetime | None, now: datetime, prefix: str = "") -> SafeString:
-    """How long ago, or in how long; the exact instant appears on hovering."""
+    """The time since or until `instant`; a tooltip shows the exact instant."""
     if instant is None:
         return format_html("{}", NOTHING)
     return format_html(
@@ -191,35 +191,35 @@ def age(instant: datetime | None, now: datetime, prefix: str = "") -> SafeString
 
 
 def clock(instant: datetime) -> SafeString:
-    """The instant to the second, in the zone of the site; all of it appears on hovering."""
+    """The instant to the second, in the site's time zone; a tooltip shows the exact instant."""
     return format_html('<span class="message-name message-age" title="{}">{}</span>', exact(instant), exact(instant)[:19])
 
 
 def moment(instant: datetime | None, now: datetime) -> SafeString:
-    """The exact instant and its age, both readable."""
+    """The exact instant and its age."""
     if instant is None:
         return format_html("{}", NOTHING)
     return format_html('<span class="message-name">{}</span> ({})', exact(instant), age(instant, now))
 
 
 def identifier(text: str) -> SafeString:
-    """An id, a key or a topic, to be copied; a line may end after its punctuation."""
+    """An id, a key or a topic, for copying; a line may break after its punctuation."""
     pieces = ((piece,) for piece in _PIECE.findall(visible(text) or NOTHING))
     return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
 
 
 def note(words: str) -> SafeString:
-    """A sentence of ours about what is shown."""
+    """A remark of the console."""
     return format_html('<p class="message-note">{}</p>', words)
 
 
 def warning(words: str) -> SafeString:
-    """A sentence of ours that must not be overlooked."""
+    """A warning of the console."""
     return format_html('<p class="message-warning">{}</p>', words)
 
 
 def stacked(*lines: SafeString) -> SafeString:
-    """Several things in one cell of a list, under each other."""
+    """Several lines in one cell of a list."""
     return format_html_join("", '<span class="message-line">{}</span>', ((line,) for line in lines))
 
 

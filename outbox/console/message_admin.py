@@ -1,6 +1,6 @@
-"""What both sides' admin pages have in common: finding messages, and showing what is in them.
+"""Admin pages of messages, shared by both apps: searching messages and showing their content.
 
-This module knows no model: its subclasses declare theirs.
+This module contains no model: its subclasses declare theirs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from outbox.kernel.text import fit, why_unfit
 
 
 class StateFilter(admin.SimpleListFilter):
-    """By state; a value that is none filters nothing."""
+    """By state; an unknown value is ignored."""
 
     title = "state"
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        """Every state with its count, which stops where the list's does."""
+        """Every state with its count, which has the same limit as the list's."""
         rows = model_admin.get_queryset(request)
         return [(state, f"{label} ({counted(rows.filter(state=state))})") for state, label in self.states(model_admin)]
 
@@ -45,7 +45,7 @@ class StateFilter(admin.SimpleListFilter):
 
 
 class StuckFilter(admin.SimpleListFilter):
-    """What does not go on by itself, or not in time."""
+    """Messages that failed or are overdue."""
 
     title = "stuck"
     parameter_name = "stuck"
@@ -70,12 +70,12 @@ class StuckFilter(admin.SimpleListFilter):
 
 @dataclass(frozen=True, kw_only=True)
 class Counterpart:
-    """The other half's page of the same message.
+    """The other app's page of the same message.
 
     Attributes:
         changelist: the list's name in an admin site.
         title: of that list.
-        permission: to see what is there, also where it is shown here.
+        permission: required to see the other app's data, also where this app shows it.
     """
 
     changelist: str
@@ -84,25 +84,25 @@ class Counterpart:
 
 
 class MessageAdmin(ActingAdmin):
-    """Messages to be read and acted on."""
+    """Read-only messages with actions."""
 
     counterpart: ClassVar[Counterpart]
     tones: ClassVar[Mapping[str, Tone]]
     large_columns: ClassVar[Sequence[str]] = ("body", "headers")
     nothing = "No messages."
     allowed_in: ClassVar[Mapping[str, Sequence[str]]]
-    """By action: the states of the messages that it can do something to."""
+    """By action: the states from which it is allowed."""
 
     ordering: ClassVar[Any] = ("-id",)
     sortable_by: ClassVar[Any] = ("age",)  # Anything else would sort the whole table.
     search_fields = ("message_id",)  # Makes the search box appear; get_search_results() reads it.
-    search_help_text = "A message id, biz-id or topic, exactly; with * at the end: everything that begins so (slower)."
+    search_help_text = "An exact message id, biz-id or topic. With a * at the end: a prefix of a topic or biz-id (slower)."
 
     def stuck_after(self) -> timedelta:
         raise NotImplementedError
 
     def subject(self, row: Any) -> str:
-        """How a message is called in a report."""
+        """The name of a message in a report."""
         return visible(f"{row.message_id} ({row.topic} {row.biz_id})")
 
     def get_search_results(self, request: HttpRequest, queryset: QuerySet[Any], search_term: str) -> tuple[QuerySet[Any], bool]:
@@ -176,7 +176,7 @@ class MessageAdmin(ActingAdmin):
         return moment(row.settled_at, row.database_now)
 
     def is_here(self, where: str) -> bool:
-        """Does a moment of this place belong to this half, and not to the other?"""
+        """Does a moment with this `where` belong to this app?"""
         raise NotImplementedError
 
     def render_change_form(self, request: HttpRequest, context: Any, *args: Any, **kwargs: Any) -> HttpResponse:
@@ -192,11 +192,11 @@ class MessageAdmin(ActingAdmin):
         return timeline(
             life_of(message_id),
             lambda where: may_see_all or self.is_here(where),
-            f"What happened to it elsewhere is shown to those who may view {self.counterpart.title}.",
+            f"Users with the permission to view {self.counterpart.title} see more of its history here.",
         )
 
     def _counterpart_url(self, request: HttpRequest, message_id: str) -> str:
-        """Where the other half's rows of this message are found; "" when they are not on this site, or not for this person."""
+        """The URL of the other app's rows of this message; "" if this site does not have them or the user may not view them."""
         if not request.user.has_perm(self.counterpart.permission):
             return ""
         try:
@@ -212,5 +212,5 @@ class MessageAdmin(ActingAdmin):
         if row is None:
             return "it no longer exists"
         allowed = row.state in self.allowed_in.get(request.POST.get("action", ""), ())
-        in_hand = ", and a process is working on it; try again" if allowed else ""
-        return f"it is {row.get_state_display().lower()} now{in_hand}"
+        busy = ", and a process is working on it; try again" if allowed else ""
+        return f"it is {row.get_state_display().lower()} now{busy}"

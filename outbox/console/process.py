@@ -1,8 +1,8 @@
-"""A command as a process: the main thread waits for signals, another thread does the work.
+"""Run a command as a process: the main thread waits for signals, another thread does the work.
 
-Python runs signal handlers on the main thread, between two bytecodes. A thread that waits in libpq for a database that does not
-answer comes to no bytecode, so on the main thread it would hear SIGTERM when the database answers, or never. Here the main
-thread waits for nothing but signals and the end of the work, and ends the process when a stop takes too long.
+Python runs signal handlers on the main thread, between two bytecodes. A thread that waits in libpq for an unresponsive database
+executes no bytecode. On the main thread such a wait would delay SIGTERM until the database answers. So the main thread waits
+only for signals and for the end of the work, and ends the process when a stop takes too long.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _LOOK_SECONDS = 0.2
 
 
 def run_until_signalled(work: Callable[[StopRequest], Result], *, grace: timedelta) -> Result:
-    """What `work` returned or raised. At SIGTERM or SIGINT its stop request is set, and it has `grace` to come to its end.
+    """Run `work`; return its result or raise its exception. SIGTERM or SIGINT sets its stop request; it has `grace` to end.
 
-    After that, and at once at a second signal, the process is ended. Nothing is lost by that: whatever was in hand is an open
-    transaction or an unacknowledged delivery.
+    After `grace`, and at once on a second signal, the process ends. No message is lost: work in progress is an open transaction
+    or an unacknowledged delivery.
 
-    Where another thread could not do the work, this one does: see `_is_private`. So does any but the main thread, where Python
-    delivers no signals.
+    The calling thread does the work itself if no other thread could (see `_is_private`), or if it is not the main thread,
+    because Python delivers signals to the main thread only.
     """
     stop = StopRequest()
     is_main = threading.current_thread() is threading.main_thread()
@@ -61,10 +61,10 @@ def _run_on_a_thread(work: Callable[[StopRequest], Result], stop: StopRequest, g
         if stop:
             ends_at = min(ends_at, awake() + grace)
         if awake() >= ends_at and thread.is_alive():
-            end_process(f"asked to stop {grace:g} s ago and still not done")
+            end_process(f"it was asked to stop {grace:g} s ago and has not finished")
     return outcome.result()
 
 
 def _is_private(connection: Any) -> bool:
-    """Does this thread see in it what no other thread would: an open transaction, as of a test, or SQLite in memory?"""
+    """Is its data visible to this thread only: in an open transaction, as in a test, or in an in-memory SQLite?"""
     return bool(connection.in_atomic_block) or (connection.vendor == "sqlite" and bool(connection.is_in_memory_db()))

@@ -18,7 +18,7 @@ from outbox.kernel.heartbeat import SILENT_AFTER
 
 
 class ProcessAdmin(ReadOnlyAdmin):
-    """One row per running process, as it last said of itself."""
+    """One row per running process, with the content of its last heartbeat."""
 
     title = ""
     noun = "process"
@@ -28,11 +28,11 @@ class ProcessAdmin(ReadOnlyAdmin):
     show_full_result_count = False
 
     def none_runs(self) -> str:
-        """Which work no process does, and what follows; "" when all is done."""
+        """The work that no process does, and the consequence; "" if there is none."""
         raise NotImplementedError
 
     def is_starting(self, row: Any) -> bool:
-        """Has it done nothing yet?"""
+        """Has the process not yet done any work?"""
         return False
 
     def processes(self) -> QuerySet[Any]:

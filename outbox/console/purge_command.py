@@ -1,4 +1,4 @@
-"""The command that deletes what is older than its retention, the same in both apps: `outbox_purge` and `inbox_purge`."""
+"""The purge command of both apps, which deletes rows older than their retention: `outbox_purge` and `inbox_purge`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from outbox.database.schema import require_schema
 
 
 class PurgeCommand(BaseCommand):
-    """Settled messages first, then the trail.
+    """Deletes settled messages first, then the trail.
 
     Attributes:
-        store: of the app, with `purgeable` and `purge_settled`.
-        trail: the model of its entries.
-        configured: reads the app's options.
+        store: the app's store, with `purgeable` and `purge_settled`.
+        trail: the model of the trail's entries.
+        configured: returns the app's options.
     """
 
     app: str
@@ -31,7 +31,7 @@ class PurgeCommand(BaseCommand):
     older_than_help: str
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:
-        """Raise a CommandError if deleting rows of this age would break a promise."""
+        """Raise a CommandError if deleting rows of this age would break a guarantee."""
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--older-than-days", type=float, help=self.older_than_help)

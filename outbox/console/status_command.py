@@ -1,4 +1,4 @@
-"""The command that shows how an app does, the same in both: `outbox_status` and `inbox_status`."""
+"""The status command of both apps: `outbox_status` and `inbox_status`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REDRAW_SECONDS = 2.0
 
 
 class StatusCommand(BaseCommand):
-    """See the module."""
+    """See the module's docstring."""
 
     app: str
 
@@ -52,7 +52,7 @@ def iso(instant: datetime | None) -> str | None:
 
 
 def process_as_json(process: Any, **particular: Any) -> dict[str, Any]:
-    """A heartbeat, with what is particular to the kind of process."""
+    """A heartbeat, with the particular fields of its kind of process."""
     return {
         "id": str(process.id),
         "host": process.host,
@@ -69,7 +69,7 @@ def process_as_json(process: Any, **particular: Any) -> dict[str, Any]:
 def processes(
     kind: str, heartbeats: Sequence[Any], columns: Sequence[tuple[str, Callable[[Any], str]]], state: Callable[[Any], str]
 ) -> str:
-    """A line for each process: what every heartbeat has, what is particular to its kind, and its state."""
+    """A line for each process: the common fields of a heartbeat, those of its kind, and its state."""
     head = (kind, "version", "started", "heartbeat", *(title for title, _ in columns))
     lines = [
         (
@@ -81,7 +81,7 @@ def processes(
         )
         for process in heartbeats
     ]
-    # What a process waits for is a sentence, which no column has room for.
+    # The state may contain a sentence (`waits_for`), too long for a column.
     states = ["state", *map(state, heartbeats)]
     return "\n".join(f"{line}  {last}" for line, last in zip(table([head, *lines]).splitlines(), states, strict=True))
 

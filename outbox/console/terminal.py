@@ -1,4 +1,4 @@
-"""What a command shows in a terminal."""
+"""Terminal output of commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEVELS = {0: logging.ERROR, 1: logging.INFO, 2: logging.DEBUG, 3: logging.DEBUG
 
 
 def log_to_console(package: str, verbosity: int) -> None:
-    """Show what `package` logs, unless the project's LOGGING already says where it goes."""
+    """Log `package` to the console, unless the project's LOGGING already has a handler for it."""
     logger = logging.getLogger(package)
     if logger.hasHandlers():
         return
@@ -31,22 +31,22 @@ def log_to_console(package: str, verbosity: int) -> None:
 
 
 def message_id(given: str) -> uuid.UUID:
-    """A message id as it was typed.
+    """Parse a message id.
 
     Raises:
-        CommandError: it is none.
+        CommandError: it is not a message id.
     """
     try:
         return uuid.UUID(given)
     except ValueError as error:
-        raise CommandError(f"{given!r} is no message id; it looks like {uuid.UUID(int=0)}.") from error
+        raise CommandError(f"{given!r} is not a message id: it must be a UUID, as {uuid.UUID(int=0)}.") from error
 
 
 def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterable[str]) -> None:
-    """After what was found is done: a script that names a message must not take this for success.
+    """Fail the command, after the found messages are processed, if a named message was not found.
 
     Raises:
-        CommandError: some of those that were `given` are not among those `found` in one of `states`.
+        CommandError: some of the `given` are not among those `found` in one of `states`.
     """
     known = {str(one) for one in found}
     if missing := [one for one in given if one not in known]:
@@ -54,7 +54,7 @@ def refuse_unknown(given: Iterable[str], found: Iterable[object], states: Iterab
 
 
 def table(rows: Iterable[Sequence[object]]) -> str:
-    """Columns under each other: the first to the left, the others to the right."""
+    """Aligned columns: the first to the left, the others to the right."""
     lines = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -78,7 +78,7 @@ def days(option: str, given: float) -> timedelta:
 
 
 def age(instant: datetime | None, now: datetime | None = None) -> str:
-    """How long ago, for people, by this host's clock or seen from `now`; "-" when there is nothing to measure."""
+    """The time since `instant` as text, by this host's clock or until `now`; "-" without an instant."""
     if instant is None:
         return "-"
     seconds = max(((now or utcnow()) - instant).total_seconds(), 0)
@@ -95,7 +95,7 @@ def watch(draw: Callable[[], str], out: Callable[[str], None], every_seconds: fl
 
 
 class Progress:
-    """One line that grows, on a terminal only: "purged 1,200 of 5,000"."""
+    """A progress bar on one line, on a terminal only: "purged 1,200 of 5,000"."""
 
     def __init__(self, verb: str, total: int, stream: TextIO | None = None) -> None:
         self._verb = verb

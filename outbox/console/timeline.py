@@ -1,4 +1,4 @@
-"""The life of a message as a page shows it: every transition in the order of time, and how it stands in other places now."""
+"""The timeline of a message on its admin page: every transition in order of time, and its present states."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _TONES = {
     "done": Tone.DONE,
     "dead": Tone.STOPPED,
 }
-"""By the name of a state in either app; what is not named here is over."""
+"""By the name of a state in either app; the default is `Tone.OVER`."""
 
 
 def timeline(life: Life, may_see: Callable[[str], bool], hidden: str) -> SafeString:
-    """The transitions that this person may see.
+    """The transitions that the user may see.
 
     Args:
-        may_see: the moments of this place, "outbox" or the name of a handler?
-        hidden: a sentence for those who may not see all of them.
+        may_see: may the user see moments with this `where`, "outbox" or the name of a handler?
+        hidden: a sentence for users who may not see all of them.
     """
     moments = [moment for moment in life.moments if may_see(moment.where)]
     words = list(life.unknown)
@@ -76,7 +76,7 @@ def _entries(moments: Sequence[Moment]) -> Iterator[SafeString]:
 
 
 def _since(before: datetime | None, at: datetime) -> SafeString:
-    """How long after the moment above."""
+    """The time since the previous moment."""
     if before is None or at <= before:
         return format_html("{}", "")
     passed = at - before
@@ -85,7 +85,7 @@ def _since(before: datetime | None, at: datetime) -> SafeString:
 
 
 def _standings(standings: Sequence[Standing]) -> SafeString:
-    """Where it is, now: worth a line only where it is in several places."""
+    """The present states of the message, one line each."""
     rows = (
         (
             badge(_in_words(standing.state), _TONES.get(standing.state, Tone.OVER)),

@@ -1,9 +1,9 @@
-"""The life of one message, merged from what every app of this process knows of it.
+"""The history of one message, merged from the data of every app of this process.
 
-Each app that keeps messages registers a `Witness`. None of them knows the others: what joins their accounts is the message id,
-which is the same from the transaction that published it to the last attempt of the last handler.
+Each app that stores messages registers a `Witness`. Witnesses are independent of each other. Their accounts are merged by the
+message id, which is the same from the publishing transaction to the last attempt of the last handler.
 
-Nothing is guessed. What a trail or a row does not say is said to be unknown.
+Nothing is guessed. Facts that neither a trail nor a row contains are reported as unknown.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Moment:
     """One transition of a message.
 
     Attributes:
-        at: by the clock of the database that it was written in.
+        at: by the clock of the database that stores it.
         where: "outbox", or the name of a handler.
-        was, became: states; `was` is "" at the beginning, and where it was not recorded.
-        process: in whose hands, `host:pid:thread`; "" when it is known from the row and not from the trail.
-        reason: for people; "" when the states say it.
-        database: the alias that it was found in. The same moment, found by two aliases of one database, is one.
+        was, became: states; `was` is "" for the first moment, and if it was not recorded.
+        process: the process that made the transition, `host:pid:thread`; "" if the row and not the trail shows it.
+        reason: human-readable; "" if the states are explanation enough.
+        database: the alias under which it was found. Moments that two aliases of one database share are counted once.
     """
 
     at: datetime
@@ -41,14 +41,14 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How a message stands now in one place, by its row.
+    """The present state of a message in one place, by its row.
 
     Attributes:
         where: see `Moment`.
-        attempts: how many have been made.
-        due: when it goes on by itself; None when it does not.
+        attempts: the number of attempts so far.
+        due: when the next automatic step is due; None if there is none.
         error: the latest, in full.
-        also: what else its row says, for people.
+        also: further human-readable facts of its row.
     """
 
     where: str
@@ -64,13 +64,13 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one app knows of a message.
+    """One app's data about a message.
 
     Attributes:
-        searched: where it looked, for people.
-        unknown: what it cannot know, in whole sentences.
-        elsewhere: why the message may be elsewhere, when it is not here.
-        never_left: it has it, and has certainly never sent it.
+        searched: human-readable: where the app searched.
+        unknown: whole sentences about facts that the app cannot know.
+        elsewhere: why the message may be elsewhere, if the app does not have it.
+        never_left: the app has the message and has certainly never sent it.
     """
 
     searched: str
@@ -82,20 +82,20 @@ class Account:
 
 
 class Witness(Protocol):
-    """An app that keeps messages. `aliases` are the databases to look in; None: all that have its tables."""
+    """An app that stores messages. `aliases` are the databases to search; None: all that have its tables."""
 
     def account_of(self, message_id: str, aliases: Collection[str] | None) -> Account: ...
 
     def ids_of(self, topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
-        """The messages with this business name, the first one first."""
+        """The ids of the messages with this topic and biz-id, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """Everything that is known of one message.
+    """Everything that is known about one message.
 
     Attributes:
-        moments: in the order of time.
+        moments: in order of time.
         namesakes: ids of other messages with the same topic and biz-id. Each handler runs only one of them.
     """
 
@@ -115,28 +115,28 @@ _witnesses: dict[str, Witness] = {}
 
 
 def register(app: str, witness: Witness) -> None:
-    """Have this app asked, too. It is called when Django is ready; a second call for an app replaces the first."""
+    """Register the witness of an app, when Django is ready. A second call for an app replaces the first."""
     _witnesses[app] = witness
 
 
 def apps_asked() -> list[str]:
-    """The apps that were registered."""
+    """The registered apps."""
     return list(_witnesses)
 
 
 def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
-    """Everything that the apps of this process know of a message, in the order of time.
+    """Everything that the apps of this process know about a message, in order of time.
 
     Args:
-        message_id: as the broker has it.
-        aliases: the databases to look in; None: all that have the tables.
+        message_id: as on the wire.
+        aliases: the databases to search; None: all that have the tables.
     """
     accounts = [witness.account_of(message_id, aliases) for witness in _witnesses.values()]
     standings = _once(standing for account in accounts for standing in account.standings)
     never_left = any(account.never_left for account in accounts)
     return Life(
         message_id=message_id,
-        # The sort is stable, so that what has one instant stays in the order in which it was written.
+        # The sort is stable, so moments of the same instant stay in the order of writing.
         moments=sorted(_once(moment for account in accounts for moment in account.moments), key=attrgetter("at")),
         standings=standings,
         unknown=_once(words for account in accounts for words in _unknown(account, never_left=never_left)),
@@ -151,12 +151,12 @@ def life_of(message_id: str, aliases: Collection[str] | None = None) -> Life:
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None = None) -> list[str]:
-    """The ids of the messages with this business name, in any app; see `life_of`."""
+    """The ids of the messages with this topic and biz-id, in any app; see `life_of`."""
     return _once(found for witness in _witnesses.values() for found in witness.ids_of(topic, biz_id, aliases))
 
 
 def _unknown(account: Account, *, never_left: bool) -> Sequence[str]:
-    """Where a message that was never sent may be need not be said."""
+    """Omit `elsewhere` for a message that was never sent."""
     return [*account.unknown, account.elsewhere] if account.elsewhere and not never_left else account.unknown
 
 

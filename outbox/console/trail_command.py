@@ -1,4 +1,4 @@
-"""The command that prints the life of a message, the same in both apps: `outbox_trail` and `inbox_trail`."""
+"""The trail command of both apps, which prints the history of a message: `outbox_trail` and `inbox_trail`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from outbox.kernel.clock import utcnow
 
 _NARROWEST, _WIDEST = 60, 200
 _MOST_LINES = 4
-"""Of one reason; all of it is in `--json` and in the admin."""
+"""Maximum lines of one reason; `--json` and the admin show all of it."""
 _GAP = "  "
 
 
 class TrailCommand(BaseCommand):
-    """See the module."""
+    """See the module's docstring."""
 
     help = "Show what happened to one message, from its transaction to its handlers: when, where, in which process and why."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="these messages")
-        parser.add_argument("--topic", help="with --biz-id: every message of this business name instead")
+        parser.add_argument("--topic", help="with --biz-id: every message with this topic and biz-id")
         parser.add_argument("--biz-id", help="see --topic")
-        parser.add_argument("--database", help="look on this alias only (default: on all that have the tables)")
-        parser.add_argument("--json", action="store_true", help="print one JSON object a message")
+        parser.add_argument("--database", help="search only this alias (default: all that have the tables)")
+        parser.add_argument("--json", action="store_true", help="print one JSON object per message")
 
     def handle(self, *args: Any, **options: Any) -> None:
         aliases = None if options["database"] is None else [options["database"]]
@@ -47,7 +47,7 @@ class TrailCommand(BaseCommand):
         lives = [life_of(name, aliases) for name in _named(options, aliases)]
         for life in lives:
             if not life.is_known:
-                raise CommandError(f"Nothing is known of message {life.message_id!r}. {_unknown(life)}")
+                raise CommandError(f"Message {life.message_id!r} was not found. {_unknown(life)}")
         if options["json"]:
             self.stdout.write("\n".join(json.dumps(_as_json(life)) for life in lives))
         else:
@@ -63,9 +63,7 @@ def _named(options: dict[str, Any], aliases: list[str] | None) -> list[str]:
         raise CommandError("Say which messages: MESSAGE_ID …, or --topic TOPIC and --biz-id BIZ_ID together.")
     found = ids_of(topic, biz_id, aliases)
     if not found:
-        raise CommandError(
-            f"No row here has topic {topic!r} and biz-id {biz_id!r}. What has been purged is known by its id only."
-        )
+        raise CommandError(f"No row has topic {topic!r} and biz-id {biz_id!r}. A purged message can be found by its id only.")
     return found
 
 
@@ -129,7 +127,7 @@ def _drawn(life: Life, width: int) -> Iterator[str]:
 
 
 def _moments(life: Life, width: int) -> Iterator[str]:
-    """When, what became of it, where; then the process, where there is room; below it the reason."""
+    """One line per moment: instant, transition, where, and the process if the line has room; the reason below."""
     rows = [(_instant(moment.at), _transition(moment), _where(moment), moment.process) for moment in life.moments]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     indent = widths[0] + len(_GAP)
@@ -169,7 +167,7 @@ def _standing(standing: Standing) -> str:
         seconds = int((standing.due - utcnow()).total_seconds())
         when = timezone.localtime(standing.due)
         words.append(
-            f"due since {when:%Y-%m-%d %H:%M:%S}" if seconds < 0 else f"goes on at {when:%Y-%m-%d %H:%M:%S}, in {seconds} s"
+            f"due since {when:%Y-%m-%d %H:%M:%S}" if seconds < 0 else f"due at {when:%Y-%m-%d %H:%M:%S}, in {seconds} s"
         )
     if standing.also:
         words.append(standing.also)
@@ -191,5 +189,5 @@ def _wrapped(text: str, width: int, *, indent: int = 0, lines: int | None = None
 
 
 def _printable(text: str) -> str:
-    """What an error quotes must not move the terminal's cursor."""
+    """`text` without control characters, because quoted errors must not move the terminal's cursor."""
     return "".join(character if character.isprintable() else "�" for character in text)

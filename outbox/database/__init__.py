@@ -1,1 +1,1 @@
-"""What both halves need of their databases: SQL that belongs to no model of theirs, and what errors and connections mean."""
+"""Database code that both apps share: SQL without a model, classification of errors, and handling of connections."""

@@ -1,4 +1,4 @@
-"""The connections of a long-lived process, and how long a transaction on one waits for a lock."""
+"""The connections of a long-lived process, and the lock timeout of their transactions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
 
 @contextmanager
 def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
-    """Bound every wait for a lock inside the open transaction, on PostgreSQL; the transaction's own bound comes back after.
+    """Set PostgreSQL's lock_timeout for the block, inside the open transaction, and restore it afterwards.
 
-    Also when the block fails, unless the database has refused a statement: then nothing can be set before the savepoint or
-    transaction around it is rolled back, and that brings it back as well.
+    It is restored also if the block raises. After a failed statement PostgreSQL accepts no SET; the rollback of the enclosing
+    savepoint or transaction restores it then.
     """
     connection = connections[alias]
     if connection.vendor != "postgresql":
@@ -45,15 +45,15 @@ def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
 
 
 def with_table(model: type[Model], aliases: Collection[str] | None = None) -> tuple[list[str], list[str]]:
-    """Those of `aliases` (None: of all) whose database has the table of `model`, and those that do not answer."""
-    having, away = [], []
+    """The `aliases` (None: all) whose database has the table of `model`, and those whose database is unavailable."""
+    having, unavailable = [], []
     for alias in connections if aliases is None else aliases:
         try:
             if router.allow_migrate_model(alias, model) and _has_table(alias, model):
                 having.append(alias)
         except (DatabaseError, InterfaceError):
-            away.append(alias)
-    return having, away
+            unavailable.append(alias)
+    return having, unavailable
 
 
 def _has_table(alias: str, model: type[Model]) -> bool:
@@ -62,33 +62,36 @@ def _has_table(alias: str, model: type[Model]) -> bool:
 
 
 def leave_pools() -> None:
-    """For a worker process, before it begins: from here on it connects without Django's connection pool.
+    """Make this worker process connect without Django's connection pool. Call it before the work begins.
 
-    A pool lends connections to more threads than there are connections. Each thread of a worker keeps the one it has, and the
-    thread that extends leases or leases tokens comes last: it would wait for `timeout` (30 s) in vain, again and again.
+    A pool serves more threads than it has connections. Each thread of a worker keeps its connection, and the thread that
+    extends leases or leases tokens asks last: each time it would wait for `timeout` (30 s) and get none.
     """
     pooled: list[Any] = [connection for connection in connections.all() if connection.settings_dict["OPTIONS"].get("pool")]
     for connection in pooled:
         if connection.vendor == "postgresql" and not connection.in_atomic_block:
             connection.close()
             connection.close_pool()
-            # The entry of the alias, for all threads. A new dict, because entries may share one.
+            # The settings of the alias, for all threads. A new dict, because aliases may share one.
             given = connection.settings_dict
             given["OPTIONS"] = {name: value for name, value in given["OPTIONS"].items() if name != "pool"}
-            logger.info("%r has a connection pool; this process connects without it, once for each thread.", connection.alias)
+            logger.info(
+                "Database %r has a connection pool; this process does not use it and opens one connection per thread.",
+                connection.alias,
+            )
 
 
 def drop_unusable_connections() -> None:
-    """Before each piece of work of a long-lived process, outside transactions: what a web process does between requests.
+    """Close unusable connections, as a web process does between requests. Call it before each work item, outside transactions.
 
-    Django's `close_old_connections` takes CONN_MAX_AGE = 0, its default, for "close now". Here there is no request to end, and
-    a new connection for every message costs more than handling it.
+    Django's `close_old_connections` closes every connection if CONN_MAX_AGE is 0, the default. In a long-lived process a new
+    connection for every message would cost more than handling the message.
     """
     for connection in connections.all(initialized_only=True):
         if connection.connection is None or connection.in_atomic_block:
             continue
         if not connection.autocommit or has_begun(connection):
-            # Left behind by somebody's set_autocommit(False) or BEGIN: on such a connection nothing is ever committed.
+            # User code left it after set_autocommit(False) or BEGIN: nothing on such a connection would be committed.
             connection.close()
         elif connection.settings_dict["CONN_MAX_AGE"]:
             connection.close_if_unusable_or_obsolete()
@@ -100,17 +103,17 @@ def drop_unusable_connections() -> None:
 
 
 def has_begun(connection: Any) -> bool:
-    """Is a connection, which is open, in a transaction? It is also asked about those that Django knows nothing of."""
+    """Is an open connection in a transaction, including one that Django does not know of?"""
     driver = connection.connection
     if connection.vendor == "sqlite":
-        with suppress(sqlite3.ProgrammingError):  # closed behind Django's back
+        with suppress(sqlite3.ProgrammingError):  # closed without Django's knowledge
             return bool(driver.in_transaction)
-    # Of psycopg 3 and of psycopg2; 0 is idle.
+    # psycopg 3 and psycopg2: 0 is idle.
     return connection.vendor == "postgresql" and int(driver.info.transaction_status) != 0
 
 
 def _has_failed(connection: Any) -> bool:
-    """Has the transaction that is open on a PostgreSQL connection failed, or its connection been lost?"""
+    """Has the open transaction of a PostgreSQL connection failed, or was the connection lost?"""
     driver = connection.connection
-    # Of psycopg 3 and of psycopg2; 1 and 2 are active and in a transaction, 0 is idle.
+    # psycopg 3 and psycopg2: 0 is idle, 1 is active, 2 is in a transaction.
     return driver is None or int(driver.info.transaction_status) not in {0, 1, 2}

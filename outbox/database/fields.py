@@ -1,10 +1,10 @@
-"""Columns that can be read whatever they hold.
+"""Fields that can read any value of their columns.
 
-PostgreSQL and SQLite keep values that Python has no object for: the instants `infinity` and `-infinity`, years before 1 and
-after 9999, a number of ten thousand digits inside of JSON. One such value, written by hand, would fail every query whose result
-has its row: a page of the admin, a claim, a report. These fields replace it while it is read, and leave it in the table.
+PostgreSQL and SQLite can store values that Python cannot represent: the instants `infinity` and `-infinity`, years before 1 and
+after 9999, a number of ten thousand digits inside JSON. One such value, written by hand, would fail every query that returns
+its row: a page of the admin, a claim, a report. These fields replace the value on reading and leave it in the table.
 
-To migrations they are the fields of Django that they stand for.
+Migrations see the Django fields that they replace.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from django.db.models.sql.compiler import SQLCompiler
 
 FIRST_INSTANT, LAST_INSTANT = datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 29, tzinfo=UTC)
-"""Between them every instant exists in each time zone."""
+"""Every instant between them exists in each time zone."""
 _FIRST, _LAST = FIRST_INSTANT.strftime("0001-%m-%d %H:%M:%S"), LAST_INSTANT.strftime("%Y-%m-%d %H:%M:%S")
 
 _CLAMPED = {
-    # GREATEST and LEAST would make an instant of NULL.
+    # GREATEST and LEAST would turn NULL into an instant.
     "postgresql": (
         f"CASE WHEN {{0}} > '{_LAST}+00'::timestamptz THEN '{_LAST}+00'::timestamptz "
         f"WHEN {{0}} < '{_FIRST}+00'::timestamptz THEN '{_FIRST}+00'::timestamptz ELSE {{0}} END"
     ),
-    # SQLite keeps any text. Cut before it is compared, because SQLite rounds to milliseconds.
+    # SQLite stores any text. It is shortened before the comparison, because SQLite rounds to milliseconds.
     "sqlite": (
         f"CASE WHEN {{0}} IS NULL THEN NULL WHEN {{0}} < '{_FIRST}' THEN '{_FIRST}' "
         f"WHEN {{0}} < '{_LAST}' AND julianday({{0}}) IS NOT NULL "
@@ -40,7 +40,7 @@ _REPEATED = {vendor: clamped.count("{0}") for vendor, clamped in _CLAMPED.items(
 
 
 class InstantField(models.DateTimeField):  # type: ignore[type-arg]
-    """A `DateTimeField` that reads what is no instant of Python's as the first or the last one."""
+    """A `DateTimeField` that reads an instant that Python cannot represent as the first or the last one."""
 
     def deconstruct(self) -> Any:
         return _as_djangos(super().deconstruct(), "DateTimeField")
@@ -54,7 +54,7 @@ class InstantField(models.DateTimeField):  # type: ignore[type-arg]
 
 
 class ReadableJSONField(models.JSONField):
-    """A `JSONField` that reads what Python cannot decode as its text."""
+    """A `JSONField` that returns a value that Python cannot decode as text."""
 
     def deconstruct(self) -> Any:
         return _as_djangos(super().deconstruct(), "JSONField")

@@ -1,4 +1,4 @@
-"""The database's clock, which every process of a service shares: instants that a promise rests on come from it."""
+"""The database's clock, which every process of a service shares. Instants that guarantees depend on come from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class DatabaseTime(Func):
-    """The database's own clock at this very statement, `after` from now (default: now).
+    """The database's clock at this statement, plus `after` (default: zero).
 
-    PostgreSQL's `now()` is the start of the transaction, which a long transaction leaves far behind, and its
-    `clock_timestamp()` is a new instant at every row, which no index can be asked for; `statement_timestamp()` is neither.
+    PostgreSQL's `now()` is the start of the transaction, which may be long ago. Its `clock_timestamp()` differs for every row,
+    so an index cannot be searched for it. `statement_timestamp()` has neither problem.
     """
 
     output_field = DateTimeField()
@@ -55,7 +55,7 @@ def now_after(connection: BaseDatabaseWrapper) -> str:
     """`NOW_AFTER` for `connection`.
 
     Raises:
-        NotSupportedError: no promise can be kept on this database.
+        NotSupportedError: the guarantees do not hold on this database.
     """
     if connection.vendor not in NOW_AFTER:
         raise NotSupportedError(f"{connection.vendor} is not supported: use PostgreSQL, or SQLite to begin with.")
@@ -64,10 +64,10 @@ def now_after(connection: BaseDatabaseWrapper) -> str:
 
 def now(connection: BaseDatabaseWrapper) -> str:
     """The database's clock at this statement, for SQL written by hand."""
-    # Adding nothing to it would cost PostgreSQL as much as a tenth of the statement.
+    # Adding zero would cost PostgreSQL up to a tenth of the statement.
     return "statement_timestamp()" if connection.vendor == "postgresql" else now_after(connection).replace("%s", "0")
 
 
 def _template(vendor: str) -> str:
-    # A Func's template is formatted once more than SQL written by hand.
+    # A Func's template is formatted one more time than SQL written by hand.
     return NOW_AFTER[vendor].replace("%%", "%%%%").replace("%s", "%(expressions)s")

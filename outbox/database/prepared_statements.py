@@ -1,11 +1,11 @@
-"""Statements that PostgreSQL parses, and where they say so plans, once for many messages instead of once for each.
+"""Prepared statements: PostgreSQL parses, and possibly plans, a statement once for many messages.
 
-Django switches psycopg's own preparing off, for good reason: behind a proxy that pools transactions the next one may run on
-another server process, where nothing is prepared. Such a proxy is seen by this: the process that answers is not the one that
-greeted us. Then everything is sent as text.
+Django disables psycopg's own prepared statements, for a good reason: behind a proxy that pools transactions the next
+transaction may run in another server process, which has not prepared the statement. This module detects such a proxy: the
+answering process is not the one that opened the session. Then it prepares nothing, and statements are sent as text.
 
-They go straight to libpq, by the connection that psycopg documents for that (`Connection.pgconn`): a cursor and the adapting of
-parameters whose types are known beforehand take longer than PostgreSQL takes to run the statement.
+Statements go directly to libpq through the connection that psycopg documents for that purpose (`Connection.pgconn`). A cursor
+and the adaptation of parameters with known types take longer than PostgreSQL takes to run the statement.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _AT_HAND = "_statements_at_hand"
 _TEXT, _BINARY = 0, 1
 _MOST_RUNS = 1000
 PLANNED_SINGLY = 5
-"""`most_runs` of a statement that is planned for each run: PostgreSQL looks for a plan to keep after these."""
+"""`most_runs` of a statement that is planned for each run: PostgreSQL considers a generic plan only after five runs."""
 
 
 class StatementLost(OperationalError):
-    """What is prepared on this connection is not what we know of. The transaction is over; run it again."""
+    """The prepared statements of this connection differ from those recorded. The transaction has failed; run it again."""
 
     sqlstate = SERIALIZATION_FAILURE
 
 
 class StatementResult(NamedTuple):
-    """What PostgreSQL answered.
+    """PostgreSQL's answer.
 
     Attributes:
-        rows: in its text format.
-        hit: how many rows the statement wrote or found.
+        rows: in PostgreSQL's text format.
+        hit: the number of rows that the statement wrote or found.
     """
 
     rows: list[list[Any]]
@@ -51,20 +51,20 @@ class StatementResult(NamedTuple):
 
 @dataclass(slots=True)
 class _AtHand:
-    """What belongs to one connection of the driver."""
+    """The prepared statements of one driver connection."""
 
     may_prepare: bool
     runs: dict[bytes, int]
 
 
 class PreparedStatement:
-    """A statement with the types of its parameters, as PostgreSQL calls them. In `text` they are `$1`, `$2`, ….
+    """A statement with PostgreSQL's types of its parameters. In `text` the parameters are `$1`, `$2`, ….
 
-    What is given for each is text as PostgreSQL writes it, bytes, an instant, or what `str` makes that of.
+    A value is text in PostgreSQL's format, bytes, an instant, or an object whose `str` is such text.
 
     Args:
-        most_runs: after so many it is prepared anew. From the sixth run on PostgreSQL may keep a plan, until the next ANALYZE;
-            one that was made while the table was all but empty reads all of it, however much it has grown meanwhile.
+        most_runs: the statement is prepared again after this many runs. From the sixth run on PostgreSQL may keep a plan until
+            the next ANALYZE. A plan from a nearly empty table scans the whole table, even after it has grown.
     """
 
     def __init__(self, name: str, types: Sequence[str], text: str, *, most_runs: int = _MOST_RUNS) -> None:
@@ -74,11 +74,11 @@ class PreparedStatement:
         self._formats = [_BINARY if kind == "bytea" else _TEXT for kind in types]
 
     def execute(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> StatementResult:
-        """Run it, in the transaction if one is open. Only when `is_usable`.
+        """Run it, in the open transaction if there is one. Call it only if `is_usable`.
 
         Raises:
             StatementLost: see there.
-            django.db.Error: what PostgreSQL refused, or its connection was lost.
+            django.db.Error: PostgreSQL refused the statement, or the connection was lost.
         """
         result = self._run(connection, parameters)
         columns = range(result.nfields)
@@ -86,7 +86,7 @@ class PreparedStatement:
         return StatementResult(rows, result.command_tuples or 0)
 
     def fetch(self, connection: BaseDatabaseWrapper, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """As `execute`; the rows as a cursor of psycopg's gives them, which is the faster the more there are."""
+        """As `execute`, but return rows as a psycopg cursor does; this is faster for many rows."""
         from psycopg.adapt import Transformer  # noqa: PLC0415 - an extra
 
         result = self._run(connection, parameters)
@@ -114,7 +114,7 @@ class PreparedStatement:
                     raise
                 at_hand.runs.pop(self._name, None)
                 if sqlstate == _EXISTS:
-                    # Somebody else's: a proxy after all, whose server processes change hands.
+                    # Another client prepared it: there is a proxy, and it shares its server processes.
                     at_hand.may_prepare = False
                 raise StatementLost(str(error)) from None
 
@@ -127,7 +127,7 @@ def _given(value: Any) -> bytes | None:
             return value.isoformat().encode()
     text = str(value).encode()
     if b"\0" in text:
-        # libpq would end it there.
+        # libpq would end the text there.
         raise DataError("PostgreSQL text fields cannot contain NUL (0x00) bytes")
     return text
 
@@ -158,7 +158,7 @@ def _checked(raw: Any, result: Any) -> Any:
 
 
 def is_usable(connection: BaseDatabaseWrapper) -> bool:
-    """May prepared statements be used here? Not where somebody watches the statements, and not behind a proxy."""
+    """May prepared statements be used here? Not while Django logs or wraps statements, and not behind a proxy."""
     if connection.vendor != "postgresql" or connection.queries_logged or connection.execute_wrappers:
         return False
     connection.ensure_connection()
@@ -175,7 +175,7 @@ def _at_hand(connection: BaseDatabaseWrapper) -> _AtHand:
 
 
 def _may_prepare(connection: BaseDatabaseWrapper, raw: Any) -> bool:
-    # libpq would hold up all greenlets of a thread; psycopg 2 does not show it.
+    # libpq would block all greenlets of a thread; psycopg 2 does not expose it.
     if detect_environment() != "default" or not hasattr(raw, "pgconn"):
         return False
     with connection.wrap_database_errors:

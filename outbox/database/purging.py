@@ -1,4 +1,4 @@
-"""Deleting old rows without one long transaction."""
+"""Delete old rows in short transactions."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def older_entries(trail: type[Model], alias: str, older_than: timedelta) -> Quer
 
 
 def delete_in_chunks(rows: QuerySet[Any], *, by: str, chunk: int = 1000) -> Iterator[int]:
-    """Delete them in the order of a field, in small transactions; yields how many went with each."""
+    """Delete the rows in the order of the field `by`, in small transactions; yield the number deleted in each."""
     while ids := list(rows.order_by(by).values_list("pk", flat=True)[:chunk]):
         yield rows.filter(pk__in=ids).delete()[0]

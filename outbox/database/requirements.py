@@ -1,4 +1,4 @@
-"""What a database must be for the promises of either app to hold: the messages of `manage.py check`."""
+"""The requirements of both apps on a database, as messages of `manage.py check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SUPPORTED_VENDORS = ("postgresql", "sqlite")
 
 
 def unsupported_databases(model: type[Model], databases: Sequence[str] | None, check_id: str) -> list[CheckMessage]:
-    """Databases for `model` on which no promise can be kept."""
+    """Databases for `model` on which the guarantees do not hold."""
     return [
         Error(
             f"The database {alias!r} is {connections[alias].display_name}, on which the {model._meta.app_label} is not "
@@ -27,7 +27,7 @@ def unsupported_databases(model: type[Model], databases: Sequence[str] | None, c
 
 
 def deferred_sqlite(model: type[Model], check_id: str) -> list[CheckMessage]:
-    """SQLite databases for `model` whose transactions begin as readers: two that want to write then fail at once."""
+    """SQLite databases for `model` whose transactions begin as readers: two of them that write fail at once."""
     return [
         Warning(
             f"The SQLite database {alias!r} begins transactions as a reader; under load they fail with 'database is locked'.",
@@ -42,7 +42,7 @@ def deferred_sqlite(model: type[Model], check_id: str) -> list[CheckMessage]:
 
 
 def unfit_settings(model: type[Model], check_id: str) -> list[CheckMessage]:
-    """Settings of databases for `model` under which a transaction or an instant is not what it seems."""
+    """Database settings for `model` that break transactions or instants."""
     return [Error(problem, hint=hint, id=check_id) for problem, hint in _unfit_settings(model)]
 
 
@@ -51,12 +51,12 @@ def _unfit_settings(model: type[Model]) -> Iterator[tuple[str, str]]:
         given = connections[alias].settings_dict
         if not given["AUTOCOMMIT"]:
             problem = f"DATABASES[{alias!r}]['AUTOCOMMIT'] is off, so atomic() commits nothing at its end."
-            yield problem, "Remove AUTOCOMMIT; Django's default is right."
+            yield problem, "Remove AUTOCOMMIT; Django's default is correct."
         if given["TIME_ZONE"] and connections[alias].vendor == "sqlite":
             problem = (
-                f"DATABASES[{alias!r}]['TIME_ZONE'] is {given['TIME_ZONE']!r}: delayed messages would be due at a wrong hour."
+                f"DATABASES[{alias!r}]['TIME_ZONE'] is {given['TIME_ZONE']!r}: delayed messages would be due at the wrong time."
             )
-            yield problem, "Remove TIME_ZONE from this database; the project's TIME_ZONE is for what people see."
+            yield problem, "Remove TIME_ZONE from this database; the project's TIME_ZONE controls how times are displayed."
     if not settings.USE_TZ:
         problem = "USE_TZ is False: instants without a time zone cannot be compared with those of another service."
         yield problem, "Set it to True."

@@ -1,8 +1,8 @@
-"""Is a database migrated for this version of an app?
+"""Check that a database is migrated for this version of an app.
 
-Asked for is what this version reads and writes: every table and column of the app's models. What a newer version has added is
-no obstacle, so that old processes go on during a rolling deploy. It is the tables that are looked at and not Django's record of
-applied migrations, because that can be ahead of them (`--fake`) or behind (SQL that a database administrator ran).
+The check requires every table and column of the app's models, because this version reads and writes them. It accepts additional
+ones of a newer version, so that old processes continue during a rolling deploy. It looks at the tables, not at Django's record
+of applied migrations, because the record can be ahead of them (`--fake`) or behind (SQL that a database administrator ran).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _reminder = Reminder()
 
 
 def require_schema(alias: str, *labels: str) -> None:
-    """For a command, before it begins: are the tables of these apps there, as this version needs them?
+    """Check before a command runs that the tables of these apps are migrated for this version.
 
     Raises:
-        CommandError: no such alias, or not migrated. A database that is unavailable is not an error here.
+        CommandError: the alias does not exist, or its database is not migrated. An unavailable database is not an error here.
     """
     if alias not in connections:
         raise CommandError(f"There is no database {alias!r}. DATABASES has: {', '.join(connections)}.")
@@ -49,10 +49,10 @@ def require_schema(alias: str, *labels: str) -> None:
 
 
 def why_unmigrated(alias: str, label: str, *, begun: bool = False) -> str:
-    """What the database lacks of the app's tables and what to run, in one line; "" when it has all, or does not answer.
+    """One line with the missing tables or columns and the command to run; "" if none is missing or the database is unavailable.
 
     Args:
-        begun: a database that has none of the tables, or is not to have them, is right, too.
+        begun: also accept a database that has none of the tables, or for which the routers do not allow them.
     """
     models = [model for model in apps.get_app_config(label).get_models() if router.allow_migrate_model(alias, model)]
     if not models and begun:
@@ -87,12 +87,12 @@ def _missing(connection: BaseDatabaseWrapper, model: type[Model]) -> Iterator[st
 
 def _has(connection: BaseDatabaseWrapper, table: str, columns: Iterable[str]) -> bool:
     quote = connection.ops.quote_name
-    # Qualified, because SQLite takes an unknown name in quotes for a text.
+    # Qualified, because SQLite takes an unknown quoted name for a string.
     asked = ", ".join(f"{quote(table)}.{quote(column)}" for column in columns) or "1"
     # Inside a transaction a failed statement would end it.
-    kept = transaction.atomic(using=connection.alias) if connection.in_atomic_block else nullcontext()
+    savepoint = transaction.atomic(using=connection.alias) if connection.in_atomic_block else nullcontext()
     try:
-        with kept, connection.cursor() as cursor:
+        with savepoint, connection.cursor() as cursor:
             cursor.execute(f"SELECT {asked} FROM {quote(table)} WHERE 1 = 0")  # noqa: S608 - names of models, quoted
     except DatabaseError as error:
         if not is_missing(error):
@@ -102,7 +102,7 @@ def _has(connection: BaseDatabaseWrapper, table: str, columns: Iterable[str]) ->
 
 
 def is_missing(error: BaseException) -> bool:
-    """Does the database say that it has no such table or column?"""
+    """Does the error say that a table or column is missing?"""
     if not isinstance(error, DatabaseError):
         return False
     if sqlstate := getattr(error.__cause__, "sqlstate", None):
@@ -111,11 +111,11 @@ def is_missing(error: BaseException) -> bool:
 
 
 def report_missing(error: BaseException) -> None:
-    """For a process that meets it later, as in a deploy in the wrong order: once a minute, whichever of its loops it is."""
+    """Log a schema that is missing at run time, as in a deploy in the wrong order: once a minute for all loops of a process."""
     if _reminder.is_due():
         logger.error(
-            "A database is not migrated for this version: %s. Run `python manage.py migrate` on it. It is tried again; no "
-            "message is lost and no attempt is counted.",
+            "A database is not migrated for this version: %s. Run `python manage.py migrate` on it. The process tries again; "
+            "no message is lost and no attempt is counted.",
             str(error).partition("\n")[0],
         )
 

@@ -1,5 +1,5 @@
-"""What both halves must agree on: the form of a message, of failure, of a retry, of a loop.
+"""Code that the outbox and the inbox share: the message format, failures, retries and loops.
 
-It is plain Python without Django: no model, no setting, no SQL and no HTML, so that the outbox and the inbox can each be
-installed without the other and still speak the same language.
+It is plain Python without Django: it contains no models, settings, SQL or HTML. So each app can be installed without the
+other, and both use the same formats.
 """

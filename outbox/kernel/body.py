@@ -1,8 +1,8 @@
-"""Reading a body that anybody may have sent, within limits.
+"""Decode an untrusted body within limits.
 
-A kilobyte can inflate to gigabytes, and a megabyte of brackets can become a hundred megabytes of objects. So a body is inflated
-up to a limit and no further, and before it is parsed its values are counted, by a pass over its bytes that costs a small part
-of parsing them. Both limits grow with the one that the caller gives.
+A kilobyte can inflate to gigabytes, and a megabyte of brackets can become a hundred megabytes of objects. So inflating stops at
+a limit, and the number of values is estimated before parsing, by a pass over the bytes that costs a small part of parsing. Both
+limits are proportional to the limit that the caller passes.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from typing import Any
 from outbox.kernel.text import describe
 
 BODY_LIMIT_BYTES = 16 * 1024 * 1024
-"""What RabbitMQ 4 takes at most, unless it is configured to take more."""
+"""RabbitMQ 4's default maximum message size."""
 BYTES_PER_VALUE = 16
-"""A body may have one JSON value for so many bytes of its limit. A value takes up to 200 bytes of memory, a short one, too."""
+"""A body may have one JSON value per this many bytes of its limit. Even a short value takes up to 200 bytes of memory."""
 _BEGINS_A_VALUE = (b"[", b"{", b",")
 _WINDOW_BYTES = 128 * 1024 * 1024
 
 
 class Undecodable(ValueError):
-    """A delivery that cannot be read, with the reason for people."""
+    """A delivery that cannot be read, with a human-readable reason."""
 
 
 class OverLimit(Undecodable):
-    """Its body is not read, because that would take more memory than the limit allows."""
+    """The body was not read, because that would take more memory than the limit allows."""
 
 
 def decode_payload(body: bytes, content_type: str, *, compression: str = "", limit: int = BODY_LIMIT_BYTES) -> Any:
     """The payload in `body`, which is JSON of some media type.
 
     Args:
-        compression: how it is compressed, as kombu calls it in the header `compression`; "" when it is not.
-        limit: the most bytes that are parsed.
+        compression: kombu's name of the compression, from the header `compression`; "" for an uncompressed body.
+        limit: the maximum number of bytes to parse.
 
     Raises:
         OverLimit: it has more bytes or more values than the limit allows.
-        Undecodable: it is not compressed like that, or it is not JSON after all.
+        Undecodable: it does not have this compression, or it is not JSON.
     """
     if compression:
         body = inflated(body, compression, limit)
@@ -54,32 +54,34 @@ def decode_payload(body: bytes, content_type: str, *, compression: str = "", lim
 
 
 def inflated(body: bytes, compression: str, limit: int = BODY_LIMIT_BYTES) -> bytes:
-    """What was compressed to `body`.
+    """The inflated `body`.
 
     Raises:
-        OverLimit: before or after that it has more bytes than the limit allows.
-        Undecodable: it is not compressed like that, or this process cannot inflate it.
+        OverLimit: the compressed or the inflated body has more bytes than the limit allows.
+        Undecodable: it does not have this compression, or this process cannot inflate it.
     """
     _refuse_too_long(body, limit)
     try:
         inflate = _INFLATERS[compression.lower()]
     except KeyError:
-        raise _not_unpacked(compression, f"no such compression is known here, but {', '.join(sorted(_INFLATERS))}") from None
+        known = ", ".join(sorted(_INFLATERS))
+        raise _not_unpacked(compression, f"this compression is not supported; supported are {known}") from None
     try:
         found, ended = inflate(body, limit + 1)
     except ImportError as error:
-        raise _not_unpacked(compression, f"{describe(error)}. Install what inflates it, and retry the message") from error
+        remedy = "Install the library that inflates it, and retry the message"
+        raise _not_unpacked(compression, f"{describe(error)}. {remedy}") from error
     except Exception as error:
         raise _not_unpacked(compression, describe(error)) from error
     if len(found) > limit:
         raise OverLimit(f"The body ({len(body)} bytes, compressed: {compression}) inflates to more than {limit} bytes.")
     if not ended:
-        raise _not_unpacked(compression, "it ends too early, or goes on after its end")
+        raise _not_unpacked(compression, "it is truncated, or has data after its end")
     return found
 
 
 def _not_unpacked(compression: str, why: str) -> Undecodable:
-    return Undecodable(f"The body cannot be unpacked as its header says, compression {compression!r}: {why}.")
+    return Undecodable(f"The body cannot be decompressed with the compression of its header, {compression!r}: {why}.")
 
 
 def _refuse_over_limit(body: bytes, limit: int) -> None:
@@ -95,7 +97,8 @@ def _refuse_too_long(body: bytes, limit: int) -> None:
 
 
 _Inflate = Callable[[bytes, int], tuple[bytes, bool]]
-"""Takes a body and the most bytes to make of it; gives what came of it, and whether that was all of it and nothing else."""
+"""Takes a body and the maximum size of the result; returns the inflated bytes, and whether the whole body and no more was
+inflated."""
 
 
 def _by(decompressor: Callable[[], Any]) -> _Inflate:
@@ -118,7 +121,7 @@ def _brotli(body: bytes, most: int) -> tuple[bytes, bool]:
     try:
         found: bytes = inflating.process(body, output_buffer_limit=most)
     except TypeError as error:
-        raise ImportError("this version of brotli cannot be bounded, brotli 1.2 can") from error
+        raise ImportError("this version of brotli cannot limit its output; brotli 1.2 can") from error
     return found, inflating.is_finished()
 
 
@@ -133,4 +136,4 @@ _INFLATERS: dict[str, _Inflate] = {
     **dict.fromkeys(("application/x-brotli", "brotli"), _brotli),
     **dict.fromkeys(("application/zstd", "zstd", "zstandard"), _ZSTD),
 }
-"""By the names that kombu has for them."""
+"""By kombu's names."""

@@ -1,9 +1,9 @@
-"""How both halves reach a broker: bounded waits, the same exchange, the same idea of what a broken connection is.
+"""How both apps connect to a broker: with bounded waits, the same exchange and the same definition of a broken connection.
 
-A broker URL may be several, separated by `;`: brokers of one cluster, of which the first that answers is used. That is kombu's
-own failover; here it is seen to that every one of them is asked, and that they are of one kind.
+A broker URL may be a list separated by `;`: the brokers of one cluster, of which kombu's failover uses the first that answers.
+This module ensures that kombu tries each of them, and that they are of one kind.
 
-Nothing is connected here.
+This module opens no connection.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Frame = tuple[int, int, bytes]
 """One frame of AMQP: its type, its channel and its payload."""
 
 _FRAME = struct.Struct(">BHI")
-"""Type, channel and size; then come so many bytes of payload and one that ends the frame."""
+"""Type, channel and size; `size` bytes of payload and one end byte follow."""
 _FRAME_END = 0xCE
 _HEADER_FRAME = 2
-# Class, weight and body size; the flags and the properties come after.
+# Class, weight and body size; the flags and the properties follow.
 _HEADER_PREFIX = 12
 _AMQP_SCHEMES = {"amqp", "amqps", "pyamqp"}
 _LOCAL = "local"
 _CHUNK_BYTES = 16_384
 _CONNECT_SECONDS = 5.0
 _ALL_CONNECT_SECONDS = 15.0
-"""For all brokers of a list together, that none of them waits behind others that swallow packets for longer than this."""
+"""For all brokers of a list together, so that a broker is tried within this time even if those before it drop packets."""
 _LAST_ATTEMPT_SECONDS = 20.0
-# py-amqp's own TCP_USER_TIMEOUT is 1 s, which kills a connection that the broker holds up for a moment.
+# py-amqp's default TCP_USER_TIMEOUT of 1 s ends a connection when the broker pauses for a moment.
 _SOCKET_SETTINGS = {"TCP_USER_TIMEOUT": 10_000, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3}
 
 SEVERAL_HINT = (
@@ -48,19 +48,19 @@ SEVERAL_HINT = (
 )
 
 REFUSAL_REMEDY = (
-    "Correct its user, password or virtual host, or grant the user its permissions on the broker. It is tried again every few "
-    "seconds; no message is lost and no attempt is counted."
+    "Correct its user, password or virtual host, or grant the user its permissions on the broker. The connection is retried "
+    "every few seconds; no message is lost and no attempt is counted."
 )
 _REFUSALS_OF_REDIS = {"AuthenticationError", "NoPermissionError"}
-"""Names of classes, because its library need not be installed."""
+"""Names of classes, because the library may not be installed."""
 
 BROKER_FAILURES: tuple[type[Exception], ...] = (AMQPError, KombuError, OSError, AttributeError)
-"""What a lost connection can look like, whatever the kombu transport adds to it (`connection_errors`, `channel_errors`).
-py-amqp raises AttributeError when its connection is lost at the wrong moment; kombu's pyamqp transport says so, too."""
+"""Errors of a lost connection; each kombu transport adds its own (`connection_errors`, `channel_errors`).
+py-amqp raises AttributeError when it loses its connection at the wrong moment; kombu's pyamqp transport lists it, too."""
 
 
 def scheme_of(url: str) -> str:
-    """`amqp` of `amqp://…`, `sqla` of `sqla+postgresql://…`, in lower case; of several, the first's, or "" when they differ."""
+    """`amqp` of `amqp://…`, `sqla` of `sqla+postgresql://…`, in lower case; of a list the first, or "" if the kinds differ."""
     schemes = [_scheme(one) for one in url.split(";")]
     if len(schemes) > 1 and (_LOCAL in schemes or len(set(map(_kind, schemes))) > 1):
         return ""
@@ -68,16 +68,16 @@ def scheme_of(url: str) -> str:
 
 
 def speaks_amqp(url: str) -> bool:
-    """Is this RabbitMQ's protocol, with confirms and queue types, and not one of kombu's virtual transports?"""
+    """Is this AMQP, with confirms and queue types, rather than one of kombu's virtual transports?"""
     return scheme_of(url) in _AMQP_SCHEMES
 
 
 def why_unusable(url: str) -> str | None:
-    """Why kombu cannot speak to `url`, or to one of several, or None when it can try."""
+    """Why kombu cannot use `url`, or one URL of a list; None if it can try."""
     urls = url.split(";")
     schemes = [_scheme(one) for one in urls]
     if len(urls) > 1 and _LOCAL in schemes:
-        return "local:// is no broker and must stand alone: there is nothing to fail over to"
+        return "local:// cannot be part of a list: it is not a broker"
     for number, one in enumerate(urls, 1):
         if reason := _why_unusable(one):
             return reason if len(urls) == 1 else f"{reason} (number {number} of its {len(urls)} URLs, which ';' separates)"
@@ -89,11 +89,11 @@ def why_unusable(url: str) -> str | None:
 
 def _why_unusable(url: str) -> str | None:
     if not is_url(url.strip()):
-        return "it is no URL"
+        return "it is not a URL"
     if url != url.strip():
         return "there is a space before or after it"
     if _scheme(url) not in TRANSPORT_ALIASES:
-        return "kombu knows no such transport"
+        return "kombu does not know this transport"
     try:
         transport = get_transport_cls(_scheme(url))
     except ImportError as error:
@@ -110,11 +110,11 @@ def _kind(scheme: str) -> str:
 
 
 def why_no_exchange(name: str) -> str | None:
-    """Why no broker would declare an exchange called `name`, or None when it would."""
+    """Why a broker would refuse to declare an exchange called `name`; None if it would not."""
     if not name:
         return "it is empty, which is the broker's own default exchange"
     if name.startswith("amq."):
-        return "names that begin with 'amq.' are the broker's own"
+        return "the broker reserves names that begin with 'amq.'"
     return why_unfit(name)
 
 
@@ -122,7 +122,7 @@ def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
     """Keyword arguments for `kombu.Connection(url, …)`."""
     seconds = min(_CONNECT_SECONDS, _ALL_CONNECT_SECONDS / _count(url))
     if not speaks_amqp(url):
-        # The second is what kombu's Redis transport goes by.
+        # kombu's Redis transport reads the transport option.
         options = {"socket_connect_timeout": seconds, **transport_options}
         return {"connect_timeout": seconds, "transport_options": options}
     settings = {getattr(socket, name): value for name, value in _SOCKET_SETTINGS.items() if hasattr(socket, name)}
@@ -141,7 +141,7 @@ def connection_options(url: str, **transport_options: Any) -> dict[str, Any]:
 
 
 def connection_attempts(url: str) -> dict[str, Any]:
-    """Keyword arguments for `kombu.Connection.ensure_connection`: ask every broker once, a single one twice, and no longer."""
+    """Keyword arguments for `kombu.Connection.ensure_connection`: try every broker of a list once, a single broker twice."""
     return {"max_retries": max(_count(url) - 1, 1), "interval_start": 0, "timeout": _LAST_ATTEMPT_SECONDS}
 
 
@@ -150,11 +150,11 @@ def _count(url: str) -> int:
 
 
 def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
-    """py-amqp's frame reader, which also reads a message whose properties it cannot unpack: without them.
+    """py-amqp's frame reader; it drops the properties of a message if it cannot decode them.
 
-    A producer may put bytes that are not UTF-8 into a property, or a header of a type that py-amqp does not know. The reader
-    raises then, out of whatever was being waited for, and the broker delivers the message to the next consumer, for ever.
-    Without its properties it has no identity and becomes a dead letter that people can see.
+    A producer may send a property that is not UTF-8, or a header of a type that py-amqp does not know. py-amqp's reader then
+    raises an exception from the current wait, and the broker redelivers the message to the next consumer, without end. Without
+    its properties the message has no id, and becomes a dead letter that operators can see.
     """
     read = frame_handler(connection, callback)
 
@@ -171,7 +171,7 @@ def _read_frames_of_anybody(connection: Any, callback: Any) -> Any:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Does the broker refuse this login or virtual host, or lack its user a right? Waiting does not help then."""
+    """Does the broker refuse this login or virtual host, or does the user lack a permission? Waiting does not help then."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, AccessRefused | NotAllowed) or _REFUSALS_OF_REDIS & {kind.__name__ for kind in type(link).__mro__}:
@@ -181,21 +181,21 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def read_in_chunks(transport: Any) -> None:
-    """Have py-amqp read as much of its socket as there is, instead of six times for every message.
+    """Let py-amqp read all available bytes of its socket at once, instead of six times for every message.
 
-    `_read` keeps in `_read_buffer` what it got too much, so only its call of the socket is changed.
+    `_read` keeps surplus bytes in `_read_buffer`, so only its call of the socket is changed.
     """
-    read = transport._quick_recv  # noqa: SLF001 - py-amqp offers no other place
+    read = transport._quick_recv  # noqa: SLF001 - py-amqp has no public hook
     transport._quick_recv = lambda size: read(max(size, _CHUNK_BYTES))  # noqa: SLF001
 
 
 def dispatch_what_is_read(connection: Any, take: Callable[[Frame], bool] | None = None) -> None:
-    """Have py-amqp's connection take the whole frames that `read_in_chunks` has left in its buffer.
+    """Dispatch the complete frames that `read_in_chunks` left in py-amqp's buffer.
 
-    Or have `take` do it, until it returns False.
+    They go to py-amqp's connection, or to `take` until it returns False.
 
-    Without setting two time limits on the socket for each, which costs it a third of its time. A frame that is not whole, or
-    not sound, is left to py-amqp, which waits for the rest or says what is wrong.
+    This saves py-amqp two socket timeouts per frame, a third of its time. py-amqp handles an incomplete or invalid frame
+    itself: it waits for the remaining bytes or raises.
     """
     transport = connection.transport
     while len(read := transport._read_buffer) > _FRAME.size:  # noqa: SLF001 - see read_in_chunks
@@ -203,7 +203,7 @@ def dispatch_what_is_read(connection: Any, take: Callable[[Frame], bool] | None 
         end = _FRAME.size + size
         if len(read) <= end or read[end] != _FRAME_END:
             return
-        # Before it is taken: whoever takes it may read on, or fail.
+        # Before the call, because the called function may read more or fail.
         transport._read_buffer = read[end + 1 :]  # noqa: SLF001
         frame = (kind, channel, read[_FRAME.size : end])
         if take is None:

@@ -1,9 +1,9 @@
 """The clocks of this process.
 
-Instants that a promise rests on (due, expiry, retry) come from the database's clock, because every process of a service
-shares it (`database.now`). Deadlines and durations inside one process are measured with `monotonic`, which cannot be set and
-goes on while the machine is suspended, as the database, the broker and the leases do. What this process itself has had time to
-do is measured with `awake`, which stands still meanwhile.
+Guarantees depend on some instants (due, expiry, retry). These come from the database's clock, because every process of a
+service shares it (`database.now`). Deadlines and durations inside one process use `monotonic`, which cannot be set and keeps
+running while the machine is suspended, as the database, the broker and the leases do. `awake` measures the time in which this
+process could run; it stops during suspension.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import partial
 
 
 def _boottime() -> Callable[[], float] | None:
-    """Linux's clock that counts the time in suspension, too (clock_gettime(2)); None where there is none."""
+    """Linux's clock that includes the time in suspension (clock_gettime(2)); None on other systems."""
     try:
         clock = time.CLOCK_BOOTTIME
         time.clock_gettime(clock)
@@ -29,5 +29,5 @@ awake = time.monotonic
 
 
 def utcnow() -> datetime:
-    """This process's wall clock, aware, in UTC. Nothing that must be exact may rest on it."""
+    """This process's wall clock, aware, in UTC. Code that needs exact instants must not use it."""
     return datetime.now(tz=UTC)

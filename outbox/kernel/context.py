@@ -1,4 +1,4 @@
-"""The message being handled in this context, so that what its handler publishes can name its cause."""
+"""The message being handled in this context, so that messages that its handler publishes can name their cause."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cause:
-    """What a message published now descends from.
+    """The cause of a message that is published now.
 
     Attributes:
         message_id: the message being handled; becomes the causation id.
         correlation_id: the first message of the whole chain.
-        traceparent: the W3C trace context that came with it, or "".
+        traceparent: the W3C trace context of the message being handled, or "".
     """
 
     message_id: str = ""

@@ -1,11 +1,11 @@
-"""The wire format: CloudEvents 1.0 in AMQP binary mode, and what else we accept.
+"""The wire format: CloudEvents 1.0 in AMQP binary mode, and the other formats that the inbox accepts.
 
-Attributes travel as message headers called `cloudEvents:<attribute>`, the payload as the body, byte for byte as it was
-serialised when the message was published. Received are also: the `cloudEvents_` prefix (the CloudEvents AMQP binding allows
-both), structured mode (`application/cloudevents+json`), and plain JSON whose AMQP `message_id` names it.
+Attributes are message headers named `cloudEvents:<attribute>`. The body holds the payload, byte for byte as it was serialised
+at publish. Deliveries may also use the `cloudEvents_` prefix (the CloudEvents AMQP binding allows both), structured mode
+(`application/cloudevents+json`), or plain JSON with an AMQP `message_id`.
 
 Sources: CloudEvents 1.0.2; CloudEvents AMQP Protocol Binding 1.0.2; W3C Trace Context (for `traceparent`).
-docs/reference/wire-format.md is this module for people, with frozen vectors.
+docs/reference/wire-format.md documents this format, with frozen vectors.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ SPECVERSION = "1.0"
 _COLON, _UNDERSCORE = "cloudEvents:", "cloudEvents_"
 ORDERING_KEY_HEADER = "cloudEvents:orderingkey"
 REPLAY_HEADER = "cloudEvents:replay"
-"""Says that somebody has had the message sent again on purpose, and who: "operator"."""
+"""Marks a message that was sent again on purpose, and by whom: "operator"."""
 BY_OPERATOR = "operator"
 _RESERVED = ("cloudevents", "x-", "ce-")
-# What RabbitMQ adds on the way, after a crash or a dead letter exchange: nobody published it, and nobody may publish it again.
+# RabbitMQ adds these after a redelivery or in a dead letter exchange. No publisher set them, and none may publish them again.
 _BY_BROKER = (
     "x-death",
     "x-first-death-",
@@ -45,14 +45,14 @@ _BY_BROKER = (
     "x-shovel",
 )
 COMPRESSION = "compression"
-"""The header by which kombu says that a body is compressed, and how."""
+"""kombu's header that names the compression of a body."""
 _RESERVED_NAMES = {COMPRESSION}
 COPIES = ("CC", "BCC")
-"""Headers by which RabbitMQ routes copies of a message ("Sender-selected Distribution"), in capitals only. It takes them as
-lists, and closes the channel over any other value."""
+"""Headers by which RabbitMQ routes copies of a message ("Sender-selected Distribution"), in capitals only. Their values must
+be lists; RabbitMQ closes the channel for any other value."""
 RESERVED_HEADERS = "'compression', 'CC', 'BCC', and names that begin with 'cloudEvents', 'ce-' or 'x-'"
 
-# Milliseconds since 1970 passed this in 1973; seconds will in the year 5138.
+# Milliseconds since 1970 exceeded this in 1973; seconds will in the year 5138.
 _LEAST_MILLISECONDS = 1e11
 _INT64_END = 2**63
 _HEADER_LENGTH = 4_000
@@ -62,12 +62,12 @@ HeaderValue = str | int | float | bool
 
 
 def is_reserved(header: str) -> bool:
-    """Does `header` belong to CloudEvents or to the broker, so that a publisher must not set it?"""
+    """Does `header` belong to CloudEvents or to the broker? A publisher must not set it then."""
     return header in COPIES or header.lower() in _RESERVED_NAMES or header.lower().startswith(_RESERVED)
 
 
 def headers_as_json(headers: Mapping[str, HeaderValue]) -> str:
-    """Text for a jsonb column, which makes a whole number of a float that is written as 1e+16: so such a one is written out."""
+    """Text for a jsonb column. jsonb turns a float in the form 1e+16 into a whole number, so such floats are written out."""
     return f"{{{', '.join(f'{json.dumps(name)}: {_as_json(value)}' for name, value in headers.items())}}}"
 
 
@@ -76,19 +76,19 @@ def _as_json(value: HeaderValue) -> str:
 
 
 class Envelope(NamedTuple):
-    """One message as it travels.
+    """One message in its form on the wire.
 
     Attributes:
         id: the message id; "" when a foreign producer gave none.
         topic: CloudEvents `type`.
         source: CloudEvents `source`, a URI reference.
-        created_at: by the producer's database clock; None when a foreign producer did not say.
+        created_at: by the producer's database clock; None when a foreign producer gave none.
         deliver_at: not before this instant, for delayed messages; else None.
-        biz_id: the business's name of the fact; "" when it has none.
-        key: ordering key; "" promises no order.
+        biz_id: the name of the business fact; "" for none.
+        key: ordering key; "" guarantees no order.
         body: the serialised payload.
         headers: the publisher's own.
-        replayed: an operator has had it sent again, so that it may come once more.
+        replayed: an operator had it sent again, so it may arrive once more.
     """
 
     id: str
@@ -107,7 +107,7 @@ class Envelope(NamedTuple):
     replayed: bool = False
 
     def to_headers(self) -> dict[str, Any]:
-        """The headers this message travels with: the publisher's, then the attributes, empty ones left out."""
+        """The headers of this message on the wire: the publisher's, then the attributes that are not empty."""
         attributes = (
             ("cloudEvents:specversion", SPECVERSION),
             ("cloudEvents:id", self.id),
@@ -126,9 +126,9 @@ class Envelope(NamedTuple):
 
     @property
     def dedup_id(self) -> str:
-        """What names this fact when the handler does not say: the biz-id, else the identity CloudEvents defines.
+        """The default deduplication key: the biz-id, else the identity that CloudEvents defines.
 
-        CloudEvents ids are unique within their source only; a UUID is unique without it.
+        CloudEvents ids are unique within their source only. A UUID is unique without its source.
         """
         if self.biz_id or not self.id:
             return self.biz_id
@@ -136,12 +136,12 @@ class Envelope(NamedTuple):
 
 
 def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], body: bytes, routing_key: str) -> Envelope:
-    """What a broker delivered, as far as that can be told without its body; see `opened`.
+    """The envelope of a delivery, without reading its body; see `opened`.
 
     Args:
         properties: AMQP basic properties (`message_id`, `content_type`, `correlation_id`, `timestamp`…).
         headers: application headers.
-        routing_key: the topic when the message does not name its type.
+        routing_key: the topic of a message without a CloudEvents type.
     """
     attributes, own_headers = _divided(headers)
     return _described(
@@ -159,46 +159,46 @@ def from_delivery(*, properties: Mapping[str, Any], headers: Mapping[str, Any], 
 
 
 def opened(envelope: Envelope, limit: int = BODY_LIMIT_BYTES) -> Envelope:
-    """A delivery in structured mode as the event in its body describes it; any other as it is.
+    """The envelope that the body of a delivery in structured mode describes; any other delivery unchanged.
 
     Raises:
         OverLimit: see `decode_payload`.
-        Undecodable: its body is no CloudEvent.
+        Undecodable: its body is not a CloudEvent.
     """
     if not is_structured(envelope):
         return envelope
     event = decode_payload(envelope.body, STRUCTURED_JSON, compression=compression_of(envelope), limit=limit)
     if not isinstance(event, dict) or "specversion" not in event:
-        raise Undecodable(f"The body says {STRUCTURED_JSON} but is no CloudEvent.")
+        raise Undecodable(f"The content type is {STRUCTURED_JSON}, but the body is not a CloudEvent.")
     headers = {name: value for name, value in envelope.headers.items() if name != COMPRESSION}
     content_type = fit(str(event.get("datacontenttype") or JSON))
     return _described(event, envelope._replace(body=_data(event), content_type=content_type, headers=headers))
 
 
 def is_structured(envelope: Envelope) -> bool:
-    """Is the message an event in the body, which says what it is called and what it is about?"""
+    """Is the message in structured mode, with the attributes and the data of the event in its body?"""
     return media_type(envelope.content_type) == STRUCTURED_JSON
 
 
 def compression_of(envelope: Envelope) -> str:
-    """How the body is compressed, as kombu calls it; "" when it is not."""
+    """kombu's name of the body's compression; "" for an uncompressed body."""
     return str(envelope.headers.get(COMPRESSION, ""))
 
 
-@lru_cache(maxsize=256)  # of a few, asked about several times for each message
+@lru_cache(maxsize=256)  # few distinct values, looked up several times per message
 def media_type(content_type: str) -> str:
     """`content_type` without its parameters, in lower case."""
     return content_type.partition(";")[0].strip().lower()
 
 
 def _described(attributes: Mapping[str, Any], otherwise: Envelope) -> Envelope:
-    """The envelope that the attributes describe; what they leave out or leave blank is as `otherwise` says."""
+    """The envelope that the attributes describe; `otherwise` supplies missing and blank ones."""
 
     def text(name: str, default: object) -> str:
         value = attributes.get(name)
         if value is None or _is_blank(value):
             value = default
-        # Most of them are not there.
+        # Most attributes are absent.
         return "" if value == "" else fit(str(value))
 
     def instant(name: str, default: datetime | None) -> datetime | None:
@@ -230,7 +230,7 @@ def _is_blank(value: object) -> bool:
 def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, HeaderValue]]:
     """The CloudEvents attributes, and the publisher's own headers, without the broker's.
 
-    Of an attribute that is there with both prefixes the colon's counts.
+    For an attribute with both prefixes the value with the colon is used.
     """
     attributes: dict[str, Any] = {}
     own: dict[str, HeaderValue] = {}
@@ -247,7 +247,7 @@ def _divided(headers: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Head
 
 
 def _data(event: Mapping[str, Any]) -> bytes:
-    """What an event in structured mode is about, as a body in binary mode would say it."""
+    """The data of an event in structured mode, in the form of a body in binary mode."""
     try:
         if "data_base64" in event:
             return base64.b64decode(str(event["data_base64"]), validate=True)
@@ -277,7 +277,7 @@ def _parse_time(value: object) -> datetime | None:
                 instant = datetime.fromtimestamp(value / 1000 if abs(value) >= _LEAST_MILLISECONDS else value, tz=UTC)
             case _:
                 return None
-        # In UTC, so that the first and the last day of the calendar overflow here and not in a database driver.
+        # In UTC, so that the first and the last day of the calendar overflow here, not in a database driver.
         return instant.astimezone(UTC) if instant.tzinfo else instant.replace(tzinfo=UTC)
     except (ValueError, OverflowError, OSError):
         return None

@@ -1,4 +1,4 @@
-"""Names that must not collide: of messages and of processes."""
+"""Unique names of messages and of processes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _RANDOM_BYTES = 10
 
 
 def new_message_id() -> uuid.UUID:
-    """A fresh message id: a UUIDv7 (RFC 9562 §5.7), 48 bits of milliseconds and 74 random bits.
+    """A new message id: a UUIDv7 (RFC 9562 §5.7), 48 bits of milliseconds and 74 random bits.
 
-    Ids that grow with time keep the unique index's inserts on its right edge.
+    Ids that grow with time keep the inserts on the right edge of the unique index.
     """
     return uuid.UUID(int=_this_millisecond() | int.from_bytes(os.urandom(_RANDOM_BYTES), "big") & _RANDOM)
 
 
 def new_message_ids(count: int) -> list[uuid.UUID]:
-    """So many fresh message ids of one millisecond, ascending, with one call for all their random bits."""
+    """`count` new message ids of one millisecond, ascending, with one call for all their random bits."""
     random, now = os.urandom(_RANDOM_BYTES * count), _this_millisecond()
     pieces = [random[start : start + _RANDOM_BYTES] for start in range(0, len(random), _RANDOM_BYTES)]
     return [uuid.UUID(int=now | bits) for bits in sorted(int.from_bytes(piece, "big") & _RANDOM for piece in pieces)]
@@ -34,5 +34,5 @@ def _this_millisecond() -> int:
 
 
 def process_name() -> str:
-    """Who is doing this, for people to read: `host:pid:thread`."""
+    """A human-readable name of this thread: `host:pid:thread`."""
     return f"{socket.gethostname()}:{os.getpid()}:{threading.current_thread().name}"

@@ -1,9 +1,9 @@
-"""The stoppable loop: asked to stop it finishes what is in hand; gone silent it is ended from outside.
+"""Stoppable loops: a stop request lets a loop finish its current work; a watchdog ends the process of a loop that hangs.
 
-`StopRequest` is what every loop of ours waits on instead of sleeping; a `Bell` adds "or until there is work".
-`running_until_signalled` ties a stop request to SIGTERM and SIGINT for the life of a command; `console.process` bounds the time
-that the stop takes. `Watchdog` is the guard against lies of the platform: a socket or a lock that never answers leaves a
-process that looks alive and does nothing, and only ending it gives its work to another.
+Every loop waits on a `StopRequest` instead of sleeping; a `Bell` also wakes it when there is work. `running_until_signalled`
+connects a stop request to SIGTERM and SIGINT while a command runs; `console.process` limits how long a stop may take. A
+`Watchdog` protects against a socket or a lock that never answers: the process looks alive and does nothing, and only its end
+gives its work to another process.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ EXIT_SILENT = 70
 
 
 class HasFileno(Protocol):
-    """A socket, or whatever else the system can wait on."""
+    """A socket or another object that `poll` can wait on."""
 
     def fileno(self) -> int: ...
 
 
 class StopRequest:
-    """Somebody wants this process to end. Waiting on it is how loops sleep.
+    """A request to end this process. Loops wait on it instead of sleeping.
 
-    Set from a signal handler, which interrupts the main thread anywhere, also while it waits: a `threading.Event` would ask
-    for a lock there that the very same thread holds. A flag and a pipe need none (Bernstein's self-pipe).
+    A signal handler sets it, and interrupts the main thread anywhere, also in a wait. There a `threading.Event` could need a
+    lock that the same thread holds. A flag and a pipe need no lock (Bernstein's self-pipe).
     """
 
     def __init__(self) -> None:
@@ -62,26 +62,26 @@ class StopRequest:
             os.write(self._ring, b"!")
 
     def wait(self, seconds: float) -> bool:
-        """Sleep up to `seconds`; True as soon as a stop is wanted."""
+        """Sleep up to `seconds`; return True as soon as a stop is requested."""
         if not self._asked:
-            # The byte is never read, so it wakes every thread that waits.
+            # The byte is never read, so it wakes every waiting thread.
             poll = select.poll()
             poll.register(self._wake, select.POLLIN)
             poll.poll(seconds * 1000)
         return self._asked
 
     def fileno(self) -> int:
-        """Readable as soon as a stop is wanted, for whoever waits on something else as well."""
+        """Readable as soon as a stop is requested, for a loop that also waits on something else."""
         return self._wake
 
 
 class Bell:
-    """There may be work. One loop waits on it, anybody may ring it, from any thread or signal handler.
+    """Wakes one loop when there may be work. Any thread or signal handler may ring it.
 
-    A ring before the wait is not lost, and many rings are one: a byte stays in a pipe until the next wait takes all of them.
+    A ring before the wait is not lost: its byte stays in a pipe until the next wait, which reads all bytes as one ring.
 
     Attributes:
-        is_connected: it is rung for the work of other processes as well, so its loop need not poll often.
+        is_connected: other processes' work rings it, too, so its loop need not poll often.
     """
 
     def __init__(self) -> None:
@@ -95,12 +95,12 @@ class Bell:
         os.close(self._ring)
 
     def ring(self) -> None:
-        # A pipe that is full has been rung.
+        # A full pipe already holds a ring.
         with suppress(BlockingIOError):
             os.write(self._ring, b"!")
 
     def wait(self, seconds: float, stop: StopRequest | None, *, also: HasFileno | None = None) -> bool:
-        """Sleep up to `seconds`, less when a stop is wanted, `also` can be read or somebody rings; True when somebody rang."""
+        """Sleep up to `seconds`, or until a stop is requested, `also` is readable or the bell rings; True if the bell rang."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for other in (stop, also):
@@ -118,7 +118,7 @@ class Watchdog:
 
     Time in which the machine was suspended does not count, because no loop could call it then.
 
-    Nothing is lost by that: whatever was in hand is an open transaction or an unacknowledged delivery.
+    No message is lost: work in progress is an open transaction or an unacknowledged delivery.
     """
 
     def __init__(self, *, limit: timedelta) -> None:
@@ -127,11 +127,11 @@ class Watchdog:
         self._done = threading.Event()
 
     def beat(self) -> None:
-        """The loop of this thread is alive. From now on it is watched, until its thread ends."""
+        """Report that the loop of this thread is alive. The first call starts watching it, until its thread ends."""
         self._beaten_at[threading.current_thread()] = awake()
 
     def leave(self) -> None:
-        """The loop of this thread has ended."""
+        """Report that the loop of this thread has ended."""
         self._beaten_at.pop(threading.current_thread(), None)
 
     @contextmanager
@@ -145,7 +145,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """For work on this thread that may rightly take long. A stop request is still bounded (`console.process`)."""
+        """Suspend the limit for work that may take long. The time for a stop is still limited (`console.process`)."""
         limit, self._limit = self._limit, float("inf")
         try:
             yield
@@ -163,7 +163,7 @@ class Watchdog:
 
 def end_process(reason: str) -> NoReturn:
     """Log the reason and the stacks of all threads, and end this process without waiting for any of them."""
-    logger.critical("Ending this process: %s. What it had in hand goes to the next one.", reason)
+    logger.critical("Ending this process: %s. Another process takes over its work.", reason)
     faulthandler.dump_traceback(file=sys.__stderr__ or 2)
     os._exit(EXIT_SILENT)
 
@@ -172,7 +172,7 @@ def end_process(reason: str) -> NoReturn:
 def running_until_signalled(stop: StopRequest) -> Iterator[StopRequest]:
     """Turn the first SIGTERM or SIGINT into a stop request; a second one ends the process at once.
 
-    Outside the main thread, where Python delivers no signals, it only hands `stop` through.
+    Outside the main thread, where Python delivers no signals, it does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield stop

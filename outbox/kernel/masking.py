@@ -1,7 +1,7 @@
-"""Settings that may hold a password, in messages that people read.
+"""Mask passwords in settings for log lines and error messages.
 
-A URL is shown part by part, and only those parts that are known to hold no secret. Nothing is removed from a text, so what is
-not understood is not shown: such a value is described by its type.
+Only those parts of a URL are shown that are known to contain no secret. A value that is not recognised is not shown at all:
+its type is shown instead.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _HIDDEN = "***"
 
 
 def masked(value: object) -> str:
-    """`value`, a URL or several with `;` between them, quoted and without secrets; or its type, when it is not of that form."""
+    """`value`, one URL or several separated by `;`, quoted and without secrets; its type if it does not have that form."""
     urls = value.split(";") if isinstance(value, str) else []
     shown = [_shown(url) for url in urls]
-    # Of a list the schemes must be known, because a ';' may also be part of a password, and so may what looks like a scheme.
+    # In a list every scheme must be known: a password may contain a ';' and text that looks like a scheme.
     if not urls or None in shown or (len(urls) > 1 and not all(map(_has_known_scheme, urls))):
         return f"{kind(value)} (not shown, because it is not {URL_FORM})"
     return repr(";".join(filter(None, shown)))
 
 
 def quoted(value: object) -> str:
-    """`value`, which should be a name, if it looks like one; else its type."""
+    """`value` quoted if it looks like a name; else its type."""
     return repr(value) if isinstance(value, str) and _NAME.fullmatch(value) else kind(value)
 
 
@@ -43,22 +43,22 @@ def kind(value: object) -> str:
 
 
 def is_url(text: str) -> bool:
-    """Does `text` begin as a URL does?"""
+    """Does `text` begin like a URL?"""
     scheme, separator, _ = text.partition("://")
     return bool(separator and _SCHEME.fullmatch(scheme))
 
 
 def why_unreadable(url: str) -> str | None:
-    """Why no library would find host and port in `url`, or None. The library's own error might quote a part of the password."""
+    """Why the host and port of `url` cannot be parsed, or None. A library's own error might quote a part of the password."""
     if _split(url.partition("://")[2]) is not None:
         return None
     return "its host or port cannot be read; in a user or password write '/', '?', '#' and ';' as %2F, %3F, %23 and %3B"
 
 
 def _split(rest: str) -> tuple[SplitResult, int | None] | None:
-    """What follows the scheme, in parts, and the port; None when it cannot be read."""
+    """The parsed text after the scheme, and the port; None if it cannot be parsed."""
     try:
-        # As kombu does: the rules for what follows are those of http, whatever the scheme.
+        # Like kombu, parse every scheme by the rules of http.
         parts = urlsplit(f"http://{rest}")
         port = parts.port
     except ValueError:
@@ -74,10 +74,10 @@ def _shown(url: str) -> str | None:
     credentials, at, host = parts.netloc.rpartition("@")
     host = host if port is None else host.rpartition(":")[0]
     tail = parts.query + parts.fragment
-    # An '@' further on ends credentials that hold a '?' or a '#'.
+    # An '@' in the tail may end credentials that contain a '?' or a '#'.
     if "@" in tail or not _HOST.fullmatch(host) or not _PATH.fullmatch(parts.path):
         return None
-    # Also the user is hidden: what stands there is often a password, as with Redis.
+    # The user is hidden, too: that part is often a password, as with Redis.
     who = f"{_HIDDEN if credentials else ''}{at}"
     return f"{scheme}://{who}{host}{'' if port is None else f':{port}'}{parts.path}{f'?{_HIDDEN}' if tail else ''}"
 

@@ -1,8 +1,8 @@
-"""Settings dictionaries, read into frozen dataclasses.
+"""Parse settings dictionaries into frozen dataclasses.
 
-One field of the dataclass is one option: its default is the field's, its type is checked, a misspelt name is answered with
-"did you mean", and every problem of the dictionary is reported at once. A value of the wrong type is not quoted, because it may
-hold a password.
+Each field of the dataclass is one option with its type and its default. For a misspelt name the error suggests the nearest
+one. One error reports every problem of the dictionary. A value of the wrong type is not quoted, because it may contain a
+password.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class InvalidOptions(ValueError):
 
 
 def parse(options: type[Options], setting: str, given: object) -> Options:
-    """Read the dictionary `given`, found in the Django setting called `setting`, into the dataclass `options`.
+    """Parse `given`, the value of the Django setting `setting`, into the dataclass `options`.
 
     Raises:
-        InvalidOptions: with every unknown name, wrong type and refused value.
+        InvalidOptions: it has unknown names, wrong types or invalid values; the error lists all of them.
     """
     if not isinstance(given, Mapping):
         raise InvalidOptions([f"{setting} must be a dict, not {kind(given)}."])
@@ -49,7 +49,7 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
 
 
 def require_positive(options: Any, *names: str) -> None:
-    """For `__post_init__`: refuse zero and negative numbers and spans."""
+    """For `__post_init__`: refuse zero and negative numbers and durations."""
     for name in names:
         value = getattr(options, name)
         if value <= (timedelta() if isinstance(value, timedelta) else 0):
@@ -57,7 +57,7 @@ def require_positive(options: Any, *names: str) -> None:
 
 
 def require_trail(value: str) -> None:
-    """For `__post_init__`: refuse an amount of trail that there is not."""
+    """For `__post_init__`: refuse an unknown value of TRAIL."""
     if value not in {"decisions", "all"}:
         raise ValueError(f"TRAIL is {quoted(value)}: it must be 'decisions' or 'all'.")
 

@@ -1,4 +1,4 @@
-"""A dependency of this process is unavailable: report it, wait with a cap, repeat it once a minute, report its return once."""
+"""An unavailable dependency: log it, wait with a cap, log it again once a minute, and log its recovery once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _REMINDER_SECONDS = 60.0
 
 
 class Outage:
-    """The absence of one dependency, called `what` ("the broker", "the database").
+    """The outage of one dependency, called `what` ("the broker", "the database").
 
-    An outage is nobody's attempt: the caller pauses here and leaves every message as it is.
+    An outage counts no attempt: the caller waits here and leaves every message unchanged.
     """
 
     def __init__(self, what: str, pause: Pause | None = None) -> None:
@@ -30,14 +30,14 @@ class Outage:
         return self._since is not None
 
     def wait(self, reason: object, stop: StopRequest) -> None:
-        """It did not answer, for `reason`: pause, longer each time, at most the cap."""
+        """The dependency failed for `reason`: wait, longer each time, up to the cap."""
         stop.wait(self.note(reason))
 
     def note(self, reason: object, remedy: str = "") -> float:
-        """As `wait`, for a caller with something else to do meanwhile: how many seconds not to ask.
+        """As `wait`, without blocking: return the seconds until the next try.
 
         Args:
-            remedy: sentences that say what an operator does about it.
+            remedy: sentences that say what the operator can do.
         """
         now = monotonic()
         if self._since is None or now - self._logged_at >= _REMINDER_SECONDS:
@@ -60,7 +60,7 @@ class Outage:
         return self._pause.next_seconds()
 
     def over(self) -> None:
-        """It answered."""
+        """The dependency is available."""
         if self._since is not None:
             logger.warning("%s is available again after %.1f s.", self._name, monotonic() - self._since)
         self._since = None

@@ -1,4 +1,4 @@
-"""When to repeat a log line about something that goes on: at once, and then once a minute."""
+"""Limit the log lines about a lasting condition: one at once, then one a minute."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _SECONDS = 60.0
 
 
 class Reminder:
-    """For one event, shared by all loops of a process that may report it."""
+    """The limit for one event, shared by all loops of a process that may report it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reminded_at = -inf
 
     def is_due(self) -> bool:
-        """Is it time to report it? The one that is answered True reports it."""
+        """Is it time to report it? The caller that gets True must report it."""
         with self._lock:
             now = monotonic()
             if now - self._reminded_at < _SECONDS:

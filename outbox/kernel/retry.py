@@ -1,8 +1,8 @@
-"""When to try again.
+"""Retry delays.
 
-Exponential back-off with a cap and full jitter on its upper half (Brooker, "Exponential Backoff and Jitter", AWS
-Architecture Blog, 2015): the delay never falls below half of its nominal value, so that a promise like "10 s, 30 s, 1 min"
-stays readable, and never lines two processes up.
+Exponential backoff with a cap and full jitter on its upper half (Brooker, "Exponential Backoff and Jitter", AWS Architecture
+Blog, 2015). The delay is at least half of its nominal value, so that a documented series like "10 s, 30 s, 1 min" stays
+readable. The jitter keeps processes from retrying in step.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from datetime import timedelta
 
 @dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
-    """How often a message is tried and how long it rests in between.
+    """The number of attempts, and the delays between them.
 
     Args:
-        max_attempts: tries in all, the first included; at least 1.
-        base: rest after the first failed attempt.
-        factor: what each further failure multiplies the rest by.
-        cap: the longest rest.
+        max_attempts: attempts in all, including the first; at least 1.
+        base: delay after the first failed attempt.
+        factor: each further failure multiplies the delay by it.
+        cap: the longest delay.
     """
 
     max_attempts: int
@@ -33,16 +33,16 @@ class RetryPolicy:
         return attempt >= self.max_attempts
 
     def delay(self, attempt: int) -> timedelta:
-        """The rest after `attempt` (counted from 1) failed."""
-        # In seconds and with a bounded exponent: an unroutable message never runs out of attempts, and both a timedelta and a
-        # float overflow long before it does.
+        """The delay after `attempt` (counted from 1) failed."""
+        # In seconds and with a limited exponent: attempts of an unroutable message are not limited, and a timedelta and a float
+        # would overflow.
         nominal = min(self.base.total_seconds() * self.factor ** min(attempt - 1, 64), self.cap.total_seconds())
         return timedelta(seconds=nominal * random.uniform(0.5, 1.0))
 
 
 @dataclass
 class Pause:
-    """How long to wait for something that is unavailable (a broker, a database): capped, jittered, reset by its return."""
+    """The wait for an unavailable dependency (a broker, a database): capped, with jitter, reset by its recovery."""
 
     first_seconds: float = 0.2
     cap_seconds: float = 10.0

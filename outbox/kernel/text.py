@@ -1,4 +1,4 @@
-"""Text that comes from elsewhere and must fit a column."""
+"""Make external text fit a column."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from functools import lru_cache
 
 NAME_LENGTH = 255
-"""Longest topic, key, biz-id and message id: AMQP's short string, and an index row that stays small."""
+"""Maximum length of a topic, key, biz-id and message id: AMQP's short string limit, which also keeps index rows small."""
 
 ERROR_LENGTH = 2_000
 TRACEBACK_LENGTH = 20_000
@@ -16,7 +16,7 @@ _UNFIT = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 def why_unfit(text: str, *, limit: int = NAME_LENGTH) -> str | None:
-    """Why `text` cannot be a name on the wire and in every database, or None when it can."""
+    """Why `text` cannot be a name on the wire and in every database, or None if it can."""
     if unfit := _UNFIT.search(text):
         return f"it contains the control or surrogate character {unfit.group()!r}"
     if (length := len(text.encode())) > limit:
@@ -24,9 +24,9 @@ def why_unfit(text: str, *, limit: int = NAME_LENGTH) -> str | None:
     return None
 
 
-@lru_cache(maxsize=256)  # of a handful of topics, asked about at every publish
+@lru_cache(maxsize=256)  # few topics, checked at every publish
 def why_no_topic(text: str) -> str | None:
-    """Why `text` cannot be a topic, or None when it can: a name that a topic exchange takes literally."""
+    """Why `text` cannot be a topic, or None if it can: a topic exchange must take it literally."""
     if not text:
         return "it is empty"
     if set(text.split(".")) & {"*", "#"}:
@@ -35,10 +35,10 @@ def why_no_topic(text: str) -> str | None:
 
 
 def fit(text: str) -> str:
-    """A name that fits: `text` itself, or its SHA-256 when it is too long or holds what a column refuses.
+    """A name that fits: `text` itself, or its SHA-256 if it is too long or contains characters that a column refuses.
 
-    The same text always gives the same name, so a deduplication key stays a key; it is never cut, because two facts must
-    not become one.
+    Equal texts give equal names, so a deduplication key keeps its meaning. A name is never truncated, because different facts
+    must keep different names.
     """
     if (len(text) <= NAME_LENGTH and text.isascii() and text.isprintable()) or why_unfit(text) is None:
         return text
@@ -46,7 +46,7 @@ def fit(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, in one line, never empty, even when the error cannot say it."""
+    """The error as one line, never empty, even if its own message is empty or cannot be printed."""
     try:
         said = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - a user's own __str__
@@ -55,7 +55,7 @@ def describe(error: BaseException) -> str:
 
 
 def printable(text: str, limit: int) -> str:
-    """For people: what a text column takes, cut in the middle so that both ends of a traceback remain."""
+    """`text` in a form that a text column accepts, shortened in the middle so that both ends of a traceback remain."""
     text = text.replace("\x00", "�").encode("utf-8", "replace").decode()
     if len(text) <= limit:
         return text

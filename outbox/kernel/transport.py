@@ -1,6 +1,6 @@
-"""The contract of a transport, a way of carrying messages to where they are consumed.
+"""The interface of a transport, which sends messages to a broker or to the inbox.
 
-A transport says what it can do in its `Capabilities`; nothing downstream asks which broker it is. It is used by one thread.
+A transport declares its `Capabilities`, and its users do not check which broker it is. One thread uses a transport.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from outbox.kernel.loop import StopRequest
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a transport can promise.
+    """The capabilities of a transport.
 
     Attributes:
-        confirms: does the broker say when it has taken a message over?
-        transactional: is sending itself a write in the outbox's own database, inside the pass's transaction?
-        durable: does a message survive the end of all processes? Without it, for development only.
-        weakness: for people, what to expect less of than of RabbitMQ; "" when nothing.
+        confirms: does the broker confirm that it has accepted a message?
+        transactional: does sending write to the outbox's own database, inside the pass's transaction?
+        durable: does a message survive the end of all processes? If not, the transport is for development only.
+        weakness: human-readable: the guarantees that are weaker than RabbitMQ's; "" if none.
     """
 
     confirms: bool
@@ -32,24 +32,24 @@ class Capabilities:
 
 
 class PublishOutcome(Enum):
-    """What the broker said of one message."""
+    """The broker's answer for one message."""
 
     CONFIRMED = "confirmed"
     RETURNED = "returned"
-    """No queue takes it."""
+    """No queue is bound for it."""
     NACKED = "nacked"
-    """The broker could not keep it."""
+    """The broker could not accept it."""
     REFUSED = "refused"
-    """It can never be sent as it is."""
+    """It cannot be sent in its present form."""
     FORBIDDEN = "forbidden"
     """The broker does not permit messages of its topic."""
     UNKNOWN = "unknown"
-    """No word within the deadline, or the connection broke. It may be in the broker, or not."""
+    """No answer before the deadline, or the connection broke. The broker may or may not have the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """An outcome and its reason for people ("" when confirmed)."""
+    """An outcome and its human-readable reason ("" if confirmed)."""
 
     outcome: PublishOutcome
     reason: str = ""
@@ -59,14 +59,14 @@ CONFIRMED = Verdict(PublishOutcome.CONFIRMED)
 
 
 class Parcel(NamedTuple):
-    """One message on its way.
+    """An outgoing message.
 
     Attributes:
-        position: names it in the answer.
-        priority: of the broker.
-        wire: the text of a `kernel.wire.Wire`, for a message that does not travel as a CloudEvent: then only the id and the
-            body of the envelope are sent.
-        lasting: seconds until it expires, for the broker to keep to; None when it never does, or when `wire` says it.
+        position: identifies the message in the answer.
+        priority: the broker's message priority.
+        wire: the text of a `kernel.wire.Wire`, for a message that is not sent as a CloudEvent: then only the id and the body of
+            the envelope are sent.
+        lasting: seconds until the broker expires it; None if it never expires, or if `wire` has the expiration.
     """
 
     position: int
@@ -81,11 +81,11 @@ class Sent:
     """The answer to one `send`.
 
     Attributes:
-        verdicts: by position; a message missing here is unknown.
-        broken: why the connection is gone, or None while it is healthy.
-        suspects: the positions of the messages of which one made the broker close the connection. When there is only one, it
-            has its verdict. Send the others again.
-        suspicious: send fewer next time; the broker blocks publishers.
+        verdicts: by position; the outcome of a missing message is unknown.
+        broken: why the connection was lost, or None while it is healthy.
+        suspects: the positions of messages one of which made the broker close the connection. A single one has a verdict. Send
+            the others again.
+        suspicious: send fewer messages next time; the broker blocks publishers.
     """
 
     verdicts: Mapping[int, Verdict] = field(default_factory=dict)
@@ -95,44 +95,44 @@ class Sent:
 
 
 class BrokerUnavailable(Exception):
-    """The broker cannot be reached or used now. Nobody's attempt; wait and connect again."""
+    """The broker cannot be reached or used now. Count no attempt; wait and connect again."""
 
 
 class BrokerRefused(BrokerUnavailable):
-    """The broker answers, and refuses this login or virtual host, or the rights that every message needs."""
+    """The broker refuses this login or virtual host, or a permission that every message needs."""
 
 
 class Companion(Protocol):
-    """A loop that must run beside the relay for messages to take effect."""
+    """A loop that must run beside the relay so that messages take effect."""
 
     def run(self, stop: StopRequest) -> None:
         """Work until asked to stop."""
 
     def drain(self, stop: StopRequest) -> int:
-        """Work until nothing is due; how much was done."""
+        """Work until nothing is due; return the number of completed items."""
 
 
 class Transport(Protocol):
-    """One way of carrying messages."""
+    """One way to send messages."""
 
     @property
     def capabilities(self) -> Capabilities: ...
 
     def connect(self) -> None:
-        """Make the connection healthy, or leave it so if it is.
+        """Open the connection unless it is healthy.
 
         Raises:
-            BrokerUnavailable: not now.
+            BrokerUnavailable: the broker cannot be used now.
         """
 
     def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
-        """Send all of `parcels` in order and wait for what the broker says, until `deadline` (`clock.monotonic`).
+        """Send `parcels` in order and wait for the broker's answers until `deadline` (`clock.monotonic`).
 
-        A broken connection is an answer, not an exception.
+        A broken connection is part of the answer, not an exception.
         """
 
     def idle(self) -> None:
-        """Nothing to send for the moment: keep the connection alive."""
+        """Keep the connection alive while there is nothing to send."""
 
     def close(self) -> None: ...
 

@@ -1,8 +1,7 @@
-"""A message in the form of another protocol, for consumers that know nothing of ours: a Celery worker.
+"""A message in the format of another protocol, for a consumer that does not read this project's envelopes: a Celery worker.
 
-It is kept with the row from the moment it is written, as text, so that what is sent is what was said then: where to, with which
-properties, with which headers. JSON of a database would not do: it refuses a NUL in a text and turns large floats into whole
-numbers.
+`publish` stores it with the row as text, so the relay sends exactly that exchange, routing key, properties and headers. A JSON
+column would not preserve it: PostgreSQL's jsonb refuses a NUL in a string and turns large floats into whole numbers.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from typing import Any, NamedTuple
 from kombu.utils.json import dumps, loads
 
 CELERY_TOPICS = "celery."
-"""What the topic of a Celery message begins with; the rest is the name of its task."""
+"""Prefix of the topic of a Celery message; the name of its task follows."""
 
 
 class Wire(NamedTuple):
-    """Everything of a message but its body, as kombu takes it.
+    """A message without its body, in the terms of kombu.
 
     Attributes:
-        exchange: its name; "" is the broker's default exchange, which knows every queue by its name.
-        exchange_type: of brokers that keep no exchanges themselves (Redis), what it has to be declared as.
-        routing_key: of the default exchange, the name of the queue.
+        exchange: its name; "" is the broker's default exchange, which routes to every queue by its name.
+        exchange_type: the type to declare on brokers that store no exchanges (Redis).
+        routing_key: for the default exchange, the name of the queue.
         content_type, content_encoding: of the body.
-        priority: as the broker understands it; None is none.
-        headers: may be nested, and hold None, dates, Decimals, UUIDs and bytes.
+        priority: the broker's message priority; None for none.
+        headers: may be nested, and contain None, dates, Decimals, UUIDs and bytes.
         properties: other AMQP properties, `correlation_id`, `reply_to`, `delivery_mode`, `expiration` … by name.
     """
 
@@ -39,19 +38,19 @@ class Wire(NamedTuple):
     properties: Mapping[str, Any]
 
     def to_text(self) -> str:
-        """The form for a column: JSON, in ASCII.
+        """The text for a column: JSON in ASCII.
 
         Raises:
-            TypeError, ValueError, RecursionError: a header or a property cannot be written so.
+            TypeError, ValueError, RecursionError: a header or a property cannot be serialised.
         """
         text: str = dumps(self._asdict(), separators=(",", ":"))
         return text
 
     @classmethod
     def from_text(cls, text: str) -> Wire:
-        """What `to_text` wrote.
+        """Parse the text of `to_text`.
 
         Raises:
-            TypeError, ValueError, RecursionError: it was written by somebody else's hand.
+            TypeError, ValueError, RecursionError: another program wrote the text.
         """
         return cls(**loads(text))

@@ -1,11 +1,12 @@
-"""Functions of the project that a relay process calls beside its own work: checkers and callbacks.
+"""Run the project's checkers and callbacks in a relay process.
 
-They may be slow, hang or fail, and none of it may hold up a message or another function. They have threads of their own, a
-bounded number, and no more calls are claimed than these threads can begin at once: what is not claimed is free for another
-process. Calls that share a fate are a *group*: the checks of a topic, the calls of a callback. No group takes the last thread.
+These functions may be slow, hang or fail, and must not delay messages or other functions. They run in a limited number of
+threads. The process claims only as many calls as these threads can begin at once, and leaves the others to other processes.
+Calls that may block for the same reason form a *group*: the checks of a topic, the calls of a callback. No group uses the last
+thread.
 
-Python cannot stop a thread. A call that runs longer than its limit is reported with its stack, and another thread takes the
-place of its thread. It still counts for its group, so the threads that hang are a bounded number as well.
+Python cannot stop a thread. A call that runs longer than its limit is logged with its stack, and a new thread replaces its
+thread. The call still counts for its group, so the number of hanging threads is limited, too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _LONGEST_POLL_SECONDS = 5.0
 _AFTER_A_COLLISION_SECONDS = 0.01
 _REPORT_SECONDS = 60.0
 _SHARE_OF_THE_GRACE = 0.8
-"""How much of SHUTDOWN_GRACE the running calls get; the rest is for what the process does after them."""
+"""The share of SHUTDOWN_GRACE for running calls; the remainder is for the rest of the shutdown."""
 
 
 class Call(Protocol):
@@ -49,20 +50,20 @@ class Call(Protocol):
 
     @property
     def group(self) -> str:
-        """What shares its fate: the topic of a check, the name of a callback."""
+        """The topic of a check, the name of a callback."""
 
     def run(self) -> None:
-        """Call the function and store what came of it.
+        """Call the function and store its result.
 
         Raises:
-            django.db.Error: the database became unavailable, so nothing came of it.
+            django.db.Error: the database became unavailable, and no result was stored.
         """
 
     def keep(self) -> None:
-        """It is still running: extend its claim, so that no other process begins it."""
+        """Extend the claim of a running call, so that no other process begins it."""
 
     def give_back(self) -> None:
-        """Nothing came of it: end its claim, so that it is due again."""
+        """End the claim of a call without a result, so that it is due again."""
 
 
 @dataclass(eq=False)
@@ -79,15 +80,15 @@ class _Running:
 
 
 class Attendant:
-    """A companion of the relay that calls what is due.
+    """A companion of the relay that runs the calls that are due.
 
     Args:
         name: of its threads, and in the log.
         alias: the database of the outbox.
-        claim: take up to so many calls that are due, none of these groups, so that no other process takes them meanwhile.
-        threads: how many calls run at a time, not counting those beyond their limit.
-        limit: after so long a running call is reported.
-        grace: longest time between a stop request and the end of the process.
+        claim: claims up to this many due calls, except for these groups, so that no other process takes them.
+        threads: maximum number of concurrent calls, without those beyond their limit.
+        limit: a call that runs longer is logged.
+        grace: maximum time between a stop request and the end of the process.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Attendant:
         self._database = Outage("the database")
 
     def ring(self) -> None:
-        """Something may have become due. However often it is rung, it looks no more often than it polls."""
+        """Wake the loop, because a call may be due. Rings cause no more queries than the shortest poll interval allows."""
         if (now := monotonic()) >= self._may_ring_at:
             self._may_ring_at = now + _SHORTEST_POLL_SECONDS
             self._bell.ring()
@@ -142,7 +143,7 @@ class Attendant:
             connections.close_all()
 
     def drain(self, stop: StopRequest) -> int:
-        """Call everything that is due, one after the other; how much that was. An absent database is waited for."""
+        """Run all due calls one after the other; return their number. It waits for an unavailable database."""
         done = 0
         with self._reporting():
             while not stop:
@@ -157,11 +158,11 @@ class Attendant:
         return done
 
     def _hand_out(self, stop: StopRequest) -> int:
-        """Give the threads that are free something to do; how much."""
+        """Claim calls for the free threads and queue them; return their number."""
         try:
             calls = self._due(stop) or ()
         except Exception:
-            logger.exception("Unexpected error in %s: what is due could not be claimed; it stays due.", self._name)
+            logger.exception("Unexpected error in %s: due calls could not be claimed; they stay due.", self._name)
             connections.close_all()
             return 0
         for running in self._begin(calls):
@@ -169,9 +170,9 @@ class Attendant:
         return len(calls)
 
     def _due(self, stop: StopRequest) -> Sequence[Call] | None:
-        """Claim what there is room for; None when the database was unavailable, or another transaction in the way.
+        """Claim as many calls as can begin; None if the database was unavailable or another transaction conflicted.
 
-        What runs is kept first, so it is not claimed a second time.
+        It extends the claims of running calls first, so that they are not claimed a second time.
         """
         room, full = self._room()
         try:
@@ -197,7 +198,7 @@ class Attendant:
         return calls
 
     def _room(self) -> tuple[int, set[str]]:
-        """How many calls may begin, whatever groups they are of, and which groups have as many as they may."""
+        """How many calls of any group may begin, and the groups that have reached their limit."""
         with self._changing:
             free = self._most - sum(not running.is_overdue for running in self._running)
             counted = Counter(running.call.group for running in self._running)
@@ -234,7 +235,7 @@ class Attendant:
                 self._interrupted.append(running.call)
             else:
                 logger.exception(
-                    "Unexpected error in %s: what came of %s was not stored; it is called again.", self._name, running.call
+                    "Unexpected error in %s: the result of %s was not stored; it is called again.", self._name, running.call
                 )
         finally:
             with self._changing:
@@ -259,7 +260,7 @@ class Attendant:
             while (running := self._queue.get()) is not None:
                 self._run(running)
                 if running.is_overdue:
-                    break  # another thread has taken the place of this one
+                    break  # another thread has replaced this one
         finally:
             connections.close_all()
 
@@ -269,7 +270,7 @@ class Attendant:
         thread.start()
 
     def _end_threads(self) -> None:
-        """Let them end what they run, for most of the grace. What runs still longer, or hangs, ends with the process."""
+        """Wait for running calls for most of the grace. A call that runs longer or hangs ends with the process."""
         for _ in range(self._most):
             self._queue.put(None)
         ends_at = awake() + _SHARE_OF_THE_GRACE * self._grace
@@ -279,7 +280,7 @@ class Attendant:
                 thread.join(max(ends_at - awake(), 0.0))
         for running in list(self._running):
             logger.error(
-                "%s: the process ends while %s is running, since %.0f s. Nothing comes of it, and it is called again.",
+                "%s: the process ends while %s is still running after %.0f s. No result is stored, and it is called again.",
                 self._name,
                 running.call,
                 awake() - running.since,
@@ -287,7 +288,7 @@ class Attendant:
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
-        """During the block a thread looks for calls beyond their limit. It needs no database, because that may hang as well."""
+        """Run a thread that logs calls beyond their limit. It uses no database, because the database may hang, too."""
         done = threading.Event()
 
         def look() -> None:
@@ -313,10 +314,10 @@ class Attendant:
                     self._start_thread()
                 running.reported_at = now
             self._bell.ring()
-            frame = sys._current_frames().get(running.thread or 0)  # noqa: SLF001 - documented, and the only way to a thread's stack
+            frame = sys._current_frames().get(running.thread or 0)  # noqa: SLF001 - documented; the only way to a thread's stack
             logger.error(
-                "%s: %s has been running for %.0f s. Others go on beside it, of %s up to %d at a time in this process. Give "
-                "what it waits for a timeout, and restart this process. It is here:\n%s",
+                "%s: %s has been running for %.0f s. Other calls continue, of %s up to %d at a time in this process. Set a "
+                "timeout for what it waits for, and restart this process. Its stack:\n%s",
                 self._name,
                 running.call,
                 now - running.since,

@@ -1,8 +1,8 @@
-"""How many messages may one pass take?
+"""The number of messages in one pass.
 
-As many as the options say, until a pass has failed. After a failure that says nothing of the size it takes one message, and
-twice as many with each pass that succeeds. A pass that took too long was too large: then it takes a quarter, and for a minute
-at most half.
+It is BATCH_SIZE until a pass fails. After a failure that does not depend on the size the next pass takes one message, and each
+successful pass doubles the number. A pass that took too long was too large: the next one takes a quarter, and for a minute the
+limit is half.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BETWEEN_REPORTS_SECONDS = 60.0
 
 
 class BatchSize:
-    """One relay's, up to `largest`."""
+    """The batch size of one relay, up to `largest`."""
 
     def __init__(self, largest: int, clock: Callable[[], float] = monotonic) -> None:
         self._largest = self._ceiling = self._now = largest
@@ -41,7 +41,7 @@ class BatchSize:
         self._now = min(2 * self._now, self._ceiling)
 
     def failed(self) -> None:
-        """A pass failed, and what it sent is sent again: send as few as can be."""
+        """A pass failed, and its messages are sent again: take only one message next."""
         self._now = 1
 
     def overdue(self, reason: object) -> None:

@@ -1,11 +1,11 @@
-"""The callbacks of the project, called beside the relay: claim, call, and put off what fails.
+"""Call the project's callbacks beside the relay: claim the due ones, call them, and retry failed ones later.
 
-A callback is called until it returns. Each call that fails is logged with its traceback, and written down where operators see
-it; from the attempt on at which a message would be dead, as an error.
+A callback is called until it returns. Each failed call is logged with its traceback and shown in the admin. It is logged as an
+error from MAX_ATTEMPTS on.
 
-It runs in a transaction of the outbox's database, which holds back VACUUM while the callback waits for a network. So the
-database ends that transaction after CALLBACK_TIMEOUT, and the call has failed. A call that a database outage interrupts has
-not: it is given back.
+A callback runs in a transaction of the outbox's database, which delays VACUUM while the callback waits for a network. So the
+database ends that transaction after CALLBACK_TIMEOUT, and the call has failed. A call that a database outage interrupts has not
+failed: its claim ends, and it is due again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outbox.relay.attending import Attendant
 logger = logging.getLogger(__name__)
 
 _LEASE_MARGIN = timedelta(seconds=30)
-"""How much longer than it may run a call is claimed. So long after that, what a dead process was about to call is due again."""
+"""A call is claimed for CALLBACK_TIMEOUT plus this margin; after that, a call claimed by a dead process is due again."""
 _AFTER_A_COLLISION = timedelta(seconds=1)
-"""A deadlock, or SQLite's other writer, is nobody's fault."""
+"""Delay after a deadlock or a conflict with SQLite's other writer, which are not the callback's fault."""
 
 
 def callers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
-    """What calls the callbacks of this process; nothing, when it has none."""
+    """The attendant that calls the callbacks of this process; none without callbacks."""
     if not registry:
         return ()
     return (
@@ -51,7 +51,7 @@ def callers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
 
 
 class _Claims:
-    """Claims what is due, and says once what nobody here can call."""
+    """Claims due calls, and logs once the number of pending callbacks that this process does not know."""
 
     def __init__(self, alias: str, options: OutboxOptions) -> None:
         self._alias = alias
@@ -60,23 +60,23 @@ class _Claims:
 
     def __call__(self, most: int, without: Collection[str]) -> list[_Callback]:
         if not self._has_looked:
-            self._tell_of_unknown()
+            self._report_unknown()
             self._has_looked = True
         claimed = store.claim_calls(self._alias, most, _lease(self._options), without=without)
         return [_Callback(call, self._options, utcnow()) for call in claimed]
 
-    def _tell_of_unknown(self) -> None:
+    def _report_unknown(self) -> None:
         if unknown := store.pending_calls(self._alias).unknown:
             logger.warning(
-                "%d pending callbacks are of a name that this process does not know. They stay until one that does calls "
-                "them, or they are discarded; was one renamed without name=?",
+                "%d pending callbacks have names that this process does not know. They stay pending until a process with these "
+                "callbacks calls them, or an operator discards them. Check whether a function was renamed without name=.",
                 unknown,
             )
 
 
 @dataclass(frozen=True)
 class _Callback:
-    """A claimed call, as the attendant handles it."""
+    """A claimed call, for the attendant."""
 
     call: store.DueCall
     options: OutboxOptions
@@ -112,22 +112,27 @@ def _call(call: store.DueCall, options: OutboxOptions) -> None:
             registry.call(call.callback, store.begin_call(call))
             store.finish_call(call)
     except BaseException as error:
-        # Whatever it is, also a sys.exit() of its own: it did not return, so it is called again.
+        # Including SystemExit: the callback did not return, so it is called again.
         took = timedelta(seconds=monotonic() - began_at)
         if is_outage(error) and took < options.CALLBACK_TIMEOUT:
             raise
-        _put_off(call, error, took, options)
+        _defer(call, error, took, options)
 
 
-def _put_off(call: store.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
+def _defer(call: store.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
     said = f"{type(error).__name__}: {describe(error)}"
     if took >= options.CALLBACK_TIMEOUT:
         limit = options.CALLBACK_TIMEOUT.total_seconds()
         said += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
-    rest = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
+    delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
     drop_unusable_connections()
-    if not store.put_off_call(call, said, rest):
-        logger.warning("The callback %s was overtaken, or failed after its commit: %s.", call, said, exc_info=error)
+    if not store.put_off_call(call, said, delay):
+        logger.warning(
+            "The callback %s failed, but its row was deleted or claimed by another process meanwhile: %s.",
+            call,
+            said,
+            exc_info=error,
+        )
         return
     level = logging.ERROR if options.retry.exhausted(call.number) else logging.WARNING
     logger.log(level, "The callback %s failed and is called again: %s.", call, said, exc_info=error)

@@ -1,8 +1,8 @@
-"""Checks of prepared messages, beside the relay: claim those that are due, ask their checkers, decide by the answers.
+"""Checks of prepared messages, beside the relay: claim the due ones, ask their checkers, decide by the answers.
 
-A checker is called between two transactions, never inside one. Whoever claims a check puts the next one off, again and again
-while the checker runs, so a process that dies is followed by another question, and a checker that hangs by none. What the
-answer decides is decided by the state that the message is in then (`store.preparing`).
+A checker is called between two transactions, never inside one. The process that claims a check defers the next one, repeatedly
+while the checker runs. So another process asks again if this one dies, but not while a checker hangs. An answer takes effect
+only if the message is still undecided (`store.preparing`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def askers(alias: str, options: OutboxOptions) -> Sequence[Attendant]:
-    """What asks the checkers of this process; nothing, when it has none."""
+    """The attendant that asks the checkers of this process; none without checkers."""
     if not checkers.topics():
         return ()
     return (
@@ -53,7 +53,7 @@ class Checks:
         self._look_round_at = 0.0
 
     def claim(self, most: int, without: Collection[str]) -> list[_Check]:
-        """Up to `most` questions, none of the topics `without`, which no other process asks meanwhile."""
+        """Claim up to `most` checks, except for the topics `without`, so that no other process makes them."""
         if monotonic() >= self._look_round_at:
             self._look_round()
         topics = [topic for topic in checkers.topics() if topic not in without]
@@ -61,7 +61,7 @@ class Checks:
         return [_Check(self._alias, self._options, row, utcnow()) for row in due]
 
     def _look_round(self) -> None:
-        """Tell of those that nobody asks about, as after a deployment that has lost a checker."""
+        """Log messages that no process asks about, as after a deployment without their checker."""
         every = self._options.CHECK_EVERY
         self._look_round_at = monotonic() + every.total_seconds()
         for topic, count in store.note_unchecked(self._alias, checkers.topics(), every).items():
@@ -77,7 +77,7 @@ class Checks:
 
 @dataclass(frozen=True)
 class _Check:
-    """A claimed question about one message, as the attendant handles it."""
+    """A claimed check of one message, for the attendant."""
 
     alias: str
     options: OutboxOptions
@@ -103,7 +103,7 @@ class _Check:
         try:
             answer = checkers.ask(message)
         except BaseException as error:
-            # Also a sys.exit() of its own. It is no answer, so it is not counted, or a broken deployment would use them up.
+            # Including SystemExit. An error is not counted as an answer, or a broken deployment would exhaust CHECK_LIMIT.
             logger.warning(
                 "The checker gave no answer about %s and is asked again: %s.", _named(message), describe(error), exc_info=True
             )
@@ -128,10 +128,11 @@ class _Check:
             logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)
         elif (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):
             logger.error(
-                "The checker answered %s about %s, and it is %s: one of those who decided was wrong about what happened.",
+                "The checker answered %s about %s, but it is already %s: one of the two decisions is wrong. Find out what "
+                "happened, and correct the effect or publish the message by hand.",
                 answer,
                 _named(message),
-                state or "gone",
+                state or "deleted",
             )
 
     def _count(self, message: HalfMessage) -> None:

@@ -1,17 +1,18 @@
-"""Where in the stream of each shard a reader may begin.
+"""Floors: the positions at which a reader starts in the stream of each shard.
 
-PostgreSQL keeps the dead versions of updated rows until a vacuum takes them, and while any old transaction is open no vacuum
-may. A reader that begins at the first row would wade through everything published meanwhile, and slow down with every message
-(Brandur Leach, "Postgres Job Queues & Failure By MVCC"). So it begins at its floor.
+PostgreSQL keeps the dead versions of updated rows until a vacuum removes them, and a vacuum cannot while an old transaction is
+open. A reader that starts at the first row would read the dead versions of all rows published meanwhile, and slow down with
+every message (Brandur Leach, "Postgres Job Queues & Failure By MVCC"). So it starts at its floor.
 
-A position becomes a floor when nothing ready can appear below it any more. Positions are drawn before they are committed, so
-it is not enough to see nothing there: the transactions that had drawn one when the position was seen must have ended, and a
-look after their end must have found nothing of theirs. Whoever draws a position holds a lock on the sequence until its commit
-is visible, and PostgreSQL tells who does. So neither a transaction that only reads nor one that writes elsewhere holds a floor
-back, however long it is open. A row that becomes ready again lies aside and not in the stream.
+A position becomes a floor when no ready row can appear below it any more. A position is drawn from the sequence before its row
+is committed, so an empty range is not sufficient: the transactions that had drawn positions when the position was seen must
+have ended, and a later query must have found no rows of theirs. A transaction that draws a position holds a lock on the
+sequence until its commit is visible, and PostgreSQL reports the holders. So a transaction that only reads, or writes elsewhere,
+does not delay a floor, however long it is open. A row that becomes ready again is in the secondary ready index, not in the
+stream.
 
-Now and then a look begins at the very start all the same, more rarely the longer that takes, for rows that somebody made ready
-by hand.
+Occasionally a query starts at the first row, less often the longer that takes, to find rows that an operator made ready by
+hand.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from outbox.store import Sight
 _MOVE_SECONDS = 0.5
 _LOOK_FROM_THE_START_SECONDS = 2.0
 _LOOKING_SHARE = 50
-"""Looks from the start take at most one part in this many of the time."""
+"""Queries from the first row take at most one part in this many of the time (1/50)."""
 
 
 class Floors:
-    """One relay's floors, by shard.
+    """The floors of one relay, by shard.
 
     Args:
-        writers: asks the database for the transactions that have drawn a position and not ended.
+        writers: returns the open transactions that have drawn a position.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Floors:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew. After an outage the database may be one that has lost its end, and draws positions once more."""
+        """Reset the floors. After an outage the database may have lost its last rows, and may draw their positions again."""
         self._floors: dict[int, int] = {}
         self._seen = self._reached = self._candidate = 0
         self._must_end: frozenset[str] = frozenset()
@@ -54,11 +55,11 @@ class Floors:
         return self._floors
 
     def saw(self, position: int) -> None:
-        """A message at `position` has been read."""
+        """Record that a message at `position` has been read."""
         self._seen = max(self._seen, position)
 
     def begin(self) -> bool:
-        """A look begins. Should it be one from the start?"""
+        """Begin a query. Should it start at the first row?"""
         self._begun_at = self._clock()
         if self._candidate and self._must_end and self._begun_at >= self._move_at:
             self._must_end &= self._writers()
@@ -66,7 +67,7 @@ class Floors:
         return self._begun_at >= self._look_from_the_start_at
 
     def end(self, sight: Sight) -> None:
-        """The look has ended, and this is what it found."""
+        """End the query with its result."""
         now = self._clock()
         if self._begun_at >= self._look_from_the_start_at:
             self._look_from_the_start_at = now + max(_LOOK_FROM_THE_START_SECONDS, _LOOKING_SHARE * (now - self._begun_at))

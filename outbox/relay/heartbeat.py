@@ -1,8 +1,8 @@
-"""What a relay process says of itself while it runs, so that people see which relays live and what each of them waits for.
+"""The heartbeat of a relay process. It shows operators which relays are alive and what each of them waits for.
 
-The loop that carries messages also writes the heartbeat, so a beat proves that the loop goes round: a thread of its own would
-go on telling that all is well. It costs one statement every two seconds, five while nothing changes. Writing it may fail, and
-only the reader of the page notices, because no promise depends on it.
+The loop that relays messages also writes the heartbeat, so a heartbeat proves that the loop runs; a separate thread would
+continue to report success. It costs one statement every two seconds, or every five while nothing changes. A failed write
+affects only the display, because no guarantee depends on it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from outbox.kernel.heartbeat import (
 logger = logging.getLogger(__name__)
 
 _RATE_SECONDS = 10.0
-"""What the rate is an average of; an idle relay's falls to 0 within it."""
+"""The rate is an average over this time; the rate of an idle relay falls to 0 within it."""
 
 
 class Heartbeat:
-    """The heartbeat of one relay process, shared by its loops; each of them runs in a thread of its own.
+    """The heartbeat of one relay process, shared by its loops; each loop runs in its own thread.
 
-    Counting is cheap and may happen anywhere. `beat` and `close` need a connection, and must stand outside transactions.
+    Counting is cheap and may happen anywhere. `beat` and `close` need a connection; call them outside transactions.
     """
 
     def __init__(self, alias: str) -> None:
@@ -58,27 +58,27 @@ class Heartbeat:
         self._ended = False
 
     def published(self, count: int) -> None:
-        """So many more messages are confirmed and settled."""
+        """Count `count` more messages as confirmed and settled."""
         with self._counting:
             self._published += count
 
     def passed(self) -> None:
-        """This loop looked and, if there was anything to do, did it."""
+        """Record that this loop has completed a pass, with or without messages."""
         with self._counting:
             self._passed_at = monotonic()
 
     def waits_for(self, what: str) -> None:
-        """This thread's loop cannot work until `what` is there; "" when it works.
+        """Record that this thread's loop waits for `what`; "" while it works.
 
-        The process counts as waiting when all of its loops do.
+        The process is shown as waiting if all of its loops wait.
         """
         with self._counting:
             self._waits[threading.current_thread()] = what
 
     def beat(self) -> None:
-        """Write the row if it is time to. Never raises, and mostly does nothing but look at the clock.
+        """Write the row if it is due. It never raises, and usually only reads the clock.
 
-        To be called in every round, except while the database is known to be away: then it would only wait for it.
+        Call it in every iteration, except while the database is known to be unavailable: the call would only wait for it.
         """
         if monotonic() < self._due_at or not self._writing.acquire(blocking=False):
             return
@@ -91,16 +91,16 @@ class Heartbeat:
             self._writing.release()
 
     def close(self) -> None:
-        """This process ends in an orderly way: remove the row. To be called when no loop beats any more."""
+        """Delete the row at an orderly end of the process. Call it after all loops have ended."""
         with self._writing:
             self._ended = True
             if self._written is None or self._failing:
-                return  # It would only wait for a database that is unavailable; the row is forgotten in time.
+                return  # It would only wait for an unavailable database; silent rows are deleted later.
             try:
                 store.relays.delete(self._alias, self._identity.id)
             except Error as error:
-                logger.debug("The heartbeat was not removed: %s", error)
-            if not connections[self._alias].in_atomic_block:  # as it is in a test
+                logger.debug("The heartbeat was not deleted: %s", error)
+            if not connections[self._alias].in_atomic_block:  # as in a test
                 connections[self._alias].close()
 
     def _beat(self, now: float) -> None:
@@ -126,7 +126,7 @@ class Heartbeat:
             self._written, self._written_at, self._failing = said, now, False
 
     def _reason(self) -> str:
-        """What all of its loops that are alive wait for, or ""."""
+        """What the process waits for, if all of its running loops wait; else ""."""
         with self._counting:
             self._waits = {loop: what for loop, what in self._waits.items() if loop.is_alive()}
             waits = list(self._waits.values())
@@ -145,5 +145,5 @@ class Heartbeat:
             connection.close()
         self._due_at = monotonic() + AFTER_FAILURE_SECONDS
         if not self._failing:
-            logger.info("The heartbeat was not written (%s). The relay goes on; it may be shown as silent.", error)
+            logger.info("The heartbeat was not written (%s). The relay continues; it may be shown as silent.", error)
         self._failing = True

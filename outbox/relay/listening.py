@@ -1,15 +1,14 @@
-"""Hearing the doorbell: one connection that LISTENs, for all loops of a relay process.
+"""The doorbell's listener: one connection with LISTEN, for all loops of a relay process.
 
-LISTEN is a property of a session, so the connection is this module's own: outside Django's registry and outside any pool,
-whose end of life would silence it. It is asked for a sign of life when it has been quiet, because a connection whose other
-end is gone looks the same as one that nobody rings. When it is lost it is made anew, and everything rung meanwhile is made up
-for by ringing once.
+LISTEN belongs to a session, so the connection is this module's own: outside Django's registry and outside any pool, which could
+close it. After a quiet interval the listener sends a query, because a connection with a dead peer looks the same as one without
+notifications. It replaces a lost connection, and then rings once, in place of all notifications missed meanwhile.
 
-A pooler that gives out server connections by the transaction would take the LISTEN and keep it, on a connection that is
-somebody else's a moment later. So unless the project names an alias to listen by, a connection whose server process is not
-the one that it was promised is not listened on.
+A pooler in transaction mode would execute the LISTEN on a server connection that it gives to another client a moment later. So
+unless the project sets LISTEN_ALIAS, the listener does not use a connection whose server process differs from the one that
+opened the session.
 
-Nothing rests on this thread but speed. It raises nothing, and whatever happens to it relays go on polling.
+This thread affects latency only. It raises nothing, and relays continue to poll whatever happens to it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ APPLICATION_NAME = "outbox listener"
 _PULSE_SECONDS = 10.0
 _ANSWER_SECONDS = 10.0
 _LONGEST_GOODBYE_SECONDS = 1.0
-_PATIENCE = {
+_TIMEOUTS = {
     "connect_timeout": 5,
     "keepalives": 1,
     "keepalives_idle": 10,
@@ -42,17 +41,16 @@ _PATIENCE = {
     "keepalives_count": 3,
     "tcp_user_timeout": 15_000,
 }
-"""How long a network that swallows packets is believed, unless the database's OPTIONS say otherwise."""
+"""Timeouts for a network that drops packets; the database's OPTIONS override them."""
 
 _POOLED = (
-    "There is a pooler before the database %r, and a LISTEN may not pass it: this relay only polls. Set OUTBOX['LISTEN_ALIAS'] "
-    "to an alias that goes past the pooler, or to %r if it pools sessions and not transactions; or set OUTBOX['DOORBELL'] to "
-    "False."
+    "The database %r is behind a pooler, which may not support LISTEN: this relay only polls. Set OUTBOX['LISTEN_ALIAS'] to an "
+    "alias that bypasses the pooler, or to %r if it pools sessions and not transactions; or set OUTBOX['DOORBELL'] to False."
 )
 
 
 class Listener:
-    """Rings `bells` whenever somebody has committed a message to the outbox of `alias`."""
+    """Rings `bells` when a publisher has committed a message to the outbox of `alias`."""
 
     def __init__(self, alias: str, bells: Sequence[Bell], options: OutboxOptions) -> None:
         self._alias = alias
@@ -64,7 +62,7 @@ class Listener:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Listen during the block: always to this process, on PostgreSQL to all others as well."""
+        """Listen during the block: always to this process, on PostgreSQL also to all others."""
         if not self._wanted:
             yield
             return
@@ -78,7 +76,7 @@ class Listener:
                 yield
             finally:
                 self._end.set()
-                # Not longer: it may be reaching for a server that is not there, and a daemon keeps nobody from ending.
+                # Limited, because the thread may be connecting to an unavailable server; as a daemon it does not block the end.
                 thread.join(_LONGEST_GOODBYE_SECONDS)
 
     def _run(self) -> None:
@@ -90,15 +88,15 @@ class Listener:
                         logger.warning(_POOLED, self._alias, self._alias)
                         return
                     self._listen(line)
-            except Exception as error:  # noqa: BLE001 - the server, the network, the settings: relays poll meanwhile
+            except Exception as error:  # noqa: BLE001 - the server, the network or the settings: relays poll meanwhile
                 self._set_connected(False)
                 if not self._end:
                     self._outage.wait(error, self._end)
 
     def _connect(self) -> Any:
         wrapper = self._wrapper()
-        # Asked anew every time: a backend may get its password from somewhere that changes it.
-        parameters = {**_PATIENCE, **wrapper.get_connection_params(), "application_name": APPLICATION_NAME}
+        # Read again every time: a database backend may rotate its password.
+        parameters = {**_TIMEOUTS, **wrapper.get_connection_params(), "application_name": APPLICATION_NAME}
         return wrapper.Database.connect(**parameters, autocommit=True)
 
     def _wrapper(self) -> Any:
@@ -128,16 +126,16 @@ def _can_listen(wrapper: Any) -> bool:
     if wrapper.vendor != "postgresql":
         return False
     if wrapper.Database.__name__ != "psycopg":
-        logger.info("LISTEN needs psycopg 3 and this is %s: the relay polls.", wrapper.Database.__name__)
+        logger.info("LISTEN needs psycopg 3 and the driver is %s: the relay only polls.", wrapper.Database.__name__)
         return False
     return True
 
 
 class _Line:
-    """A psycopg connection, spoken to in libpq's own way: wait for the socket, take what came, see what it was.
+    """A psycopg connection, used through libpq's asynchronous functions: wait for the socket, read, process the result.
 
-    So nothing waits for longer than it wants to, nor past the end. Every method raises when the connection is lost, when its
-    other end is silent, and when `end` is asked for.
+    So every wait is limited and ends at a stop request. Every method raises if the connection is lost, if the server does not
+    answer, and if `end` is set.
     """
 
     def __init__(self, connection: Any, end: StopRequest) -> None:
@@ -154,7 +152,7 @@ class _Line:
         return bool(heard)
 
     def ask(self, query: str) -> str:
-        """Its answer's first value, or ""."""
+        """Run the query; return the first value of its result, or ""."""
         answer = ""
         self._connection.send_query(query.encode())
         while self.has_something(_ANSWER_SECONDS):
@@ -169,7 +167,7 @@ class _Line:
         raise TimeoutError(f"no answer in {_ANSWER_SECONDS:.0f} s")
 
     def take_notifications(self) -> bool:
-        """Any at all? However many there are, they say the same."""
+        """Read all notifications; True if there was at least one. They have no content."""
         some = False
         self._connection.consume_input()
         while self._connection.notifies() is not None:
@@ -177,5 +175,5 @@ class _Line:
         return some
 
     def is_pooled(self) -> bool:
-        """Is the process that answers another than the one that the connection was said to have?"""
+        """Does another server process answer than the one that opened the session?"""
         return self.ask("SELECT pg_backend_pid()") != str(self._connection.backend_pid)

@@ -1,4 +1,4 @@
-"""A relay: watchdog, two lanes, the timer, the doorbell, companions, an orderly end."""
+"""A relay process: watchdog, two lanes, the timer, the doorbell, companions, and an orderly end."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ _LANES = 2
 
 
 def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, transport: Transport | None = None) -> int:
-    """Relay the messages of `alias` until asked to stop, or with `drain` until nothing is due; how many went out.
+    """Relay the messages of `alias` until asked to stop, or with `drain` until nothing is due; return the number published.
 
-    What is in hand is finished first.
+    At a stop request it finishes the current pass first.
 
     Args:
-        transport: in place of one to `BROKER_URL`. It must be transactional, so that one is enough.
+        transport: replaces the one to `BROKER_URL`. It must be transactional, so that a single lane uses it.
     """
     leave_pools()
     options = outbox_options()
@@ -52,7 +52,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
     if _several_help(alias, transport):
         transports += [open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE) for _ in range(1, _LANES)]
     lanes = [
-        # Each has shards of its own, so that they do not get in each other's way; other processes get in both's.
+        # Each lane has its own shards, so that the lanes do not conflict; another process may conflict with both.
         Relay(
             alias,
             each,
@@ -87,7 +87,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
 
 
 class Runs(Protocol):
-    """Something that runs beside the first lane."""
+    """A loop that runs beside the first lane."""
 
     def run(self, stop: StopRequest) -> None: ...
 
@@ -98,7 +98,7 @@ def _ring(lanes: Sequence[Relay]) -> None:
 
 
 def _several_help(alias: str, transport: Transport) -> bool:
-    # In the transaction of a test only one connection sees the messages.
+    # Only one connection sees the messages in the transaction of a test.
     shared = store.claims_by_locks(alias) and not connections[alias].in_atomic_block
     return shared and not transport.capabilities.transactional
 
@@ -114,9 +114,9 @@ def _run(lanes: Sequence[Relay], companions: Sequence[Runs], watchdog: Watchdog,
 
 
 def _drain(lanes: Sequence[Relay], companions: Sequence[Companion], watchdog: Watchdog, stop: StopRequest) -> None:
-    """Relay and companions in turn: what a handler publishes while it is drained is due, too.
+    """Run relay and companions in turn, because a handler may publish messages while it is drained.
 
-    A lane may make messages ready that are another's, so several of them go on until none has found anything to do.
+    A lane may make messages of another lane ready, so several lanes repeat until none finds any work.
     """
     worked = True
     while worked and not stop:
@@ -132,7 +132,7 @@ def _drain(lanes: Sequence[Relay], companions: Sequence[Companion], watchdog: Wa
 def _in_threads(
     functions: Sequence[Callable[[], object]], watchdog: Watchdog, stop: StopRequest
 ) -> Iterator[list[Future[Any]]]:
-    """Run `functions` beside the block, and wait for their ends. The failure of one ends them all."""
+    """Run `functions` in threads beside the block, and wait for them. If one fails, all of them stop."""
 
     def run(function: Callable[[], object]) -> object:
         try:

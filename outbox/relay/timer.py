@@ -1,20 +1,20 @@
 """The timer: makes scheduled messages ready at their time, to within a few milliseconds.
 
-What is due within the *horizon* lies in a timing wheel; the database is the truth and the wheel a cache of it. When the wheel
-says that a message is due, it is made ready by a guarded UPDATE that asks the database's clock once more. So whatever becomes
-of the wheel, no message is early, made ready twice, or lost:
+A timing wheel holds the messages that are due within the *horizon*; it is a cache of the database. When the wheel reports a
+message as due, a guarded UPDATE checks the database's clock again and makes the message ready. So with any content of the
+wheel, no message is early, made ready twice, or lost:
 
-- A message that was cancelled, put off or sent meanwhile is not changed by the UPDATE.
-- If this process is killed, or frozen, or its clock runs wrong, another's wheel is filled from the table.
-- If the database's clock steps back, the UPDATE changes nothing until it comes there again; if it steps forward, what it
-  skipped is found by the next *sweep*, which asks for what is overdue and not in hand.
+- The UPDATE does not change a message that was cancelled, rescheduled or sent meanwhile.
+- If this process is killed or frozen, or its clock is wrong, another process fills its own wheel from the table.
+- If the database's clock steps back, the UPDATE changes nothing until the clock reaches that instant again. If it steps
+  forward, the next *sweep* finds the skipped messages: it reads overdue messages that are not in the wheel.
 
-On PostgreSQL one process turns the wheel, by a lease, so that a message is read once and not once by each relay. Nothing rests
-on that but work saved: two that turn it do not disturb each other.
+On PostgreSQL one process holds a lease and turns the wheel, so that each message is read once, not once per relay. The lease
+only saves work: two processes that turn the wheel do not disturb each other.
 
-A burst, half a million messages due in one second, must neither flood the relays nor hide other topics. So each topic has at
-most so many messages in the wheel; of what is due the topics are served in turn; and no more is made ready than the relays
-have room for, a few passes ahead.
+A burst, half a million messages due in one second, must neither flood the relays nor hide other topics. So the number of
+messages per topic in the wheel is limited, due topics are served in turn, and no more messages are made ready than the relays
+need for a few passes.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _RENEW_SECONDS = 2.0
 _LOAD_AHEAD_SECONDS = 1.0
 _PASSES_IN_HAND = 2
 _PASSES_AHEAD = 8
-"""When no more is ready than the relays have in hand, it is filled up to so many passes. Relays take the lower positions
-first, so a level that was kept up all the time would never let the higher ones come to their turn."""
+"""When no more messages are ready than _PASSES_IN_HAND passes take, the timer makes more ready, up to this many passes. Relays
+take lower positions first, so a constantly refilled level would starve higher positions."""
 _SHORTEST_ROOM_SECONDS = 0.01
 _LONGEST_ROOM_SECONDS = 0.1
 _AFTER_A_COLLISION_SECONDS = 0.02
 _CATCH_UP_SECONDS = 0.05
-"""From a ring until what was newly scheduled is read, so that many rings are one reading."""
+"""Delay from a ring to the query for newly scheduled messages, so that many rings cause one query."""
 _OVERDUE = timedelta(seconds=0.2)
 _SWEEP_SECONDS = 1.0
 _SWEEPING_SHARE = 20
-"""Sweeping and catching up each take at most one part in this many of the time."""
+"""Sweeping and catching up each take at most one part in this many of the time (1/20)."""
 
 
 class Timer:
@@ -72,7 +72,7 @@ class Timer:
         self._options = options
         self._watchdog = watchdog
         self._ring = ring
-        # Where there is one writer there is one relay that is at work.
+        # On a database with one writer only one relay is active.
         self._lease = store.Lease(alias, _LEASE, name="timer") if store.claims_by_locks(alias) else None
         self._holds = self._lease is None
         self._ask_for_lease_at = 0.0
@@ -87,7 +87,7 @@ class Timer:
         self._room_seconds = _SHORTEST_ROOM_SECONDS
 
     def run(self, stop: StopRequest) -> None:
-        """Turn the wheel until asked to stop. Nothing else ends this loop."""
+        """Turn the wheel until asked to stop. No error ends this loop."""
         try:
             while not stop:
                 self._watchdog.beat()
@@ -101,14 +101,14 @@ class Timer:
     def _was_rung(self) -> None:
         now = monotonic()
         self._catch_up_at = min(self._catch_up_at, max(now + _CATCH_UP_SECONDS, self._may_catch_up_at))
-        # What has been brought forward is found by a sweep.
+        # A sweep finds messages that were rescheduled to an earlier time.
         self._quiet_at = now + self._options.horizon.total_seconds() + _SWEEP_SECONDS
         self._sweep_at = min(self._sweep_at, now + _SWEEP_SECONDS)
 
     def _turn_safely(self, stop: StopRequest) -> float:
         try:
             drop_unusable_connections()
-            rest = self._turn()
+            wait = self._turn()
         except Exception as error:
             connections[self._alias].close()
             self._forget()
@@ -120,15 +120,15 @@ class Timer:
                 report_missing(error)
                 stop.wait(self._database.enter())
             else:
-                logger.exception("The timer failed in a way nobody foresaw; it begins anew.")
+                logger.exception("Unexpected error in the timer; it starts again with an empty wheel.")
                 stop.wait(self._trouble.next_seconds())
             return 0.0
         self._database.over()
         self._trouble.reset()
-        return rest
+        return wait
 
     def _turn(self) -> float:
-        """Do what is to be done now; how long to rest then, in seconds."""
+        """Do the work that is due; return the seconds until the next work."""
         if not self._is_mine():
             self._forget()
             return max(self._ask_for_lease_at - monotonic(), 0.0)
@@ -160,21 +160,21 @@ class Timer:
         return Timetable(slots=self._options.WHEEL_SLOTS, tick=self._options.WHEEL_TICK.total_seconds(), now=monotonic())
 
     def _forget(self) -> None:
-        """Throw the wheel away; the next turn fills it again."""
+        """Discard the wheel; the next turn fills it again."""
         self._table = self._new_table()
         self._load_at = self._sweep_at = 0.0
 
     def _load(self) -> None:
-        """Take in hand what has come within the horizon."""
+        """Load the messages that have come within the horizon."""
         found = store.upcoming(self._alias, self._table.places(), self._options.horizon, OF_A_TOPIC)
         now = monotonic()
         self._table.read_on(found, now)
         horizon = self._options.horizon.total_seconds()
-        # What is scheduled for sooner rings, so nothing comes within the horizon unseen between two loads.
+        # A message scheduled within the horizon rings the bell, so two loads miss no message between them.
         self._load_at = now + (horizon - _LOAD_AHEAD_SECONDS if self.bell.is_connected else horizon / 10)
 
     def _catch_up(self) -> None:
-        """Take in hand what was scheduled for so soon that its time had been read already."""
+        """Load messages that were scheduled within the part of the horizon that was already read."""
         began_at = monotonic()
         found = store.newly_scheduled(self._alias, self._table.newest, _OVERDUE, self._options.horizon, OF_A_TOPIC)
         now = monotonic()
@@ -183,7 +183,7 @@ class Timer:
         self._may_catch_up_at = now + _SWEEPING_SHARE * (now - began_at)
 
     def _sweep(self) -> None:
-        """Take in hand what is overdue and is not: committed late, or put forward, or skipped by a clock."""
+        """Load overdue messages that are not in the wheel: committed late, rescheduled earlier, or skipped by a clock step."""
         began_at = monotonic()
         burdened = {topic: Place("", 0, 0) for topic in self._table.burdened}
         found = store.upcoming(self._alias, burdened, -_OVERDUE, OF_A_TOPIC)
@@ -194,7 +194,7 @@ class Timer:
         self._sweep_at = now + max(every, _SWEEPING_SHARE * (now - began_at))
 
     def _fire(self) -> float:
-        """Make ready what is due, as much as there is room for; when to come again for the rest."""
+        """Make due messages ready, as many as there is room for; return the instant of the next call."""
         batch, waiting = self._options.BATCH_SIZE, self._table.waiting
         if not waiting:
             return math.inf
@@ -210,7 +210,7 @@ class Timer:
         return 0.0 if self._table.waiting else math.inf
 
     def _has_room(self) -> bool:
-        """May more be made ready? It is asked seldom, because those that are ready must be counted."""
+        """May more messages be made ready? The check is rare, because it counts the ready messages."""
         now = monotonic()
         if not self._room and now >= self._ask_for_room_at:
             batch = self._options.BATCH_SIZE

@@ -1,6 +1,6 @@
-"""What the timer has in hand: scheduled messages in a wheel, those that are due by topic, and how far each topic is read.
+"""The timer's data: scheduled messages in a wheel, due messages by topic, and the offset up to which each topic was read.
 
-Pure: it is told what was read and what time it is, and can be thrown away at any moment.
+It has no clock and no database: its caller passes the rows and the time. It can be discarded at any moment.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from outbox.relay.wheel import TimingWheel
 from outbox.store import Place, Upcoming
 
 OF_A_TOPIC = 5_000
-"""Most messages of one topic in hand, so that a burst of it neither fills the memory nor hides other topics."""
+"""Maximum messages of one topic held at a time, so that a burst neither fills the memory nor hides other topics."""
 _IN_FLIGHT_SECONDS = 0.25
-"""So much longer than its predecessors' may a transaction take, from its INSERT to its COMMIT, to be found by catching up."""
+"""Catching up finds rows whose transaction took up to this much longer from INSERT to COMMIT than those before it."""
 _MANY_TOPICS = 10_000
-"""So many are remembered as read, though nothing of them is in hand; a topic may be new with each message."""
+"""Maximum number of offsets kept for topics without held messages; every message may have a new topic."""
 _TRIES = 3
 
 
 class Timetable:
-    """One relay's.
+    """The timetable of one relay.
 
     Args:
         slots: of the wheel.
         tick: of the wheel, in seconds.
-        now: this process's monotonic time in seconds, as everywhere here.
+        now: this process's monotonic time in seconds, as in all methods.
     """
 
     def __init__(self, *, slots: int, tick: float, now: float) -> None:
@@ -45,33 +45,33 @@ class Timetable:
 
     @property
     def waiting(self) -> int:
-        """How many messages are due."""
+        """The number of due messages."""
         return sum(map(len, self._due.values()))
 
     @property
     def burdened(self) -> Collection[str]:
-        """The topics that have messages due."""
+        """The topics that have due messages."""
         return self._due.keys()
 
     @property
     def is_short(self) -> bool:
-        """Does some topic have more to come than was taken, and room for it?"""
+        """Does a topic have unread messages, and room for them?"""
         return any(self._in_hand[topic] < OF_A_TOPIC / 2 for topic in self._cut)
 
     @property
     def newest(self) -> int:
-        """The last position that was seen some time ago. Of what lies behind it, something may have been committed since."""
+        """The last position that was seen a moment ago. Rows after it may have been committed since."""
         return self._newest[0][1]
 
     def places(self) -> dict[str, Place]:
-        """Where to go on reading each topic that has been read, and how much of it."""
+        """The offset and the room of each topic that has been read."""
         return {topic: Place(at, position, self._room(topic)) for topic, (at, position) in self._read.items()}
 
     def _room(self, topic: str) -> int:
         return max(OF_A_TOPIC - self._in_hand[topic], 0)
 
     def read_on(self, found: Sequence[Upcoming], now: float) -> None:
-        """Take what was found behind `places()`."""
+        """Take the rows that were found after `places()`."""
         brought = Counter(one.topic for one in found)
         still_full = {topic for topic in self._cut if not self._room(topic)}
         self._cut = still_full | {topic for topic, count in brought.items() if count >= self._room(topic)}
@@ -81,7 +81,7 @@ class Timetable:
         self.take(found, now)
 
     def take(self, found: Iterable[Upcoming], now: float) -> None:
-        """Take what is not in hand yet. Its seconds were counted before `now`, so it is never earlier than they say."""
+        """Take the rows that are not held yet. Their seconds were computed before `now`, so none of them is early."""
         newest = self._newest[-1][1]
         for one in found:
             newest = max(newest, one.position)
@@ -94,7 +94,7 @@ class Timetable:
             self._newest.popleft()
 
     def take_overdue(self, found: Sequence[Upcoming], now: float) -> None:
-        """Take what should have been made ready before. It is in the wheel for later when the database's clock has leapt."""
+        """Take overdue rows. After a step of the database's clock they may be in the wheel with a later time."""
         for one in found:
             if one.position in self._wheel:
                 self._drop(one.position)
@@ -111,7 +111,7 @@ class Timetable:
         self._due.setdefault(self._topic_of[position], deque()).append(position)
 
     def advance(self, now: float) -> None:
-        """Turn the wheel to this moment."""
+        """Turn the wheel to `now`."""
         passed = int((now - self._began_at) / self._tick)
         while self._ticked < passed and self._wheel:
             self._ticked += 1
@@ -120,7 +120,7 @@ class Timetable:
         self._ticked = max(self._ticked, passed)
 
     def next_due(self, limit: int) -> list[int]:
-        """Up to `limit` of what is due, of each topic as many as of any other as far as there are."""
+        """Up to `limit` due messages, in equal parts from all topics as far as they have enough."""
         taken: list[int] = []
         while self._due and len(taken) < limit:
             share = max((limit - len(taken)) // len(self._due), 1)
@@ -131,10 +131,10 @@ class Timetable:
         return taken
 
     def fired(self, asked: Iterable[int], done: Collection[int]) -> None:
-        """Of those that were `asked` for these have been made ready.
+        """Record that of the `asked` messages those in `done` have been made ready.
 
-        The others were cancelled, put off or locked, or the database's clock is a little behind: they are asked for again, at
-        the next ticks. What comes of them later a sweep finds.
+        The others were cancelled, rescheduled or locked, or the database's clock is slightly behind. They are tried again at
+        the next ticks; after that a sweep finds those that are still due.
         """
         for position in asked:
             if position in done or self._tries[position] >= _TRIES:
@@ -152,6 +152,6 @@ class Timetable:
             del self._in_hand[topic]
 
     def next_tick(self) -> float:
-        """When the wheel must be turned again, at the latest."""
+        """The latest instant of the next turn of the wheel."""
         ticks = self._wheel.ticks_to_next()
         return math.inf if ticks is None else self._began_at + (self._ticked + ticks) * self._tick

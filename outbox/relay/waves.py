@@ -1,8 +1,8 @@
-"""In which order may a batch be sent at once?
+"""Split a batch into waves that keep the order of each key.
 
-Confirms of a pipelined batch come out of order, so two messages of one key must not be under way together: if the first is
-nacked and the second confirmed, their order is lost. The k-th message of every key makes the k-th *wave*; a wave is sent
-when the one before has been answered. Messages without a key promise nothing and all travel in the first.
+Confirms of a pipelined batch arrive out of order, so two messages of one key must not be in flight together: if the first is
+nacked and the second confirmed, their order is lost. The k-th message of every key belongs to the k-th *wave*. A wave is sent
+after the broker has answered the previous one. Messages without a key have no order, and are all in the first wave.
 """
 
 from __future__ import annotations

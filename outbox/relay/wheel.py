@@ -1,10 +1,11 @@
-"""A timing wheel: many timers, one hand, and no list to keep in order.
+"""A timing wheel: many timers without a sorted list.
 
-A ring of slots, each a set, and a hand that moves on by one slot at every tick (Varghese and Lauck, "Hashed and Hierarchical
-Timing Wheels", 1987, scheme 6). What is due in d ticks lies in the slot (hand + d) mod N and is passed over (d - 1) // N times
-before it fires: with d // N, as it is often written, what is due after an exact multiple of N would be late by a whole turn.
+It is a ring of slots, each a set, and a hand that advances by one slot at every tick (Varghese and Lauck, "Hashed and
+Hierarchical Timing Wheels", 1987, scheme 6). An entry that is due in d ticks is in the slot (hand + d) mod N, and the hand
+passes it (d - 1) // N times before it fires. With the common d // N, an entry that is due after an exact multiple of N would be
+one turn late.
 
-Pure: it knows neither the time nor what it holds.
+The module has no clock and does not interpret its entries.
 """
 
 from __future__ import annotations
@@ -16,44 +17,44 @@ Entry = TypeVar("Entry", bound=Hashable)
 
 
 class TimingWheel(Generic[Entry]):
-    """Entries that fall due after so many ticks.
+    """Entries that become due after a number of ticks.
 
     Args:
-        slots: of the ring, at least 1. A turn takes as many ticks; entries further away go round.
+        slots: number of slots in the ring, at least 1. A turn takes this many ticks; later entries need several turns.
     """
 
     def __init__(self, slots: int) -> None:
         self._slots: list[dict[Entry, int]] = [{} for _ in range(slots)]
-        self._place: dict[Entry, int] = {}
+        self._slot_of: dict[Entry, int] = {}
         self._hand = 0
 
     def __len__(self) -> int:
-        return len(self._place)
+        return len(self._slot_of)
 
     def __contains__(self, entry: Entry) -> bool:
-        return entry in self._place
+        return entry in self._slot_of
 
     def put(self, entry: Entry, ticks: int) -> None:
-        """Let `entry` be due in so many ticks, from now; it may have been put for another time before.
+        """Make `entry` due in `ticks` from now; this replaces an earlier time of the entry.
 
         Raises:
-            ValueError: less than one tick is no time to come.
+            ValueError: `ticks` is less than 1.
         """
         if ticks < 1:
-            raise ValueError(f"ticks is {ticks}: the earliest that can come is the next tick, 1.")
+            raise ValueError(f"ticks is {ticks}: it must be at least 1, the next tick.")
         self.discard(entry)
-        place = (self._hand + ticks) % len(self._slots)
-        self._slots[place][entry] = (ticks - 1) // len(self._slots)
-        self._place[entry] = place
+        slot = (self._hand + ticks) % len(self._slots)
+        self._slots[slot][entry] = (ticks - 1) // len(self._slots)
+        self._slot_of[entry] = slot
 
     def discard(self, entry: Entry) -> None:
-        """Forget `entry`, if it is here."""
-        place = self._place.pop(entry, None)
-        if place is not None:
-            del self._slots[place][entry]
+        """Remove `entry` if it is in the wheel."""
+        slot = self._slot_of.pop(entry, None)
+        if slot is not None:
+            del self._slots[slot][entry]
 
     def tick(self) -> list[Entry]:
-        """The hand moves on by one slot: what is due there, which leaves the wheel. The rest has one round less to go."""
+        """Advance the hand by one slot; remove and return its due entries. The others there have one turn less left."""
         self._hand = (self._hand + 1) % len(self._slots)
         slot = self._slots[self._hand]
         due = [entry for entry, rounds in slot.items() if not rounds]
@@ -64,8 +65,8 @@ class TimingWheel(Generic[Entry]):
         return due
 
     def ticks_to_next(self) -> int | None:
-        """After how many ticks the hand comes to a slot with something in it; None when there is none."""
-        if not self._place:
+        """The number of ticks until the hand reaches a slot with entries; None if the wheel is empty."""
+        if not self._slot_of:
             return None
         size = len(self._slots)
         return next(ticks for ticks in range(1, size + 1) if self._slots[(self._hand + ticks) % size])
@@ -73,4 +74,4 @@ class TimingWheel(Generic[Entry]):
     def clear(self) -> None:
         for slot in self._slots:
             slot.clear()
-        self._place.clear()
+        self._slot_of.clear()

@@ -1,4 +1,4 @@
-"""A lease with a token: SQLite's way of having one relay, and every database's of having one timer."""
+"""A lease with a fencing token: for the one relay of a SQLite database, and for the one timer of any database."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
 
 class LeaseLost(Exception):
-    """Another relay took over while this one was paused; what it has in hand is not its own any more."""
+    """The lease expired while this relay was suspended; another relay may own the claimed messages now."""
 
 
 class Lease:
-    """The right to do what one process does at a time, until an instant.
+    """The right of one process to do some work until an instant.
 
-    To `relay` on a database with one writer, renewed by every claim; or to turn the wheel, as `timer`.
+    The lease `relay`, for a database with one writer, is renewed by every claim. The lease `timer` is for turning the wheel.
 
-    The token fences: a relay that overslept its lease settles nothing, because settling asks for the token first.
+    The token fences: a relay whose lease has expired settles nothing, because settling checks the token first.
     """
 
     def __init__(self, alias: str, span: timedelta, *, name: str = "relay") -> None:
@@ -53,19 +53,19 @@ class Lease:
             return rows
 
     def settle(self, settlement: Settlement) -> int:
-        """`settle`, if the lease is still ours.
+        """`settle`, if this process still holds the lease.
 
         Raises:
-            LeaseLost: it is not; nothing was written.
+            LeaseLost: it does not hold it; nothing was written.
         """
         with self._fenced():
             return settle(self._alias, settlement)
 
     def settle_apart(self, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
-        """`settle_apart`, if the lease is still ours.
+        """`settle_apart`, if this process still holds the lease.
 
         Raises:
-            LeaseLost: it is not; nothing was written.
+            LeaseLost: it does not hold it; nothing was written.
         """
         with self._fenced():
             return settle_apart(self._alias, settlement, keys)
@@ -78,14 +78,14 @@ class Lease:
             yield
 
     def release(self) -> None:
-        """Let the next relay begin at once."""
+        """Release the lease, so that another process can take it at once."""
         self._rows().filter(token=self._token).delete()
 
     def holder(self) -> str:
         return self._rows().values_list("holder", flat=True).first() or "nobody"
 
     def take(self) -> bool:
-        """Renew it, or take it when it is free; False while another holds it."""
+        """Renew the lease, or take it if it is free; False while another process holds it."""
         mine = {"token": self._token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(self._span)}
         free = Q(token=self._token) | Q(expires_at__lte=DatabaseTime())
         if self._rows().filter(free).update(**mine):

@@ -1,4 +1,4 @@
-"""What the outbox knows of one message: its trail, and what its row tells besides."""
+"""The outbox's account of one message: its trail, and the facts of its row."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from outbox.states import State
 
 _HERE = "outbox"
 _GOES_ON = (State.SCHEDULED, State.RETRYING, State.PREPARED)
-"""States that a message leaves by itself at a time that its row tells."""
+"""States with an automatic next step, due at the row's `available_at`."""
 _NEVER_SENT = (State.PREPARED, State.STUCK, State.ROLLED_BACK)
-"""States into which nothing comes that a relay has had in hand. What was cancelled, for one, may have been with the broker."""
+"""States that no message enters after a relay has claimed it. A cancelled message, for example, may have been sent before."""
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
-    """See `outbox.console.trail`. A message without a trail has a beginning and, once it is settled, an end by its row."""
-    having, away = with_table(TrailEntry, aliases)
+    """See `outbox.console.trail`. Without trail entries the row gives the first and, once settled, the last moment."""
+    having, unavailable = with_table(TrailEntry, aliases)
     moments: list[Moment] = []
     standings: list[Standing] = []
-    unknown = [f"The database {alias!r} does not answer, and may know more." for alias in away]
+    unknown = [f"The database {alias!r} is unavailable, and may contain more." for alias in unavailable]
     kept_since = utcnow() - outbox_options().TRAIL_RETENTION
     name = _as_id(message_id)
     for alias in having:
-        if name is None:  # ours are UUIDs
+        if name is None:  # the outbox's ids are UUIDs
             break
         row = OutboxMessage.objects.using(alias).defer("body", "headers", "wire").filter(message_id=name).first()
         entries = list(TrailEntry.objects.using(alias).filter(message_id=name).order_by("pk"))
@@ -38,9 +38,9 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
             if row.created_at < kept_since:
                 unknown.append(f"What happened to it in the outbox before {kept_since:%Y-%m-%d} may be purged.")
     if moments and not standings:
-        unknown.append("Its row in the outbox has been purged: only its trail is left.")
+        unknown.append("Its row in the outbox has been purged; only its trail is left.")
     elif not moments:
-        unknown.append("No outbox here has it: it was published elsewhere, or its row and its trail have been purged.")
+        unknown.append("It is not in the outbox: it was published elsewhere, or its row and its trail have been purged.")
     return Account(
         searched=f"the outbox ({', '.join(having) or 'no database has its tables'})",
         moments=moments,
@@ -84,7 +84,7 @@ def _moments(alias: str, row: OutboxMessage | None, entries: Sequence[TrailEntry
         )
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return
-    # Only what is ready is published; where others came from nobody wrote down.
+    # Only a ready message becomes published. For other states the previous state was not recorded.
     was = State.READY.value if row.state == State.PUBLISHED else ""
     yield Moment(at=row.settled_at, where=_HERE, was=was, became=row.state, database=alias)
 
@@ -95,7 +95,7 @@ def _began_as(row: OutboxMessage, entries: Sequence[TrailEntry]) -> str:
         return State.PREPARED.value
     if first == State.SCHEDULED or (row.deliver_at is not None and not entries):
         return State.SCHEDULED.value
-    # Its time to be delivered at is from the beginning, unless it was given one by what the trail tells of.
+    # It has had `deliver_at` from the beginning, unless a transition in the trail set it.
     given_before = row.deliver_at is not None and row.deliver_at <= entries[0].at if entries else False
     if given_before and entries[0].became not in {State.SCHEDULED, State.READY}:
         return State.SCHEDULED.value

@@ -1,7 +1,7 @@
-"""The trail: which transition a message went through, when, in whose hands and why.
+"""The trail: a message's transitions, each with its instant, its process and its reason.
 
-An entry is written in the transaction of its transition, after it, while the row is still locked by it. So there is an entry
-if and only if the transition was committed, also for a process that was killed a moment later.
+An entry is written in the transaction of its transition, after it, while the row is still locked. So an entry exists if and
+only if the transition was committed, even if the process was killed a moment later.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _TRAIL = TrailEntry._meta.db_table
 
 
 def is_recorded(*, decision: bool) -> bool:
-    """Are transitions written to the trail: decisions, which matter to a person, or all others?"""
+    """Are such transitions recorded? Decisions, which matter to an operator, always are; others if TRAIL is "all"."""
     return decision or outbox_options().TRAIL == "all"
 
 
 def record(alias: str, positions: Sequence[int], *, was: str, became: str, reason: str) -> None:
-    """Write, in the open transaction, that these messages were in one state and are in another now.
+    """Record in the open transaction that these messages changed from one state to another.
 
-    To be called after each transition, with the positions of the rows that it has changed, and before their next one.
+    Call it after each transition, with the positions of the changed rows, and before their next transition.
 
     Args:
-        reason: for people; "" when the states say it.
+        reason: human-readable; "" if the states are explanation enough.
     """
     _write(alias, positions, was, became, reason)
 
 
 def record_insert(alias: str, positions: Sequence[int]) -> None:
-    """Write, in the open transaction, that these messages are there now, in the state in which they are.
+    """Record in the open transaction that these messages were inserted, with their present state.
 
-    It is no decision: their rows tell it as long as they are kept.
+    It is not a decision, because the rows show it as long as they exist.
     """
     if is_recorded(decision=False):
         _write(alias, positions, "", None, "")
@@ -50,11 +50,11 @@ def _write(alias: str, positions: Sequence[int], was: str, became: str | None, r
         return
     connection = connections[alias]
     condition, parameter = any_of(connection, positions)
-    told = [was, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter]
+    parameters = [was, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter]
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {_TRAIL} (message_id, was, became, at, process, reason) "
             f"SELECT message_id, %s, state, {now(connection)}, %s, %s FROM {TABLE} WHERE id {condition} "
             f"{'' if became is None else 'AND state = %s '}ORDER BY id",
-            told if became is None else [*told, became],
+            parameters if became is None else [*parameters, became],
         )

@@ -7,9 +7,9 @@
     run_relay()
 
 They read and relay the real rows of the test's database, in the test's own transaction if it has one. So they work in a
-`TestCase`, in a `TransactionTestCase` and with pytest-django. They ask no broker.
+`TestCase`, in a `TransactionTestCase` and with pytest-django. They use no broker.
 
-The names below are public. `outbox.pytest_plugin` has them as fixtures.
+The names below are public. `outbox.pytest_plugin` provides them as fixtures.
 """
 
 from outbox.testing.messages import CapturedMessage, assert_nothing_published, assert_published, published

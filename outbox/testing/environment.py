@@ -1,4 +1,4 @@
-"""Where these helpers may be used."""
+"""Restrict the helpers to tests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ def require_tests(function: str) -> None:
     """Refuse to change rows outside of tests.
 
     Raises:
-        RuntimeError: Django's test environment is not set up, so the databases are not those of a test.
+        RuntimeError: Django's test environment is not set up, so the databases may not be test databases.
     """
-    # `setup_test_environment` sets it. Django has no public question for it.
+    # `setup_test_environment` sets it. Django has no public function to check it.
     if not hasattr(mail, "outbox"):
         raise RuntimeError(
             f"{function}() changes rows and is for tests only. Django's test environment is not set up here: run the "

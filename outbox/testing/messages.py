@@ -1,4 +1,4 @@
-"""What the code under test has published, as a test reads it."""
+"""The messages that the code under test has published."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class CapturedMessage:
 
     Attributes:
         id: the message id.
-        payload: decoded, as a consumer gets it: a Decimal or a UUID is text. Bytes when the body is not JSON.
+        payload: decoded, as a consumer gets it: a Decimal or a UUID is text. Bytes if the body is not JSON.
         state: "ready", "scheduled", "published" and so on; see `outbox.models.State`.
-        attempts: failed attempts to publish it; of a prepared message, checks.
+        attempts: failed attempts to publish it; for a prepared message the number of checks.
         last_error: why the latest attempt failed, or "".
         deliver_at: the instant that it was delayed to, or None.
         due_at: when the relay may take it next.
@@ -54,14 +54,14 @@ class CapturedMessage:
 
 
 def published(topic: str | None = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[CapturedMessage]:
-    """The messages that `publish()` and `prepare()` have written, in their order, whatever their state.
+    """The messages that `publish()` and `prepare()` have written, in the order of writing and in any state.
 
     Args:
         topic: only messages of this topic.
         using: the database alias of the outbox.
         expected: only messages with these values. A name is an attribute of `CapturedMessage`, or a path into one:
             `payload__order="1001"`, `payload__items__0__sku="pen"`, `headers__tenant="acme"`. A value is compared with `==`; in
-            a payload also as JSON has it, so that a UUID equals its text.
+            a payload also in its JSON form, so that a UUID equals its text.
 
     Raises:
         TypeError: a name is not an attribute of `CapturedMessage`.
@@ -70,14 +70,14 @@ def published(topic: str | None = None, *, using: str = DEFAULT_DB_ALIAS, **expe
 
 
 def assert_published(topic: str, *, count: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> CapturedMessage:
-    """Assert that exactly `count` messages of `topic` were published with these values; the first of them.
+    """Assert that exactly `count` messages of `topic` were published with these values; return the first of them.
 
     Args:
         count: at least 1.
         using, expected: as for `published`.
 
     Raises:
-        AssertionError: with the messages that were published instead.
+        AssertionError: another number was published; its message lists the messages in the outbox.
         TypeError: as `published`.
     """
     __tracebackhide__ = True
@@ -94,7 +94,7 @@ def assert_nothing_published(topic: str | None = None, *, using: str = DEFAULT_D
         topic, using, expected: as for `published`.
 
     Raises:
-        AssertionError: with the messages that were published.
+        AssertionError: there are such messages; its message lists the messages in the outbox.
         TypeError: as `published`.
     """
     __tracebackhide__ = True
@@ -102,7 +102,7 @@ def assert_nothing_published(topic: str | None = None, *, using: str = DEFAULT_D
 
 
 def decoded(body: bytes) -> Any:
-    """The payload in `body`; the bytes themselves when they are not JSON, as another protocol may have it."""
+    """The payload in `body`; the bytes if they are not JSON, as in another protocol."""
     try:
         return json.loads(body)
     except ValueError:
@@ -159,7 +159,7 @@ def _described(topic: str | None, expected: Mapping[str, Any]) -> str:
 
 
 def _listed(messages: Sequence[CapturedMessage], topic: str | None, expected: Mapping[str, Any]) -> str:
-    """All messages, one a line; those of the topic first, each with what is different in it."""
+    """All messages, one per line; those of the topic first, each with its differences."""
     if not messages:
         return "The outbox is empty."
     ordered = sorted(messages, key=lambda message: topic is not None and message.topic != topic)

@@ -1,4 +1,4 @@
-"""Relaying in a test: the real relay, over a transport that needs no broker."""
+"""Run the real relay in a test, with a transport that needs no broker."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from outbox.transports import transport_class
 
 @dataclass(frozen=True, kw_only=True)
 class SentMessage:
-    """A message as it goes to the broker.
+    """A message as it is sent to the broker.
 
     Attributes:
         id: the message id.
         topic: its routing key, unless it is a Celery message.
-        payload: decoded from the body; the body itself when that is not JSON.
-        headers: all that it travels with: the publisher's own and the CloudEvents attributes, or those of Celery.
+        payload: decoded from the body; the body itself if it is not JSON.
+        headers: all headers of the message: the publisher's own and the CloudEvents attributes, or those of Celery.
         body: the bytes.
-        priority: of the broker.
+        priority: the broker's message priority.
     """
 
     id: str
@@ -43,21 +43,21 @@ class SentMessage:
 
 
 def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True) -> list[SentMessage]:
-    """Relay until nothing is due, and run this project's own handlers, callbacks and checkers; what was published meanwhile.
+    """Relay until nothing is due, and run this project's handlers, callbacks and checkers; return the published messages.
 
-    It does what `outbox_relay --drain` does, without a broker. If the broker in the settings is `local://`, a message that no
-    handler takes is not published, as in production. With any other broker every message is published, and the handlers of
-    this project that take it are run as well.
+    It does the same as `outbox_relay --drain`, without a broker. If the broker in the settings is `local://`, a message without
+    a handler is not published, as in production. With any other broker every message is published, and the handlers of this
+    project for it run as well.
 
-    Messages that are scheduled, or retried later, are not waited for: see `travel`. Rate limits of handlers are not applied.
+    It does not wait for scheduled messages or later retries: see `travel`. It does not apply rate limits of handlers.
 
     Args:
         using: the database alias of the outbox.
-        handlers: False only publishes, and hands nothing to this project's handlers.
+        handlers: False publishes only, and runs none of this project's handlers.
 
     Raises:
         ImportError: the broker is `local://`, and the inbox is not installed.
-        RuntimeError: it is called inside `transaction.atomic()`, other than that of a test case, or not in a test.
+        RuntimeError: it is called inside `transaction.atomic()` (that of a test case is allowed), or not in a test.
     """
     require_tests("run_relay")
     if in_transaction(using):
@@ -71,7 +71,7 @@ def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True) -> list[S
 
 
 class _TestTransport:
-    """Takes the place of the broker: remembers what it is given, and hands it to this project's own handlers by `local://`."""
+    """Replaces the broker: records the messages, and delivers them to this project's own handlers by `local://`."""
 
     capabilities = Capabilities(confirms=True, transactional=True)
 
@@ -83,7 +83,7 @@ class _TestTransport:
         if self._is_local:
             transport_class(options.BROKER_URL)
         if handlers and apps.is_installed("inbox"):
-            # By its name, as `outbox.transports` does it: the outbox imports nothing of the inbox.
+            # By its name, as in `outbox.transports`, because the outbox imports nothing of the inbox.
             self._local = import_string("inbox.testing.LocalTestTransport")(alias, is_broker=self._is_local)
 
     def connect(self) -> None:
@@ -109,7 +109,7 @@ class _TestTransport:
             return {}
         if self._is_local:
             return dict(self._local.send(parcels, deadline).verdicts)
-        # A broker carries what is for others, too.
+        # A broker also accepts messages for other services.
         ours = [parcel for parcel in parcels if parcel.wire is None]
         verdicts = self._local.send(ours, deadline).verdicts
         return {position: verdict for position, verdict in verdicts.items() if verdict.outcome is not PublishOutcome.RETURNED}

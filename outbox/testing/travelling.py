@@ -1,7 +1,7 @@
 """Time travel for tests.
 
-The outbox and the inbox compare the instants in their rows with the database's clock. That clock cannot be set, so the instants
-are moved into the past instead.
+The outbox and the inbox compare the instants in their rows with the database's clock. That clock cannot be set, so `travel`
+moves the instants into the past instead.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ _APPS = ("outbox", "inbox")
 
 
 def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
-    """Let so much time pass for the messages of the outbox and of the inbox, without waiting.
+    """Simulate that `time` has passed for the messages of the outbox and of the inbox.
 
-    All instants in their rows move back by `time`: due, expiry, next attempt, end of a lease, creation. Nothing happens by that
-    alone; the next `run_relay()` does what is due then. A message that fails several times needs both calls for each retry.
+    All instants in their rows move back by `time`: due, expiry, next attempt, end of a lease, creation. This alone runs
+    nothing; the next `run_relay()` processes the messages that are due then. A message that fails several times needs both
+    calls for each retry.
 
-    The clocks of Python and of the database stay as they are, and so do the rows of other apps.
+    The clocks of Python and of the database do not change, and neither do the rows of other apps.
 
     Args:
-        time: more than zero.
+        time: the duration, more than zero.
         using: the database alias of the rows.
 
     Raises:
@@ -40,7 +41,7 @@ def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
     for model in _models(using):
         instants = [field.name for field in model._meta.local_fields if isinstance(field, models.DateTimeField)]
         if instants:
-            objects = model._base_manager.using(using)  # noqa: SLF001 - documented, and filtered by nobody
+            objects = model._base_manager.using(using)  # noqa: SLF001 - documented, and never filtered
             objects.update(**{name: F(name) - time for name in instants})
 
 

@@ -1,4 +1,4 @@
-"""Which transport carries to which broker URL."""
+"""The transport for each broker URL."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def transport_class(url: str) -> type[Transport]:
     """The transport for a broker URL, found by name so that the outbox imports nothing of the inbox.
 
     Raises:
-        ImportError: there is none, or what provides it is not installed.
+        ImportError: no transport supports the URL, or its library is not installed.
     """
     scheme = scheme_of(url)
     if scheme == "local" and not apps.is_installed("inbox"):
-        raise ImportError("'inbox' is not in INSTALLED_APPS, and it is what local:// hands messages to")
+        raise ImportError("'inbox' is not in INSTALLED_APPS, and local:// delivers messages to it")
     if scheme != "local" and (reason := why_unusable(url)):
         raise ImportError(reason)
     found: type[Transport] = import_string(_BY_SCHEME.get(scheme, _OTHERWISE))

@@ -1,11 +1,11 @@
-"""RabbitMQ: pipelined publisher confirms, with our own tracker and our own deadline.
+"""RabbitMQ: pipelined publisher confirms, with the project's own tracker and deadline.
 
-py-amqp's `confirm_publish` is not used: it credits a late ack to the next message, and its timeout starts again with every
-heartbeat. Here a batch is published in one go, then acks, nacks and returns are collected by delivery tag until a monotonic
-deadline. Whatever has no answer by then is *unknown*.
+py-amqp's `confirm_publish` is not used: it credits a late ack to the next message, and every heartbeat restarts its timeout.
+This transport publishes a batch in one go, then collects acks, nacks and returns by delivery tag until a monotonic deadline.
+The outcome of a message without an answer at the deadline is *unknown*.
 
-Any error of the channel or the socket ends the connection: py-amqp would silently reopen the channel without confirm mode
-and with delivery tags that begin again. One connection, one channel, one thread, no consumers on it.
+Any error of the channel or the socket closes the connection: py-amqp would silently reopen the channel without confirm mode
+and restart its delivery tags. The transport uses one connection with one channel, in one thread, without consumers.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _WRITE_BYTES = 64 * 1024
 _WINDOW_BYTES = 1_000_000
 _ACCESS_REFUSED, _NOT_FOUND = 403, 404
 _FAULTS = {
-    # What it was sent: too large, bad properties, a bad frame.
+    # The message: too large, invalid properties or an invalid frame.
     **dict.fromkeys((311, 406, 501, 502, 503, 505), PublishOutcome.REFUSED),
-    # Where to.
+    # The destination.
     _ACCESS_REFUSED: PublishOutcome.FORBIDDEN,
     _NOT_FOUND: PublishOutcome.RETURNED,
 }
-"""Codes with which a broker ends the channel or the connection because of one message, and what that is to the message."""
+"""Reply codes with which a broker closes the channel or the connection because of one message, and the message's outcome."""
 _EXCHANGE_DECLARE = (40, 10)
 _BASIC_ACK = pack(">HH", 60, 80)
 _ACK_ARGUMENTS = Struct(">Q?")
@@ -67,9 +67,9 @@ _OVERDUE = "the broker did not confirm everything within the deadline"
 
 
 class AmqpTransport:
-    """Publishes to one topic exchange of RabbitMQ, every message mandatory, persistent and confirmed.
+    """Publishes to one topic exchange of RabbitMQ; every message is mandatory, persistent and confirmed.
 
-    A message in the form of another protocol goes to where that says, mandatory and confirmed, too.
+    A message in the format of another protocol goes to the exchange in its `Wire`, also mandatory and confirmed.
     """
 
     capabilities = Capabilities(confirms=True)
@@ -104,31 +104,31 @@ class AmqpTransport:
             suspects = self._suspects(error, parcels)
             if len(suspects) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
                 refused[suspects[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
-        # A late ack of an earlier batch may be among them; those rows are not in this claim's hands.
+        # The tracker may hold a late ack of an earlier batch; those rows do not belong to this claim.
         mine = {parcel.position for parcel in parcels}
         verdicts = {position: verdict for position, verdict in self._tracker.collect().items() if position in mine}
         verdicts.update(refused)
         if broken is None:
             return Sent(verdicts=verdicts)
         if self._blocked:
-            # What the socket's buffers hold is enqueued when the alarm ends, even if we hang up. So stay on this
-            # connection until then: every new one would add another batch of duplicates.
+            # The broker enqueues the contents of the socket's buffers when the alarm ends, even if this side disconnects. So
+            # keep this connection until then: every new connection would add another batch of duplicates.
             return Sent(verdicts=verdicts, broken=self._blocked, suspicious=True)
         self._discard()
         return Sent(verdicts=verdicts, broken=broken, suspects=suspects)
 
     def idle(self) -> None:
-        """Read what has come and beat the heart; a dead connection is found here, before the next batch."""
+        """Read pending frames and send a heartbeat; this finds a dead connection before the next batch."""
         if self._connection is None:
             return
         try:
             self._read(0.001)
         except BROKER_FAILURES as error:
-            logger.info("The idle broker connection is gone (%s); the next pass opens a new one.", describe(error))
+            logger.info("The idle broker connection was lost (%s); the next pass opens a new one.", describe(error))
             self._discard()
 
     def close(self) -> None:
-        # A broker that blocks publishers answers a polite goodbye only when its alarm is over.
+        # A broker that blocks publishers answers connection.close only after its alarm ends.
         if self._connection is not None and not self._blocked:
             try:
                 self._connection.close()
@@ -147,13 +147,13 @@ class AmqpTransport:
         try:
             self._connection = kombu.Connection(self._url, **connection_options(self._url, **events))
             self._connection.ensure_connection(**connection_attempts(self._url))
-            # Held on to, because kombu's own `connection` attribute silently connects again once this one is closed.
+            # Stored here, because kombu's own `connection` attribute silently reconnects after this connection is closed.
             self._amqp = self._connection.connection
             self._channel = self._amqp.channel()
             self._channel.exchange_declare(self._exchange, EXCHANGE_TYPE, durable=True, auto_delete=False)
             self._channel.confirm_select()
         except Exception as error:
-            # Not only its known failures: what answers on that port need not speak AMQP.
+            # Any exception: the server on that port may not speak AMQP.
             self._discard()
             raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(self._explained(error)) from error
         self._frames = FrameWriter(channel=self._channel.channel_id, exchange=self._exchange, frame_max=self._amqp.frame_max)
@@ -195,7 +195,7 @@ class AmqpTransport:
             while self._read(_GLANCE_SECONDS):
                 pass
             if unconfirmed_bytes > _WINDOW_BYTES:
-                # A broker whose acks nobody reads stops writing them, and then stops reading.
+                # If the acks are not read, the broker stops writing them, and then stops reading.
                 if overdue := self._await_confirms(deadline):
                     return overdue
                 unconfirmed_bytes = 0
@@ -207,16 +207,16 @@ class AmqpTransport:
                 return self._frames.publish(parcel)
             wire = Wire.from_text(parcel.wire)
             frames = self._frames.publish_formed(parcel.envelope, wire)
-        except Exception as error:  # noqa: BLE001 - a row written by somebody else's hand may hold anything
+        except Exception as error:  # noqa: BLE001 - a row written by another program may hold anything
             return Verdict(PublishOutcome.REFUSED, f"it cannot be encoded: {describe(error)}")
         if not self._exists(wire.exchange, missing):
-            return Verdict(PublishOutcome.RETURNED, f"unroutable: there is no exchange {wire.exchange!r}")
+            return Verdict(PublishOutcome.RETURNED, f"unroutable: exchange {wire.exchange!r} does not exist")
         return frames
 
     def _exists(self, exchange: str, missing: set[str]) -> bool:
-        """A publish to an exchange that is not there would end the channel, and take the whole batch with it.
+        """Does the exchange exist? A publish to a missing exchange closes the channel and fails the whole batch.
 
-        So the broker is asked, on a channel of its own, once for each life of the connection and, in vain, for each batch.
+        The check uses a separate channel. A positive answer is cached for the connection, a negative one for the batch.
         """
         if exchange in self._exchanges:
             return True
@@ -227,7 +227,7 @@ class AmqpTransport:
             channel.exchange_declare(exchange, EXCHANGE_TYPE, passive=True)
         except NotFound as error:
             if error.method_sig != _EXCHANGE_DECLARE:
-                raise  # of an earlier publish, read while we waited: it was the other channel that was closed
+                raise  # It answers an earlier publish, and closed the other channel.
             missing.add(exchange)
             return False
         finally:
@@ -254,7 +254,7 @@ class AmqpTransport:
         return None
 
     def _read(self, seconds: float) -> bool:
-        """Read what has come; False when nothing came in time. Not `drain_events`: its timeout starts again with each frame."""
+        """Read pending frames; False on timeout. `drain_events` is not used: each frame restarts its timeout."""
         if not self._amqp.connected:
             raise RecoverableConnectionError("the broker closed the connection")
         try:
@@ -268,13 +268,14 @@ class AmqpTransport:
         return came
 
     def _take(self, frame: Frame) -> bool:
-        """Take an ack, as most frames are, without the dispatch of py-amqp, which costs several times as much.
+        """Handle an ack without py-amqp's dispatch, which costs several times as much. Most frames are acks.
 
-        Returns: is there more to wait for? If not, what follows is left for the next read.
+        Returns:
+            Whether confirms are outstanding. If none are, the next read handles the remaining frames.
         """
         kind, channel, payload = frame
         if kind == METHOD and channel == self._channel.channel_id and payload.startswith(_BASIC_ACK):
-            self._amqp.bytes_recv += 1  # by which py-amqp knows that the broker lives
+            self._amqp.bytes_recv += 1  # py-amqp's heartbeat check reads this counter
             self._tracker.acked(*_ACK_ARGUMENTS.unpack_from(payload, len(_BASIC_ACK)))
         else:
             self._amqp.on_inbound_frame(frame)
@@ -282,7 +283,7 @@ class AmqpTransport:
 
     def _on_return(self, error: Exception, exchange: str, routing_key: str, message: Any) -> None:
         bound = f"no queue is bound to exchange {exchange!r} for topic {routing_key!r}"
-        reason = f"unroutable: {bound if exchange else f'there is no queue {routing_key!r}'}"
+        reason = f"unroutable: {bound if exchange else f'queue {routing_key!r} does not exist'}"
         self._tracker.returned(str(message.properties.get("message_id", "")), reason)
 
     def _on_blocked(self, reason: str) -> None:
@@ -292,9 +293,9 @@ class AmqpTransport:
         self._blocked = None
 
     def _suspects(self, error: Exception, parcels: Sequence[Parcel]) -> list[int]:
-        """Because of which of `parcels` may the broker have closed the channel? None of them, if it did for another reason.
+        """The positions of the messages that may have made the broker close the channel; empty for any other reason.
 
-        RabbitMQ names the topic that it forbids. It reads in order, so it stopped at the first message of that topic.
+        RabbitMQ names the forbidden topic. It reads in order, so it stopped at the first message of that topic.
         """
         code = _code_of(error)
         if code not in _FAULTS or self._is_about_our_exchange(error):
@@ -302,13 +303,13 @@ class AmqpTransport:
         unanswered = set(self._tracker.unanswered)
         sent = [parcel for parcel in parcels if parcel.position in unanswered]
         if code == _NOT_FOUND:
-            # Another exchange than ours has been deleted since it was looked for.
+            # An exchange of another protocol's message was deleted after the check.
             sent = [parcel for parcel in sent if parcel.wire is not None]
         named = [parcel for parcel in sent if f"topic '{parcel.envelope.topic}'" in str(error)]
         return [parcel.position for parcel in named[:1] or sent]
 
     def _is_about_our_exchange(self, error: Exception) -> bool:
-        """Is our exchange as a whole forbidden or missing, and not one topic?"""
+        """Is the project's exchange as a whole forbidden or missing, not a single topic?"""
         whole = f"exchange '{self._exchange}'" in str(error) and "topic '" not in str(error)
         return whole and _blames_a_destination(error)
 
@@ -327,6 +328,6 @@ def _blames_a_destination(error: Exception) -> bool:
 
 
 def _code_of(error: Exception) -> int:
-    """AMQP's reply code; 0 when the broker did not say why."""
+    """AMQP's reply code; 0 when the broker gave none."""
     code: int | None = getattr(error, "code", None)
     return code or 0

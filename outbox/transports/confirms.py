@@ -1,10 +1,10 @@
-"""Which publish does a confirm belong to?
+"""Match publisher confirms to publishes.
 
 The publisher confirms of AMQP 0-9-1 (RabbitMQ, "Consumer Acknowledgements and Publisher Confirms") name publishes by
-delivery tag: 1, 2, 3… in the order they were sent on a channel. Acks come out of order and for many at once. A returned
-message is named by its message id only, and comes before its own ack, so *returned* wins over *acked*.
+delivery tag: 1, 2, 3… in the order they were sent on a channel. Acks arrive out of order, and one ack may cover many
+messages. A returned message is named by its message id only and arrives before its own ack, so *returned* overrides *acked*.
 
-Pure bookkeeping: no socket, no clock.
+This module uses no socket and no clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from outbox.kernel.transport import CONFIRMED, PublishOutcome, Verdict
 
 
 class ConfirmTracker:
-    """The publishes of one life of one channel. A new channel needs a new tracker: its tags begin again."""
+    """The publishes of one channel. A new channel needs a new tracker, because its tags restart at 1."""
 
     def __init__(self) -> None:
         self._last_tag = 0
@@ -28,11 +28,11 @@ class ConfirmTracker:
 
     @property
     def unanswered(self) -> list[int]:
-        """The positions that wait for their confirm, in the order they were sent in."""
+        """The positions without a confirm, in the order of sending."""
         return list(self._open.values())
 
     def sent(self, position: int, message_id: str) -> None:
-        """The next publish of this channel was the message at `position`."""
+        """Record the message at `position` as the next publish of this channel."""
         self._last_tag += 1
         self._open[self._last_tag] = position
         self._by_message_id[message_id] = position
@@ -49,10 +49,10 @@ class ConfirmTracker:
 
     def nacked(self, tag: int, multiple: bool) -> None:
         for position in self._close(tag, multiple):
-            self._settled[position] = Verdict(PublishOutcome.NACKED, "the broker refused to keep it (basic.nack)")
+            self._settled[position] = Verdict(PublishOutcome.NACKED, "the broker refused it (basic.nack)")
 
     def collect(self) -> dict[int, Verdict]:
-        """What is known since the last call. Publishes without an answer are simply not in it."""
+        """The verdicts since the last call, without the publishes that have no answer yet."""
         settled, self._settled = self._settled, {}
         if not self._open:
             self._by_message_id.clear()

@@ -1,9 +1,9 @@
-"""One message as the bytes that publish it: `basic.publish`, its content header and its body, in frames.
+"""Encode a message as AMQP frames: `basic.publish`, its content header and its body.
 
-AMQP 0-9-1, sections 2.3.5 (framing) and 4.2 (wire-level format). py-amqp writes every message with a system call of its own
-and packs each header anew, at about five times the price; many messages in one write are also what the broker reads fastest.
+AMQP 0-9-1, sections 2.3.5 (framing) and 4.2 (wire-level format). py-amqp makes one system call per message and packs each
+header again, which costs about five times as much. The broker also reads many messages fastest from one write.
 
-Pure bytes: no socket.
+This module produces bytes and uses no socket.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _pack_length = Struct(">I").pack
 
 
 class FrameWriter:
-    """Publishes on one channel, mandatory and, as a CloudEvent, to one exchange and persistent.
+    """Encodes mandatory publishes for one channel. CloudEvents go to one exchange and are persistent.
 
     Args:
         frame_max: largest frame in bytes that the broker agreed to.
@@ -78,11 +78,11 @@ class FrameWriter:
         return self._assemble(self._method(self._exchange, envelope.topic), properties, body)
 
     def publish_formed(self, envelope: Envelope, wire: Wire) -> bytes:
-        """All frames of a message in the form of another protocol. Its message id is ours, by which it is known if it returns.
+        """All frames of a message in the format of another protocol, with our message id, which identifies a returned message.
 
         Raises:
-            ValueError, struct.error, amqp.AMQPError: a name is too long, a header of a type that AMQP has not, the headers do
-                not fit into one frame, or RabbitMQ would refuse them.
+            ValueError, struct.error, amqp.AMQPError: a name is too long, AMQP does not support the type of a header, the
+                headers do not fit into one frame, or RabbitMQ would refuse them.
         """
         body = envelope.body
         content = _pack_content(_BASIC, 0, len(body)) + _properties(
@@ -99,7 +99,7 @@ class FrameWriter:
 
     def _assemble(self, method: bytes, properties: bytes, body: bytes) -> bytes:
         if len(properties) > self._largest:
-            raise ValueError(f"its headers are {len(properties)} bytes and the broker takes frames of {self._largest}")
+            raise ValueError(f"its headers have {len(properties)} bytes; the broker's limit is {self._largest} per frame")
         frames = [method, *self._frame(_HEADER, properties)]
         for start in range(0, len(body), self._largest):
             frames += self._frame(_BODY, body[start : start + self._largest])
@@ -114,11 +114,11 @@ class FrameWriter:
 
 
 def _properties(values: Mapping[str, Any]) -> bytes:
-    """A property list: which of them are there, and those. Names that AMQP does not have are left out, as py-amqp does."""
+    """A property list: the flags of the present properties, then their values. Like py-amqp, it omits unknown names."""
     flags, kinds, given = 0, "", []
-    for place, (name, kind) in enumerate(Message.PROPERTIES):
+    for index, (name, kind) in enumerate(Message.PROPERTIES):
         if (value := values.get(name)) is not None:
-            flags |= 0x8000 >> place
+            flags |= 0x8000 >> index
             kinds += kind
             given.append(value)
     listed: bytes = pack(">H", flags) + dumps(kinds, given)
@@ -126,9 +126,9 @@ def _properties(values: Mapping[str, Any]) -> bytes:
 
 
 def _expiration(seconds: float) -> bytes:
-    """The property: milliseconds, as text. Empty when the broker could not count so far.
+    """The property: milliseconds, as text. Empty when the value exceeds the broker's limit.
 
-    Never "0", with which RabbitMQ drops what it cannot hand to a consumer at once.
+    Never "0": with it RabbitMQ drops a message that it cannot deliver to a consumer at once.
     """
     milliseconds = max(int(seconds * 1000), 1)
     return _text(str(milliseconds)) if milliseconds <= _LONGEST_EXPIRATION else b""
@@ -136,7 +136,7 @@ def _expiration(seconds: float) -> bytes:
 
 def _checked(headers: _Headers) -> _Headers:
     if wrong := [name for name in COPIES if not isinstance(headers.get(name, []), list)]:
-        raise ValueError(f"its header {wrong[0]!r} is RabbitMQ's own, a list of routing keys for copies, and here it is none")
+        raise ValueError(f"its header {wrong[0]!r} must be a list: RabbitMQ reserves it for the routing keys of copies")
     return headers
 
 
@@ -155,12 +155,12 @@ def _table(headers: dict[str, Any]) -> bytes:
 def _text(value: str) -> bytes:
     encoded = value.encode()
     if len(encoded) > 255:  # noqa: PLR2004 - one length byte
-        raise ValueError(f"{value!r} is {len(encoded)} bytes and AMQP takes 255")
+        raise ValueError(f"{value!r} has {len(encoded)} bytes; AMQP's limit is 255")
     return bytes((len(encoded),)) + encoded
 
 
 _short = lru_cache(maxsize=4096)(_text)
-"""For names that come again and again: of headers, topics, content types."""
+"""For recurring names: of headers, topics and content types."""
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,7 @@
 """kombu's other transports (Redis, SQS, …): one `Producer.publish` at a time.
 
-They have no publisher confirms: a publish that returns was accepted by the server's socket, and that is all it says. A topic
-that no queue is bound to would be dropped silently, so the binding table is asked first.
+They have no publisher confirms: a publish that returns was accepted by the server's socket, and nothing more is known. The
+broker would silently drop a message to a topic without a bound queue, so the transport reads the binding table first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _UNDURABLE = {"memory", "filesystem", "sqla", "sqlalchemy", "sqlite", "confluent
 
 
 def capabilities_of(url: str) -> Capabilities:
-    """What kombu's transport for `url` can promise."""
+    """The capabilities of kombu's transport for `url`."""
     scheme = scheme_of(url)
     if scheme in _UNDURABLE:
         return Capabilities(
@@ -91,7 +91,7 @@ class VirtualTransport:
             except failures as error:
                 self.close()
                 return Sent(verdicts=verdicts, broken=describe(error))
-            except Exception as error:  # noqa: BLE001 - not the connection, so it is this message that cannot be sent
+            except Exception as error:  # noqa: BLE001 - the connection works, so this message cannot be sent
                 verdicts[parcel.position] = Verdict(PublishOutcome.REFUSED, f"it cannot be sent: {describe(error)}")
         return Sent(verdicts=verdicts)
 
@@ -134,7 +134,7 @@ class VirtualTransport:
         return CONFIRMED
 
     def _send_formed(self, envelope: Envelope, wire: Wire) -> Verdict:
-        # A queue is there as soon as something lies in it, so to the default exchange everything is routable.
+        # A queue exists as soon as it holds a message, so every message to the default exchange is routable.
         if wire.exchange and not self._is_routable(wire.exchange, wire.routing_key, wire.exchange_type):
             return Verdict(
                 PublishOutcome.RETURNED,
@@ -156,7 +156,7 @@ class VirtualTransport:
         if not isinstance(channel, VirtualChannel):
             return True
         if exchange not in channel.state.exchanges:
-            # Each process has its own idea of what exchanges there are, and of which type; the bindings are shared.
+            # Each process keeps its own list of exchanges and their types; the bindings are shared.
             channel.exchange_declare(exchange, exchange_type, durable=True)
         try:
             table = channel.get_table(exchange)

@@ -296,7 +296,7 @@ class TestSmallestFrameSize:
                 PublishOutcome.REFUSED,
                 PublishOutcome.CONFIRMED,
             ]
-            assert f"takes frames of {LARGEST}" in sent.verdicts[1].reason
+            assert f"limit is {LARGEST} per frame" in sent.verdicts[1].reason
             assert [message.body for message in peer.published] == [b"1", b"3"]
             assert sent.broken is None
 

@@ -363,7 +363,7 @@ class TestRunUntilSignalled:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=100)
 
         assert done.returncode == EXIT_SILENT
-        assert "asked to stop 0.05 s ago and still not done" in done.stderr
+        assert "asked to stop 0.05 s ago and has not finished" in done.stderr
         assert "in sleeping" in done.stderr
 
 

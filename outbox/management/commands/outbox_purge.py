@@ -6,8 +6,8 @@ from outbox.models import TrailEntry
 
 class Command(PurgeCommand):
     help = (
-        "Delete published, cancelled, expired and rolled back messages that are older than the retention. Dead ones stay. "
-        "Then the trail older than OUTBOX['TRAIL_RETENTION']."
+        "Delete published, cancelled, expired and rolled back messages that are older than the retention, then trail entries "
+        "older than OUTBOX['TRAIL_RETENTION']. Dead messages are not deleted."
     )
     app, store, trail, configured = "outbox", store, TrailEntry, staticmethod(outbox_options)
     older_than_help = "instead of OUTBOX['RETENTION']"

@@ -15,11 +15,11 @@ from outbox.relay.service import serve
 
 
 class Command(BaseCommand):
-    help = "Carry committed messages to the broker, until SIGTERM. With local:// it also runs this service's handlers."
+    help = "Publish committed messages to the broker until SIGTERM. With local:// it also runs this service's handlers."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias whose outbox is relayed (default: %(default)s)")
-        parser.add_argument("--drain", action="store_true", help="end when nothing is due instead of waiting for more")
+        parser.add_argument("--drain", action="store_true", help="exit when nothing is due instead of waiting for more")
 
     def handle(self, *args: Any, **options: Any) -> None:
         log_to_console("outbox", options["verbosity"])
@@ -29,13 +29,13 @@ class Command(BaseCommand):
 
 def _relay(alias: str, stop: StopRequest, *, drain: bool) -> None:
     require_schema(alias, *_apps_at_work())
-    # What is loaded by now stays for good. The collector need not walk through all of Django again and again, which costs a
-    # tenth of the relay's speed.
+    # The objects loaded so far are permanent. Scanning all of Django in every collection would cost a tenth of the relay's
+    # speed.
     gc.collect()
     gc.freeze()
     serve(alias, drain=drain, stop=stop)
 
 
 def _apps_at_work() -> list[str]:
-    """With local:// the relay stores into the inbox, and runs what is stored there."""
+    """The apps whose tables the relay uses: with local:// it stores into the inbox and runs its handlers."""
     return ["outbox", "inbox"] if scheme_of(outbox_options().BROKER_URL) == scheme_of(LOCAL_BROKER) else ["outbox"]

@@ -19,8 +19,8 @@ _STATES = [state.value for state in RESTORE.sources]
 
 class Command(BaseCommand):
     help = (
-        "Publish cancelled, expired or dead messages after all, with a full set of attempts: scheduled for their time again, "
-        "or ready when it has passed. Retrying ones are tried now, if they are named by MESSAGE_ID or --state retrying."
+        "Restore cancelled, expired or dead messages with a full set of attempts: scheduled if their time is in the future, "
+        "otherwise ready. Retrying messages named by MESSAGE_ID or --state retrying are tried now."
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
@@ -31,7 +31,7 @@ class Command(BaseCommand):
         parser.add_argument("--since", metavar="INSTANT", help="cancelled, expired or dead since then: 2026-03-01T10:00")
         parser.add_argument("--until", metavar="INSTANT", help="cancelled, expired or dead before then")
         parser.add_argument("--all", action="store_true", help="all messages")
-        parser.add_argument("--without-overdue", action="store_true", help="leave those whose time has passed")
+        parser.add_argument("--without-overdue", action="store_true", help="skip messages whose time has passed")
         parser.add_argument("--dry-run", action="store_true", help="only show what would be restored")
         parser.add_argument("--database", default=DEFAULT_DB_ALIAS, help="alias to work on (default: %(default)s)")
 
@@ -40,8 +40,8 @@ class Command(BaseCommand):
         require_schema(alias, "outbox")
         if not any(options[name] for name in _SELECTING):
             raise CommandError(
-                "Say which messages: MESSAGE_ID …, --topic, --biz-id, --state, --since, --until, or --all. With --dry-run they "
-                "are only shown."
+                "Select the messages: MESSAGE_ID …, --topic, --biz-id, --state, --since, --until, or --all. With --dry-run "
+                "they are only shown."
             )
         selection = _selection(options)
         preview = store.preview_restoring(alias, selection)
@@ -78,9 +78,9 @@ def _shown(found: list[store.Restorable], *, overdue: bool) -> str:
         (group.topic, group.state, f"{group.messages:,}", f"{group.overdue:,}", f"{age(group.oldest)} ago") for group in found
     ]
     if overdue:
-        summary = f"{messages} messages would be restored, {late} of them overdue: these go out at once."
+        summary = f"{messages} messages would be restored, {late} of them overdue: these are sent at once."
     else:
-        summary = f"{messages - late} messages would be restored, and {late} overdue ones left."
+        summary = f"{messages - late} messages would be restored, and {late} overdue ones skipped."
     return f"{table(rows)}\n\n{summary}" if found else summary
 
 

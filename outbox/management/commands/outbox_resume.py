@@ -9,7 +9,7 @@ from outbox.pausing import TopicState, resume
 
 
 class Command(BaseCommand):
-    help = "Have the messages of a paused topic sent again, whoever has paused it: the oldest first, in batches."
+    help = "Resume a paused topic, whether the relay or an operator paused it: its messages are sent in batches, oldest first."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("topic", metavar="TOPIC", help="its exact name")

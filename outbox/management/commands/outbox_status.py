@@ -9,15 +9,15 @@ from outbox.states import State
 _COLUMNS = (
     ("last pass", lambda relay: age(relay.last_pass_at, relay.database_now)),
     ("published", lambda relay: f"{relay.published:,}"),
-    # What a silent relay does now is not known.
+    # The present rate of a silent relay is unknown.
     ("per second", lambda relay: "-" if relay.silent else f"{relay.rate:,.1f}"),
 )
 
 
 class Command(StatusCommand):
     help = (
-        "Show how many messages are in each state, how old the oldest waiting one is, which callbacks are pending, which "
-        "topics are paused, and which relays run."
+        "Show the number of messages in each state, the age of the oldest waiting one, the pending callbacks, the paused "
+        "topics, and the running relays."
     )
     app = "outbox"
 
@@ -87,8 +87,8 @@ def _state(relay: Any) -> str:
 
 def _stuck(count: int) -> str:
     return (
-        f"{count:,} prepared {'message is' if count == 1 else 'messages are'} stuck: no checker could say what happened. Find "
-        "out, then run outbox_resume_checks, or decide in the admin."
+        f"{count:,} prepared {'message is' if count == 1 else 'messages are'} stuck: no checker knows whether the effect "
+        "happened. Find out, then run outbox_resume_checks, or decide in the admin."
     )
 
 

@@ -94,7 +94,7 @@ def test_history_hides_the_app_that_the_user_may_not_view_and_says_so(half):
     hidden, seen = ("no such article", "refused by the broker") if half == "outbox" else ("refused by", "no such article")
     assert hidden not in text
     assert seen in text
-    assert "What happened to it elsewhere is shown to those who may view" in text
+    assert "Users with the permission to view" in text
 
 
 def test_history_text_adds_no_element():

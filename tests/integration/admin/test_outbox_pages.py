@@ -500,7 +500,7 @@ class TestRestore:
         report = said(act(staff_client(VIEW, RESTORE), "restore", first, second, confirmed="yes", overdue="on"))
 
         assert [level for level, _ in report] == ["error", "success"]
-        assert "the database said canceling statement" in report[0][1]
+        assert "the database reported canceling statement" in report[0][1]
         assert (state_of(first), state_of(second)) == (State.DEAD, State.READY)
 
     def test_restore_is_rolled_back_when_its_log_entry_cannot_be_written(self, monkeypatch):

@@ -40,7 +40,7 @@ def test_restore_asks_for_confirmation_and_previews_the_result_for_each_message(
 
     page = Page(act(staff_client(VIEW, RESTORE), "restore", *rows))
 
-    for expected in ("Overdue: it is sent at once.", "Scheduled again, due in", "In this state it stays as it is."):
+    for expected in ("Overdue: it is sent at once.", "Scheduled again, due in", "In this state it is not changed."):
         assert page.text.count(expected) == 1
     assert page.all("input", name="overdue", type="checkbox")
     assert [state_of(row) for row in rows] == [State.CANCELLED, State.CANCELLED, State.PUBLISHED]
@@ -64,7 +64,7 @@ def test_restore_without_overdue_messages_leaves_them_and_says_so():
     response = act(staff_client(VIEW, RESTORE), "restore", late, later, confirmed="yes")
 
     assert (state_of(late), state_of(later)) == (State.CANCELLED, State.SCHEDULED)
-    assert said(response)[0][1].endswith("not restored: it is overdue, and such messages were to be left")
+    assert said(response)[0][1].endswith("not restored: it is overdue, and overdue messages were not selected")
     assert said(response)[1][0] == "success"
 
 
@@ -75,7 +75,7 @@ def test_restore_leaves_a_unique_message_that_was_replaced_and_says_so():
     preview = Page(act(staff_client(VIEW, RESTORE), "restore", first))
     response = act(staff_client(VIEW, RESTORE), "restore", first, confirmed="yes", overdue="on")
 
-    assert "A later message has replaced it: it stays as it is." in preview.text
+    assert "A later message has replaced it: it is not changed." in preview.text
     assert state_of(first) == State.CANCELLED
     [(level, words)] = said(response)
     assert level == "warning"

@@ -105,7 +105,7 @@ class TestScheduledList:
         assert "Overdue by more than 5 min: 1. Look whether a relay runs." in self.page().text
 
     def test_empty_list_says_that_no_message_is_scheduled(self):
-        assert "No message waits for its time." in self.page().text
+        assert "No scheduled messages." in self.page().text
         assert "Nothing matches." in self.page(q="order-1").text
 
     def test_list_requires_the_view_permission_and_offers_only_permitted_actions(self):
@@ -157,7 +157,7 @@ class TestPublishNow:
 
         page = Page(on_the_list(staff_client(VIEW, RESCHEDULE), "publish_now", row))
 
-        assert "What is sent cannot be taken back." in page.text
+        assert "A sent message cannot be taken back." in page.text
         assert str(row.message_id) in page.text
         assert state_of(row) == State.SCHEDULED
 
@@ -222,10 +222,10 @@ class TestReschedule:
         [
             ({}, "For when?"),
             ({"delay": "30m", "deliver_at": "2999-01-01T00:00:00"}, "too far ahead: ten years"),
-            ({"delay": "soon"}, "'soon' is no span: write a number and s, m, h or d, as in '30m'."),
-            ({"delay": "0m"}, "is no span"),
+            ({"delay": "soon"}, "'soon' is not a duration: write a number and s, m, h or d, as in '30m'."),
+            ({"delay": "0m"}, "is not a duration"),
             ({"delay": "99999d"}, "too far ahead: ten years"),
-            ({"delay": NASTY}, "is no span"),
+            ({"delay": NASTY}, "is not a duration"),
             ({"deliver_at": "2020-01-01T00:00:00"}, "It lies in the past."),
             ({"deliver_at": "next week"}, "Enter a valid date/time."),
         ],
@@ -253,7 +253,7 @@ class TestReschedule:
 
         page = Page(act(staff_client(VIEW, RESCHEDULE), "reschedule", ready, published, page=LIST))
 
-        assert page.text.count("In this state it stays as it is.") == 1
+        assert page.text.count("In this state it is not changed.") == 1
 
     def test_reschedule_from_the_message_page_redirects_back_to_it(self):
         row = scheduled()

@@ -94,7 +94,7 @@ class TestLifeOfAMessage:
         life = life_of(str(message.id))
 
         assert [one.became for one in life.moments] == ["cancelled"]
-        assert any("has been purged: only its trail is left" in words for words in life.unknown)
+        assert any("has been purged; only its trail is left" in words for words in life.unknown)
 
     def test_life_says_when_its_trail_may_have_been_purged(self):
         message = published()
@@ -167,7 +167,7 @@ class TestTrailCommand:
 
         with pytest.raises(CommandError, match=rf"{unknown}.*the outbox \(default, other\); the inbox \(default, other\)"):
             printed_by_trail(unknown)
-        with pytest.raises(CommandError, match="No row here has topic"):
+        with pytest.raises(CommandError, match="No row has topic"):
             printed_by_trail("--topic", TOPIC, "--biz-id", "unknown")
 
     @pytest.mark.parametrize("given", [[], ["--topic", TOPIC], [uuid.uuid4(), "--topic", TOPIC, "--biz-id", "order-1"]])

@@ -207,7 +207,10 @@ class TestForeignProducers:
             ),
             pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
             pytest.param(
-                b"{}", {"headers": {"compression": "application/x-gzip"}}, "cannot be unpacked", id="gzip header, plain body"
+                b"{}",
+                {"headers": {"compression": "application/x-gzip"}},
+                "cannot be decompressed",
+                id="gzip header, plain body",
             ),
             pytest.param(b"{}", {"headers": {"compression": "no-such-thing"}}, "no-such-thing", id="unknown compression"),
         ],

@@ -121,7 +121,7 @@ def test_failed_message_waits_in_the_database_and_not_in_redis(handles, redis_ur
         pytest.param(b"{}", {"content_type": "application/x-python-serialize"}, "is not accepted", id="body is pickle"),
         pytest.param(b"{}", {"message_id": None}, "no identity", id="no identity"),
         pytest.param(
-            b"{}", {"headers": {"compression": "application/x-gzip"}}, "cannot be unpacked", id="gzip header, plain body"
+            b"{}", {"headers": {"compression": "application/x-gzip"}}, "cannot be decompressed", id="gzip header, plain body"
         ),
     ],
 )

@@ -378,7 +378,7 @@ class TestRestoreCommand:
         assert [line[:4] for line in lines[1:3]] == [["a", "cancelled", "2", "1"], ["b", "dead", "1", "1"]]
         assert lines[1][4].startswith("1:0")
         assert lines[-1][:7] == ["3", "messages", "would", "be", "restored,", "2", "of"]
-        assert "1 messages would be restored, and 2 overdue ones left" in run("--all", "--dry-run", "--without-overdue")
+        assert "1 messages would be restored, and 2 overdue ones skipped" in run("--all", "--dry-run", "--without-overdue")
         assert OutboxMessage.objects.filter(state__in=RESTORABLE).count() == 3
 
     def test_restore_command_reports_what_it_restored_and_left(self):
@@ -421,9 +421,9 @@ class TestRestoreCommand:
         ("arguments", "words"),
         [
             ((), "--all"),
-            (("--dry-run",), "Say which"),
-            (("--without-overdue",), "Say which"),
-            (("order-17",), "no message id"),
+            (("--dry-run",), "Select the"),
+            (("--without-overdue",), "Select the"),
+            (("order-17",), "not a message id"),
             (("--since", "yesterday"), "--since is 'yesterday'"),
             (("--until", "2026-02-31T10:00"), "--until"),
         ],

@@ -107,16 +107,16 @@ class TestUrl:
         [
             ("amqp://a;redis://b", "of different kinds, amqp:// and redis://"),
             ("redis://a;rediss://b", "of different kinds"),
-            ("local://;amqp://a", "must stand alone"),
-            ("amqp://a;local://", "must stand alone"),
-            ("local://;local://", "must stand alone"),
-            ("amqp://a;", "it is no URL (number 2 of its 2 URLs"),
-            ("amqp://a;;amqp://b", "it is no URL (number 2 of its 3 URLs"),
+            ("local://;amqp://a", "cannot be part of a list"),
+            ("amqp://a;local://", "cannot be part of a list"),
+            ("local://;local://", "cannot be part of a list"),
+            ("amqp://a;", "it is not a URL (number 2 of its 2 URLs"),
+            ("amqp://a;;amqp://b", "it is not a URL (number 2 of its 3 URLs"),
             ("amqp://user:pass;word@a", "and ';' as %2F, %3F, %23 and %3B (number 1 of its 2 URLs"),
             ("amqp://a;amqp://b ", "a space before or after it (number 2"),
             ("amqp://a; amqp://b", "a space before or after it (number 2"),
             ("amqp://user:pass/word@a//", "in a user or password write '/', '?', '#' and ';' as %2F"),
-            ("amqp://a;nonsense://b", "knows no such transport (number 2"),
+            ("amqp://a;nonsense://b", "does not know this transport (number 2"),
         ],
     )
     def test_unusable_url_is_reported_with_the_reason(self, url, words):

@@ -267,7 +267,7 @@ class TestDoorbell:
     def test_listener_behind_the_pooler_warns_and_does_not_listen(self, pgbouncer, bell, never, log):
         """The LISTEN would stay on a server connection that another client gets next."""
         with Listener("default", [bell], OutboxOptions()).listening():
-            wait_until(lambda: "There is a pooler before the database 'default'" in log.text)
+            wait_until(lambda: "The database 'default' is behind a pooler" in log.text)
             wait_until(lambda: not any(client["application_name"] == APPLICATION_NAME for client in pgbouncer.show("clients")))
 
         assert not bell.wait(0, never)

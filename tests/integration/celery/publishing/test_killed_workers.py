@@ -58,7 +58,7 @@ def test_call_made_before_its_queue_exists_is_retried_until_a_worker_declares_it
     with relaying(rabbitmq_url):
         result = called(lambda: tasks["tests.write"].delay("early"))
         # The last error is another one while the topic is paused.
-        refused = OutboxMessage.objects.filter(attempts__gt=3, last_error__contains="there is no queue 'celery'")
+        refused = OutboxMessage.objects.filter(attempts__gt=3, last_error__contains="queue 'celery' does not exist")
         wait_until(refused.filter(state=State.RETRYING).exists)
 
         with Worker(rabbitmq_url, results, process_environment, tmp_path / "worker.log") as worker:

@@ -164,7 +164,7 @@ class TestRabbitMQ:
             queue.take(1)
 
         assert outcomes(sent) == {1: PublishOutcome.RETURNED, 2: PublishOutcome.CONFIRMED}
-        assert sent.verdicts[1].reason == "unroutable: there is no queue 'work'"
+        assert sent.verdicts[1].reason == "unroutable: queue 'work' does not exist"
 
     def test_message_to_a_deleted_exchange_is_returned_after_a_reconnect(self, rabbitmq_url):
         with Work(rabbitmq_url) as work, connected(rabbitmq_url) as transport:
