@@ -81,7 +81,7 @@ def inflated(body: bytes, compression: str, limit: int = BODY_LIMIT_BYTES) -> by
 
 
 def _not_unpacked(compression: str, why: str) -> Undecodable:
-    return Undecodable(f"The body cannot be decompressed with the compression of its header, {compression!r}: {why}.")
+    return Undecodable(f"The body's header says compression {compression!r}, but it cannot be decompressed: {why}.")
 
 
 def _refuse_over_limit(body: bytes, limit: int) -> None:

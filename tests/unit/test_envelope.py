@@ -123,9 +123,9 @@ class TestForeignCloudEvents:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"[]", "is no CloudEvent"),
+        (b"[]", "is not a CloudEvent"),
         (b"nothing", "is not JSON"),
-        (b'{"id":"x"}', "is no CloudEvent"),
+        (b'{"id":"x"}', "is not a CloudEvent"),
         (b"\xff\xfe", "is not JSON"),
         (b'{"specversion":"1.0","id":"x","data_base64":"###"}', "is not base64"),
     ],
