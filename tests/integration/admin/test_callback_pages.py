@@ -134,7 +134,7 @@ def test_discard_asks_for_confirmation_and_reports_callbacks_called_in_the_meant
     row, called = pending(), pending()
     client = staff_client(VIEW, VIEW_CALLBACKS, DISCARD)
 
-    assert "the project does not learn what became of their messages" in Page(on_the_list(client, "discard", row, called)).text
+    assert "the project is not notified about their messages" in Page(on_the_list(client, "discard", row, called)).text
     assert PendingCallback.objects.count() == 2
     key = called.pk
     called.delete()

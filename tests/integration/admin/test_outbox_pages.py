@@ -293,7 +293,7 @@ class TestBlockedOrderingKey:
         row = a_message(State.WAITING, key="a")
         a_message(State.DEAD, key="a")
 
-        assert "Nothing holds it back any more" in self.page(row).text
+        assert "Nothing blocks it any more" in self.page(row).text
 
     def test_failed_message_shows_how_many_messages_wait_behind_it(self):
         a_message(State.WAITING, key="a")

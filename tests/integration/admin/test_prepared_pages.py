@@ -108,11 +108,11 @@ class TestPreparedList:
     def test_message_list_warns_about_stuck_prepared_messages(self):
         undecided()
         everything = staff_client(VIEW)
-        assert "A person must decide" not in Page(everything.get(reverse(LIST))).text
+        assert "An operator must decide" not in Page(everything.get(reverse(LIST))).text
 
         undecided(State.STUCK)
 
-        assert "Prepared messages that are stuck: 1." in Page(everything.get(reverse(LIST))).text
+        assert "Stuck prepared messages: 1." in Page(everything.get(reverse(LIST))).text
 
 
 class TestDecision:
@@ -174,9 +174,9 @@ class TestPreparedMessagePage:
     @pytest.mark.parametrize(
         ("state", "topic", "expected"),
         [
-            (State.STUCK, CHECKED, "could not say whether its business has happened"),
+            (State.STUCK, CHECKED, "does not know whether its effect has happened"),
             (State.PREPARED, CHECKED, "It has answered “unknown” 4 of "),
-            (State.PREPARED, "bank.without_a_checker", "No checker of its topic is registered in this process"),
+            (State.PREPARED, "bank.without_a_checker", "This process has no checker for its topic"),
         ],
     )
     def test_prepared_message_page_says_whether_a_checker_or_a_person_decides(self, state, topic, expected):

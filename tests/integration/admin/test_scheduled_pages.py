@@ -102,7 +102,7 @@ class TestScheduledList:
 
         scheduled(-outbox_options().STUCK_AFTER - HOUR)
 
-        assert "Overdue by more than 5 min: 1. Look whether a relay runs." in self.page().text
+        assert "Overdue by more than 5 min: 1. Check whether a relay runs." in self.page().text
 
     def test_empty_list_says_that_no_message_is_scheduled(self):
         assert "No scheduled messages." in self.page().text
@@ -220,13 +220,13 @@ class TestReschedule:
     @pytest.mark.parametrize(
         ("fields", "expected"),
         [
-            ({}, "For when?"),
-            ({"delay": "30m", "deliver_at": "2999-01-01T00:00:00"}, "too far ahead: ten years"),
+            ({}, "Fill in either “In” or “Or at”"),
+            ({"delay": "30m", "deliver_at": "2999-01-01T00:00:00"}, "too far in the future: the maximum is ten years"),
             ({"delay": "soon"}, "'soon' is not a duration: write a number and s, m, h or d, as in '30m'."),
             ({"delay": "0m"}, "is not a duration"),
-            ({"delay": "99999d"}, "too far ahead: ten years"),
+            ({"delay": "99999d"}, "too far in the future: the maximum is ten years"),
             ({"delay": NASTY}, "is not a duration"),
-            ({"deliver_at": "2020-01-01T00:00:00"}, "It lies in the past."),
+            ({"deliver_at": "2020-01-01T00:00:00"}, "It is in the past."),
             ({"deliver_at": "next week"}, "Enter a valid date/time."),
         ],
     )
@@ -245,7 +245,7 @@ class TestReschedule:
 
         page = Page(self.reschedule(row, confirmed="yes", delay="30m", deliver_at=f"{tomorrow:%Y-%m-%dT%H:%M}"))
 
-        assert "Fill in either “In” or “Or at”, and not both." in page.text
+        assert "Fill in either “In” or “Or at”, not both." in page.text
         assert OutboxMessage.objects.get(pk=row.pk).available_at == row.available_at
 
     def test_reschedule_confirmation_shows_which_messages_stay_as_they_are(self):

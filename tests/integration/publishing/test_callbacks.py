@@ -313,7 +313,7 @@ class TestCallbackClaim:
 
         assert (calls, other) == ([], [])
         assert pending().attempts == 0
-        assert "1 pending callbacks are of a name that this process does not know" in caplog.text
+        assert "1 pending callbacks have names that this process does not know" in caplog.text
 
     def test_operator_can_call_a_callback_now_or_discard_it(self, add_callback):
         calls = add_callback(failing)

@@ -213,7 +213,7 @@ class TestDecision:
         half = prepare(TOPIC, {})
         OutboxMessage.objects.all().delete()
 
-        with pytest.raises(AlreadyDecided, match="not here any more"):
+        with pytest.raises(AlreadyDecided, match="its row no longer exists"):
             half.commit()
 
     def test_decision_is_rolled_back_with_the_open_transaction(self):
@@ -416,12 +416,12 @@ class TestCheck:
         answers[:] = [decided_meanwhile]
         same = overdue(prepare(TOPIC, {"decide": "commit"}))
         asked()
-        assert "one of those who decided was wrong" not in caplog.text
+        assert "one of the two decisions is wrong" not in caplog.text
 
         other = overdue(prepare(TOPIC, {"decide": "rollback"}))
         asked()
-        assert f"{other.id} ({TOPIC}, biz-id {other.id}), and it is rolled_back" in caplog.text
-        assert "one of those who decided was wrong" in caplog.text
+        assert f"{other.id} ({TOPIC}, biz-id {other.id}), but it is already rolled_back" in caplog.text
+        assert "one of the two decisions is wrong" in caplog.text
         assert (state_of(same), state_of(other)) == (State.READY, State.ROLLED_BACK)
 
     def test_answer_to_an_older_check_is_not_counted(self, answers):
