@@ -11,7 +11,7 @@ from outbox.states import State
 
 
 class Command(BaseCommand):
-    help = "Have the checkers of stuck messages asked again: at once, and anew as often."
+    help = "Ask the checkers of stuck messages again, at once and with a new count of answers."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("message_ids", nargs="*", metavar="MESSAGE_ID", help="only these messages (default: all)")
