@@ -15,7 +15,7 @@ _FOUND = {
 
 
 class Command(BaseCommand):
-    help = "Have no relay send messages of a topic until outbox_resume. They are still written, and keep their order."
+    help = "Pause a topic: no relay sends its messages until outbox_resume. They are still written, and keep their order."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("topic", metavar="TOPIC", help="its exact name")
