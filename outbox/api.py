@@ -113,8 +113,8 @@ def publish(
         deliver_at: deliver no earlier than this aware instant.
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
         unique: at most one message per (topic, biz_id) that is published or may still be, as long as it is kept
-            (`OUTBOX["RETENTION"]` after it was published): a second call writes nothing and returns the first, with its state.
-            After one that was cancelled or has expired, a new one is written.
+            (`OUTBOX["KEEP_HISTORY"]` after it was published): a second call writes nothing and returns the first, with its
+            state. After one that was cancelled or has expired, a new one is written.
         strict_order: the order of the key is the order of the commits: another transaction that publishes this key with
             strict_order waits here until this one has ended.
         using: the database alias of the business change.

@@ -1,4 +1,8 @@
+from typing import Any
+
 from django.apps import AppConfig
+from django.db import connections, router
+from django.db.models.signals import post_migrate
 from django.utils.module_loading import autodiscover_modules
 
 
@@ -14,4 +18,14 @@ class OutboxConfig(AppConfig):
 
         register("outbox", life)
 
+        post_migrate.connect(_partition, sender=self)
         autodiscover_modules("callbacks")
+
+
+def _partition(sender: Any, using: str, **kwargs: Any) -> None:
+    """With `--nomigrations`, or without migrations in MIGRATION_MODULES, tests have a plain table."""
+    from outbox.migrations._partitions import partition_plain_table
+    from outbox.models import OutboxMessage
+
+    if connections[using].vendor == "postgresql" and router.allow_migrate_model(using, OutboxMessage):
+        partition_plain_table(connections[using], OutboxMessage._meta.db_table)

@@ -13,8 +13,10 @@ from django.apps import AppConfig, apps
 from django.conf import settings
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.core.exceptions import ImproperlyConfigured
+from django.db import DatabaseError, InterfaceError, router
 from django.utils.module_loading import module_has_submodule
 
+from outbox import store
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
@@ -98,6 +100,31 @@ def check_databases(
 ) -> list[CheckMessage]:
     """outbox.E004: a database that the promises do not hold on."""
     return unsupported_databases(OutboxMessage, databases, check_id="outbox.E004")
+
+
+@register(Tags.database)
+def check_history(
+    app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
+) -> list[CheckMessage]:
+    """outbox.W007: a database user that may not make and drop the partitions of history."""
+    return [
+        Warning(
+            f"The user of the database {alias!r} may not make or drop the partitions of the outbox's history. A relay that "
+            "runs as this user keeps all of it in the default partition, and deletes old messages one by one.",
+            hint="Make it the owner of the tables of the outbox, with CREATE on their schema; or silence this check if relays "
+            "run as another user.",
+            id="outbox.W007",
+        )
+        for alias in databases or ()
+        if router.allow_migrate_model(alias, OutboxMessage) and _lacks_rights(alias)
+    ]
+
+
+def _lacks_rights(alias: str) -> bool:
+    try:
+        return store.claims_by_locks(alias) and not store.may_make_days(alias)
+    except (DatabaseError, InterfaceError):
+        return False  # not migrated, which another check says, or unavailable
 
 
 @register()

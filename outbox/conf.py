@@ -20,6 +20,8 @@ LOCAL_BROKER = "local://"
 _POLL_SECONDS_WITH_DOORBELL = 5.0
 _NO_AMOUNTS = {"BROKER_URL", "EXCHANGE", "SOURCE", "DELAY_LEVELS", "DOORBELL", "LISTEN_ALIAS", "TRAIL"}
 _LEVEL = re.compile(r"[1-9][0-9]{0,4}[smhd]")
+_KEPT_UNPUBLISHED = timedelta(days=7)
+"""A person may want to know of a message that was not published, or restore it."""
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 
@@ -47,7 +49,8 @@ class OutboxOptions:
         LISTEN_ALIAS: the database alias for LISTEN, if the outbox's own goes through a transaction pooler; "" for its own.
         MAX_ATTEMPTS: failed attempts after which a message is dead; an unroutable message never is.
         RETRY_BASE, RETRY_CAP: delay after the first failed attempt, doubled each time, up to the cap.
-        RETENTION: how long published, cancelled, expired and rolled back rows stay before `outbox_purge` deletes them.
+        KEEP_HISTORY: how long published, cancelled, expired and rolled back rows stay before the relay deletes them. With None
+            it deletes published messages at once, and the others after seven days.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long trail entries are kept.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
@@ -79,7 +82,7 @@ class OutboxOptions:
     MAX_ATTEMPTS: int = 16
     RETRY_BASE: timedelta = timedelta(seconds=10)
     RETRY_CAP: timedelta = timedelta(hours=2)
-    RETENTION: timedelta = timedelta(days=7)
+    KEEP_HISTORY: timedelta | None = timedelta(days=7)
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
@@ -108,6 +111,11 @@ class OutboxOptions:
     def delays(self) -> dict[str, timedelta]:
         """The delay levels by name, in their order."""
         return {level: span_of(level) for level in self.DELAY_LEVELS}
+
+    @cached_property
+    def keeps(self) -> timedelta:
+        """How long what is history is kept. Without KEEP_HISTORY that is what was not published, or is still to be told of."""
+        return self.KEEP_HISTORY or _KEPT_UNPUBLISHED
 
     @cached_property
     def horizon(self) -> timedelta:

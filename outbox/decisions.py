@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 from functools import partial
+from typing import Protocol
 
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
@@ -128,7 +129,11 @@ areschedule = sync_to_async(reschedule)
 apublish_now = sync_to_async(publish_now)
 """`publish_now` for async code, see `acancel`."""
 
-_Find = Callable[[str], list[int]]
+
+class _Find(Protocol):
+    """What finds the messages of a name: position and state."""
+
+    def __call__(self, alias: str, *, everywhere: bool = False) -> dict[int, str]: ...
 
 
 def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | None) -> _Find:
@@ -173,7 +178,10 @@ def _decide(
     with transaction.atomic(using=using):
         positions = find(using)
         changed = [position for position in positions if change(using, position)]
-        states = store.states_of(using, positions)
+        states = find(using)
+        if not positions.keys() <= states.keys():
+            states = find(using, everywhere=True)  # some of them are history by now
+        states = {position: states[position] for position in sorted(positions, reverse=True) if position in states}
         left = [state for position, state in states.items() if position not in changed and state in open_states]
         if changed and not left:
             return Decision(done, states[changed[-1]])

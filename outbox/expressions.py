@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from django.db.models import Case, DateTimeField, ExpressionWrapper, F, Func, JSONField, Q, Value, When
+from django.db.models import Case, DateTimeField, ExpressionWrapper, F, Func, IntegerField, JSONField, Q, Value, When
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Coalesce
 
@@ -58,6 +58,26 @@ def as_long_from(due: Combinable) -> Case:
     again = ExpressionWrapper(due + (F("expires_at") - since), output_field=DateTimeField())
     # With the instants of a row that was damaged by hand the database cannot calculate; they stay.
     return Case(When(_HAS_INSTANTS, then=again), default=F("expires_at"), output_field=DateTimeField())
+
+
+DAY_OF_NOW = {
+    "postgresql": "CAST(floor(EXTRACT(EPOCH FROM statement_timestamp()) / 86400) AS int)",
+    "sqlite": "CAST(julianday('now') - 2440587.5 AS int)",
+}
+"""The day that it is, counted from 1970-01-01 UTC, by `connection.vendor`."""
+
+
+class Today(Func):
+    """The day that it is by the database's clock, as `OutboxMessage.day` has it."""
+
+    output_field = IntegerField()
+    arity = 0
+
+    def as_postgresql(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        return DAY_OF_NOW["postgresql"], []
+
+    def as_sqlite(self, compiler: SQLCompiler, connection: BaseDatabaseWrapper, **context: Any) -> Any:
+        return DAY_OF_NOW["sqlite"], []
 
 
 class MarkedAsReplayed(Func):

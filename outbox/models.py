@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import uuid
-
 from django.db import models
 from django.db.models import Q
 
 from outbox.database.fields import InstantField, ReadableJSONField
+from outbox.kernel.identity import new_message_id
 from outbox.kernel.text import NAME_LENGTH
-from outbox.states import State
+from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 
 SHARDS = 64
 """Slices of the outbox. Fixed at insert, so changing it would break the order of keys in flight."""
 
 
 class OutboxMessage(models.Model):
-    """A message written in the transaction of its business change, until the relay has carried it to the broker."""
+    """A message written in the transaction of its business change: live until it is settled, history from then on.
+
+    On PostgreSQL the table is partitioned by `day`: what is live is one partition, and each day of history another, see
+    `store.history`. On SQLite it is a plain table.
+    """
 
     id = models.BigAutoField(primary_key=True)
-    message_id = models.UUIDField("message id", unique=True, default=uuid.uuid4, editable=False)
+    message_id = models.UUIDField("message id", unique=True, default=new_message_id, editable=False)
     topic = models.CharField(max_length=NAME_LENGTH)
     biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
     is_unique = models.BooleanField("unique by topic and biz-id", default=False, editable=False)
@@ -40,6 +43,8 @@ class OutboxMessage(models.Model):
     available_at = InstantField("due at")
     expires_at = InstantField(null=True)
     settled_at = InstantField(null=True)
+    # The day on which it was settled, counted from 1970-01-01 UTC; LIVE before that.
+    day = models.PositiveIntegerField(default=LIVE, db_default=LIVE, editable=False)
 
     class Meta:
         verbose_name = "outbox message"
@@ -51,6 +56,11 @@ class OutboxMessage(models.Model):
             ("decide_outboxmessage", "Can decide about a prepared message"),
         )
         constraints = (
+            # Whoever changes a state by hand is told to change the day as well: it says where the row is kept.
+            models.CheckConstraint(
+                condition=Q(day=LIVE) & ~Q(state__in=SETTLED) | Q(day__gte=FIRST_DAY, state__in=SETTLED),
+                name="outbox_settled_has_day",
+            ),
             models.UniqueConstraint(
                 fields=["topic", "biz_id"],
                 name="outbox_unique_biz_id",
@@ -89,12 +99,9 @@ class OutboxMessage(models.Model):
             ),
             # Of a paused topic: the oldest messages to try or to resume, and is there one that will be tried again?
             models.Index(fields=["state", "topic", "id"], name="outbox_paused", condition=Q(state__in=["paused", "retrying"])),
-            models.Index(
-                fields=["settled_at"],
-                name="outbox_settled",
-                condition=Q(state__in=["published", "expired", "cancelled", "rolled_back"]),
-            ),
             models.Index(fields=["topic", "biz_id"], name="outbox_biz_id"),
+            # For SQLite. On PostgreSQL the partitions take its place, and it indexes nothing.
+            models.Index(fields=["day"], name="outbox_day", condition=Q(day__gte=FIRST_DAY)),
         )
 
     def __str__(self) -> str:
@@ -180,8 +187,9 @@ class PendingCallback(models.Model):
     """That the project wants to be told what became of a message, and has not been yet. The row goes when it has."""
 
     id = models.BigAutoField(primary_key=True)
-    # Not even a cascade: whoever deletes a message of which something is still to be told is refused by the database.
-    message = models.ForeignKey(OutboxMessage, on_delete=models.DO_NOTHING)
+    # By the message id, which finds it wherever it is. No constraint: on PostgreSQL none can refer to a partitioned table
+    # without a unique index on all of it. What deletes messages leaves those that have a pending callback.
+    message = models.ForeignKey(OutboxMessage, to_field="message_id", on_delete=models.DO_NOTHING, db_constraint=False)
     event = models.CharField(max_length=12)
     settled_at = InstantField("settled")
     reason = models.TextField("why it is dead", default="")

@@ -133,7 +133,7 @@ class Half:
         self._decided = True
 
     def _state(self) -> str:
-        return store.states_of(self._using, [self._position]).get(self._position, "")
+        return store.identified(self._using, self.id).get(self._position, "")
 
     def __enter__(self) -> Self:
         return self

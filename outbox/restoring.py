@@ -71,7 +71,7 @@ def restore(
         refuse_unfit(topic=topic)
         positions: Iterable[int] = store.restorable(using, store.Selection(topic=topic, states=states))
     else:
-        positions = named(message_id, topic, biz_id)(using)
+        positions = named(message_id, topic, biz_id)(using, everywhere=True)
     restored, left = 0, Counter[str]()
     for some in restoring(using, positions, states=states, overdue=overdue, reason="restore() by the business"):
         restored += some.ready + some.scheduled

@@ -13,7 +13,17 @@ from typing import Any
 
 from django.db.models import Case, F, TextChoices, Value, When
 
-from outbox.expressions import IS_AHEAD, NOW, NOW_SECONDARY, ONE_MORE_ATTEMPT, MarkedAsReplayed, after, as_long_from, instant
+from outbox.expressions import (
+    IS_AHEAD,
+    NOW,
+    NOW_SECONDARY,
+    ONE_MORE_ATTEMPT,
+    MarkedAsReplayed,
+    Today,
+    after,
+    as_long_from,
+    instant,
+)
 
 
 class State(TextChoices):
@@ -40,7 +50,14 @@ HOLDING_KEY = (*IN_TROUBLE, State.PAUSED, State.WAITING)
 """States in which a message holds back the later ones of its key."""
 
 SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
-"""States in which nothing more happens by itself; these rows may be purged."""
+"""States in which nothing more happens by itself. A transition into one of them makes the message history: it sets `day` to the
+day that it is, and one out of them sets it to `LIVE`."""
+
+LIVE = 0
+"""The `day` of a message that is not settled."""
+
+FIRST_DAY = LIVE + 1
+"""The first `day` of history. PostgreSQL and SQLite leave out what is live with `day >= 1`, and not with `day > 0`."""
 
 GIVEN_UP = (State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
 """States of a message that was not published and will not be by itself. It no longer stands in the way of another one that is
@@ -87,7 +104,7 @@ PUBLISH = Transition(
     sources=(State.READY,),
     targets=(State.PUBLISHED,),
     when="the broker confirmed it",
-    columns=lambda: {"attempts": ONE_MORE_ATTEMPT, "last_error": "", "settled_at": NOW},
+    columns=lambda: {"attempts": ONE_MORE_ATTEMPT, "last_error": "", "settled_at": NOW, "day": Today()},
     recorded=False,
 )
 RETRY = Transition(
@@ -116,7 +133,7 @@ EXPIRE = Transition(
     sources=(State.READY,),
     targets=(State.EXPIRED,),
     when="its `expires_in` ran out",
-    columns=lambda: {"settled_at": NOW},
+    columns=lambda: {"settled_at": NOW, "day": Today()},
 )
 HOLD = Transition(
     name="hold",
@@ -166,7 +183,7 @@ CANCEL = Transition(
     sources=(State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.PAUSED, State.DEAD),
     targets=(State.CANCELLED,),
     when="`cancel()`, or an operator",
-    columns=lambda: {"settled_at": NOW},
+    columns=lambda: {"settled_at": NOW, "day": Today()},
 )
 
 
@@ -202,6 +219,7 @@ RESTORE = Transition(
         "available_at": _DUE,
         "expires_at": Case(When(IS_AHEAD, then=F("expires_at")), default=as_long_from(NOW)),
         "settled_at": None,
+        "day": LIVE,
         "headers": MarkedAsReplayed(),
     },
 )
@@ -221,7 +239,7 @@ ROLL_BACK = Transition(
     sources=UNDECIDED,
     targets=(State.ROLLED_BACK,),
     when="its business has not happened and never will",
-    columns=lambda: {"last_error": "", "available_at": NOW, "settled_at": NOW},
+    columns=lambda: {"last_error": "", "available_at": NOW, "settled_at": NOW, "day": Today()},
 )
 GIVE_UP = Transition(
     name="give up",

@@ -44,7 +44,7 @@ class Client:
         # The same two all the time, because options are read again whenever the setting is another object.
         self._ringing, self._silent = ({**settings.OUTBOX, "DOORBELL": doorbell} for doorbell in (True, False))
         columns = ", ".join(specimen)
-        self._insert = f"INSERT INTO outbox_outboxmessage ({columns}) VALUES ({', '.join(['%s'] * len(specimen))})"
+        self._insert = f"INSERT INTO outbox_outboxmessage_live ({columns}) VALUES ({', '.join(['%s'] * len(specimen))})"
 
     def run(self, kind: str, seconds: float) -> dict[str, float]:
         write = self._writing(kind)

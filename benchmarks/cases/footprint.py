@@ -5,7 +5,7 @@ from __future__ import annotations
 from psycopg import sql
 
 from benchmarks.lab.arrivals import fresh_queue
-from benchmarks.lab.database import OUTBOX
+from benchmarks.lab.database import LIVE, OUTBOX
 from benchmarks.lab.plan import Plan
 from benchmarks.lab.processes import cpu_seconds_of_tree
 from benchmarks.lab.project import Project
@@ -22,7 +22,7 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
     count = plan.choose(full=20_000, quick=3_000)
     project = lab.new_project()
     # Vacuum would take away what is to be counted.
-    project.database.connection.execute(sql.SQL("ALTER TABLE {} SET (autovacuum_enabled = false)").format(OUTBOX))
+    project.database.connection.execute(sql.SQL("ALTER TABLE {} SET (autovacuum_enabled = false)").format(LIVE))
     for _ in plan.each_run(record.name):
         _weigh(lab, project, record, count)
     _count_statements(lab, project, record, count)

@@ -15,7 +15,7 @@ import psycopg
 
 from benchmarks.lab.actors import acting
 from benchmarks.lab.arrivals import Arrivals, at_consumer, consume_until, fresh_queue
-from benchmarks.lab.database import OUTBOX
+from benchmarks.lab.database import LIVE
 from benchmarks.lab.plan import Plan, say
 from benchmarks.lab.processes import Process
 from benchmarks.lab.project import Project
@@ -117,4 +117,4 @@ def _rate_between(samples: list[Sample], start: float, end: float) -> float:
 
 def _dead(project: Project) -> int:
     query = "SELECT n_dead_tup FROM pg_stat_user_tables WHERE relid = %s::regclass"
-    return int(project.database.value(query, OUTBOX.as_string(None)))
+    return int(project.database.value(query, LIVE.as_string(None)))

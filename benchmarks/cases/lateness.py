@@ -40,7 +40,7 @@ WATCH = """
 CREATE TABLE fired (id bigint, at timestamptz);
 CREATE FUNCTION note_firing() RETURNS trigger LANGUAGE plpgsql AS
     'BEGIN INSERT INTO fired VALUES (new.id, clock_timestamp()); RETURN new; END';
-CREATE TRIGGER note_firing BEFORE UPDATE ON outbox_outboxmessage FOR EACH ROW
+CREATE TRIGGER note_firing BEFORE UPDATE ON outbox_outboxmessage_live FOR EACH ROW
     WHEN (old.state = 'scheduled' AND new.state = 'ready') EXECUTE FUNCTION note_firing();
 """
 """What was not made ready before it was due cannot have been claimed, sent or settled before."""

@@ -37,13 +37,13 @@ LEAST_SHOWN = 0.001
 
 COUNTED = """
 WITH by_index AS (
-    SELECT indexrelname, idx_tup_fetch, idx_tup_read FROM pg_stat_user_indexes WHERE relid = 'outbox_outboxmessage'::regclass
+    SELECT indexrelname, idx_tup_fetch, idx_tup_read FROM pg_stat_user_indexes WHERE relname = 'outbox_outboxmessage_live'
 )
 SELECT indexrelname, idx_tup_fetch FROM by_index
 UNION ALL SELECT 'entries', (SELECT sum(idx_tup_read) FROM by_index)
-UNION ALL SELECT 'all', seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables WHERE relid = 'outbox_outboxmessage'::regclass
+UNION ALL SELECT 'all', seq_tup_read + idx_tup_fetch FROM pg_stat_user_tables WHERE relname = 'outbox_outboxmessage_live'
 UNION ALL SELECT 'scans', seq_tup_read + idx_tup_fetch - (SELECT sum(idx_tup_fetch) FROM by_index)
-    FROM pg_stat_user_tables WHERE relid = 'outbox_outboxmessage'::regclass
+    FROM pg_stat_user_tables WHERE relname = 'outbox_outboxmessage_live'
 """
 """Rows by index, entries of indexes, and rows in all; of scans those of the table, and of bitmaps, which no index counts."""
 OTHERS = """
@@ -89,7 +89,7 @@ def _count(project: Project, record: Record, side: str, count: int, far: int, wr
     record.add(f"{side}: index entries", read["entries"], "per msg")
     for index, rows in sorted(read.items()):
         if index not in {"all", "entries"} and rows > LEAST_SHOWN:
-            record.add(f"{side}: by {index.removeprefix('outbox_outboxmessage_')}", rows, "rows/msg")
+            record.add(f"{side}: by {index.removeprefix('outbox_outboxmessage_live_')}", rows, "rows/msg")
     record.judge(verdict(project, side, count, not_due=far, early=early(database)))
 
 

@@ -25,6 +25,8 @@ from benchmarks.lab.workload import Due, Keys, Topics, biz_id, number_of, one_to
 from outbox.kernel.identity import new_message_id
 
 OUTBOX = sql.Identifier("outbox_outboxmessage")
+LIVE = sql.Identifier("outbox_outboxmessage_live")
+"""The part of it that every message passes through."""
 SHARDS = 64
 """As `outbox.models.SHARDS`, which cannot be imported without Django."""
 LONGEST_LOCK_WAIT = "30s"

@@ -118,7 +118,7 @@ class PendingCallbackAdmin(ActingAdmin):
     def message_link(self, row: Any) -> SafeString:
         name = identifier(f"{row.uuid} ({row.topic} {row.biz_id})")
         try:
-            url = reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[row.message_id])
+            url = reverse(f"{self.admin_site.name}:outbox_outboxmessage_change", args=[row.message.pk])
         except NoReverseMatch:
             return name
         return format_html('<a href="{}">{}</a>', url, name)

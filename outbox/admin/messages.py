@@ -37,7 +37,7 @@ from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import JSON
 from outbox.kernel.wire import CELERY_TOPICS
 from outbox.models import OutboxMessage
-from outbox.states import IN_TROUBLE, UNDECIDED, State
+from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
 
 _OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
@@ -54,6 +54,22 @@ class OutboxStuckFilter(StuckFilter):
         return Q(state__in=_OPEN, available_at__lt=DatabaseTime(-outbox_options().STUCK_AFTER))
 
 
+class OutboxStateFilter(StateFilter):
+    """With what `outbox_status` tells: the counts of history are estimates when it is long."""
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        counts = store.count_states(model_admin.using)
+        about = {state: "about " if state in counts.estimated else "" for state in counts.states}
+        return [(state, f"{label} ({about[state]}{counts.states[state]:,})") for state, label in self.states(model_admin)]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        chosen = super().queryset(request, queryset)
+        if self.value() in State:
+            # Where there is none of that state nothing need be read in the order of the list.
+            chosen = chosen.filter(day__gte=FIRST_DAY) if self.value() in SETTLED else chosen.filter(day=LIVE)
+        return chosen
+
+
 @admin.register(OutboxMessage)
 class OutboxMessageAdmin(DecidingAdmin):
     """The list of all messages, and the page of each message."""
@@ -62,7 +78,9 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     list_display: Any = ("state_badge", "summary", "age", "attempts", "error_headline", "message_id_name")
     list_display_links = ("summary",)
-    list_filter: ClassVar[Any] = (OutboxStuckFilter, StateFilter)
+    list_filter: ClassVar[Any] = (OutboxStuckFilter, OutboxStateFilter)
+    # They grow with time, and history has no index by position.
+    ordering: ClassVar[Any] = ("-message_id",)
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "topic_name",
@@ -156,7 +174,7 @@ class OutboxMessageAdmin(DecidingAdmin):
     def summary(self, row: Any) -> SafeString:
         return stacked(identifier(row.topic), identifier(row.biz_id))
 
-    @admin.display(description="age", ordering="id")
+    @admin.display(description="age", ordering="message_id")
     def age(self, row: Any) -> SafeString:
         created = age(row.created_at, row.database_now)
         if row.state not in {*_OPEN, State.RETRYING}:

@@ -22,12 +22,14 @@ class PurgeCommand(BaseCommand):
         store: the app's store, with `purgeable` and `purge_settled`.
         trail: the model of the trail's entries.
         configured: returns the app's options.
+        retention: the option that says how long messages are kept.
     """
 
     app: str
     store: Any
     trail: type[Model]
     configured: Callable[[], Any]
+    retention: str = "RETENTION"
     older_than_help: str
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:
@@ -42,8 +44,9 @@ class PurgeCommand(BaseCommand):
         alias, given = options["database"], options["older_than_days"]
         require_schema(alias, self.app)
         configured = self.configured()
-        older_than = configured.RETENTION if given is None else days("--older-than-days", given)
-        self.refuse(older_than, configured.RETENTION)
+        retention: timedelta = getattr(configured, self.retention)
+        older_than = retention if given is None else days("--older-than-days", given)
+        self.refuse(older_than, retention)
         messages = self.store.purgeable(alias, older_than)
         entries = older_entries(self.trail, alias, configured.TRAIL_RETENTION)
         if options["dry_run"]:

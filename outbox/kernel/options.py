@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from datetime import timedelta
-from types import GenericAlias
+from types import GenericAlias, NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from outbox.kernel.masking import kind, quoted
@@ -49,9 +49,11 @@ def parse(options: type[Options], setting: str, given: object) -> Options:
 
 
 def require_positive(options: Any, *names: str) -> None:
-    """For `__post_init__`: refuse zero and negative numbers and durations."""
+    """For `__post_init__`: refuse zero and negative numbers and durations, where there is one."""
     for name in names:
         value = getattr(options, name)
+        if value is None:
+            continue
         if value <= (timedelta() if isinstance(value, timedelta) else 0):
             raise ValueError(f"{name} is {value!r}: it must be greater than zero.")
 
@@ -87,6 +89,8 @@ def _kind(value: object) -> str:
 def _describe(expected: Any) -> str:
     if get_origin(expected) is tuple:
         return f"a list or tuple of {get_args(expected)[0].__name__}"
+    if isinstance(expected, UnionType):
+        return " or ".join(_describe(kind) if kind is not NoneType else "None" for kind in get_args(expected))
     name = getattr(expected, "__name__", str(expected))
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 

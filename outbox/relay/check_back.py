@@ -123,7 +123,7 @@ class _Check:
             decided = decide(self.alias, position, reason=f"its checker answered {answer}")
             if decided and answer is Answer.COMMIT:
                 doorbell.ring_after_commit(self.alias)
-        state = store.states_of(self.alias, [position]).get(position, "")
+        state = store.identified(self.alias, self.row.message_id).get(position, "")
         if decided:
             logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)
         elif (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):

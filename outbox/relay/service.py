@@ -22,6 +22,7 @@ from outbox.models import SHARDS
 from outbox.relay.calling import callers
 from outbox.relay.check_back import askers
 from outbox.relay.heartbeat import Heartbeat
+from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
@@ -72,7 +73,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
     with watchdog.watching(), closing(heartbeat):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
         calling = callers(alias, options)
-        companions = [*transport.companions(), *calling, *askers(alias, options)]
+        companions = [*transport.companions(), *calling, *askers(alias, options), *housekeepers(alias, options)]
         if drain:
             _drain(lanes, companions, watchdog, stop)
         else:

@@ -31,17 +31,28 @@ from outbox.store.claiming import (
 )
 from outbox.store.halving import may_be_halved
 from outbox.store.heartbeats import relays
+from outbox.store.history import (
+    CHECK_VIOLATION,
+    INSUFFICIENT_PRIVILEGE,
+    Counts,
+    count_states,
+    date_of,
+    day_of,
+    days,
+    days_kept,
+    delete_days,
+    drop_day,
+    make_day,
+    may_make_days,
+    purge_settled,
+    purgeable,
+)
 from outbox.store.lease import Lease, LeaseLost
 from outbox.store.operating import (
     cancel,
     identified,
     named,
-    oldest_waiting,
-    purge_settled,
-    purgeable,
     reschedule,
-    states,
-    states_of,
     topics,
 )
 from outbox.store.pausing import (
@@ -109,9 +120,12 @@ from outbox.store.unique import find_unique, is_replaced
 from outbox.store.writing import NewRow, hold_order, insert, insert_formed, insert_many, insert_prepared, shard_of
 
 __all__ = [
+    "CHECK_VIOLATION",
+    "INSUFFICIENT_PRIVILEGE",
     "Busy",
     "CallLost",
     "Claim",
+    "Counts",
     "DamagedRow",
     "DueCall",
     "Failure",
@@ -144,8 +158,15 @@ __all__ = [
     "claim_ready",
     "claims_by_locks",
     "commit_prepared",
+    "count_states",
     "count_unknown",
+    "date_of",
+    "day_of",
+    "days",
+    "days_kept",
+    "delete_days",
     "discard_call",
+    "drop_day",
     "find_unique",
     "finish_call",
     "fire",
@@ -163,12 +184,13 @@ __all__ = [
     "lock_again",
     "lockers",
     "look",
+    "make_day",
     "may_be_halved",
+    "may_make_days",
     "named",
     "newly_scheduled",
     "note_no_answer",
     "note_unchecked",
-    "oldest_waiting",
     "pause_refused",
     "pause_topic",
     "paused_topics",
@@ -199,8 +221,6 @@ __all__ = [
     "settle_apart",
     "shard_holders",
     "shard_of",
-    "states",
-    "states_of",
     "table_lockers",
     "topics",
     "topics_unchecked",

@@ -27,7 +27,7 @@ from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatemen
 from outbox.kernel.text import describe
 from outbox.models import SHARDS, PendingCallback, TrailEntry
 from outbox.states import HOLDING_KEY
-from outbox.store.dialect import LOCK_SPACE, PAUSED_TOPICS, TABLE, any_of, array_of
+from outbox.store.dialect import HISTORY, LIVE_PART, LOCK_SPACE, PAUSED_TOPICS, TABLE, any_of, array_of, live
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
 ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
 _HELD = (
-    "m.key <> '' AND EXISTS (SELECT 1 FROM {table} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
+    "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}))"
-).format(table=TABLE, states=", ".join(f"'{state}'" for state in HOLDING_KEY))
+).format(states=", ".join(f"'{state}'" for state in HOLDING_KEY))
 
 
 class DamagedRow(ValueError):
@@ -151,9 +151,9 @@ _LASTING_SQLITE = (
 _LOOK = (
     # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
-    f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
-    f"(SELECT m.id FROM {TABLE} m WHERE m.shard = shards.shard AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
-    f"(SELECT CASE WHEN m.available_at <= {{now}} THEN 0 ELSE {{retry_in}} END FROM {TABLE} m WHERE m.state = 'retrying' "
+    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
+    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
+    "(SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END FROM {live} m WHERE m.state = 'retrying' "
     "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
     # With it which topics are paused, so that nobody asks for them alone.
     "UNION ALL SELECT NULL, NULL, NULL, NULL, p.topic, CASE WHEN p.is_resuming THEN '[]' ELSE CAST(p.in_trial AS text) END, "
@@ -163,14 +163,15 @@ _UNTIL = "CASE WHEN isfinite({instant}) THEN CAST(EXTRACT(EPOCH FROM {instant} -
 _UNTIL_SQLITE = "(julianday({instant}) - julianday({now})) * 86400"
 
 
-def _look(shards: str, at: str, until: str = _UNTIL) -> str:
+def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
     retry_in, probe_in = (until.format(instant=instant, now=at) for instant in ("m.available_at", "p.probe_at"))
-    return _LOOK.format(shards=shards, now=at, retry_in=retry_in, probe_in=probe_in)
+    return _LOOK.format(shards=shards, live=table, now=at, retry_in=retry_in, probe_in=probe_in)
 
 
-def _of_a_shard(lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
+def _of_a_shard(table: str, lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
     """What finds up to `each` of its ready messages: those aside, and those of its stream `above` a position."""
-    select, of_it = f"SELECT {_COLUMNS.format(lasting=lasting)}", f"m.wire FROM {TABLE} m WHERE m.shard = {shard}{besides}"
+    select = f"SELECT {_COLUMNS.format(lasting=lasting, live=table)}"
+    of_it = f"m.wire FROM {table} m WHERE m.shard = {shard}{besides}"
     return [
         f"{select}, true, {of_it} AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
         f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
@@ -179,7 +180,7 @@ def _of_a_shard(lasting: str, shard: object, above: object, each: str, besides: 
 
 def _of_shards(shards: str, floors: str, each: str, besides: str = "") -> str:
     """The same of several, in one statement, so that what changes from one index to the other is seen in one of them."""
-    of_a_shard = _of_a_shard(_LASTING.format(now=_NOW), "s.shard", "s.above", each, besides)
+    of_a_shard = _of_a_shard(LIVE_PART, _LASTING.format(now=_NOW), "s.shard", "s.above", each, besides)
     parts = " UNION ALL ".join(f"({part})" for part in of_a_shard)
     return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
 
@@ -188,7 +189,7 @@ _NOW = NOW_AFTER["postgresql"].replace("%s", "0")
 _LOOK_PREPARED = PreparedStatement(
     "outbox_look",
     ["int[]", "bigint[]"],
-    _look("SELECT * FROM unnest($1, $2)", _NOW),
+    _look("SELECT * FROM unnest($1, $2)", LIVE_PART, _NOW),
     most_runs=PLANNED_SINGLY,
 )
 _READ_PREPARED = PreparedStatement(
@@ -196,20 +197,20 @@ _READ_PREPARED = PreparedStatement(
 )
 _BESIDES = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
 _BESIDES_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
-_LOCK_ROWS = f"SELECT m.id FROM {TABLE} m WHERE m.id = ANY({{positions}}) AND m.state = 'ready' FOR NO KEY UPDATE SKIP LOCKED"
+_LOCK_ROWS = f"SELECT m.id FROM {LIVE_PART} m WHERE m.id = ANY({{positions}}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
 _LOCK_ROWS_PREPARED = PreparedStatement(
     "outbox_lock_rows", ["bigint[]"], _LOCK_ROWS.format(positions="$1"), most_runs=PLANNED_SINGLY
 )
 _LOCKERS = (
     # A transaction that has locked or changed a row is named by the row's xmax, unless several have.
-    f"SELECT DISTINCT l.pid FROM {TABLE} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax "
+    f"SELECT DISTINCT l.pid FROM {LIVE_PART} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax "
     "AND l.granted AND l.pid IS NOT NULL WHERE m.id = ANY(%s::bigint[])"
 )
-_WRITTEN_BY_A_PASS = (TABLE, TrailEntry._meta.db_table, PendingCallback._meta.db_table)
+_WRITTEN_BY_A_PASS = (LIVE_PART, HISTORY, TrailEntry._meta.db_table, PendingCallback._meta.db_table)
 _TABLE_LOCKERS = (
     "SELECT DISTINCT pid FROM pg_locks WHERE locktype = 'relation' AND granted AND pid IS NOT NULL "
     "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
-    "AND relation = ANY(%s::text[]::regclass[]) "
+    f"AND (relation = ANY(%s::text[]::regclass[]) OR relation IN (SELECT relid FROM pg_partition_tree('{HISTORY}'))) "
     "AND mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')"
 )
 _SHARD_HOLDERS = (
@@ -300,7 +301,7 @@ def look(
         values = "VALUES " + ", ".join(map(str, shards.items()))
         until = _UNTIL if is_postgresql(connection) else _UNTIL_SQLITE
         with connection.cursor() as cursor:
-            cursor.execute(_look(values, now(connection), until), [])
+            cursor.execute(_look(values, live(connection), now(connection), until), [])
             found = cursor.fetchall()
     of_shards = [row[:4] for row in found if row[0] is not None]
     first = {shard: position for shard, position, _, _ in of_shards if position is not None}
@@ -346,7 +347,7 @@ def require_writable(alias: str) -> None:
         django.db.Error: it is not writable now.
     """
     with connections[alias].cursor() as cursor:
-        cursor.execute(f"UPDATE {TABLE} SET state = state WHERE false")
+        cursor.execute(f"UPDATE {live(connections[alias])} SET state = state WHERE false")
 
 
 def bound_transaction(alias: str, longest: timedelta) -> None:
@@ -410,7 +411,7 @@ def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
     positions = _lock_rows(connection, rows)
     condition, among = any_of(connection, list(positions))
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT id, attempts FROM {TABLE} WHERE id {condition}", [among])
+        cursor.execute(f"SELECT id, attempts FROM {live(connection)} WHERE id {condition}", [among])
         attempts = dict(cursor.fetchall())
     return frozenset(row.position for row in rows if attempts.get(row.position) == row.attempts)
 
@@ -511,7 +512,7 @@ def _read(
         lasting = _LASTING_SQLITE.format(now=now(connection))
         without = _BESIDES_SQLITE if skipped else ""
         besides = [json.dumps(list(skipped)), json.dumps([key for key in skipped.values() if key])] if skipped else []
-        parts = chain.from_iterable(_of_a_shard(lasting, *one, "%s", without) for one in shards)
+        parts = chain.from_iterable(_of_a_shard(TABLE, lasting, *one, "%s", without) for one in shards)
         with connection.cursor() as cursor:
             for part in parts:
                 cursor.execute(part, [*besides, each])

@@ -1,4 +1,4 @@
-"""What the modules of the store share: the table, and small differences between the databases."""
+"""What the modules of the store share: the tables, and small differences between the databases."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outbox.database.connections import is_postgresql
+from outbox.expressions import DAY_OF_NOW
 from outbox.models import OutboxMessage, PausedTopic
 
 if TYPE_CHECKING:
@@ -18,9 +19,23 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 TABLE = OutboxMessage._meta.db_table
+"""All messages. On PostgreSQL a statement that names it locks history, too, so what is done for each message names a part."""
+LIVE_PART = f"{TABLE}_live"
+"""On PostgreSQL: what is not settled."""
+HISTORY = f"{TABLE}_history"
+"""On PostgreSQL: what is settled, in a partition for each day."""
 PAUSED_TOPICS = PausedTopic._meta.db_table
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
+
+
+def live(connection: BaseDatabaseWrapper) -> str:
+    """The table to name for messages that are not settled: alone on PostgreSQL, with the others on SQLite."""
+    return LIVE_PART if is_postgresql(connection) else TABLE
+
+
+def today(connection: BaseDatabaseWrapper) -> str:
+    return DAY_OF_NOW[connection.vendor]
 
 
 def any_of(connection: BaseDatabaseWrapper, values: Sequence[int]) -> tuple[str, Any]:
@@ -30,9 +45,16 @@ def any_of(connection: BaseDatabaseWrapper, values: Sequence[int]) -> tuple[str,
     return "IN (SELECT value FROM json_each(%s))", json.dumps(list(values))
 
 
-def array_of(numbers: Iterable[int]) -> str:
+def some_uuids(connection: BaseDatabaseWrapper, values: Iterable[uuid.UUID]) -> tuple[str, str]:
+    """A table of these ids, in their order, whose one column is `id`, and its one parameter."""
+    if is_postgresql(connection):
+        return "unnest(%s::uuid[]) given(id)", array_of(values)
+    return "(SELECT value AS id FROM json_each(%s)) given", json.dumps([value.hex for value in values])
+
+
+def array_of(values: Iterable[int] | Iterable[uuid.UUID]) -> str:
     """An array as PostgreSQL writes it. psycopg's dumper of lists costs more than what these are for."""
-    return f"{{{','.join(map(str, numbers))}}}"
+    return f"{{{','.join(map(str, values))}}}"
 
 
 def as_uuid(value: uuid.UUID | str) -> uuid.UUID:

@@ -26,7 +26,7 @@ from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import PAUSE, RESUME, State
 from outbox.store.claiming import ASIDE
-from outbox.store.dialect import PAUSED_TOPICS, TABLE
+from outbox.store.dialect import PAUSED_TOPICS, live
 from outbox.store.halving import change_others
 from outbox.store.transitions import count_moved
 
@@ -172,7 +172,7 @@ def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None =
 def resume_stranded(alias: str) -> list[str]:
     """Begin to resume topics of which messages are `paused` and which are not; somebody has deleted their rows. Which."""
     connection = connections[alias]
-    paused = f"FROM {TABLE} m WHERE m.state = 'paused'"
+    paused = f"FROM {live(connections[alias])} m WHERE m.state = 'paused'"
     with connection.cursor() as cursor:
         # Each topic is found in the index by the one before: a step for each, not for a message.
         cursor.execute(
@@ -248,7 +248,7 @@ def _has_open(alias: str, row: PausedTopic) -> bool:
     if _ready(alias, row.in_trial) or _has(alias, row.topic, State.RETRYING) or _has(alias, row.topic, State.PAUSED):
         return True
     with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT 1 FROM {TABLE} m WHERE {ASIDE} AND m.topic = %s LIMIT 1", [row.topic])
+        cursor.execute(f"SELECT 1 FROM {live(connections[alias])} m WHERE {ASIDE} AND m.topic = %s LIMIT 1", [row.topic])
         return cursor.fetchone() is not None
 
 

@@ -8,6 +8,7 @@ second is bounded in the database, because nothing else ends a callback that han
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -24,7 +25,8 @@ from outbox.kernel.envelope import REPLAY_HEADER
 from outbox.kernel.text import ERROR_LENGTH, describe, printable
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, PendingCallback
-from outbox.store.dialect import TABLE, any_of
+from outbox.states import LIVE, Transition
+from outbox.store.dialect import TABLE, some_uuids, today
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -74,19 +76,27 @@ class CallLost(Exception):
     """Somebody else has taken over the call, or its transaction cannot commit."""
 
 
-def note_calls(connection: BaseDatabaseWrapper, positions: Sequence[int]) -> None:
+def topics_called(transition: Transition) -> set[str]:
+    """The topics of which a callback wants to be told that a message has gone through this transition."""
+    return {topic for topic, event, _ in registry if event in transition.targets}
+
+
+def note_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]) -> None:
     """Write, in the transaction that settled these messages, whom to tell what became of them."""
     wanted = list(registry)
-    if not (wanted and positions):
+    if not (wanted and message_ids):
         return
-    condition, parameter = any_of(connection, positions)
+    ids, parameter = some_uuids(connection, message_ids)
+    day = today(connection)
     values = ", ".join(["(%s, %s, %s)"] * len(wanted))
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {_PENDING} (message_id, event, settled_at, reason, callback, attempts, available_at, last_error) "
             f"WITH wanted(topic, event, callback) AS (VALUES {values}) "
-            f"SELECT m.id, wanted.event, m.settled_at, m.last_error, wanted.callback, 0, {now(connection)}, '' FROM {TABLE} m "
-            f"JOIN wanted ON wanted.topic = m.topic AND wanted.event = m.state WHERE m.id {condition} ORDER BY m.id",
+            "SELECT m.message_id, wanted.event, m.settled_at, m.last_error, wanted.callback, 0, "
+            f"{now(connection)}, '' FROM {TABLE} m JOIN wanted ON wanted.topic = m.topic AND wanted.event = m.state "
+            # Those that are published became history just now: today, or yesterday at midnight.
+            f"WHERE m.message_id IN (SELECT id FROM {ids}) AND m.day IN ({LIVE}, {day}, {day} - 1) ORDER BY m.id",
             [*(part for one in wanted for part in one), parameter],
         )
 

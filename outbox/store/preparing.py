@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Collection
 from datetime import timedelta
 
-from django.db import transaction
+from django.db import connections, transaction
 from django.db.models import QuerySet
 
 from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage
-from outbox.states import COMMIT, GIVE_UP, RESUME_CHECKS, ROLL_BACK, UNDECIDED, State
-from outbox.store.dialect import TABLE
+from outbox.states import COMMIT, GIVE_UP, LIVE, RESUME_CHECKS, ROLL_BACK, UNDECIDED, State
+from outbox.store.dialect import live
 from outbox.store.transitions import Found, move
 
 _MOST_REPORTED = 500
@@ -70,7 +70,7 @@ def keep_check(alias: str, position: int, every: timedelta, said: str) -> bool:
 
 def topics_unchecked(alias: str, topics: Collection[str]) -> list[str]:
     """The topics, other than these, that have undecided messages."""
-    others = OutboxMessage.objects.using(alias).filter(state__in=UNDECIDED).exclude(topic__in=topics)
+    others = OutboxMessage.objects.using(alias).filter(day=LIVE, state__in=UNDECIDED).exclude(topic__in=topics)
     return sorted(others.values_list("topic", flat=True).distinct())
 
 
@@ -96,7 +96,7 @@ def count_unknown(alias: str, position: int, seen: int, limit: int, said: str) -
     last_error = printable(said, ERROR_LENGTH)
     if asked < limit:
         return State.PREPARED if row.update(attempts=asked, last_error=last_error) else None
-    unchanged = f"SELECT id FROM {TABLE} WHERE id = %s AND state = 'prepared' AND attempts = %s"
+    unchanged = f"SELECT id FROM {live(connections[alias])} WHERE id = %s AND state = 'prepared' AND attempts = %s"
     stuck = move(alias, GIVE_UP, Found(unchanged, [position, seen], "FOR UPDATE"), reason=said, error=last_error)
     return State.STUCK if stuck else None
 
@@ -107,4 +107,4 @@ def note_no_answer(alias: str, position: int, error: str) -> bool:
 
 
 def _prepared(alias: str) -> QuerySet[OutboxMessage]:
-    return OutboxMessage.objects.using(alias).filter(state=State.PREPARED)
+    return OutboxMessage.objects.using(alias).filter(day=LIVE, state=State.PREPARED)

@@ -1,7 +1,7 @@
 """Bringing messages back that were cancelled, have expired or are dead.
 
-It is an UPDATE in place: the same row, message id and position, and nothing is copied, so there is no moment at which a message
-is twice or nowhere. Who restores twice finds nothing to restore the second time, and who is killed half-way goes on by
+It is one statement that moves the row: the same message id and position, so there is no moment at which a message is twice or
+nowhere. Who restores twice finds nothing to restore the second time, and who is killed half-way goes on by
 restoring again.
 """
 
@@ -21,10 +21,10 @@ from outbox.database.connections import lock_timeout
 from outbox.database.faults import is_collision
 from outbox.expressions import IS_AHEAD
 from outbox.models import OutboxMessage
-from outbox.states import RESTORE, State
+from outbox.states import GIVEN_UP, RESTORE, State
 from outbox.store.operating import OPERATORS_WAIT
 from outbox.store.transitions import Moved, move
-from outbox.store.unique import IS_REPLACED
+from outbox.store.unique import IS_REPLACED, require_unpublished
 
 _ENDED = (State.CANCELLED, State.EXPIRED, State.DEAD)
 OVERDUE, LOCKED, REPLACED = "overdue", "locked", "replaced"
@@ -147,8 +147,9 @@ class _Some(NamedTuple):
 
     def restored(self, *, skip_locked: bool = False) -> Restored:
         rows = OutboxMessage.objects.using(self.alias).filter(pk__in=self.positions)
-        # Locked first: an UPDATE does not tell which of these states it was.
-        locked = rows.select_for_update(no_key=True, skip_locked=skip_locked).order_by("pk")
+        # What is published cannot be restored, and is not found by its position fast. Locked first: what moves a row does not
+        # tell which of these states it was in.
+        locked = rows.exclude(state=State.PUBLISHED).select_for_update(skip_locked=skip_locked).order_by("pk")
         locked = locked.annotate(ahead=IS_AHEAD, replaced=IS_REPLACED)
         found: dict[str, list[int]] = {}
         became: Counter[str] = Counter()
@@ -166,8 +167,9 @@ class _Some(NamedTuple):
             moved, replaced = self._move_unless_replaced(group, State(state), may_wait=not skip_locked)
             became.update(one.became for one in moved)
             left[REPLACED] += replaced
-        if lost := len(set(self.positions)) - became.total() - left.total():
-            left[LOCKED] = lost
+        if len(set(self.positions)) > became.total() + left.total():
+            left[State.PUBLISHED] += rows.filter(state=State.PUBLISHED).count()
+            left[LOCKED] = len(set(self.positions)) - became.total() - left.total()
         return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], left=dict(+left))
 
     def _move_unless_replaced(self, positions: Sequence[int], was: State, *, may_wait: bool) -> tuple[list[Moved], int]:
@@ -176,7 +178,10 @@ class _Some(NamedTuple):
         replaced = 0
         try:
             with transaction.atomic(using=self.alias):
-                return move(self.alias, RESTORE, positions, only=[was], reason=self.reason), 0
+                moved = move(self.alias, RESTORE, positions, only=[was], reason=self.reason)
+                if was in GIVEN_UP:
+                    require_unpublished(self.alias, [one.position for one in moved])
+                return moved, 0
         except IntegrityError:
             replaced = len(positions)
         except OperationalError as error:

@@ -19,7 +19,7 @@ from outbox.kernel.refused_rows import RefusedRows
 from outbox.models import SHARDS
 from outbox.states import FIRE
 from outbox.store.claiming import ASIDE
-from outbox.store.dialect import TABLE, any_of, array_of
+from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live
 from outbox.store.halving import found_apart, may_be_halved, undone_if_refused
 from outbox.store.transitions import Found, move
 
@@ -27,14 +27,12 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _SCHEDULED = "m.state = 'scheduled'"
-_FIRST = f"SELECT m.topic FROM {TABLE} m WHERE {_SCHEDULED} ORDER BY m.topic DESC, m.available_at DESC, m.id DESC LIMIT 1"
-_NEXT = (
-    f"SELECT m.topic FROM {TABLE} m WHERE {_SCHEDULED} AND m.topic < topics.topic "
-    "ORDER BY m.topic DESC, m.available_at DESC, m.id DESC LIMIT 1"
-)
+_LAST_FIRST = "ORDER BY m.topic DESC, m.available_at DESC, m.id DESC LIMIT 1"
 _TOPICS = (
-    f"WITH RECURSIVE topics(topic) AS (SELECT * FROM ({_FIRST}) first "
-    f"UNION ALL SELECT ({_NEXT}) FROM topics WHERE topics.topic IS NOT NULL) "
+    "WITH RECURSIVE topics(topic) AS ("
+    f"SELECT * FROM (SELECT m.topic FROM {{live}} m WHERE {_SCHEDULED} {_LAST_FIRST}) first "
+    f"UNION ALL SELECT (SELECT m.topic FROM {{live}} m WHERE {_SCHEDULED} AND m.topic < topics.topic {_LAST_FIRST}) "
+    "FROM topics WHERE topics.topic IS NOT NULL) "
 )
 
 
@@ -61,7 +59,7 @@ def upcoming(alias: str, places: Mapping[str, Place], within: timedelta, each: i
     if is_postgresql(connection):
         return _upcoming(connection, places, within, each)
     with connection.cursor() as cursor:
-        cursor.execute(f"{_TOPICS} SELECT topic FROM topics WHERE topic IS NOT NULL")
+        cursor.execute(f"{_TOPICS.format(live=TABLE)} SELECT topic FROM topics WHERE topic IS NOT NULL")
         topics = [topic for (topic,) in cursor.fetchall()]
         found: list[Upcoming] = []
         for topic in topics:
@@ -79,9 +77,10 @@ def upcoming(alias: str, places: Mapping[str, Place], within: timedelta, each: i
 def _upcoming(connection: BaseDatabaseWrapper, places: Mapping[str, Place], within: timedelta, each: int) -> list[Upcoming]:
     with connection.cursor() as cursor:
         cursor.execute(
-            f"{_TOPICS} SELECT m.id, topics.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM topics "
+            f"{_TOPICS.format(live=LIVE_PART)} SELECT m.id, topics.topic, CAST(m.available_at AS text), {_seconds(connection)} "
+            "FROM topics "
             "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS place(topic, at, id, room) "
-            f"ON place.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at FROM {TABLE} m "
+            f"ON place.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at FROM {LIVE_PART} m "
             f"WHERE {_SCHEDULED} AND m.topic = topics.topic "
             "AND (m.available_at, m.id) > (COALESCE(place.at, '-infinity'), COALESCE(place.id, 0)) "
             f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(place.room, %s)) m "
@@ -103,9 +102,9 @@ def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta,
     connection = connections[alias]
     with connection.cursor() as cursor:
         cursor.execute(
-            f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM {TABLE} m WHERE {_SCHEDULED} "
-            f"AND m.available_at > {now_after(connection)} AND m.available_at <= {now_after(connection)} AND m.id > %s "
-            "ORDER BY m.available_at, m.id LIMIT %s",
+            f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM {live(connection)} m "
+            f"WHERE {_SCHEDULED} AND m.available_at > {now_after(connection)} AND m.available_at <= {now_after(connection)} "
+            "AND m.id > %s ORDER BY m.available_at, m.id LIMIT %s",
             [-since.total_seconds(), within.total_seconds(), after, limit],
         )
         return list(map(Upcoming._make, cursor.fetchall()))
@@ -127,11 +126,10 @@ def fire(alias: str, positions: Sequence[int], refused: RefusedRows | None = Non
     if is_postgresql(connection):
         # To be found by their ids, and not by the index on what is due, which has all of a burst and all that was fired of it.
         due = due.replace("available_at <=", "available_at + interval '0' <=")
-    found = Found(f"SELECT id FROM {TABLE} WHERE {due}", [parameter])
-    # Locked rows stay where they are, so they need not be found a second time.
-    placed = (
-        found if not is_postgresql(connection) else Found(f"SELECT ctid FROM {TABLE} WHERE {due}", [parameter], column="ctid")
-    )
+    found = placed = Found(f"SELECT id FROM {live(connection)} WHERE {due}", [parameter])
+    if is_postgresql(connection):
+        # Locked rows stay where they are, so they need not be found a second time.
+        placed = Found(f"SELECT ctid FROM {LIVE_PART} WHERE {due}", [parameter], column="ctid")
     try:
         with undone_if_refused(alias):
             fired = _fired(alias, placed)
@@ -152,7 +150,7 @@ def _fired(alias: str, rows: Sequence[int] | Found) -> set[int]:
 def ready_aside(alias: str, limit: int) -> int:
     """How many messages are ready that were not so from the start; counted up to `limit`."""
     connection = connections[alias]
-    aside = f"SELECT 1 FROM {TABLE} m WHERE {ASIDE}"
+    aside = f"SELECT 1 FROM {live(connection)} m WHERE {ASIDE}"
     if is_postgresql(connection):
         # Shard by shard, so that their index is read, and not the table.
         of_a_shard = f"{aside} AND m.shard = s.shard LIMIT {limit:d}"

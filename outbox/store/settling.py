@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -11,27 +12,30 @@ from typing import Any
 
 from django.db import Error, connections, transaction
 
+from outbox.conf import outbox_options
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
 from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
+from outbox.models import OutboxMessage
 from outbox.states import (
     DIE,
     EXPIRE,
     FIRE,
     HOLD,
     HOLDING_KEY,
+    LIVE,
     PUBLISH,
     RELEASE,
     RETRY,
     TRY_AGAIN,
     Transition,
 )
-from outbox.store.dialect import TABLE, any_of
+from outbox.store.dialect import any_of, live
 from outbox.store.halving import change_apart, count_moved_of_others
 from outbox.store.pausing import pause_in_hand
-from outbox.store.pending_callbacks import note_calls
-from outbox.store.transitions import Found, count_moved
+from outbox.store.pending_callbacks import note_calls, topics_called
+from outbox.store.transitions import Found, count_moved, delete, move
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 
@@ -110,13 +114,39 @@ def settle(alias: str, settlement: Settlement) -> int:
 
     The claim has locked these rows, so no other session makes this wait.
     """
-    changed = count_moved(alias, PUBLISH, settlement.published) if settlement.published else 0
+    called: list[uuid.UUID] = []
+    changed = _publish(alias, settlement.published, called) if settlement.published else 0
     changed += count_moved(alias, EXPIRE, settlement.expired) if settlement.expired else 0
     changed += count_moved(alias, HOLD, settlement.waiting) if settlement.waiting else 0
-    changed += sum(_fail(alias, failure) for failure in settlement.failed)
+    changed += sum(_fail(alias, failure, called) for failure in settlement.failed)
     changed += pause_in_hand(alias, settlement.paused)
-    note_calls(connections[alias], [*settlement.published, *settlement.dead])
+    note_calls(connections[alias], called)
     return changed
+
+
+def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
+    if outbox_options().KEEP_HISTORY is None:
+        return _publish_and_forget(alias, positions, called)
+    return _settle(alias, PUBLISH, positions, called)
+
+
+def _publish_and_forget(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
+    """Delete them, but for those whose callbacks will ask for them."""
+    kept: list[int] = []
+    if topics := topics_called(PUBLISH):
+        messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
+        kept = list(messages.values_list("pk", flat=True))
+    forgotten = delete(alias, PUBLISH, [position for position in positions if position not in set(kept)])
+    return forgotten + (_settle(alias, PUBLISH, kept, called) if kept else 0)
+
+
+def _settle(alias: str, transition: Transition, positions: Sequence[int], called: list[uuid.UUID], **options: Any) -> int:
+    """How many rows changed; in `called` go those of which a callback may have to be told."""
+    if not topics_called(transition):
+        return count_moved(alias, transition, positions, **options)
+    moved = move(alias, transition, positions, **options)
+    called += [message_id for _, message_id, *_ in moved]
+    return len(moved)
 
 
 def settle_apart(alias: str, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
@@ -150,14 +180,14 @@ def rehearse(alias: str, keys: Mapping[int, str]) -> SettledApart:
     return apart
 
 
-def _fail(alias: str, failure: Failure) -> int:
+def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
     error = printable(failure.error, ERROR_LENGTH)
     transition = DIE
     given: dict[str, Any] = {"error": error}
     if failure.retry_after is not None:
         transition = RETRY
         given["delay"] = failure.retry_after
-    return count_moved(alias, transition, failure.positions, reason=failure.error, recorded=failure.matters, **given)
+    return _settle(alias, transition, failure.positions, called, reason=failure.error, recorded=failure.matters, **given)
 
 
 def promote_rested(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
@@ -185,7 +215,7 @@ def _promote(alias: str, transition: Transition, limit: int, refused: RefusedRow
     if refused is not None and (skipped := refused.skipped()):
         among, positions = any_of(connection, list(skipped))
         due, parameters = f"{due} AND NOT id {among}", [positions]
-    found = Found(f"SELECT id FROM {TABLE} WHERE {due} ORDER BY available_at, id LIMIT %s", [*parameters, limit])
+    found = Found(f"SELECT id FROM {live(connection)} WHERE {due} ORDER BY available_at, id LIMIT %s", [*parameters, limit])
     return count_moved_of_others(alias, transition, found, refused)
 
 
@@ -198,7 +228,8 @@ def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | 
         refused: see `promote_rested`; all of their keys is left.
     """
     connection = connections[alias]
-    holding = f"FROM {TABLE} h WHERE h.state IN ({_HOLDING}) AND h.key <> ''"
+    table = live(connection)
+    holding = f"FROM {table} h WHERE h.state IN ({_HOLDING}) AND h.key <> ''"
     skipped = [key for key in refused.skipped().values() if key] if refused is not None else []
     besides = ""
     if skipped:
@@ -209,7 +240,7 @@ def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | 
             # The first of each key that is failed or waits, one key after the other along the index.
             "WITH RECURSIVE heads(key, state) AS ("
             f"SELECT * FROM (SELECT h.key, h.state {holding} ORDER BY h.key, h.id LIMIT 1) head "
-            f"UNION ALL SELECT next.key, next.state FROM heads JOIN {TABLE} next ON next.id = "
+            f"UNION ALL SELECT next.key, next.state FROM heads JOIN {table} next ON next.id = "
             f"(SELECT h.id {holding} AND h.key > heads.key ORDER BY h.key, h.id LIMIT 1)) "
             f"SELECT key FROM heads WHERE state = 'waiting'{besides} LIMIT %s",
             [*given, keys],
@@ -217,7 +248,7 @@ def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | 
         free = [key for (key,) in cursor.fetchall()]
     if not free:
         return 0
-    first_of = f"SELECT id FROM {TABLE} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
+    first_of = f"SELECT id FROM {table} WHERE state = 'waiting' AND key <> '' AND key = {{key}} ORDER BY id LIMIT %s"
     if not is_postgresql(connection):
         return sum(
             count_moved_of_others(alias, RELEASE, Found(first_of.format(key="%s"), [key, each]), refused) for key in free

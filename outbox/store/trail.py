@@ -6,6 +6,7 @@ only if the transition was committed, even if the process was killed a moment la
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 
 from django.db import connections
@@ -15,7 +16,7 @@ from outbox.database.now import now
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 from outbox.models import TrailEntry
-from outbox.store.dialect import TABLE, any_of
+from outbox.store.dialect import any_of, live, some_uuids
 
 _TRAIL = TrailEntry._meta.db_table
 
@@ -25,15 +26,22 @@ def is_recorded(*, decision: bool) -> bool:
     return decision or outbox_options().TRAIL == "all"
 
 
-def record(alias: str, positions: Sequence[int], *, was: str, became: str, reason: str) -> None:
+def record(alias: str, message_ids: Sequence[uuid.UUID], *, was: str, became: str, reason: str) -> None:
     """Record in the open transaction that these messages changed from one state to another.
-
-    Call it after each transition, with the positions of the changed rows, and before their next transition.
 
     Args:
         reason: human-readable; "" if the states are explanation enough.
     """
-    _write(alias, positions, was, became, reason)
+    if not message_ids:
+        return
+    connection = connections[alias]
+    ids, parameter = some_uuids(connection, message_ids)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"INSERT INTO {_TRAIL} (message_id, was, became, at, process, reason) "
+            f"SELECT id, %s, %s, {now(connection)}, %s, %s FROM {ids}",
+            [was, became, *_by(reason), parameter],
+        )
 
 
 def record_insert(alias: str, positions: Sequence[int]) -> None:
@@ -41,20 +49,17 @@ def record_insert(alias: str, positions: Sequence[int]) -> None:
 
     It is not a decision, because the rows show it as long as they exist.
     """
-    if is_recorded(decision=False):
-        _write(alias, positions, "", None, "")
-
-
-def _write(alias: str, positions: Sequence[int], was: str, became: str | None, reason: str) -> None:
-    if not positions:
+    if not positions or not is_recorded(decision=False):
         return
     connection = connections[alias]
     condition, parameter = any_of(connection, positions)
-    parameters = [was, process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH), parameter]
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {_TRAIL} (message_id, was, became, at, process, reason) "
-            f"SELECT message_id, %s, state, {now(connection)}, %s, %s FROM {TABLE} WHERE id {condition} "
-            f"{'' if became is None else 'AND state = %s '}ORDER BY id",
-            parameters if became is None else [*parameters, became],
+            f"SELECT message_id, '', state, {now(connection)}, %s, %s FROM {live(connection)} WHERE id {condition} ORDER BY id",
+            [*_by(""), parameter],
         )
+
+
+def _by(reason: str) -> tuple[str, str]:
+    return process_name()[:NAME_LENGTH], printable(reason, ERROR_LENGTH)

@@ -1,27 +1,39 @@
-"""Executes the transitions that `outbox.states` declares: one guarded UPDATE, and its entries in the trail.
+"""Executes the transitions that `outbox.states` declares: one guarded statement, and its entries in the trail.
 
-Nothing else changes the state of a message.
+Nothing else changes the state of a message. The statement is an UPDATE, unless the transition settles the message, or brings
+it back: then on PostgreSQL the row is deleted from one part of the table and inserted into another, in one statement. What
+waits for the row finds none any more, as if its guard had found another state. An UPDATE of `day` would move the row as well,
+and end what waits for it with an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections, transaction
+from django.db.models import Value
 from django.db.models.sql import UpdateQuery
 
 from outbox.database.connections import is_postgresql
 from outbox.models import OutboxMessage
-from outbox.states import State, Transition
-from outbox.store.dialect import any_of
+from outbox.states import LIVE, SETTLED, State, Transition
+from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
 from outbox.store.trail import is_recorded, record
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
 
-_updates: dict[tuple[str, str], tuple[str, Sequence[Any]]] = {}
-"""The UPDATE by kind of database and transition, where it is always the same: compiling it takes as long as executing it."""
+_Values = Mapping[str, tuple[str, Sequence[Any]]]
+"""What is written, by column: SQL and its parameters."""
+_Write = Callable[[_Values], tuple[str, Sequence[Any]]]
+
+_written: dict[tuple[str, str, _Write], tuple[str, Sequence[Any]]] = {}
+"""What a transition writes, by kind of database and transition, where it is always the same: compiling it takes as long as
+executing it."""
+_COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
 
 
 class Found(NamedTuple):
@@ -51,6 +63,7 @@ class Moved(NamedTuple):
     """A message that a transition has changed."""
 
     position: int
+    message_id: uuid.UUID
     was: str
     became: str
 
@@ -83,8 +96,8 @@ def move(
     with transaction.atomic(using=alias, savepoint=False), connection.cursor() as cursor:
         moved: list[Moved] = []
         for was, its in _by_source(connection, rows, sources).items():
-            cursor.execute(*_statement(connection, transition, was, its, given, " RETURNING id, state"))
-            moved += [Moved(position, was, became) for position, became in cursor.fetchall()]
+            cursor.execute(*_statement(connection, transition, was, its, given, " RETURNING id, message_id, state"))
+            moved += [Moved(position, as_uuid(name), was, became) for position, name, became in cursor.fetchall()]
         if is_recorded(decision=transition.recorded if recorded is None else recorded):
             _record(alias, moved, reason)
     return moved
@@ -109,17 +122,36 @@ def count_moved(
         return int(cursor.rowcount)
 
 
+def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
+    """Delete messages instead of moving them through a transition with one source; how many. Their trail tells of it."""
+    (source,) = transition.sources
+    (target,) = transition.targets
+    connection = connections[alias]
+    condition, parameter = any_of(connection, rows)
+    statement = f"DELETE FROM {live(connection)} WHERE id {condition} AND state = '{source}'"
+    with connection.cursor() as cursor:
+        if not is_recorded(decision=transition.recorded):
+            cursor.execute(statement, [parameter])
+            return int(cursor.rowcount)
+        cursor.execute(f"{statement} RETURNING id, message_id", [parameter])
+        gone = [Moved(position, as_uuid(name), source.value, target.value) for position, name in cursor.fetchall()]
+    _record(alias, gone, "")
+    return len(gone)
+
+
 def _by_source(
     connection: BaseDatabaseWrapper, rows: Sequence[int] | Found, sources: Sequence[State]
 ) -> Mapping[str, Sequence[int] | Found]:
-    """The rows by the state they are in. An UPDATE does not tell which of several it was, so these are locked first."""
+    """The rows by the state they are in. A statement does not tell which of several it was, so these are locked first."""
     if len(sources) == 1:
         return {sources[0].value: rows}
     if isinstance(rows, Found):
         raise TypeError("A query can only be given to a transition with one source.")
     found = OutboxMessage.objects.using(connection.alias).filter(pk__in=rows, state__in=sources).order_by("pk")
+    if not set(sources) & set(SETTLED):
+        found = found.filter(day=LIVE)
     by_source: dict[str, list[int]] = {}
-    for position, state in found.select_for_update(no_key=True).values_list("pk", "state"):
+    for position, state in found.select_for_update().values_list("pk", "state"):
         by_source.setdefault(state, []).append(position)
     return by_source
 
@@ -132,30 +164,69 @@ def _statement(
     given: Mapping[str, Any],
     returning: str = "",
 ) -> tuple[str, list[Any]]:
-    update, written = _update(connection, transition, given)
+    moves = is_postgresql(connection) and (was in SETTLED or not set(transition.targets).isdisjoint(SETTLED))
+    written, parameters = _what(connection, transition, given, _as_selected if moves else _as_updated)
     if isinstance(rows, Found):
-        return f"{update} WHERE {rows.condition(connection)}{returning}", [*written, *rows.parameters]
-    condition, parameter = any_of(connection, rows)
-    return f"{update} WHERE id {condition} AND state = '{was}'{returning}", [*written, parameter]
+        condition, found = rows.condition(connection), rows.parameters
+    else:
+        condition, parameter = any_of(connection, rows)
+        condition, found = f"id {condition} AND state = '{was}'", [parameter]
+    if not moves:
+        # By the name of the whole table the expressions know its columns.
+        return f"UPDATE {live(connection)} AS {TABLE} SET {written} WHERE {condition}{returning}", [*parameters, *found]
+    source, target = (TABLE, LIVE_PART) if was in SETTLED else (LIVE_PART, HISTORY)
+    return (
+        f"WITH {TABLE} AS (DELETE FROM {source} WHERE {condition} RETURNING *) "
+        f"INSERT INTO {target} ({', '.join(_COLUMNS)}) SELECT {written} FROM {TABLE}{returning}"
+    ), [*found, *parameters]
 
 
-def _update(connection: BaseDatabaseWrapper, transition: Transition, given: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
-    """The UPDATE of all columns that the transition writes, without its condition."""
-    known = (connection.vendor, transition.name)
-    if not given and known in _updates:
-        return _updates[known]
-    query = UpdateQuery(OutboxMessage)
+def _what(
+    connection: BaseDatabaseWrapper,
+    transition: Transition,
+    given: Mapping[str, Any],
+    write: _Write,
+) -> tuple[str, Sequence[Any]]:
+    """What the transition writes, as SQL and its parameters."""
+    known = (connection.vendor, transition.name, write)
+    if not given and known in _written:
+        return _written[known]
     state = transition.targets[0].value if transition.state is None else transition.state
-    query.add_update_values({"state": state, **transition.columns(**given)})
-    update: tuple[str, Sequence[Any]] = query.get_compiler(connection=connection).as_sql()
+    values = {"state": state, **transition.columns(**given)}
+    query = UpdateQuery(OutboxMessage)
+    compiler = query.get_compiler(connection=connection)
+    written = write({name: _value(query, compiler, name, value) for name, value in values.items()})
     if not given:
-        _updates[known] = update
-    return update
+        _written[known] = written
+    return written
+
+
+def _value(query: UpdateQuery, compiler: SQLCompiler, name: str, value: Any) -> tuple[str, Sequence[Any]]:
+    """An expression, or a plain value of the column's type."""
+    if not hasattr(value, "resolve_expression"):
+        field: Any = OutboxMessage._meta.get_field(name)
+        value = Value(value, output_field=field)
+    sql, parameters = compiler.compile(value.resolve_expression(query, allow_joins=False, for_save=True))
+    return sql, parameters
+
+
+def _as_updated(values: _Values) -> tuple[str, Sequence[Any]]:
+    """For an UPDATE: only what is written."""
+    return (
+        ", ".join(f"{name} = {sql}" for name, (sql, _) in values.items()),
+        [parameter for _, parameters in values.values() for parameter in parameters],
+    )
+
+
+def _as_selected(values: _Values) -> tuple[str, Sequence[Any]]:
+    """For an INSERT: all columns."""
+    chosen = [values.get(name, (name, ())) for name in _COLUMNS]
+    return ", ".join(sql for sql, _ in chosen), [parameter for _, parameters in chosen for parameter in parameters]
 
 
 def _record(alias: str, moved: Sequence[Moved], reason: str) -> None:
-    by_states: dict[tuple[str, str], list[int]] = {}
-    for position, was, became in moved:
-        by_states.setdefault((was, became), []).append(position)
-    for (was, became), positions in by_states.items():
-        record(alias, positions, was=was, became=became, reason=reason)
+    by_states: dict[tuple[str, str], list[uuid.UUID]] = {}
+    for _, message_id, was, became in sorted(moved):
+        by_states.setdefault((was, became), []).append(message_id)
+    for (was, became), message_ids in by_states.items():
+        record(alias, message_ids, was=was, became=became, reason=reason)

@@ -19,9 +19,9 @@ from outbox.database.connections import is_postgresql
 from outbox.database.now import now, now_after
 from outbox.models import SHARDS
 from outbox.states import State
-from outbox.store.dialect import TABLE, as_uuid, chunks
+from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, as_uuid, chunks, live
 from outbox.store.trail import record_insert
-from outbox.store.unique import UNLESS_FOUND
+from outbox.store.unique import UNLESS_FOUND, is_published_already
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -87,9 +87,9 @@ _COLUMNS = {
 }
 """What is written, with the PostgreSQL type that a COPY of it is encoded as."""
 
-_INSERT = f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}) VALUES"
-_INSERT_FORMED = f"INSERT INTO {TABLE} ({', '.join(_COLUMNS)}, wire) VALUES"
-_COPY = f"COPY {TABLE} (id, {', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
+_INTO = f"({', '.join(_COLUMNS)}) VALUES"
+_INTO_FORMED = f"({', '.join(_COLUMNS)}, wire) VALUES"
+_COPY = f"COPY {LIVE_PART} (id, {', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
 _DRAW = (
     f"SELECT array_agg(nextval((SELECT pg_get_serial_sequence('{TABLE}', 'id')::regclass))), "
     "statement_timestamp() AT TIME ZONE 'UTC' FROM generate_series(1, %s)"
@@ -117,8 +117,12 @@ def insert(alias: str, row: NewRow) -> int | None:
     connection = connections[alias]
     values, parameters = _values(connection, row)
     with connection.cursor() as cursor:
-        cursor.execute(f"{_INSERT} {values} {UNLESS_FOUND if row.is_unique else ''} RETURNING id", parameters)
+        unless = UNLESS_FOUND if row.is_unique else ""
+        cursor.execute(f"INSERT INTO {live(connection)} {_INTO} {values} {unless} RETURNING id", parameters)
         found = cursor.fetchone()
+    if found and row.is_unique and is_published_already(alias, found):
+        _take_back(connection, found)
+        return None
     return _begun(alias, found)
 
 
@@ -131,10 +135,16 @@ def insert_formed(alias: str, row: NewRow, wire: str) -> int | None:
     values, parameters = _values(connection, row)
     with connection.cursor() as cursor:
         cursor.execute(
-            f"{_INSERT_FORMED} {values.removesuffix(')')}, %s) ON CONFLICT (message_id) DO NOTHING RETURNING id",
+            f"INSERT INTO {live(connection)} {_INTO_FORMED} {values.removesuffix(')')}, %s) "
+            "ON CONFLICT (message_id) DO NOTHING RETURNING id",
             [*parameters, wire],
         )
         found = cursor.fetchone()
+        if found and is_postgresql(connection):
+            cursor.execute(f"SELECT 1 FROM {HISTORY} WHERE message_id = %s LIMIT 1", [row.message_id])
+            if cursor.fetchone():
+                _take_back(connection, found)
+                return None
     return _begun(alias, found)
 
 
@@ -143,7 +153,7 @@ def insert_prepared(alias: str, row: NewRow, check_after: timedelta) -> int:
     connection = connections[alias]
     values, parameters = _values(connection, row, check_after)
     with connection.cursor() as cursor:
-        cursor.execute(f"{_INSERT} {values} RETURNING id", parameters)
+        cursor.execute(f"INSERT INTO {live(connection)} {_INTO} {values} RETURNING id", parameters)
         position: int = cursor.fetchone()[0]
     record_insert(alias, [position])
     return position
@@ -161,12 +171,18 @@ def insert_many(alias: str, rows: Sequence[NewRow]) -> list[int]:
         for chunk in chunks(rows, _INSERT_CHUNK):
             values, parameters = zip(*(_values(connection, row) for row in chunk), strict=True)
             cursor.execute(
-                f"{_INSERT} {', '.join(values)} RETURNING id, message_id",
+                f"INSERT INTO {live(connection)} {_INTO} {', '.join(values)} RETURNING id, message_id",
                 [parameter for some in parameters for parameter in some],
             )
             positions.update((as_uuid(message_id), position) for position, message_id in cursor.fetchall())
     record_insert(alias, list(positions.values()))
     return [positions[row.message_id] for row in rows]
+
+
+def _take_back(connection: BaseDatabaseWrapper, position: Sequence[Any]) -> None:
+    """Delete the row that this transaction has just inserted."""
+    with connection.cursor() as cursor:
+        cursor.execute(f"DELETE FROM {LIVE_PART} WHERE id = %s", position)
 
 
 def _begun(alias: str, found: Sequence[Any] | None) -> int | None:

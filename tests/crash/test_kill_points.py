@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from outbox import store
 from outbox.models import RelayLease
 from tests.support.apps.effects.models import Effect
 
@@ -16,6 +17,8 @@ WRITE = "outbox.transports.amqp.AmqpTransport._write"
 AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
 SETTLE = "outbox.store.settle"
 SETTLE_BY_LEASE = "outbox.store.lease.settle"
+NOTE_CALLS = "outbox.store.settling.note_calls"
+MAKE_DAY, DROP_DAY = "outbox.store.make_day", "outbox.store.drop_day"
 PASS = "outbox.relay.passes.Pass.run"
 BEGIN_FRESH = "inbox.store.begin_fresh"
 BEGIN_STORED = "inbox.store.begin_stored"
@@ -44,6 +47,7 @@ RELAY_POINTS = {
     "in the middle of a batch": (f"after {WRITE} 2", SOME),
     "everything sent, no confirm awaited": (f"before {AWAIT}", SOME),
     "confirmed, not settled": (f"before {SETTLE} once {SEND}", ALL),
+    "moved to history, callbacks not noted": (f"before {NOTE_CALLS} once {SEND}", ALL),
     "settled, not committed": (f"after {SETTLE} once {SEND}", ALL),
     "committed": (f"after {PASS} once {SEND}", NONE),
 }
@@ -68,6 +72,26 @@ def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, 
     world.assert_nothing_went_wrong(found)
     assert world.redelivered() in twice
     assert world.suppressed() == world.redelivered()
+
+
+@pytest.mark.parametrize("point", [f"{when} {step} 2" for step in (MAKE_DAY, DROP_DAY) for when in ("before", "after")])
+def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point):
+    today = store.day_of("default")
+    for day in store.days("default"):
+        store.drop_day("default", day)  # an earlier test's
+    for day in (today - 20, today - 19, today - 18):
+        store.make_day("default", day)
+
+    world.dies_at(point, world.relay)
+    RelayLease.objects.all().delete()  # as if it had run out
+    world.relay()
+    world.listening()
+    world.operate(OPERATIONS)
+
+    ahead = range(today + 1, today + 4)
+    world.wait_until(lambda: set(ahead) <= set(store.days("default")), "the days ahead have their partitions")
+    world.wait_until(lambda: min(store.days("default")) >= today, "the old days are dropped")
+    world.assert_nothing_went_wrong(world.drain())
 
 
 CONSUMER_POINTS = {

@@ -32,7 +32,7 @@ def send_again(choice, number):
     """As after a relay that died before it could note that they were sent: the same messages, with their age."""
     sent = list(OutboxMessage.objects.filter(state="published").values_list("pk", flat=True))
     copied = choice.sample(sent, min(number, len(sent)))
-    OutboxMessage.objects.filter(pk__in=copied, state="published").update(state="ready", settled_at=None)
+    OutboxMessage.objects.filter(pk__in=copied, state="published").update(state="ready", settled_at=None, day=0)
 
 
 def purge():

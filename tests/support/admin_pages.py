@@ -4,8 +4,10 @@ Messages and lists are those of the outbox; `Page`, `staff_client` and `said` se
 """
 
 import json
-from datetime import timedelta
+import uuid
+from datetime import date, timedelta
 from html.parser import HTMLParser
+from itertools import count
 
 from django.contrib.auth.models import Permission, User
 from django.contrib.messages import get_messages
@@ -14,12 +16,14 @@ from django.urls import reverse
 
 from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage
-from outbox.states import State
+from outbox.states import LIVE, SETTLED, State
 
 LIST = "admin:outbox_outboxmessage_changelist"
 DETAIL = "admin:outbox_outboxmessage_change"
 VIEW, CANCEL = "view_outboxmessage", "cancel_outboxmessage"
 RESCHEDULE, RESTORE, DECIDE = "reschedule_outboxmessage", "restore_outboxmessage", "decide_outboxmessage"
+_IDS = count(uuid.uuid4().int >> 8)
+"""In the order in which they are made."""
 NASTY = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b&gt;"
 
 
@@ -65,9 +69,21 @@ def a_message(state=State.READY, *, ago=timedelta(), due_ago=None, payload=None,
         "body": json.dumps(payload if payload is not None else {"order": 1}).encode(),
         "created_at": at,
         "available_at": at if due_ago is None else utcnow() - due_ago,
+        "day": day_of(state),
+        "message_id": uuid.UUID(int=next(_IDS)),
         **columns,
     }
     return OutboxMessage.objects.using(using).create(state=state, **values)
+
+
+def day_of(state):
+    """For a row whose state is set by hand."""
+    return (utcnow().date() - date(1970, 1, 1)).days if state in SETTLED else LIVE
+
+
+def changed(row, state):
+    """As another process does it in the meantime."""
+    OutboxMessage.objects.filter(pk=row.pk).update(state=state, day=day_of(state))
 
 
 def listed(client, page=LIST, **query):

@@ -4,21 +4,27 @@ from contextlib import contextmanager
 
 from django.db import connection
 
+from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
+
 POISON = "poison"
 """The beginning of the biz-id of such a row."""
-OUTBOX = "outbox_outboxmessage"
 
 
 @contextmanager
-def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%'", table=OUTBOX):
+def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%'", table=TABLE):
     """No row for which this holds can be changed; what PostgreSQL says about it has this SQLSTATE."""
     if connection.vendor == "postgresql":
-        timing = "CONSTRAINT TRIGGER refuse AFTER UPDATE" if deferred else "TRIGGER refuse BEFORE UPDATE"
+        kind, timing = ("CONSTRAINT TRIGGER", "AFTER") if deferred else ("TRIGGER", "BEFORE")
+        deferrable = "DEFERRABLE INITIALLY DEFERRED" if deferred else ""
+        # A row of the outbox that is settled is inserted into history.
+        changes = (f"UPDATE ON {LIVE_PART}", f"INSERT ON {HISTORY}") if table == TABLE else (f"UPDATE ON {table}",)
         _execute(
             "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS "
             f"$$ BEGIN RAISE EXCEPTION 'this row is cursed' USING ERRCODE = '{sqlstate}'; END $$",
-            f"CREATE {timing} ON {table} {'DEFERRABLE INITIALLY DEFERRED' if deferred else ''} "
-            f"FOR EACH ROW WHEN ({where}) EXECUTE FUNCTION refuse()",
+            *(
+                f"CREATE {kind} refuse {timing} {change} {deferrable} FOR EACH ROW WHEN ({where}) EXECUTE FUNCTION refuse()"
+                for change in changes
+            ),
         )
     else:
         _execute(
@@ -27,13 +33,13 @@ def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%
     try:
         yield
     finally:
-        cleared(table)
+        cleared()
 
 
-def cleared(table=OUTBOX):
+def cleared():
     """From now on it can."""
     if connection.vendor == "postgresql":
-        _execute(f"DROP TRIGGER IF EXISTS refuse ON {table}", "DROP FUNCTION IF EXISTS refuse")
+        _execute("DROP FUNCTION IF EXISTS refuse CASCADE")
     else:
         _execute("DROP TRIGGER IF EXISTS refuse")
 

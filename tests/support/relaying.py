@@ -13,6 +13,7 @@ from django.db import connections, transaction
 
 from outbox import Draft, publish, publish_many, store
 from outbox.conf import OutboxOptions
+from outbox.expressions import Today
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.models import SHARDS, OutboxMessage
@@ -20,7 +21,7 @@ from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
-from outbox.states import State
+from outbox.states import LIVE, SETTLED, State
 from outbox.transports import amqp, open_transport
 from tests.support.waiting import wait_until
 
@@ -57,7 +58,9 @@ def waiting(using="default"):
 
 
 def set_columns(message, using="default", **columns):
-    """Put a row into a state it takes long to get into."""
+    """Put a row into a state it takes long to get into. A settled one is of the day that it is, unless another is given."""
+    if "state" in columns:
+        columns = {"day": Today() if columns["state"] in SETTLED else LIVE, **columns}
     assert OutboxMessage.objects.using(using).filter(message_id=message.id).update(**columns) == 1
 
 

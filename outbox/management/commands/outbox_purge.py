@@ -6,8 +6,9 @@ from outbox.models import TrailEntry
 
 class Command(PurgeCommand):
     help = (
-        "Delete published, cancelled, expired and rolled back messages that are older than the retention, then trail entries "
-        "older than OUTBOX['TRAIL_RETENTION']. Dead messages are not deleted."
+        "Delete published, cancelled, expired and rolled back messages that are older than OUTBOX['KEEP_HISTORY'], then trail "
+        "entries older than OUTBOX['TRAIL_RETENTION']. Dead messages are not deleted. A relay does both by itself."
     )
     app, store, trail, configured = "outbox", store, TrailEntry, staticmethod(outbox_options)
-    older_than_help = "instead of OUTBOX['RETENTION']"
+    retention = "keeps"
+    older_than_help = "instead of OUTBOX['KEEP_HISTORY']"

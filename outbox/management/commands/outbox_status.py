@@ -2,6 +2,7 @@ from typing import Any
 
 from outbox import store
 from outbox.checkers import checkers
+from outbox.conf import outbox_options
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 from outbox.states import State
@@ -22,10 +23,11 @@ class Command(StatusCommand):
     app = "outbox"
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
-        calls = store.pending_calls(alias)
+        counts, calls = store.count_states(alias), store.pending_calls(alias)
         return {
-            "states": store.states(alias),
-            "oldest_waiting": iso(store.oldest_waiting(alias)),
+            "states": counts.states,
+            "estimated": sorted(counts.estimated),
+            "oldest_waiting": iso(counts.oldest_waiting),
             "callbacks": {
                 "pending": calls.pending,
                 "failing": calls.failing,
@@ -37,15 +39,18 @@ class Command(StatusCommand):
         }
 
     def drawn(self, alias: str, options: dict[str, Any]) -> str:
-        states = store.states(alias)
+        counted = store.count_states(alias)
+        states = counted.states
         relays = list(store.relays.rows(alias))
-        counts = [(state, f"{count:,}") for state, count in states.items()]
-        drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(store.oldest_waiting(alias)))])]
+        counts = [(state, f"{'about ' if state in counted.estimated else ''}{count:,}") for state, count in states.items()]
+        drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(counted.oldest_waiting))])]
         calls = store.pending_calls(alias)
         if calls.pending:
             drawn.append(_calls(calls))
         if paused := list(store.paused_topics(alias)):
             drawn.append(_paused(paused))
+        if kept := store.days_kept(alias, store.day_of(alias, outbox_options().keeps) - 1):
+            drawn.append(_kept(kept))
         if states[State.STUCK]:
             drawn.append(_stuck(states[State.STUCK]))
         if unchecked := store.topics_unchecked(alias, checkers.topics()):
@@ -55,6 +60,11 @@ class Command(StatusCommand):
         if all(relay.silent for relay in relays):
             drawn.append(_none_runs(states[State.READY]))
         return "\n\n".join(drawn)
+
+
+def _kept(days: list[int]) -> str:
+    dates = ", ".join(str(store.date_of(day)) for day in days)
+    return f"History of {dates} is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned."
 
 
 def _calls(calls: store.PendingCalls) -> str:

@@ -115,7 +115,7 @@ def test_message_page_lists_its_pending_callbacks():
 
     assert "shop.callbacks.order_published (published), 2 calls so far, due in" in text
     assert "no answer" in text
-    assert "Callbacks" not in Page(client.get(reverse(DETAIL, args=[row.message_id]))).text
+    assert "Callbacks" not in Page(client.get(reverse(DETAIL, args=[row.message.pk]))).text
 
 
 def test_call_now_makes_a_callback_due_and_is_logged():

@@ -33,6 +33,7 @@ from tests.support.admin_pages import (
     Page,
     a_message,
     act,
+    changed,
     said,
     shown,
     staff_client,
@@ -71,14 +72,14 @@ class TestMessageList:
         client = staff_client(VIEW, RESTORE, CANCEL)
         client.get(reverse(LIST))
 
-        with django_assert_num_queries(
-            7 + len(State)
-        ) as queries:  # session, user, permissions (2), what is stuck, count, rows; and a count by state
+        # Session, user, permissions (2), what is stuck, count, rows; and the counts by state, on PostgreSQL after the sizes.
+        looks = 2 if connection.vendor == "postgresql" else 1
+        with django_assert_num_queries(7 + looks) as queries:
             client.get(reverse(LIST))
 
         statements = [query["sql"] for query in queries if "outbox_outboxmessage" in query["sql"]]
-        assert len(statements) == 3 + len(State)
-        assert all("LIMIT" in statement for statement in statements)
+        assert len(statements) == 3 + looks
+        assert all("LIMIT" in statement or "COUNT" in statement or "pg_relation_size" in statement for statement in statements)
         assert not any(re.search(r'"(body|headers)"', statement) for statement in statements)
 
     def test_list_stops_counting_at_its_limit_and_says_that_there_are_more(self, monkeypatch):
@@ -443,7 +444,7 @@ class TestRestore:
 
     def test_restore_reports_a_message_that_no_longer_matches_the_filter(self):
         row = a_message(State.DEAD)
-        OutboxMessage.objects.filter(pk=row.pk).update(state=State.PUBLISHED)
+        changed(row, State.PUBLISHED)
 
         response = act(staff_client(VIEW, RESTORE), "restore", row, query="?state=dead", confirmed="yes", overdue="on")
 
@@ -482,7 +483,7 @@ class TestRestore:
         assert [level for level, _ in said(refused)] == ["error"]
         assert {state_of(row) for row in rows} == {State.DEAD}
 
-        OutboxMessage.objects.filter(pk=rows[0].pk).update(state=State.CANCELLED)
+        changed(rows[0], State.CANCELLED)
         act(client, "restore", rows[1], query="?state=dead", select_across="1", confirmed="yes", overdue="on")
         assert [state_of(row) for row in rows] == [State.CANCELLED, State.READY, State.READY]
 
@@ -532,7 +533,7 @@ class TestCancel:
         late, published = a_message(State.SCHEDULED), a_message(State.READY)
         client = staff_client(VIEW, CANCEL)
         act(client, "cancel", late, published, query="?stuck=any")
-        OutboxMessage.objects.filter(pk=published.pk).update(state=State.PUBLISHED)
+        changed(published, State.PUBLISHED)
 
         response = act(client, "cancel", late, published, query="?stuck=any", confirmed="yes")
 

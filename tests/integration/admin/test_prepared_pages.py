@@ -11,7 +11,7 @@ from django.urls import reverse
 from outbox.checkers import Answer, checker, checkers
 from outbox.conf import outbox_options
 from outbox.kernel.clock import utcnow
-from outbox.models import OutboxMessage, TrailEntry
+from outbox.models import TrailEntry
 from outbox.states import State
 from tests.support.admin_pages import (
     CANCEL,
@@ -25,6 +25,7 @@ from tests.support.admin_pages import (
     Page,
     a_message,
     act,
+    changed,
     listed,
     said,
     staff_client,
@@ -134,7 +135,7 @@ class TestDecision:
         row = undecided()
         client = staff_client(VIEW, DECIDE)
         on_the_list(client, "commit", row)
-        OutboxMessage.objects.filter(pk=row.pk).update(state=State.ROLLED_BACK)
+        changed(row, State.ROLLED_BACK)
 
         response = on_the_list(client, "commit", row, confirmed="yes")
 

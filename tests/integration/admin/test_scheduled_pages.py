@@ -25,6 +25,7 @@ from tests.support.admin_pages import (
     Page,
     a_message,
     act,
+    changed,
     listed,
     said,
     staff_client,
@@ -164,7 +165,7 @@ class TestPublishNow:
     def test_publish_now_makes_scheduled_messages_ready_and_reports_the_others(self):
         row, sent = scheduled(), scheduled()
         client = staff_client(VIEW, RESCHEDULE)
-        OutboxMessage.objects.filter(pk=sent.pk).update(state=State.PUBLISHED)
+        changed(sent, State.PUBLISHED)
 
         response = on_the_list(client, "publish_now", row, sent, confirmed="yes", reason="customer called")
 

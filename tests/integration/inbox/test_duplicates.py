@@ -178,7 +178,7 @@ class TestOnTheWire:
             wait_until(effects)
 
             # The relay that published it crashed before it settled its row.
-            OutboxMessage.objects.update(state=OutboxState.READY, settled_at=None)
+            OutboxMessage.objects.update(state=OutboxState.READY, settled_at=None, day=0)
             one_pass(transport)
             wait_until(lambda: the_row().duplicates == 1)
 

@@ -86,7 +86,7 @@ class TestOneRow:
             stored(handler, biz_id="later")
             wait_until(lambda: done() == MANY + 1)
             assert the_row(biz_id=f"{POISON}-0").state == State.RECEIVED
-            cleared(TABLE)
+            cleared()
             wait_until(lambda: done() == MANY + 2)
 
         assert effects(f"{POISON}-0") == 1
@@ -113,7 +113,7 @@ def test_others_behind_forty_such_rows_are_run(handles, caplog):
     with cursed(where=CLAIMED), in_threads(partial(Runner(OPTIONS).run, stop), stop=stop):
         wait_until(lambda: done() == MANY)
         assert len(reports(caplog)) == 1
-        cleared(TABLE)
+        cleared()
         wait_until(lambda: done() == MANY + 40)
 
 

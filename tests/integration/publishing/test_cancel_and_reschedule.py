@@ -222,7 +222,7 @@ def test_cancel_of_a_message_that_becomes_ready_waits_for_its_relay_without_a_ro
         wait_until(lambda: a_session_waits_for(f"locktype = 'advisory' AND classid = {LOCK_SPACE % 2**32}"))
         # A relay that has the shard does the same. If cancel() had locked the row, the two would wait for each other.
         OutboxMessage.objects.select_for_update(nowait=True).get()
-        OutboxMessage.objects.update(state=State.PUBLISHED)
+        set_columns(message, state=State.PUBLISHED)
 
     assert answers == [Decision(Outcome.TOO_LATE, State.PUBLISHED)]
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_databas
 
 HOUR = timedelta(hours=1)
 GIVEN = {"error": "nacked", "delay": HOUR, "due": HOUR}
-SCHEDULING = ("attempts", "deliver_at", "available_at", "expires_at", "settled_at", "last_error", "headers")
+SCHEDULING = ("attempts", "deliver_at", "available_at", "expires_at", "settled_at", "day", "last_error", "headers")
 NAMES = {transition.name: transition for transition in TRANSITIONS}
 
 
@@ -41,7 +41,7 @@ def test_transition_moves_a_message_in_one_of_its_sources_and_no_other(name, sta
 
     after = row_of(message)
     if state in transition.sources:
-        assert moved == [(before.pk, state, after.state)]
+        assert moved == [(before.pk, message.id, state, after.state)]
         assert after.state in transition.targets
         assert trail_of(message) == [(state, after.state, "for a test")]
     else:

@@ -157,7 +157,7 @@ class TestPeople:
         damaged("state = 'prepared', created_at = 'infinity', available_at = 'infinity'")
         OutboxMessage.objects.filter(pk=rows["headers = '5'"].position).update(state="lost")
         damaged("settled_at = 'infinity', state = 'dead'")
-        damaged("settled_at = '-infinity', state = 'cancelled'")
+        damaged("settled_at = '-infinity', state = 'cancelled', day = 1")
 
         client = staff_client(VIEW)
         for page in (LIST, LIST.replace("outboxmessage", "scheduledmessage"), LIST.replace("outboxmessage", "preparedmessage")):

@@ -135,7 +135,7 @@ class TestLockedRow:
 
     def test_message_that_another_session_is_changing_is_not_sent(self, rabbitmq_url):
         message, other = published(), published()
-        change = "UPDATE outbox_outboxmessage SET state = 'cancelled', settled_at = now() WHERE id = %s"
+        change = "UPDATE outbox_outboxmessage SET state = 'cancelled', settled_at = now(), day = 1 WHERE id = %s"
         with Queue(rabbitmq_url) as queue, ExitStack() as changing:
             changing.enter_context(session(change, [message.position]))
             with relaying(rabbitmq_url):

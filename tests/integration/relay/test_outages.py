@@ -12,6 +12,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store.dialect import live
 from tests.support.relaying import (
     Queue,
     drained,
@@ -313,11 +314,12 @@ class TestDatabaseOutage:
     def test_missing_table_is_one_error_with_the_remedy_and_waited_for(self, peer, caplog, monkeypatch):
         """As in a deploy whose processes start before its migrations: not a traceback for each try of each loop."""
         monkeypatch.setattr(schema, "_reminder", Reminder())
-        rename("outbox_outboxmessage", "hidden")
+        table = live(connection)
+        rename(table, "hidden")
         try:
             with relaying(peer.url):
                 wait_until(lambda: errors(caplog))
-                rename("hidden", "outbox_outboxmessage")
+                rename("hidden", table)
                 message = published()
                 wait_until(lambda: state_of(message) == State.PUBLISHED)
             [record] = errors(caplog)
@@ -326,7 +328,7 @@ class TestDatabaseOutage:
             assert record.exc_info is None
         finally:
             if "hidden" in connection.introspection.table_names():
-                rename("hidden", "outbox_outboxmessage")
+                rename("hidden", table)
 
 
 def end_other_sessions():

@@ -16,10 +16,11 @@ from django.db import connection, connections, transaction
 
 from inbox.models import InboxMessage
 from inbox.store.buckets import lease_tokens
-from outbox import doorbell
+from outbox import doorbell, store
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
 from outbox.kernel.loop import Bell, StopRequest
+from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from outbox.states import State
 from tests.support.aliases import an_alias, the_default_at
@@ -207,6 +208,16 @@ def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, han
     with transaction.atomic():
         ring_after_commit("default")
 
+    assert left_behind(pgbouncer) == set()
+
+
+def test_housekeeping_makes_and_drops_days_and_leaves_no_session_state(pgbouncer):
+    today = store.day_of("default")
+    store.make_day("default", today - 20)
+
+    Housekeeper("default", OutboxOptions()).drain(StopRequest())
+
+    assert [day for day in store.days("default") if day != today] == [today + 1, today + 2, today + 3]
     assert left_behind(pgbouncer) == set()
 
 

@@ -34,14 +34,14 @@ def slow_reads(seconds_per_row):
             "GRANT ALL ON ALL TABLES IN SCHEMA public TO slow_reader",
             "GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO slow_reader",
             f"CREATE FUNCTION slowly() RETURNS boolean LANGUAGE sql AS 'SELECT pg_sleep({seconds_per_row}) IS NOT NULL'",
-            "CREATE POLICY slow ON outbox_outboxmessage USING (state <> 'ready' OR slowly()) WITH CHECK (true)",
-            "ALTER TABLE outbox_outboxmessage ENABLE ROW LEVEL SECURITY",
+            "CREATE POLICY slow ON outbox_outboxmessage_live USING (state <> 'ready' OR slowly()) WITH CHECK (true)",
+            "ALTER TABLE outbox_outboxmessage_live ENABLE ROW LEVEL SECURITY",
         )
         yield "slow_reader"
     finally:
         execute(
-            "ALTER TABLE outbox_outboxmessage DISABLE ROW LEVEL SECURITY",
-            "DROP POLICY IF EXISTS slow ON outbox_outboxmessage",
+            "ALTER TABLE outbox_outboxmessage_live DISABLE ROW LEVEL SECURITY",
+            "DROP POLICY IF EXISTS slow ON outbox_outboxmessage_live",
             "DROP FUNCTION IF EXISTS slowly()",
             "DROP OWNED BY slow_reader",
             "DROP ROLE slow_reader",
@@ -75,7 +75,7 @@ def test_relay_that_reads_too_slowly_takes_fewer_messages_and_publishes_them(pro
         with Process(environment, tmp_path / "relay.log", "outbox_relay") as relay:
             relay.until(lambda: published() >= MESSAGES / 10)
             said = relay.said()
-            execute("ALTER TABLE outbox_outboxmessage DISABLE ROW LEVEL SECURITY")
+            execute("ALTER TABLE outbox_outboxmessage_live DISABLE ROW LEVEL SECURITY")
             relay.until(lambda: published() == MESSAGES)
 
     minutes = 1 + (time.monotonic() - began_at) // 60

@@ -445,7 +445,7 @@ def rows_read(action):
 
 
 def _rows(plan):
-    if plan.get("Relation Name") == "outbox_outboxmessage":
+    if plan.get("Relation Name", "").startswith("outbox_outboxmessage"):
         yield (plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)) * plan["Actual Loops"]
     for inner in plan.get("Plans", ()):
         yield from _rows(inner)

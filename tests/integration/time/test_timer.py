@@ -10,6 +10,7 @@ from django.db import transaction
 
 from outbox import Draft, cancel, publish, publish_many, reschedule
 from outbox.database.now import DatabaseTime
+from outbox.expressions import Today
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.models import OutboxMessage, RelayLease, TrailEntry
@@ -191,11 +192,11 @@ class TestBurst:
         ready = OutboxMessage.objects.filter(state=State.READY)
         assert ready.count() == 8 * 30, "eight passes of a relay"
 
-        ready.filter(pk__in=ready.values_list("pk")[:100]).update(state=State.PUBLISHED)
+        ready.filter(pk__in=ready.values_list("pk")[:100]).update(state=State.PUBLISHED, day=Today())
         timer._ask_for_room_at = 0.0
         timer._turn()
         assert ready.count() == 140, "no more before almost all of them are claimed"
-        ready.filter(pk__in=ready.values_list("pk")[:80]).update(state=State.PUBLISHED)
+        ready.filter(pk__in=ready.values_list("pk")[:80]).update(state=State.PUBLISHED, day=Today())
         timer._ask_for_room_at = 0.0
         for _ in range(20):
             timer._turn()

@@ -172,7 +172,7 @@ class TestBothHalves:
         assert result.get(timeout=SECONDS) == "o-1"
         published()
 
-        OutboxMessage.objects.update(state=State.READY)  # as if the relay had died before it stored the confirm
+        OutboxMessage.objects.update(state=State.READY, day=0)  # as if the relay had died before it stored the confirm
 
         wait_until(lambda: InboxMessage.objects.filter(duplicates=1).exists())
         assert effects("charged o-1") == 1

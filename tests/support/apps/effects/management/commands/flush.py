@@ -18,7 +18,10 @@ from django.db.backends.base.base import BaseDatabaseWrapper
 FILLED_BY_MIGRATE = {"django_content_type", "auth_permission"}
 
 # As TRUNCATE leaves it, a table has no page and no statistics.
-WRITTEN_TO = "SELECT relname FROM pg_class WHERE oid = ANY(%s::regclass[]) AND (reltuples >= 0 OR pg_relation_size(oid) > 0)"
+WRITTEN_TO = (
+    "SELECT relname FROM unnest(%s::regclass[]) given(name) LEFT JOIN LATERAL pg_partition_tree(name) part ON isleaf "
+    "JOIN pg_class ON oid = COALESCE(relid, name) WHERE reltuples >= 0 OR pg_relation_size(oid) > 0"
+)
 
 
 class Command(BaseCommand):

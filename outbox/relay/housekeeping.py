@@ -1,0 +1,156 @@
+"""Housekeeping beside the relay: partitions are made ahead, what is older than `KEEP_HISTORY` goes, and the old trail with it.
+
+One relay process does it, by a lease, a round every minute. Each step is a transaction of its own that can be repeated, so a
+process may be killed between any two, and two that do it at once do not disturb each other. No message depends on it: without
+a partition of its own a day is in the default one.
+
+Nothing here ends a relay, or holds one up: a step that fails is reported, with its remedy, and tried again with the next round.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from math import inf
+
+from django.db import DatabaseError, InterfaceError, connections
+
+from outbox import store
+from outbox.conf import OutboxOptions
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_canceled, is_collision, is_outage, sqlstate_of
+from outbox.database.purging import delete_in_chunks, older_entries
+from outbox.database.schema import is_missing, report_missing
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+from outbox.kernel.reminder import Reminder
+from outbox.kernel.text import describe
+from outbox.models import TrailEntry
+
+logger = logging.getLogger(__name__)
+
+_ROUND_SECONDS = 60.0
+_LEASE = timedelta(seconds=180)
+_DAYS_AHEAD = 3
+_CHUNK = 500
+_PAUSE_SECONDS = 0.02
+"""After each chunk that was deleted: on SQLite, publishers get the write lock in between."""
+_HELD_SECONDS = 24 * 3600.0
+_OWNER = (
+    "housekeeping of %r: the database user of this relay may not make or drop partitions of history (%s). Messages are relayed "
+    "all the same; history goes on in its default partition, and old rows are deleted one by one. Make that user the owner of "
+    "the tables of the outbox, with the right to create tables in their schema."
+)
+
+
+class Housekeeper:
+    """A companion of the relay that keeps the history of one database in order."""
+
+    def __init__(self, alias: str, options: OutboxOptions) -> None:
+        self._alias = alias
+        self._options = options
+        self._lease = store.Lease(alias, _LEASE, name="housekeeping")
+        self._errors = Reminder()
+        self._refusals = Reminder()
+        self._reported_kept_at = -inf
+
+    def run(self, stop: StopRequest) -> None:
+        try:
+            while not stop:
+                self._round(stop)
+                stop.wait(_ROUND_SECONDS)
+            self._lease_given_up()
+        finally:
+            connections.close_all()
+
+    def drain(self, stop: StopRequest) -> int:
+        """One round. Nothing that is relayed comes of it."""
+        self._round(stop)
+        self._lease_given_up()
+        return 0
+
+    def _round(self, stop: StopRequest) -> None:
+        """Every step that is due, unless another process does it."""
+        try:
+            drop_unusable_connections()
+            if not self._lease.take():
+                return
+            if store.claims_by_locks(self._alias):
+                self._make_days()
+                self._drop_days()
+            self._report_kept()
+            self._delete(store.delete_days(self._alias, self._last, chunk=_CHUNK), stop)
+            old = older_entries(TrailEntry, self._alias, self._options.TRAIL_RETENTION)
+            self._delete(delete_in_chunks(old, by="at", chunk=_CHUNK), stop)
+        except Exception as error:
+            connections[self._alias].close()
+            if is_missing(error):
+                report_missing(error)
+            elif is_outage(error) or is_collision(error):
+                logger.debug("housekeeping of %r: %s", self._alias, error)  # the relay reports an outage
+            elif self._errors.is_due():
+                logger.exception("Unexpected error in the housekeeping of %r; it is tried again.", self._alias)
+
+    def _make_days(self) -> None:
+        today, there = store.day_of(self._alias), set(store.days(self._alias))
+        for day in range(today, today + _DAYS_AHEAD + 1):
+            if day not in there:
+                self._attempt(store.make_day, day)
+
+    def _drop_days(self) -> None:
+        for day in store.days(self._alias):
+            if day <= self._last and self._attempt(store.drop_day, day):
+                logger.info("Dropped the outbox's history of %s.", store.date_of(day))
+
+    @property
+    def _last(self) -> int:
+        """The last day that is wholly older than is kept."""
+        return store.day_of(self._alias, self._options.keeps) - 1
+
+    def _attempt(self, change: Callable[[str, int], object], day: int) -> bool:
+        """Make or drop the partition of a day. What stands in the way is reported, and may be gone with the next round."""
+        try:
+            return bool(change(self._alias, day))
+        except DatabaseError as error:
+            if sqlstate_of(error) == store.INSUFFICIENT_PRIVILEGE:
+                if self._refusals.is_due():
+                    logger.warning(_OWNER, self._alias, describe(error))
+            elif is_collision(error) or is_canceled(error):
+                # A transaction that reads or writes history is open, for example. To wait for it would hold up the relays.
+                logger.debug("History of %s is in use: %s", store.date_of(day), error)
+            elif sqlstate_of(error) != store.CHECK_VIOLATION:
+                raise
+            return False
+
+    def _report_kept(self) -> None:
+        if monotonic() - self._reported_kept_at < _HELD_SECONDS:
+            return
+        if kept := store.days_kept(self._alias, self._last):
+            self._reported_kept_at = monotonic()
+            logger.warning(
+                "History of %s is older than OUTBOX['KEEP_HISTORY'] and stays, because callbacks of its messages are pending. "
+                "See outbox_status, or the pending callbacks in the admin.",
+                ", ".join(str(store.date_of(day)) for day in kept),
+            )
+
+    def _delete(self, chunks: Iterator[int], stop: StopRequest) -> None:
+        renew_at = monotonic() + _ROUND_SECONDS
+        for _ in chunks:
+            if stop.wait(_PAUSE_SECONDS):
+                break
+            if monotonic() >= renew_at:
+                if not self._lease.take():
+                    break
+                renew_at = monotonic() + _ROUND_SECONDS
+
+    def _lease_given_up(self) -> None:
+        try:
+            self._lease.release()
+        except (DatabaseError, InterfaceError) as error:
+            logger.debug("The housekeeping's lease was not released: %s", error)
+
+
+def housekeepers(alias: str, options: OutboxOptions) -> Sequence[Housekeeper]:
+    """What does it beside a relay; nothing inside the transaction of a test, which makes no partitions."""
+    return () if connections[alias].in_atomic_block else (Housekeeper(alias, options),)

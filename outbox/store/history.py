@@ -1,0 +1,247 @@
+"""What is settled: how much there is, and its end.
+
+On PostgreSQL history is in partitions, one for each day of settling. They are made some days ahead and dropped as a whole, by
+the relay's housekeeping; a row of a day that has no partition is in the default one. Making or dropping one needs history for
+itself for a moment, and waits for that no longer than `_LONGEST_WAIT`, because what settles messages waits behind it. Nothing
+that publishes does: what is live has another parent.
+
+On SQLite history is the rows whose `day` is not `LIVE`, and they are deleted, a few at a time.
+
+A message of which a callback is still to be told stays, and with it its day.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import date, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from django.db import DatabaseError, connections, transaction
+from django.db.models import Count, Exists, Min, OuterRef, Q, QuerySet
+
+from outbox.database.connections import is_postgresql, lock_timeout
+from outbox.database.faults import is_collision, sqlstate_of
+from outbox.database.now import DatabaseTime
+from outbox.database.purging import delete_in_chunks
+from outbox.models import OutboxMessage, PendingCallback
+from outbox.states import FIRST_DAY, LIVE, SETTLED, State
+from outbox.store.dialect import HISTORY, TABLE
+
+if TYPE_CHECKING:
+    from django.db.backends.base.base import BaseDatabaseWrapper
+
+_LONGEST_WAIT = timedelta(seconds=0.2)
+_LONGEST_READ = timedelta(seconds=2)
+_DEFAULT = f"{HISTORY}_default"
+_DAY = re.compile(rf"{TABLE}_(\d{{4}})_(\d\d)_(\d\d)")
+_EPOCH = date(1970, 1, 1)
+_PENDING = PendingCallback._meta.db_table
+_DAYS = f"SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = '{HISTORY}'::regclass"
+_COUNTED_EXACTLY_BYTES = 16 * 1024 * 1024
+INSUFFICIENT_PRIVILEGE, CHECK_VIOLATION = "42501", "23514"
+_ALONE = f"LOCK TABLE ONLY {HISTORY} IN ACCESS EXCLUSIVE MODE"
+_WAITING = Q(state__in=[State.READY, State.WAITING]) | Q(
+    state__in=[State.SCHEDULED, State.RETRYING], available_at__lte=DatabaseTime()
+)
+_BEGINNING = uuid.UUID(int=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """How many messages there are in each state; every state is named.
+
+    Attributes:
+        oldest_waiting: the due time of the message that has waited longest past it, or None when none waits.
+        estimated: the states of which PostgreSQL's statistics tell how many, because to count them would take long.
+    """
+
+    states: dict[str, int]
+    oldest_waiting: datetime | None
+    estimated: frozenset[str] = frozenset()
+
+
+def count_states(alias: str) -> Counts:
+    """What is live is counted. What is history is counted while it is small, and estimated from then on."""
+    connection = connections[alias]
+    rows = OutboxMessage.objects.using(alias)
+    if not is_postgresql(connection) or _size(connection) <= _COUNTED_EXACTLY_BYTES:
+        return _counted(rows)
+    with connection.cursor() as cursor:
+        estimates = {state.value: _estimate(cursor, state) for state in SETTLED}
+    live = _counted(rows.filter(day=LIVE))
+    return replace(live, states=live.states | estimates, estimated=frozenset(estimates))
+
+
+def _counted(rows: QuerySet[OutboxMessage]) -> Counts:
+    """All of it by one scan."""
+    found = rows.values_list("state").annotate(Count("id"), oldest=Min("available_at", filter=_WAITING)).order_by()
+    counted = {state: (count, oldest) for state, count, oldest in found}
+    return Counts(
+        states={state.value: counted.get(state, (0, None))[0] for state in State},
+        oldest_waiting=min((oldest for _, oldest in counted.values() if oldest is not None), default=None),
+    )
+
+
+def _size(connection: BaseDatabaseWrapper) -> int:
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT sum(pg_relation_size(relid)) FROM pg_partition_tree('{HISTORY}') WHERE isleaf")
+        return int(cursor.fetchone()[0] or 0)
+
+
+def _estimate(cursor: Any, state: State) -> int:
+    """As the planner does: the density of each partition when it was last looked at, and its size now."""
+    cursor.execute(f"EXPLAIN (FORMAT JSON) SELECT FROM {HISTORY} WHERE state = %s", [state.value])
+    return int(cursor.fetchone()[0][0]["Plan"]["Plan Rows"])
+
+
+def days(alias: str) -> list[int]:
+    """The days that have a partition of their own, the oldest first."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_DAYS)
+        named = [_DAY.fullmatch(name.rpartition(".")[2]) for (name,) in cursor.fetchall()]
+    return sorted((date(*map(int, match.groups())) - _EPOCH).days for match in named if match)
+
+
+def day_of(alias: str, ago: timedelta = timedelta()) -> int:
+    """Which day it is, or was so long ago, by the database's clock."""
+    connection = connections[alias]
+    with connection.cursor() as cursor:
+        if is_postgresql(connection):
+            cursor.execute(
+                "SELECT CAST(floor(EXTRACT(EPOCH FROM statement_timestamp() - make_interval(secs => %s)) / 86400) AS int)",
+                [ago.total_seconds()],
+            )
+        else:
+            cursor.execute("SELECT CAST(julianday('now') - 2440587.5 - %s AS int)", [ago / timedelta(days=1)])
+        day: int = cursor.fetchone()[0]
+    return day
+
+
+def date_of(day: int) -> date:
+    return _EPOCH + timedelta(days=day)
+
+
+def make_day(alias: str, day: int) -> None:
+    """Make the partition of this day, unless there is one.
+
+    Raises:
+        django.db.Error: history was in use for too long; the default partition is too large to be read; the user may not
+            create tables; or the default partition has rows of this day already, and then they stay there.
+    """
+    with transaction.atomic(using=alias), lock_timeout(alias, _LONGEST_WAIT), connections[alias].cursor() as cursor:
+        cursor.execute(_ALONE)  # two that find none would both make one
+        # The default partition is read, to see that it has no row of this day.
+        cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_LONGEST_READ.total_seconds():.0f}s"])
+        cursor.execute(f"CREATE TABLE IF NOT EXISTS {_name(day)} PARTITION OF {HISTORY} FOR VALUES FROM ({day}) TO ({day + 1})")
+
+
+def drop_day(alias: str, day: int) -> bool:
+    """Drop the partition of this day. False: there is none, or a callback is still to be told of one of its messages.
+
+    Raises:
+        django.db.Error: history was in use for too long, or the user does not own the tables.
+    """
+    name = _name(day)
+    with transaction.atomic(using=alias), lock_timeout(alias, _LONGEST_WAIT), connections[alias].cursor() as cursor:
+        # In the order in which every statement locks them, and before it is asked: none of its messages is restored meanwhile.
+        cursor.execute(_ALONE)
+        cursor.execute(f"SELECT to_regclass('{name}')")
+        if cursor.fetchone() == (None,):
+            return False
+        cursor.execute(f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
+        cursor.execute(f"SELECT 1 FROM {_PENDING} JOIN {name} USING (message_id) LIMIT 1")
+        if cursor.fetchone():
+            return False
+        cursor.execute(f"DROP TABLE {name}")
+    return True
+
+
+def _name(day: int) -> str:
+    return f"{TABLE}_{date_of(day):%Y_%m_%d}"
+
+
+def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
+    """Delete what was settled so long ago; yields how many went with each step.
+
+    Whole days are dropped, where that is possible at once. The others go in small transactions.
+    """
+    if is_postgresql(connections[alias]):
+        for day in days(alias):
+            if day < day_of(alias, older_than) and (count := _dropped(alias, day)):
+                yield count
+    yield from _deleted(_old(alias).filter(settled_at__lt=DatabaseTime(-older_than)), chunk)
+
+
+def purgeable(alias: str, older_than: timedelta) -> int:
+    """How many rows `purge_settled` would delete."""
+    return _old(alias).filter(settled_at__lt=DatabaseTime(-older_than)).count()
+
+
+def delete_days(alias: str, last: int, *, chunk: int) -> Iterator[int]:
+    """Delete the rows of all days up to the `last`; yields how many went with each small transaction.
+
+    On PostgreSQL only those that are in no partition of their own day.
+    """
+    rows = _old(alias).filter(day__lte=last)
+    if not is_postgresql(connections[alias]):
+        yield from _deleted(rows, chunk)
+        return
+    days_in_default = _in_default(alias, last)
+    yield from _deleted(rows.filter(day__in=days_in_default), chunk) if days_in_default else ()
+
+
+def days_kept(alias: str, last: int) -> list[int]:
+    """Of the days up to the `last`, those of which a callback is still to be told."""
+    pending = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY, day__lte=last).filter(_IS_PENDING)
+    return sorted(set(pending.values_list("day", flat=True)))
+
+
+def may_make_days(alias: str) -> bool:
+    """May the user of this connection make and drop partitions?"""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_has_role(relowner, 'USAGE') AND has_schema_privilege(relnamespace, 'CREATE') FROM pg_class "
+            f"WHERE oid = '{HISTORY}'::regclass"
+        )
+        return bool(cursor.fetchone()[0])
+
+
+_IS_PENDING = Q(Exists(PendingCallback.objects.filter(message=OuterRef("message_id"))))
+
+
+def _old(alias: str) -> QuerySet[OutboxMessage]:
+    return OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY).exclude(_IS_PENDING)
+
+
+def _deleted(rows: QuerySet[OutboxMessage], chunk: int) -> Iterator[int]:
+    """Along an index: on PostgreSQL each chunk begins where the last one ended, so that it does not read what was deleted."""
+    if not is_postgresql(connections[rows.db]):
+        yield from delete_in_chunks(rows, by="day", chunk=chunk)
+        return
+    last = _BEGINNING
+    while ids := list(rows.filter(message_id__gt=last).order_by("message_id").values_list("message_id", flat=True)[:chunk]):
+        last = ids[-1]
+        # Asked once more: one that was restored meanwhile may be settled anew, with a callback that is still to be told.
+        yield rows.filter(message_id__in=ids).delete()[0]
+
+
+def _dropped(alias: str, day: int) -> int:
+    """How many rows went with this day; 0 when it could not be dropped, and its rows are to be deleted."""
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM {_name(day)}")
+        count: int = cursor.fetchone()[0]
+    try:
+        return count if drop_day(alias, day) else 0
+    except DatabaseError as error:
+        if is_collision(error) or sqlstate_of(error) == INSUFFICIENT_PRIVILEGE:
+            return 0
+        raise
+
+
+def _in_default(alias: str, last: int) -> list[int]:
+    with connections[alias].cursor() as cursor:
+        cursor.execute(f"SELECT DISTINCT day FROM {_DEFAULT} WHERE day <= %s", [last])
+        return [day for (day,) in cursor.fetchall()]

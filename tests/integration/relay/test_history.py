@@ -1,0 +1,689 @@
+"""History apart from the queue: where a message is kept, who waits for whom, and how a day of it ends."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+
+import psycopg
+import pytest
+from django.core.checks import run_checks
+from django.db import OperationalError, connection, transaction
+
+from outbox import Draft, cancel, checks, on_published, publish, publish_many, restore, store
+from outbox.callbacks import registry
+from outbox.database.now import DatabaseTime
+from outbox.decisions import Outcome
+from outbox.expressions import Today
+from outbox.kernel.loop import StopRequest
+from outbox.models import OutboxMessage, PendingCallback, TrailEntry
+from outbox.relay.housekeeping import Housekeeper, housekeepers
+from outbox.states import FIRST_DAY, LIVE, SETTLED, State
+from outbox.store import Settlement, history, restoring
+from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
+from outbox.store.writing import NewRow, insert_formed
+from tests.support.relaying import TOPIC, in_state, in_threads, published, quick, row_of, set_columns, state_of
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+every_database = pytest.mark.every_database
+
+DAY = timedelta(days=1)
+
+
+@pytest.fixture
+def add_callback():
+    """Have a callback called when a message of a topic is published."""
+    names = []
+
+    def register(topic):
+        names.append(f"tests.of_{topic}")
+        on_published(topic, name=names[-1])(lambda message: None)
+
+    yield register
+    for name in names:
+        registry.remove(name)
+
+
+def connection_parameters():
+    settings = connection.settings_dict
+    place = {"host": settings["HOST"], "port": settings["PORT"], "dbname": settings["NAME"]}
+    return {**place, "user": settings["USER"], "password": settings["PASSWORD"] or None}
+
+
+def execute(statement, *parameters):
+    with connection.cursor() as cursor:
+        cursor.execute(statement, parameters)
+        return cursor.fetchall() if cursor.description else []
+
+
+def settled(message):
+    """As a relay does it."""
+    with transaction.atomic():
+        assert store.settle("default", Settlement(published=[message.position])) == 1
+    return message
+
+
+def settled_before(days, state=State.PUBLISHED, **options):
+    message = in_state(state, **options)
+    ago = DatabaseTime(-days * DAY)
+    set_columns(message, state=state, day=Today() - days, settled_at=ago)
+    return message
+
+
+def part_of(message):
+    [[name]] = execute(f"SELECT tableoid::regclass::text FROM {TABLE} WHERE message_id = %s", message.id)
+    return name
+
+
+@contextmanager
+def a_session(statement="SELECT 1"):
+    """Another session, in whose open transaction this was executed."""
+    with psycopg.connect(**connection_parameters()) as other:
+        other.execute(statement)
+        yield other
+        other.rollback()
+
+
+def a_session_waits():
+    return bool(execute("SELECT 1 FROM pg_locks WHERE NOT granted"))
+
+
+def a_session_waits_for(table):
+    return bool(execute("SELECT 1 FROM pg_locks WHERE NOT granted AND relation = %s::regclass", table))
+
+
+def housekeeper(**options):
+    return Housekeeper("default", quick(**options))
+
+
+def a_round(**options):
+    housekeeper(**options).drain(StopRequest())
+
+
+@pytest.fixture(autouse=True)
+def _no_days():
+    without_days()
+    yield
+    without_days()
+
+
+def without_days():
+    if connection.vendor == "postgresql":
+        for day in store.days("default"):
+            execute(f"DROP TABLE {TABLE}_{store.date_of(day):%Y_%m_%d}")
+
+
+@pytest.fixture
+def today():
+    return store.day_of("default")
+
+
+class TestWhereAMessageIs:
+    @every_database
+    @pytest.mark.parametrize("state", SETTLED)
+    def test_settled_message_is_of_the_day_and_a_restored_one_of_none(self, state, today):
+        message = published(delay=timedelta(hours=1))
+        assert row_of(message).day == LIVE
+        if state == State.CANCELLED:
+            cancel(message.id)
+        else:
+            set_columns(message, state=State.PREPARED if state == State.ROLLED_BACK else State.READY)
+            with transaction.atomic():
+                settle_as(state, message)
+
+        assert state_of(message) == state
+        assert row_of(message).day in {today, today + 1}
+        if state in {State.CANCELLED, State.EXPIRED}:
+            assert restore(message.id)
+            assert row_of(message).day == LIVE
+
+    def test_message_moves_to_the_partition_of_its_day_and_back(self, today):
+        store.make_day("default", today)
+        message = published()
+        assert part_of(message) == LIVE_PART
+
+        cancel(message.id)
+        assert part_of(message) == f"{TABLE}_{store.date_of(today):%Y_%m_%d}"
+        restore(message.id)
+        assert part_of(message) == LIVE_PART
+
+    def test_day_without_a_partition_is_kept_in_the_default_one(self):
+        assert part_of(settled(published())) == f"{HISTORY}_default"
+
+    @every_database
+    @pytest.mark.parametrize("state", State)
+    def test_state_that_is_changed_by_hand_without_its_day_is_refused(self, state):
+        message = in_state(State.READY if state in SETTLED else State.PUBLISHED)
+
+        with pytest.raises(Exception, match=r"outbox_(settled_has_day|history_is_settled)"), transaction.atomic():
+            OutboxMessage.objects.filter(message_id=message.id).update(state=state)
+
+    def test_ready_message_enters_four_indexes_and_a_published_one_two(self):
+        """B-trees, by their definitions. The BRIN index of history is written once for many pages."""
+        message = published(biz_id="order-1", key="customer-1")
+        live = indexes_entered(LIVE_PART, message)
+        settled(message)
+        history_of_it = indexes_entered(f"{HISTORY}_default", message)
+
+        assert sorted(columns for columns, _ in live) == ["(id)", "(message_id)", "(shard, id)", "(topic, biz_id)"]
+        assert sorted(columns for columns, kind in history_of_it if kind == "btree") == ["(message_id)", "(topic, biz_id)"]
+        assert [columns for columns, kind in history_of_it if kind != "btree"] == ["(id)"]
+
+    def test_look_claim_and_settle_name_live_messages_alone_and_the_publisher_as_well(self):
+        """A statement that names all messages is planned with, and locks, every day of history."""
+        for _ in range(3):
+            published()
+        seen = []
+
+        def note(execute, sql, params, many, context):
+            seen.append(sql)
+            return execute(sql, params, many, context)
+
+        with connection.execute_wrapper(note), transaction.atomic():
+            publish(TOPIC, {})
+            publish_many([Draft(TOPIC, {})] * 20)
+            busy = store.look("default").busy
+            rows = store.claim_ready("default", busy, 500).rows
+            store.promote_due("default", 10)
+            store.promote_rested("default", 10)
+            store.release_waiting("default", keys=10, each=10)
+            store.settle("default", Settlement(published=[rows[0].position], waiting=[rows[1].position]))
+
+        named = [sql for sql in seen if f"FROM {TABLE} " in sql.replace('"', "") or f"INTO {TABLE} " in sql]
+        assert [sql for sql in named if not sql.startswith(f"WITH {TABLE} AS (DELETE FROM {LIVE_PART} ")] == []
+
+    def test_history_is_read_without_what_is_live(self):
+        assert LIVE_PART not in str(execute(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE day >= {FIRST_DAY}"))
+
+    def test_live_states_are_read_without_history(self):
+        for condition in ("state = 'ready'", "state IN ('retrying', 'dead')"):
+            plan = str(execute(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE {condition}"))
+            assert HISTORY not in plan
+
+
+def settle_as(state, message):
+    if state == State.ROLLED_BACK:
+        assert store.roll_back_prepared("default", message.position)
+    else:
+        outcome = {"expired" if state == State.EXPIRED else "published": [message.position]}
+        assert store.settle("default", Settlement(**outcome)) == 1
+
+
+def indexes_entered(table, message):
+    """Columns and kind of the indexes of a table that the row of this message is in."""
+    found = execute(
+        "SELECT substring(pg_get_indexdef(indexrelid) from '(\\([^)]*\\))'), amname, "
+        "COALESCE(pg_get_expr(indpred, indrelid), 'true') FROM pg_index JOIN pg_class c ON c.oid = indexrelid "
+        "JOIN pg_am a ON a.oid = c.relam WHERE indrelid = %s::regclass",
+        table,
+    )
+    return [
+        (columns, kind)
+        for columns, kind, predicate in found
+        if execute(f"SELECT 1 FROM {table} WHERE message_id = %s AND ({predicate})", message.id)
+    ]
+
+
+class TestWhoWaits:
+    def test_open_transaction_that_has_published_holds_up_neither_making_nor_dropping_a_day(self, today):
+        """Also with the first INSERT of its session, for which PostgreSQL reads the definition of the table around it."""
+        first, done = threading.Event(), threading.Event()
+
+        def publisher():
+            with transaction.atomic():
+                publish(TOPIC, {})
+                publish_many([Draft(TOPIC, {})] * 20)
+                first.set()
+                assert done.wait(60)
+
+        with in_threads(publisher):
+            assert first.wait(60)
+            try:
+                store.make_day("default", today)
+                assert store.drop_day("default", today)
+            finally:
+                done.set()
+
+    def test_publisher_does_not_wait_behind_a_day_that_waits_for_a_reader_of_history(self, today, monkeypatch):
+        monkeypatch.setattr(history, "_LONGEST_WAIT", timedelta(seconds=60))
+        with a_session(f"SELECT count(*) FROM {TABLE}") as reader, in_threads(lambda: store.make_day("default", today)):
+            wait_until(lambda: a_session_waits_for(HISTORY))
+            published()
+            with transaction.atomic():
+                publish_many([Draft(TOPIC, {})] * 20)
+            assert a_session_waits_for(HISTORY)
+            reader.rollback()
+        assert store.days("default") == [today]
+
+    @pytest.mark.parametrize("step", ["make", "drop"])
+    def test_making_and_dropping_a_day_wait_for_a_reader_of_history_for_a_moment_only(self, today, step):
+        store.make_day("default", today)
+        change = {"make": lambda: store.make_day("default", today + 1), "drop": lambda: store.drop_day("default", today)}[step]
+        with a_session(f"SELECT count(*) FROM {TABLE}"), pytest.raises(OperationalError, match="lock timeout"):
+            change()
+        change()
+
+    def test_relay_settles_behind_a_day_that_waited_for_a_reader_of_history(self, today):
+        message = published()
+        with a_session(f"SELECT count(*) FROM {TABLE}"):
+            a_round()
+            settled(message)
+        a_round()
+
+        assert state_of(message) == State.PUBLISHED
+
+    @pytest.mark.parametrize("end", ["commit", "rollback"])
+    def test_cancel_waits_for_a_concurrent_settle_and_answers_what_came_of_it(self, end):
+        """It locks the row that is moved away, and finds no error but the message where it is now."""
+        message = published()
+        answers = []
+        with a_settle_of(message) as settling, in_threads(lambda: answers.append(cancel(message.id))):
+            wait_until(a_session_waits)
+            settling(end)
+
+        [answer] = answers
+        if end == "commit":
+            assert (answer.outcome, answer.state) == (Outcome.TOO_LATE, State.PUBLISHED)
+        else:
+            assert (answer.outcome, answer.state) == (Outcome.CANCELLED, State.CANCELLED)
+
+
+@contextmanager
+def a_settle_of(message):
+    """Another transaction that has moved the message to history; call it with "commit" or "rollback"."""
+    ended, told = threading.Event(), []
+    begun = threading.Event()
+
+    def settle():
+        with transaction.atomic():
+            store.settle("default", Settlement(published=[message.position]))
+            begun.set()
+            assert ended.wait(60)
+            transaction.set_rollback(told == ["rollback"])
+
+    def end(how):
+        told.append(how)
+        ended.set()
+
+    with in_threads(settle):
+        assert begun.wait(60)
+        try:
+            yield end
+        finally:
+            ended.set()
+
+
+class TestUnique:
+    @every_database
+    def test_published_message_is_found_in_history(self):
+        first = settled(published(biz_id="order-1", unique=True))
+
+        again = published(biz_id="order-1", unique=True)
+
+        assert (again.id, again.created, again.state) == (first.id, False, State.PUBLISHED)
+        assert OutboxMessage.objects.count() == 1
+
+    @every_database
+    def test_message_that_was_given_up_in_history_is_in_nobodys_way(self):
+        first = in_state(State.EXPIRED, biz_id="order-1", unique=True)
+
+        assert published(biz_id="order-1", unique=True).created
+        assert state_of(first) == State.EXPIRED
+
+    @pytest.mark.parametrize("end", ["commit", "rollback"])
+    def test_publish_waits_for_a_concurrent_settle_and_finds_its_message(self, end):
+        first = published(biz_id="order-1", unique=True)
+        found = []
+        with a_settle_of(first) as settling, in_threads(lambda: found.append(published(biz_id="order-1", unique=True))):
+            wait_until(a_session_waits)
+            settling(end)
+
+        [again] = found
+        state = State.PUBLISHED if end == "commit" else State.READY
+        assert (again.id, again.created, again.state) == (first.id, False, state)
+        assert OutboxMessage.objects.count() == 1
+
+    @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+    def test_message_that_was_live_for_the_snapshot_and_is_history_now_is_found(self, level):
+        first = published(biz_id="order-1", unique=True)
+        with a_snapshot(level):
+            with in_threads(lambda: settled(first)):
+                pass
+            again = publish(TOPIC, {}, biz_id="order-1", unique=True)
+
+        assert (again.id, again.created) == (first.id, False)
+        assert OutboxMessage.objects.count() == 1
+
+    @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+    def test_message_that_was_published_and_settled_since_the_snapshot_is_a_serialization_failure(self, level):
+        def in_the_meantime():
+            settled(published(biz_id="order-1", unique=True))
+
+        with a_snapshot(level):
+            with in_threads(in_the_meantime):
+                pass
+            with pytest.raises(OperationalError, match="could not serialize"), transaction.atomic():
+                publish(TOPIC, {}, biz_id="order-1", unique=True)
+
+        assert OutboxMessage.objects.count() == 1
+
+    @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+    def test_message_with_a_new_name_is_published_at_every_isolation_level(self, level):
+        settled(published(biz_id="order-1", unique=True))
+        with a_snapshot(level):
+            assert publish(TOPIC, {}, biz_id="order-2", unique=True).created
+
+        assert OutboxMessage.objects.filter(day=LIVE).count() == 1
+
+    def test_restore_sees_a_message_that_was_published_and_settled_between_its_look_and_its_move(self, monkeypatch):
+        message = in_state(State.CANCELLED, biz_id="order-1", unique=True)
+        move = restoring.move
+
+        def moved_late(*args, **kwargs):
+            monkeypatch.setattr(restoring, "move", move)
+            with in_threads(lambda: settled(published(biz_id="order-1", unique=True))):
+                pass
+            return move(*args, **kwargs)
+
+        monkeypatch.setattr(restoring, "move", moved_late)
+        restored = restore(message.id)
+
+        assert (restored.restored, restored.left) == (0, {"replaced": 1})
+        assert state_of(message) == State.CANCELLED
+
+    def test_names_published_settled_cancelled_and_restored_concurrently_stay_unique(self):
+        names = [f"order-{n}" for n in range(5)]
+        stop = StopRequest()
+
+        def publishing():
+            for n in range(120):
+                published(biz_id=names[n % 5], unique=True)
+
+        def settling():
+            while not stop:
+                for position, name in OutboxMessage.objects.filter(state=State.READY).values_list("pk", "biz_id"):
+                    with transaction.atomic():
+                        if name != names[0]:
+                            store.settle("default", Settlement(published=[position]))
+                        else:
+                            store.cancel("default", position)
+
+        def restoring_them():
+            while not stop:
+                restore(topic=TOPIC)
+
+        with in_threads(settling, restoring_them, stop=stop), in_threads(publishing, publishing):
+            pass
+
+        for name in names:
+            ours = OutboxMessage.objects.filter(biz_id=name).exclude(state__in=[State.CANCELLED, State.EXPIRED])
+            assert ours.count() <= 1, name
+
+    def test_form_of_another_protocol_does_not_take_the_message_id_of_a_message_in_history(self):
+        first = settled(published())
+        row = NewRow(first.id, TOPIC, "b", "", 0, b"{}", "{}", "", "", "", False, None, None, None)
+
+        with transaction.atomic():
+            assert insert_formed("default", row, "{}") is None
+
+        assert OutboxMessage.objects.count() == 1
+
+
+@contextmanager
+def a_snapshot(level):
+    with transaction.atomic():
+        execute(f"SET TRANSACTION ISOLATION LEVEL {level}")
+        OutboxMessage.objects.count()
+        yield
+
+
+class TestHousekeeping:
+    def test_partitions_are_made_some_days_ahead(self, today):
+        a_round()
+        a_round()
+
+        assert store.days("default") == [today, today + 1, today + 2, today + 3]
+
+    def test_days_older_than_keep_history_are_dropped_and_younger_ones_stay(self, today):
+        for day in (today - 9, today - 8, today - 7):
+            store.make_day("default", day)
+        old, older = settled_before(8), settled_before(9)
+        young = settled_before(7)
+
+        a_round(KEEP_HISTORY=7 * DAY)
+
+        assert set(OutboxMessage.objects.values_list("message_id", flat=True)) == {young.id}
+        assert store.days("default")[0] == today - 7
+        assert {old.position, older.position} & set(OutboxMessage.objects.values_list("pk", flat=True)) == set()
+
+    @every_database
+    def test_old_rows_without_a_partition_are_deleted_in_small_transactions(self, monkeypatch):
+        monkeypatch.setattr("outbox.relay.housekeeping._CHUNK", 3)
+        for _ in range(8):
+            settled_before(9)
+        young, dead = settled_before(6), in_state(State.DEAD)
+
+        a_round(KEEP_HISTORY=7 * DAY)
+
+        assert set(OutboxMessage.objects.values_list("message_id", flat=True)) == {young.id, dead.id}
+
+    @every_database
+    def test_old_trail_is_deleted(self):
+        message = in_state(State.SCHEDULED)
+        cancel(message.id)
+        TrailEntry.objects.update(at=DatabaseTime(-31 * DAY))
+        other = in_state(State.SCHEDULED)
+        cancel(other.id)
+
+        a_round()
+
+        assert set(TrailEntry.objects.values_list("message_id", flat=True)) == {other.id}
+
+    @every_database
+    def test_message_of_which_a_callback_is_pending_stays_with_its_day_and_is_reported(self, today, caplog):
+        if connection.vendor == "postgresql":
+            store.make_day("default", today - 9)
+        message = settled_before(9)
+        now = DatabaseTime()
+        PendingCallback.objects.create(message_id=message.id, event="published", settled_at=now, available_at=now)
+        keeping = housekeeper(KEEP_HISTORY=7 * DAY)
+
+        keeping.drain(StopRequest())
+        keeping.drain(StopRequest())
+        assert row_of(message)
+        assert sum("callbacks of its messages are pending" in record.getMessage() for record in caplog.records) == 1
+
+        PendingCallback.objects.all().delete()
+        keeping.drain(StopRequest())
+        assert not OutboxMessage.objects.exists()
+
+    def test_one_process_does_it_at_a_time(self, today):
+        first, second = housekeeper(), housekeeper()
+        assert first._lease.take()
+
+        second._round(StopRequest())
+        assert store.days("default") == []
+
+        first._lease.release()
+        second._round(StopRequest())
+        assert store.days("default")
+
+    def test_two_that_do_it_at_once_do_not_disturb_each_other(self, today, monkeypatch, caplog):
+        monkeypatch.setattr(store.Lease, "take", lambda self: True)
+        for day in range(today - 20, today - 10):
+            store.make_day("default", day)
+
+        with in_threads(*(a_round for _ in range(4))):
+            pass
+        a_round()
+
+        assert store.days("default") == [today, today + 1, today + 2, today + 3]
+        assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
+
+    def test_rows_of_a_day_that_are_in_the_default_partition_already_stay_there(self, today):
+        message = settled(published())
+
+        a_round()
+
+        assert today not in store.days("default")
+        assert today + 1 in store.days("default")
+        assert part_of(message) == f"{HISTORY}_default"
+
+    def test_user_who_may_not_make_partitions_is_told_the_remedy_and_old_rows_are_deleted(self, caplog):
+        old = settled_before(9)
+        with a_user_who_owns_nothing() as alias_role:
+            execute(f"SET ROLE {alias_role}")
+            try:
+                keeping = housekeeper(KEEP_HISTORY=7 * DAY)
+                keeping.drain(StopRequest())
+                keeping.drain(StopRequest())
+                [warning] = checks.check_history(None, databases=["default"])
+            finally:
+                execute("RESET ROLE")
+
+        reports = [record.getMessage() for record in caplog.records if "may not make or drop partitions" in record.getMessage()]
+        assert len(reports) == 1
+        assert "owner of the tables" in reports[0]
+        assert warning.id == "outbox.W007"
+        assert not OutboxMessage.objects.filter(message_id=old.id).exists()
+
+    def test_owner_is_not_warned_of(self):
+        assert checks.check_history(None, databases=["default"]) == []
+        assert run_checks(databases=["default"]) is not None
+
+    def test_unexpected_failure_is_reported_once_and_tried_again(self, monkeypatch, caplog):
+        def fail(*args):
+            raise ZeroDivisionError
+
+        keeping = housekeeper()
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "day_of", fail)
+            keeping.drain(StopRequest())
+            keeping.drain(StopRequest())
+        keeping.drain(StopRequest())
+
+        assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
+        assert store.days("default")
+
+    def test_dropping_a_day_leaves_no_dead_rows(self, today):
+        store.make_day("default", today)
+        with transaction.atomic():
+            messages = publish_many([Draft(TOPIC, {})] * 2000)
+            store.settle("default", Settlement(published=[message.position for message in messages]))
+        execute(f"VACUUM {LIVE_PART}")
+
+        assert store.drop_day("default", today)
+
+        dead = execute("SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE relname LIKE %s", f"{HISTORY}%")
+        assert dead == [(0,)]
+
+
+@pytest.mark.django_db
+class TestInATransactionOfATest:
+    def test_nothing_is_made_or_dropped(self):
+        assert housekeepers("default", quick()) == ()
+
+
+@contextmanager
+def a_user_who_owns_nothing():
+    execute("CREATE ROLE only_a_user")
+    execute("GRANT ALL ON ALL TABLES IN SCHEMA public TO only_a_user")
+    execute("GRANT ALL ON ALL SEQUENCES IN SCHEMA public TO only_a_user")
+    try:
+        yield "only_a_user"
+    finally:
+        execute("DROP OWNED BY only_a_user")
+        execute("DROP ROLE only_a_user")
+
+
+class TestKeepNothing:
+    @pytest.fixture(autouse=True)
+    def _kept_not(self, settings):
+        settings.OUTBOX = {"KEEP_HISTORY": None, "TRAIL": "all"}
+
+    @every_database
+    def test_published_message_is_deleted_and_its_trail_tells_of_it(self):
+        message = settled(published())
+
+        assert not OutboxMessage.objects.exists()
+        trail = TrailEntry.objects.filter(message_id=message.id).order_by("pk")
+        assert list(trail.values_list("became", flat=True)) == ["ready", "published"]
+
+    @every_database
+    @pytest.mark.parametrize("state", [State.EXPIRED, State.CANCELLED, State.ROLLED_BACK])
+    def test_message_that_was_not_published_is_kept_for_seven_days(self, state):
+        message = in_state(State.PREPARED if state == State.ROLLED_BACK else State.READY)
+        if state == State.CANCELLED:
+            store.cancel("default", message.position)
+        else:
+            with transaction.atomic():
+                settle_as(state, message)
+        settled_before(9, state)
+
+        a_round(KEEP_HISTORY=None)
+
+        assert list(OutboxMessage.objects.values_list("message_id", "state")) == [(message.id, state)]
+
+    @every_database
+    def test_message_with_a_callback_is_kept_until_it_was_called(self, add_callback):
+        add_callback(TOPIC)
+        settled(published())
+        settled(published(topic="shop.other"))
+
+        [row] = OutboxMessage.objects.all()
+        assert (row.topic, row.state) == (TOPIC, State.PUBLISHED)
+        assert PendingCallback.objects.get().message == row
+
+
+class TestFigures:
+    def test_states_are_counted_while_history_is_small(self):
+        settled(published())
+        published()
+
+        counts = store.count_states("default")
+
+        assert (counts.states["published"], counts.states["ready"]) == (1, 1)
+        assert counts.estimated == frozenset()
+
+    def test_large_history_is_estimated_and_what_is_live_is_counted(self, monkeypatch):
+        with transaction.atomic():
+            messages = publish_many([Draft(TOPIC, {})] * 500)
+            store.settle("default", Settlement(published=[message.position for message in messages]))
+        published()
+        execute(f"ANALYZE {TABLE}")
+        monkeypatch.setattr(history, "_COUNTED_EXACTLY_BYTES", 0)
+
+        counts = store.count_states("default")
+
+        assert counts.estimated == set(SETTLED)
+        assert counts.states["published"] == pytest.approx(500, rel=0.1)
+        assert counts.states["ready"] == 1
+
+
+class TestMidnight:
+    def test_callback_of_a_message_that_was_settled_before_midnight_is_noted_after_it(self, monkeypatch, today, add_callback):
+        """The day changes between two statements of one transaction."""
+        add_callback(TOPIC)
+        message = published()
+        monkeypatch.setattr("outbox.store.pending_callbacks.today", lambda connection: str(today + 1))
+
+        settled(message)
+
+        assert row_of(message).day in {today, today + 1}
+        assert PendingCallback.objects.get().message_id == message.id
+
+    def test_settle_whose_statements_are_of_two_days_settles_all_of_them(self, today):
+        for day in (today - 1, today):
+            store.make_day("default", day)
+        first, second = published(), published()
+
+        with transaction.atomic():
+            store.settle("default", Settlement(published=[first.position]))
+            OutboxMessage.objects.filter(message_id=first.id).update(day=today - 1)  # before midnight
+            store.settle("default", Settlement(published=[second.position]))
+
+        assert [part_of(message)[-2:] for message in (first, second)] == [
+            f"{store.date_of(day):%d}" for day in (today - 1, today)
+        ]
