@@ -24,7 +24,7 @@ from outbox.database.now import DatabaseTime, now, now_after
 from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
-from outbox.states import PAUSE, RESUME, State
+from outbox.states import LIVE, PAUSE, RESUME, State
 from outbox.store.claiming import ASIDE
 from outbox.store.dialect import PAUSED_TOPICS, live
 from outbox.store.halving import change_others
@@ -172,7 +172,7 @@ def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None =
 def resume_stranded(alias: str) -> list[str]:
     """Begin to resume topics of which messages are `paused` and which are not; somebody has deleted their rows. Which."""
     connection = connections[alias]
-    paused = f"FROM {live(connections[alias])} m WHERE m.state = 'paused'"
+    paused = f"FROM {live(connection)} m WHERE m.state = 'paused'"
     with connection.cursor() as cursor:
         # Each topic is found in the index by the one before: a step for each, not for a message.
         cursor.execute(
@@ -189,7 +189,7 @@ def resume_stranded(alias: str) -> list[str]:
 
 def paused_topics(alias: str) -> QuerySet[PausedTopic]:
     """The paused topics, with how many `messages` of each are paused."""
-    of_it = OutboxMessage.objects.filter(topic=OuterRef("topic"), state=State.PAUSED).order_by()
+    of_it = OutboxMessage.objects.filter(day=LIVE, topic=OuterRef("topic"), state=State.PAUSED).order_by()
     counted = Subquery(of_it.values("topic").annotate(messages=Count("pk")).values("messages"))
     rows = PausedTopic.objects.using(alias).annotate(messages=Coalesce(counted, 0), database_now=DatabaseTime())
     return rows.order_by("topic")
@@ -240,7 +240,7 @@ def _resumed(alias: str, positions: Sequence[int], refused: RefusedRows | None) 
 
 
 def _ready(alias: str, positions: Sequence[int]) -> int:
-    return OutboxMessage.objects.using(alias).filter(pk__in=positions, state=State.READY).count()
+    return OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, state=State.READY).count()
 
 
 def _has_open(alias: str, row: PausedTopic) -> bool:
@@ -257,7 +257,7 @@ def _has(alias: str, topic: str, state: State) -> bool:
 
 
 def _of(alias: str, topic: str) -> Any:
-    return OutboxMessage.objects.using(alias).filter(topic=topic)
+    return OutboxMessage.objects.using(alias).filter(day=LIVE, topic=topic)
 
 
 def _rows(alias: str, topic: str) -> Any:
