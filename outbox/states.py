@@ -99,7 +99,7 @@ _DUE = Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW_SECONDARY)
 
 # By the relay, for what it has in hand.
 
-PUBLISH = Transition(
+CONFIRM = Transition(
     name="confirm",
     sources=(State.READY,),
     targets=(State.PUBLISHED,),
@@ -257,7 +257,7 @@ RESUME_CHECKS = Transition(
 )
 
 TRANSITIONS = (
-    PUBLISH,
+    CONFIRM,
     RETRY,
     PAUSE,
     DIE,

@@ -19,13 +19,13 @@ from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage
 from outbox.states import (
+    CONFIRM,
     DIE,
     EXPIRE,
     FIRE,
     HOLD,
     HOLDING_KEY,
     LIVE,
-    PUBLISH,
     RELEASE,
     RETRY,
     TRY_AGAIN,
@@ -115,9 +115,9 @@ def settle(alias: str, settlement: Settlement) -> int:
     The claim has locked these rows, so no other session makes this wait.
     """
     called: list[uuid.UUID] = []
-    changed = _publish(alias, settlement.published, called) if settlement.published else 0
-    changed += count_moved(alias, EXPIRE, settlement.expired) if settlement.expired else 0
-    changed += count_moved(alias, HOLD, settlement.waiting) if settlement.waiting else 0
+    changed = _publish(alias, settlement.published, called)
+    changed += count_moved(alias, EXPIRE, settlement.expired)
+    changed += count_moved(alias, HOLD, settlement.waiting)
     changed += sum(_fail(alias, failure, called) for failure in settlement.failed)
     changed += pause_in_hand(alias, settlement.paused)
     note_calls(connections[alias], called)
@@ -127,17 +127,17 @@ def settle(alias: str, settlement: Settlement) -> int:
 def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
     if outbox_options().KEEP_HISTORY is None:
         return _publish_and_forget(alias, positions, called)
-    return _settle(alias, PUBLISH, positions, called)
+    return _settle(alias, CONFIRM, positions, called)
 
 
 def _publish_and_forget(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
     """Delete them, but for those whose callbacks will ask for them."""
     kept: list[int] = []
-    if topics := topics_called(PUBLISH):
+    if topics := topics_called(CONFIRM):
         messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
         kept = list(messages.values_list("pk", flat=True))
-    forgotten = delete(alias, PUBLISH, [position for position in positions if position not in set(kept)])
-    return forgotten + (_settle(alias, PUBLISH, kept, called) if kept else 0)
+    forgotten = delete(alias, CONFIRM, [position for position in positions if position not in set(kept)])
+    return forgotten + _settle(alias, CONFIRM, kept, called)
 
 
 def _settle(alias: str, transition: Transition, positions: Sequence[int], called: list[uuid.UUID], **options: Any) -> int:

@@ -73,7 +73,7 @@ def move(
     transition: Transition,
     rows: Sequence[int] | Found,
     *,
-    only: Collection[State] = (),
+    only: Collection[State] | None = None,
     reason: str = "",
     recorded: bool | None = None,
     **given: Any,
@@ -90,8 +90,10 @@ def move(
         recorded: for this execution, in place of what the transition says.
         given: what the transition's columns are computed from.
     """
+    if not rows:
+        return []
     connection = connections[alias]
-    sources = [source for source in transition.sources if not only or source in only]
+    sources = [source for source in transition.sources if only is None or source in only]
     # Without a savepoint: whoever has opened a transaction undoes all of it.
     with transaction.atomic(using=alias, savepoint=False), connection.cursor() as cursor:
         moved: list[Moved] = []
@@ -113,6 +115,8 @@ def count_moved(
     **given: Any,
 ) -> int:
     """How many `move` has changed, for a transition with one source; nothing is read that the trail does not need."""
+    if not rows:
+        return 0
     if is_recorded(decision=transition.recorded if recorded is None else recorded):
         return len(move(alias, transition, rows, reason=reason, recorded=True, **given))
     (source,) = transition.sources
