@@ -138,8 +138,9 @@ def test_two_consumers_shed_only_droppable_messages_and_only_above_the_limit(two
         first.until(lambda: length() <= ABOVE)
 
         def accounted_for():
-            shed = InboxMessage.objects.filter(state=State.SHED)
-            return shed.count() + effects() + length() == len(kinds) and shed.count()
+            # What one consumer has returned to the queue, the other may have stored for later before it ended, too.
+            shed = InboxMessage.objects.filter(state=State.SHED).count()
+            return InboxMessage.objects.count() + length() == len(kinds) and shed
 
         for consumer in (first, second):
             consumer.terminate()

@@ -378,7 +378,7 @@ class TestRefusedCalls:
 
     def test_body_over_the_limit_is_refused(self, settings, add):
         settings.OUTBOX = {**AMQP, "BODY_LIMIT_BYTES": 1000}
-        with pytest.raises(PayloadTooLarge, match=r"tests\.add are 1\d\d\d bytes as application/json"):
+        with pytest.raises(PayloadTooLarge, match=r"tests\.add have 1\d\d\d bytes as application/json"):
             called(add, "x" * 1000, 2)
 
     @pytest.mark.parametrize("value", [object(), UUID(TASK_ID), 2**64, "x" * 200_000], ids=["object", "UUID", "2**64", "large"])
