@@ -20,7 +20,7 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS, connections
 from django.utils import timezone
 
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge, PublishedOutsideTransaction
 from outbox.kernel.clock import utcnow
@@ -28,6 +28,8 @@ from outbox.kernel.context import current_cause
 from outbox.kernel.envelope import RESERVED_HEADERS, HeaderValue, headers_as_json, is_reserved
 from outbox.kernel.identity import new_message_id, new_message_ids
 from outbox.kernel.text import why_no_topic, why_unfit
+from outbox.store import writing
+from outbox.store.unique import find_unique
 
 _Result = TypeVar("_Result")
 
@@ -140,7 +142,7 @@ def publish(
     _require_transaction(using)
     row = new_row(draft, new_message_id())
     if strict_order:
-        store.hold_order(using, [key])
+        writing.hold_order(using, [key])
     written = _insert_one(using, row)
     _ring(using, [row])
     return written
@@ -157,7 +159,7 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
     drafts = list(drafts)
     rows = list(map(new_row, drafts, new_message_ids(len(drafts))))
     _require_transaction(using)
-    store.hold_order(using, {draft.key for draft in drafts if draft.strict_order})
+    writing.hold_order(using, {draft.key for draft in drafts if draft.strict_order})
     published: list[PublishedMessage] = []
     # In runs, so that positions, and with them the order of a key, follow the order of the drafts.
     for unique, run in groupby(rows, key=lambda row: row.is_unique):
@@ -165,7 +167,7 @@ def publish_many(drafts: Iterable[Draft], *, using: str = DEFAULT_DB_ALIAS) -> l
             published += [_insert_one(using, row) for row in run]
         else:
             plain = list(run)
-            published += map(_published, plain, store.insert_many(using, plain))
+            published += map(_published, plain, writing.insert_many(using, plain))
     _ring(using, rows)
     return published
 
@@ -214,15 +216,15 @@ def _in_event_loop() -> bool:
     return True
 
 
-def _ring(alias: str, rows: Iterable[store.NewRow]) -> None:
+def _ring(alias: str, rows: Iterable[writing.NewRow]) -> None:
     for due_at in {row.deliver_at or row.delay for row in rows}:
         doorbell.ring_if_soon(alias, due_at or None)
 
 
-def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:
-    while (position := store.insert(alias, row)) is None:
+def _insert_one(alias: str, row: writing.NewRow) -> PublishedMessage:
+    while (position := writing.insert(alias, row)) is None:
         # The earlier one is not found if it was given up or purged in between; then there is room for ours.
-        if found := store.find_unique(alias, row.topic, row.biz_id):
+        if found := find_unique(alias, row.topic, row.biz_id):
             return PublishedMessage(
                 id=found.message_id,
                 topic=row.topic,
@@ -234,13 +236,13 @@ def _insert_one(alias: str, row: store.NewRow) -> PublishedMessage:
     return _published(row, position)
 
 
-def _published(row: store.NewRow, position: int) -> PublishedMessage:
+def _published(row: writing.NewRow, position: int) -> PublishedMessage:
     return PublishedMessage(
         id=row.message_id, topic=row.topic, biz_id=row.biz_id, position=position, created=True, state=row.state
     )
 
 
-def new_row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
+def new_row(draft: Draft, message_id: uuid.UUID) -> writing.NewRow:
     """The draft, checked and serialised.
 
     Raises:
@@ -253,7 +255,7 @@ def new_row(draft: Draft, message_id: uuid.UUID) -> store.NewRow:
     if draft.headers:
         headers = _headers(draft.headers)
         traceparent = draft.headers.get(TRACEPARENT, traceparent)
-    return store.NewRow(
+    return writing.NewRow(
         message_id=message_id,
         topic=_name("topic", draft.topic),
         biz_id=name if draft.biz_id is None else _name("biz_id", draft.biz_id),

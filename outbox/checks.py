@@ -16,7 +16,6 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, InterfaceError, router
 from django.utils.module_loading import module_has_submodule
 
-from outbox import store
 from outbox.commit_hooks import hooked_calls
 from outbox.conf import OutboxOptions, outbox_options
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
@@ -24,6 +23,7 @@ from outbox.kernel import options
 from outbox.kernel.broker import SEVERAL_HINT, scheme_of, speaks_amqp, why_unusable
 from outbox.kernel.masking import masked
 from outbox.models import OutboxMessage
+from outbox.store import claiming, history
 from outbox.transports import transport_class
 from outbox.transports.virtual import capabilities_of
 
@@ -122,7 +122,7 @@ def check_history(
 
 def _lacks_rights(alias: str) -> bool:
     try:
-        return store.claims_by_locks(alias) and not store.may_make_days(alias)
+        return claiming.claims_by_locks(alias) and not history.may_make_days(alias)
     except (DatabaseError, InterfaceError):
         return False  # not migrated, which another check says, or unavailable
 

@@ -17,11 +17,12 @@ from typing import Protocol
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
 
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.api import due
 from outbox.errors import InvalidMessage, UnknownMessage
 from outbox.kernel.text import why_unfit
 from outbox.states import CANCEL, RESCHEDULE
+from outbox.store import operating
 
 
 class Outcome(StrEnum):
@@ -73,7 +74,7 @@ def cancel(
     Raises:
         UnknownMessage: the arguments are neither an id nor a topic with a biz-id, or both, or invalid.
     """
-    change = partial(store.cancel, reason="cancel() by the business")
+    change = partial(operating.cancel, reason="cancel() by the business")
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.CANCELLED, CANCEL.sources, named(message_id, topic, biz_id), using)
         if decision:
@@ -149,10 +150,10 @@ def named(message_id: uuid.UUID | str | None, topic: str | None, biz_id: str | N
             raise UnknownMessage(
                 f"{message_id!r} is not a message id: it must be a UUID, the `id` of a PublishedMessage."
             ) from None
-        return partial(store.identified, message_id=name)
+        return partial(operating.identified, message_id=name)
     if message_id is None and topic is not None and biz_id is not None:
         refuse_unfit(topic=topic, biz_id=biz_id)
-        return partial(store.named, topic=topic, biz_id=biz_id)
+        return partial(operating.named, topic=topic, biz_id=biz_id)
     raise UnknownMessage("Identify the message either by its message_id, or by topic and biz_id together.")
 
 
@@ -164,7 +165,7 @@ def refuse_unfit(**names: str) -> None:
 
 
 def _reschedule(find: _Find, at: timedelta | datetime, using: str, called: str) -> Decision:
-    change = partial(store.reschedule, due=at, reason=f"{called} by the business")
+    change = partial(operating.reschedule, due=at, reason=f"{called} by the business")
     with transaction.atomic(using=using):
         decision = _decide(change, Outcome.RESCHEDULED, RESCHEDULE.sources, find, using)
         if decision:

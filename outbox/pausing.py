@@ -9,10 +9,11 @@ from functools import partial
 
 from django.db import DEFAULT_DB_ALIAS, transaction
 
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.errors import InvalidMessage
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import NAME_LENGTH, why_no_topic
+from outbox.store import pausing
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def pause(topic: str, *, reason: str = "", by: str = "", using: str = DEFAULT_DB
     _check(topic)
     by = (by or process_name())[:NAME_LENGTH]
     with transaction.atomic(using=using):
-        found = store.pause_topic(using, topic, by, reason)
+        found = pausing.pause_topic(using, topic, by, reason)
         _after_commit(using, partial(logger.warning, _PAUSED, topic, by, f": {reason}" if reason else ""))
     return _state(found)
 
@@ -70,7 +71,7 @@ def resume(topic: str, *, by: str = "", using: str = DEFAULT_DB_ALIAS) -> TopicS
     """
     _check(topic)
     with transaction.atomic(using=using):
-        found = store.resume_topic(using, topic)
+        found = pausing.resume_topic(using, topic)
         if found and not found.is_resuming:
             _after_commit(using, partial(logger.warning, _RESUMED, topic, by or process_name()))
             doorbell.ring_after_commit(using)
@@ -88,7 +89,7 @@ def _after_commit(alias: str, report: Callable[[], None]) -> None:
     transaction.on_commit(report, using=alias, robust=True)
 
 
-def _state(found: store.FoundTopic | None) -> TopicState:
+def _state(found: pausing.FoundTopic | None) -> TopicState:
     if found is None:
         return TopicState.ACTIVE
     if found.is_resuming:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from django.db import DEFAULT_DB_ALIAS, DatabaseError, InterfaceError, connections, transaction
 
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.api import Draft, in_transaction, new_row
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
@@ -27,6 +27,7 @@ from outbox.errors import AlreadyDecided, NoChecker, PreparedInsideTransaction
 from outbox.kernel.envelope import HeaderValue
 from outbox.kernel.identity import new_message_id
 from outbox.states import State
+from outbox.store import operating, preparing, writing
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def prepare(
     if checkers.of(topic) is None:
         raise NoChecker(topic, checkers.topics())
     with transaction.atomic(using=using):
-        position = store.insert_prepared(using, row, outbox_options().CHECK_AFTER)
+        position = writing.insert_prepared(using, row, outbox_options().CHECK_AFTER)
     return Half(row.message_id, row.topic, row.biz_id, position, using)
 
 
@@ -114,7 +115,7 @@ class Half:
             AlreadyDecided: its checker or an operator rolled it back before.
         """
         with transaction.atomic(using=self._using):
-            if store.commit_prepared(self._using, self._position, reason="commit() by the business"):
+            if preparing.commit_prepared(self._using, self._position, reason="commit() by the business"):
                 doorbell.ring_after_commit(self._using)
             elif (state := self._state()) in {State.ROLLED_BACK, ""}:
                 raise AlreadyDecided(self.id, "committed", state)
@@ -127,13 +128,13 @@ class Half:
             AlreadyDecided: its checker or an operator committed it before; it may have been published.
         """
         with transaction.atomic(using=self._using):
-            done = store.roll_back_prepared(self._using, self._position, reason="rollback() by the business")
+            done = preparing.roll_back_prepared(self._using, self._position, reason="rollback() by the business")
             if not done and (state := self._state()) != State.ROLLED_BACK:
                 raise AlreadyDecided(self.id, "rolled back", state)
         self._decided = True
 
     def _state(self) -> str:
-        return store.identified(self._using, self.id).get(self._position, "")
+        return operating.identified(self._using, self.id).get(self._position, "")
 
     def __enter__(self) -> Self:
         return self
@@ -145,7 +146,7 @@ class Half:
             self.commit()
             return
         try:
-            store.ask_at_once(self._using, self._position)
+            preparing.ask_at_once(self._using, self._position)
         except (DatabaseError, InterfaceError) as unavailable:
             # The caller must get the exception of the block. The check then happens at its regular time.
             logger.info(

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from asgiref.sync import sync_to_async
 from django.db import DEFAULT_DB_ALIAS, transaction
 
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.decisions import named, refuse_unfit
 from outbox.errors import InvalidMessage
 from outbox.states import RESTORE
 from outbox.store.dialect import chunks
+from outbox.store.restoring import Restored, Selection, restorable, restore_some, restored_by_default
 
 _AT_ONCE = 500
 
@@ -62,14 +63,14 @@ def restore(
         InvalidMessage: there are `states` among these that nothing can be restored from.
     """
     if states is None:
-        states = store.restored_by_default(by_id=message_id is not None)
+        states = restored_by_default(by_id=message_id is not None)
     if strange := set(states).difference(RESTORE.sources):
         raise InvalidMessage(
             f"states has {', '.join(sorted(strange))}: only {', '.join(RESTORE.sources)} messages can be restored."
         )
     if topic is not None and message_id is None and biz_id is None:
         refuse_unfit(topic=topic)
-        positions: Iterable[int] = store.restorable(using, store.Selection(topic=topic, states=states))
+        positions: Iterable[int] = restorable(using, Selection(topic=topic, states=states))
     else:
         positions = named(message_id, topic, biz_id)(using, everywhere=True)
     restored, left = 0, Counter[str]()
@@ -85,11 +86,11 @@ arestore = sync_to_async(restore)
 
 def restoring(
     alias: str, positions: Iterable[int], *, states: Collection[str], overdue: bool, reason: str
-) -> Iterator[store.Restored]:
+) -> Iterator[Restored]:
     """Restore many, in short transactions, and wake the relays for what is ready."""
     for chunk in chunks(positions, _AT_ONCE):
         with transaction.atomic(using=alias):
-            restored = store.restore_some(alias, chunk, states=states, overdue=overdue, reason=reason)
+            restored = restore_some(alias, chunk, states=states, overdue=overdue, reason=reason)
             if restored.ready:
                 doorbell.ring_after_commit(alias)
         yield restored

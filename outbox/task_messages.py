@@ -14,7 +14,7 @@ from typing import Any
 import kombu
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.api import MAX_PRIORITY, TRACEPARENT
 from outbox.conf import outbox_options
 from outbox.errors import InvalidMessage, PayloadTooLarge
@@ -25,6 +25,7 @@ from outbox.kernel.envelope import Envelope
 from outbox.kernel.identity import new_message_id
 from outbox.kernel.text import describe, fit
 from outbox.kernel.wire import CELERY_TOPICS, Wire
+from outbox.store import writing
 from outbox.transports.frames import FrameWriter
 
 _PROTOCOL = 2
@@ -128,7 +129,7 @@ class RowProducer(kombu.Producer):  # type: ignore[misc] # kombu exports none of
         return instant
 
 
-def _row(body: bytes, wire: Wire, deliver_at: datetime | None, end: datetime | None) -> store.NewRow:
+def _row(body: bytes, wire: Wire, deliver_at: datetime | None, end: datetime | None) -> writing.NewRow:
     headers, cause = wire.headers, current_cause()
     task_id = str(headers["id"])
     limit = outbox_options().BODY_LIMIT_BYTES
@@ -138,7 +139,7 @@ def _row(body: bytes, wire: Wire, deliver_at: datetime | None, end: datetime | N
             f"OUTBOX['BODY_LIMIT_BYTES'] is {limit}. Store the large part elsewhere and pass a reference to it, or raise the "
             "limit."
         )
-    return store.NewRow(
+    return writing.NewRow(
         message_id=_as_uuid(task_id) or new_message_id(),
         topic=fit(f"{CELERY_TOPICS}{headers['task']}"),
         biz_id=fit(task_id),
@@ -163,7 +164,7 @@ def _priority(priority: int | None) -> int:
     return min(max(int(priority), 0), MAX_PRIORITY)
 
 
-def _text(wire: Wire, row: store.NewRow) -> str:
+def _text(wire: Wire, row: writing.NewRow) -> str:
     """`wire` as text, after a check that it can be sent.
 
     Raises:
@@ -183,9 +184,9 @@ def _text(wire: Wire, row: store.NewRow) -> str:
     return text
 
 
-def _write(alias: str, row: store.NewRow, wire: str) -> None:
+def _write(alias: str, row: writing.NewRow, wire: str) -> None:
     # Celery accepts the same task id twice, so this does, too: the later row gets a new message id.
-    while store.insert_formed(alias, row, wire) is None:
+    while writing.insert_formed(alias, row, wire) is None:
         row = row._replace(message_id=new_message_id())
 
 

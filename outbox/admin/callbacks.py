@@ -14,13 +14,13 @@ from django.urls import NoReverseMatch, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from outbox import store
 from outbox.callbacks import registry
 from outbox.console.acting_admin import ActingAdmin
 from outbox.console.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
 from outbox.kernel.text import fit
 from outbox.models import PendingCallback
 from outbox.states import State
+from outbox.store import pending_callbacks
 
 _TONES = {State.PUBLISHED: Tone.DONE, State.DEAD: Tone.STOPPED}
 
@@ -159,12 +159,12 @@ class PendingCallbackAdmin(ActingAdmin):
 
     @admin.action(permissions=["run"], description="Call now")
     def call_now(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
-        return self.carry_out(request, queryset, done="to be called now", transition=store.call_now)
+        return self.carry_out(request, queryset, done="to be called now", transition=pending_callbacks.call_now)
 
     @admin.action(permissions=["discard"], description="Discard…")
     def discard(self, request: HttpRequest, queryset: QuerySet[PendingCallback]) -> HttpResponse | None:
         if self.is_confirmed(request):
-            return self.carry_out(request, queryset, done="discarded", transition=store.discard_call)
+            return self.carry_out(request, queryset, done="discarded", transition=pending_callbacks.discard_call)
         return self.ask(
             request,
             queryset,

@@ -12,13 +12,14 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
 
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.admin.forms import ReasonForm, RescheduleForm, RestoreForm
 from outbox.console.acting_admin import Transition, by
 from outbox.console.display import Tone, age, exact
 from outbox.console.message_admin import Counterpart, MessageAdmin
 from outbox.models import OutboxMessage
 from outbox.states import CANCEL, COMMIT, PUBLISH_NOW, RESCHEDULE, RESTORE, ROLL_BACK, UNDECIDED, State
+from outbox.store import operating, preparing, restoring, unique
 
 _Messages = QuerySet[OutboxMessage]
 
@@ -62,7 +63,7 @@ class DecidingAdmin(MessageAdmin):
         if words:
             return words
         if action == "restore":
-            if row.is_unique and store.is_replaced(self.using, row.pk):
+            if row.is_unique and unique.is_replaced(self.using, row.pk):
                 return "A later message has replaced it: it is not changed."
             if row.deliver_at is None or row.deliver_at <= row.database_now:
                 return "Overdue: it is sent at once."
@@ -71,7 +72,7 @@ class DecidingAdmin(MessageAdmin):
 
     def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
         if request.POST.get("action") == "restore":
-            if store.is_replaced(alias, pk):
+            if unique.is_replaced(alias, pk):
                 return "it was published with unique=True, and so was a later message with its topic and biz-id"
             row = self.everything(request).using(alias).filter(pk=pk, state__in=RESTORE.sources).first()
             overdue = row is not None and (row.deliver_at is None or row.deliver_at <= row.database_now)
@@ -101,7 +102,7 @@ class DecidingAdmin(MessageAdmin):
             question="Publish these messages now? A sent message cannot be taken back.",
             button="Publish the messages now",
             done="to be published now",
-            transition=lambda given: _ringing(store.reschedule, due=timedelta(), reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(operating.reschedule, due=timedelta(), reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["reschedule"], description="Reschedule…")
@@ -113,7 +114,7 @@ class DecidingAdmin(MessageAdmin):
                 request,
                 queryset,
                 done=f"rescheduled, due {_in_words(form.due)}",
-                transition=partial(store.reschedule, due=form.due, reason=by(request, reason)),
+                transition=partial(operating.reschedule, due=form.due, reason=by(request, reason)),
                 reason=reason,
             )
         return self.ask(
@@ -137,7 +138,7 @@ class DecidingAdmin(MessageAdmin):
             "confirmation is outstanding.",
             button="Cancel the messages",
             done="cancelled",
-            transition=lambda given: _ringing(store.cancel, reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(operating.cancel, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["restore"], description="Restore…")
@@ -150,7 +151,7 @@ class DecidingAdmin(MessageAdmin):
             question="Restore these messages? They get a full set of attempts, and the same time until they expire again.",
             button="Restore the messages",
             done="restored",
-            transition=lambda given: _ringing(store.restore, overdue=given["overdue"], reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(restoring.restore, overdue=given["overdue"], reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Commit, so that it is sent…")
@@ -164,7 +165,7 @@ class DecidingAdmin(MessageAdmin):
             "message cannot be taken back.",
             button="Commit the messages",
             done="committed",
-            transition=lambda given: _ringing(store.commit_prepared, reason=by(request, given["reason"])),
+            transition=lambda given: _ringing(preparing.commit_prepared, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Roll back…")
@@ -178,7 +179,7 @@ class DecidingAdmin(MessageAdmin):
             "are never sent.",
             button="Roll back the messages",
             done="rolled back",
-            transition=lambda given: partial(store.roll_back_prepared, reason=by(request, given["reason"])),
+            transition=lambda given: partial(preparing.roll_back_prepared, reason=by(request, given["reason"])),
         )
 
     @admin.action(permissions=["decide"], description="Ask the checker again")
@@ -201,7 +202,7 @@ def _ringing(transition: Callable[..., bool], **given: Any) -> Transition:
 
 def _ask_again(alias: str, position: int, *, reason: str) -> bool:
     """Resume the checks of a stuck message; for one that is not stuck, make the next check due at once."""
-    return store.resume(alias, position, reason=reason) or store.ask_at_once(alias, position)
+    return preparing.resume(alias, position, reason=reason) or preparing.ask_at_once(alias, position)
 
 
 def _in_words(due: timedelta | datetime) -> str:

@@ -14,7 +14,6 @@ from django.http import HttpRequest
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from outbox import store
 from outbox.admin.deciding import DecidingAdmin
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
@@ -38,6 +37,7 @@ from outbox.kernel.envelope import JSON
 from outbox.kernel.wire import CELERY_TOPICS
 from outbox.models import OutboxMessage
 from outbox.states import FIRST_DAY, IN_TROUBLE, LIVE, SETTLED, UNDECIDED, State
+from outbox.store import history, operating
 
 _OPEN = (State.PREPARED, State.SCHEDULED, State.READY, State.WAITING)
 """States in which a message may be overdue without having failed."""
@@ -58,7 +58,7 @@ class OutboxStateFilter(StateFilter):
     """With what `outbox_status` tells: the counts of history are estimates when it is long."""
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
-        counts = store.count_states(model_admin.using)
+        counts = history.count_states(model_admin.using)
         about = {state: "about " if state in counts.estimated else "" for state in counts.states}
         return [(state, f"{label} ({about[state]}{counts.states[state]:,})") for state, label in self.states(model_admin)]
 
@@ -131,7 +131,7 @@ class OutboxMessageAdmin(DecidingAdmin):
 
     def called(self, term: str) -> Q:
         """The name of a Celery task also finds its messages. The index of biz-ids begins with the topic."""
-        named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=store.topics(self.using), biz_id=term)
+        named = Q(topic__in=[term, f"{CELERY_TOPICS}{term}"]) | Q(topic__in=operating.topics(self.using), biz_id=term)
         try:
             return named | Q(message_id=uuid.UUID(term))
         except ValueError:

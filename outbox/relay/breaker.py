@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 
-from outbox import store
 from outbox.kernel.clock import monotonic
 from outbox.relay.stuck_rows import StuckRows
-from outbox.store import TopicPause
+from outbox.store import pausing
+from outbox.store.claiming import TopicPause
 
 logger = logging.getLogger(__name__)
 
@@ -107,18 +107,18 @@ class PausedTopics:
         taken, self._taken = self._taken, set()
         answered, self._answered = self._answered, {}
         for topic in taken:
-            if store.begin_resuming(self._alias, topic):
+            if pausing.begin_resuming(self._alias, topic):
                 logger.warning(_RESUMED, topic)
         for topic, (reason, is_forbidden) in answered.items():
             self._pause(topic, reason, self._refusals.pop(topic, 0), is_forbidden=is_forbidden)
 
     def _pause(self, topic: str, reason: str, refusals: int, *, is_forbidden: bool) -> None:
         if self.is_paused(topic):
-            before = store.prolong(self._alias, topic, reason, _LONGEST_PAUSE_SECONDS, _spread())
+            before = pausing.prolong(self._alias, topic, reason, _LONGEST_PAUSE_SECONDS, _spread())
             is_new = is_forbidden and before not in {None, reason}
         else:
             first = timedelta(seconds=_spread() * _FIRST_PAUSE_SECONDS)
-            is_new = store.pause_refused(self._alias, topic, reason, _FIRST_PAUSE_SECONDS, first)
+            is_new = pausing.pause_refused(self._alias, topic, reason, _FIRST_PAUSE_SECONDS, first)
         if is_new and is_forbidden:
             logger.warning(_FORBIDDEN, topic, _LONGEST_PAUSE_SECONDS, reason)
         elif is_new:
@@ -130,12 +130,12 @@ class PausedTopics:
         since = monotonic() - self._looked_at
         due = [topic for topic, one in self._paused.items() if one.probe_in <= since]
         for topic in _some(due, _TOPICS_TRIED_PER_ROUND):
-            moved += store.begin_trial(self._alias, topic, _PROBES, _spread(), self._stuck)
+            moved += pausing.begin_trial(self._alias, topic, _PROBES, _spread(), self._stuck)
         for topic in _some(self._resuming, 1):
-            moved += store.resume_some(self._alias, topic, most, self._stuck)
+            moved += pausing.resume_some(self._alias, topic, most, self._stuck)
         if monotonic() >= self._sweep_at:
             self._sweep_at = monotonic() + _SWEEP_SECONDS
-            for topic in store.resume_stranded(self._alias):
+            for topic in pausing.resume_stranded(self._alias):
                 logger.warning(_STRANDED, topic)
         return moved
 

@@ -17,7 +17,6 @@ from datetime import datetime, timedelta
 
 from django.db import transaction
 
-from outbox import store
 from outbox.callbacks import registry
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
@@ -25,6 +24,7 @@ from outbox.database.faults import is_collision, is_outage
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.text import describe
 from outbox.relay.attending import Attendant
+from outbox.store import pending_callbacks
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class _Claims:
         if not self._has_looked:
             self._report_unknown()
             self._has_looked = True
-        claimed = store.claim_calls(self._alias, most, _lease(self._options), without=without)
+        claimed = pending_callbacks.claim_calls(self._alias, most, _lease(self._options), without=without)
         return [_Callback(call, self._options, utcnow()) for call in claimed]
 
     def _report_unknown(self) -> None:
-        if unknown := store.pending_calls(self._alias).unknown:
+        if unknown := pending_callbacks.pending_calls(self._alias).unknown:
             logger.warning(
                 "%d pending callbacks have names that this process does not know. They stay pending until a process with these "
                 "callbacks calls them, or an operator discards them. Check whether a function was renamed without name=.",
@@ -78,7 +78,7 @@ class _Claims:
 class _Callback:
     """A claimed call, for the attendant."""
 
-    call: store.DueCall
+    call: pending_callbacks.DueCall
     options: OutboxOptions
     called_at: datetime
 
@@ -94,23 +94,23 @@ class _Callback:
 
     def keep(self) -> None:
         said = f"it was called at {self.called_at:%Y-%m-%d %H:%M:%S} UTC and has not returned yet"
-        store.keep_call(self.call, _lease(self.options), said)
+        pending_callbacks.keep_call(self.call, _lease(self.options), said)
 
     def give_back(self) -> None:
-        store.give_back_call(self.call)
+        pending_callbacks.give_back_call(self.call)
 
 
 def _lease(options: OutboxOptions) -> timedelta:
     return options.CALLBACK_TIMEOUT + _LEASE_MARGIN
 
 
-def _call(call: store.DueCall, options: OutboxOptions) -> None:
+def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
     began_at = monotonic()
     try:
         with transaction.atomic(using=call.alias, durable=True):
-            store.bound_call(call.alias, options.CALLBACK_TIMEOUT)
-            registry.call(call.callback, store.begin_call(call))
-            store.finish_call(call)
+            pending_callbacks.bound_call(call.alias, options.CALLBACK_TIMEOUT)
+            registry.call(call.callback, pending_callbacks.begin_call(call))
+            pending_callbacks.finish_call(call)
     except BaseException as error:
         # Including SystemExit: the callback did not return, so it is called again.
         took = timedelta(seconds=monotonic() - began_at)
@@ -119,14 +119,14 @@ def _call(call: store.DueCall, options: OutboxOptions) -> None:
         _defer(call, error, took, options)
 
 
-def _defer(call: store.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
+def _defer(call: pending_callbacks.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
     said = f"{type(error).__name__}: {describe(error)}"
     if took >= options.CALLBACK_TIMEOUT:
         limit = options.CALLBACK_TIMEOUT.total_seconds()
         said += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
     delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
     drop_unusable_connections()
-    if not store.put_off_call(call, said, delay):
+    if not pending_callbacks.put_off_call(call, said, delay):
         logger.warning(
             "The callback %s failed, but its row was deleted or claimed by another process meanwhile: %s.",
             call,

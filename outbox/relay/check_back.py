@@ -15,7 +15,7 @@ from datetime import datetime
 
 from django.db import transaction
 
-from outbox import doorbell, signals, store
+from outbox import doorbell, signals
 from outbox.checkers import Answer, HalfMessage, checkers
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
@@ -24,6 +24,7 @@ from outbox.kernel.text import describe
 from outbox.models import OutboxMessage
 from outbox.relay.attending import Attendant
 from outbox.states import State
+from outbox.store import operating, preparing
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +58,14 @@ class Checks:
         if monotonic() >= self._look_round_at:
             self._look_round()
         topics = [topic for topic in checkers.topics() if topic not in without]
-        due = store.claim_checks(self._alias, topics, most, self._options.CHECK_EVERY)
+        due = preparing.claim_checks(self._alias, topics, most, self._options.CHECK_EVERY)
         return [_Check(self._alias, self._options, row, utcnow()) for row in due]
 
     def _look_round(self) -> None:
         """Log messages that no process asks about, as after a deployment without their checker."""
         every = self._options.CHECK_EVERY
         self._look_round_at = monotonic() + every.total_seconds()
-        for topic, count in store.note_unchecked(self._alias, checkers.topics(), every).items():
+        for topic, count in preparing.note_unchecked(self._alias, checkers.topics(), every).items():
             logger.warning(
                 "%d prepared messages of the topic %r wait for a checker: none is registered here, and no other process has "
                 "asked one for %s. Register one with @checker(%r), or decide about them in the admin.",
@@ -93,10 +94,10 @@ class _Check:
 
     def keep(self) -> None:
         said = f"no answer yet: its checker was asked at {self.asked_at:%Y-%m-%d %H:%M:%S} UTC and has not returned"
-        store.keep_check(self.alias, self.row.pk, self.options.CHECK_EVERY, said)
+        preparing.keep_check(self.alias, self.row.pk, self.options.CHECK_EVERY, said)
 
     def give_back(self) -> None:
-        store.ask_at_once(self.alias, self.row.pk)
+        preparing.ask_at_once(self.alias, self.row.pk)
 
     def run(self) -> None:
         message = _half(self.row)
@@ -108,7 +109,7 @@ class _Check:
                 "The checker gave no answer about %s and is asked again: %s.", _named(message), describe(error), exc_info=True
             )
             drop_unusable_connections()
-            store.note_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
+            preparing.note_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
             return
         drop_unusable_connections()
         if answer is Answer.UNKNOWN:
@@ -118,12 +119,12 @@ class _Check:
 
     def _decide(self, message: HalfMessage, answer: Answer) -> None:
         position = self.row.pk
-        decide = store.commit_prepared if answer is Answer.COMMIT else store.roll_back_prepared
+        decide = preparing.commit_prepared if answer is Answer.COMMIT else preparing.roll_back_prepared
         with transaction.atomic(using=self.alias):
             decided = decide(self.alias, position, reason=f"its checker answered {answer}")
             if decided and answer is Answer.COMMIT:
                 doorbell.ring_after_commit(self.alias)
-        state = store.identified(self.alias, self.row.message_id).get(position, "")
+        state = operating.identified(self.alias, self.row.message_id).get(position, "")
         if decided:
             logger.info("The checker answered %s about %s; it is %s.", answer, _named(message), state)
         elif (state == State.ROLLED_BACK) != (answer is Answer.ROLLBACK):
@@ -138,7 +139,7 @@ class _Check:
     def _count(self, message: HalfMessage) -> None:
         limit = self.options.CHECK_LIMIT
         said = f"its checker answered unknown, {message.checks + 1} of {limit} times"
-        state = store.count_unknown(self.alias, self.row.pk, message.checks, limit, said)
+        state = preparing.count_unknown(self.alias, self.row.pk, message.checks, limit, said)
         if state == State.STUCK:
             logger.error(
                 "The prepared %s is stuck: %s. Find out what happened, then run outbox_resume_checks, or decide in the admin.",

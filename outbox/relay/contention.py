@@ -15,10 +15,10 @@ from datetime import timedelta
 
 from django.db import Error
 
-from outbox import store
 from outbox.kernel.clock import monotonic
 from outbox.models import SHARDS
-from outbox.store import Claim, RelayedMessage
+from outbox.store import claiming
+from outbox.store.claiming import Claim, RelayedMessage
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Contention:
         if now < self._report_tables_at:
             return
         try:
-            pids = store.table_lockers(self._alias)
+            pids = claiming.table_lockers(self._alias)
         except Error as error:
             logger.debug("The session that has locked the tables was not found: %s", error)
             return
@@ -93,7 +93,7 @@ class Contention:
             self._report_rows(again)
 
     def _report_rows(self, locked: Sequence[RelayedMessage]) -> None:
-        pids = store.lockers(self._alias, [row.position for row in locked])
+        pids = claiming.lockers(self._alias, [row.position for row in locked])
         logger.warning(
             "%d ready messages are not sent, because another session has locked their rows (%s); the first is message %s (%s, "
             "biz-id %s). They and the later messages of their keys go on when its transaction ends: commit it, or end it by "
@@ -106,7 +106,7 @@ class Contention:
         )
 
     def _report_shards(self) -> bool:
-        holders = store.shard_holders(self._alias, self._longest_pass)
+        holders = claiming.shard_holders(self._alias, self._longest_pass)
         for holder in holders:
             logger.warning(
                 "The ready messages of %d of %d shards (%s) are not sent, because the transaction of another session (pid %d) "

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from outbox.kernel.clock import monotonic
-from outbox.store import Sight
+from outbox.store.claiming import Sight
 
 _MOVE_SECONDS = 0.5
 _LOOK_FROM_THE_START_SECONDS = 2.0

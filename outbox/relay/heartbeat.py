@@ -15,7 +15,6 @@ from typing import Any
 
 from django.db import Error, connections
 
-from outbox import store
 from outbox.database.faults import is_outage
 from outbox.kernel.clock import monotonic
 from outbox.kernel.heartbeat import (
@@ -27,6 +26,7 @@ from outbox.kernel.heartbeat import (
     ProcessIdentity,
     one_line,
 )
+from outbox.store import heartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Heartbeat:
             if self._written is None or self._failing:
                 return  # It would only wait for an unavailable database; silent rows are deleted later.
             try:
-                store.relays.delete(self._alias, self._identity.id)
+                heartbeats.relays.delete(self._alias, self._identity.id)
             except Error as error:
                 logger.debug("The heartbeat was not deleted: %s", error)
             if not connections[self._alias].in_atomic_block:  # as in a test
@@ -110,7 +110,7 @@ class Heartbeat:
         if said == self._written and now < self._written_at + UNCHANGED_SECONDS:
             return
         try:
-            store.relays.write(
+            heartbeats.relays.write(
                 self._alias,
                 self._identity,
                 running_for=timedelta(seconds=now - self._started_at),
@@ -119,7 +119,7 @@ class Heartbeat:
             )
             if now >= self._forget_at:
                 self._forget_at = now + FORGET_SECONDS
-                store.relays.delete_silent(self._alias, FORGOTTEN_AFTER)
+                heartbeats.relays.delete_silent(self._alias, FORGOTTEN_AFTER)
         except Error as error:
             self._failed(error)
         else:

@@ -16,7 +16,6 @@ from math import inf
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from outbox import store
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_canceled, is_collision, is_outage, sqlstate_of
@@ -27,6 +26,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
 from outbox.models import TrailEntry
+from outbox.store import claiming, history, lease
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Housekeeper:
     def __init__(self, alias: str, options: OutboxOptions) -> None:
         self._alias = alias
         self._options = options
-        self._lease = store.Lease(alias, _LEASE, name="housekeeping")
+        self._lease = lease.Lease(alias, _LEASE, name="housekeeping")
         self._errors = Reminder()
         self._refusals = Reminder()
         self._reported_kept_at = -inf
@@ -76,11 +76,11 @@ class Housekeeper:
             drop_unusable_connections()
             if not self._lease.take():
                 return
-            if store.claims_by_locks(self._alias):
+            if claiming.claims_by_locks(self._alias):
                 self._make_days()
                 self._drop_days()
             self._report_kept()
-            self._delete(store.delete_days(self._alias, self._last, chunk=_CHUNK), stop)
+            self._delete(history.delete_days(self._alias, self._last, chunk=_CHUNK), stop)
             old = older_entries(TrailEntry, self._alias, self._options.TRAIL_RETENTION)
             self._delete(delete_in_chunks(old, by="at", chunk=_CHUNK), stop)
         except Exception as error:
@@ -93,45 +93,45 @@ class Housekeeper:
                 logger.exception("Unexpected error in the housekeeping of %r; it is tried again.", self._alias)
 
     def _make_days(self) -> None:
-        today, there = store.day_of(self._alias), set(store.days(self._alias))
+        today, there = history.day_of(self._alias), set(history.days(self._alias))
         for day in range(today, today + _DAYS_AHEAD + 1):
             if day not in there:
-                self._attempt(store.make_day, day)
+                self._attempt(history.make_day, day)
 
     def _drop_days(self) -> None:
-        for day in store.days(self._alias):
-            if day <= self._last and self._attempt(store.drop_day, day):
-                logger.info("Dropped the outbox's history of %s.", store.date_of(day))
+        for day in history.days(self._alias):
+            if day <= self._last and self._attempt(history.drop_day, day):
+                logger.info("Dropped the outbox's history of %s.", history.date_of(day))
 
     @property
     def _last(self) -> int:
         """The last day that is wholly older than is kept."""
-        return store.day_of(self._alias, self._options.keeps) - 1
+        return history.day_of(self._alias, self._options.keeps) - 1
 
     def _attempt(self, change: Callable[[str, int], object], day: int) -> bool:
         """Make or drop the partition of a day. What stands in the way is reported, and may be gone with the next round."""
         try:
             return bool(change(self._alias, day))
         except DatabaseError as error:
-            if sqlstate_of(error) == store.INSUFFICIENT_PRIVILEGE:
+            if sqlstate_of(error) == history.INSUFFICIENT_PRIVILEGE:
                 if self._refusals.is_due():
                     logger.warning(_OWNER, self._alias, describe(error))
             elif is_collision(error) or is_canceled(error):
                 # A transaction that reads or writes history is open, for example. To wait for it would hold up the relays.
-                logger.debug("History of %s is in use: %s", store.date_of(day), error)
-            elif sqlstate_of(error) != store.CHECK_VIOLATION:
+                logger.debug("History of %s is in use: %s", history.date_of(day), error)
+            elif sqlstate_of(error) != history.CHECK_VIOLATION:
                 raise
             return False
 
     def _report_kept(self) -> None:
         if monotonic() - self._reported_kept_at < _HELD_SECONDS:
             return
-        if kept := store.days_kept(self._alias, self._last):
+        if kept := history.days_kept(self._alias, self._last):
             self._reported_kept_at = monotonic()
             logger.warning(
                 "History of %s is older than OUTBOX['KEEP_HISTORY'] and stays, because callbacks of its messages are pending. "
                 "See outbox_status, or the pending callbacks in the admin.",
-                ", ".join(str(store.date_of(day)) for day in kept),
+                ", ".join(str(history.date_of(day)) for day in kept),
             )
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from django.db import Error, transaction
 from django.dispatch import Signal
 
-from outbox import signals, store
+from outbox import signals
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
@@ -28,7 +28,9 @@ from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
-from outbox.store import Busy, DamagedRow, Failure, RelayedMessage, SettledApart, Settlement
+from outbox.store import claiming, halving, lease, settling
+from outbox.store.claiming import Busy, DamagedRow, RelayedMessage
+from outbox.store.settling import Failure, SettledApart, Settlement
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +112,8 @@ class Pass:
         self.contention = Contention(alias, self._longest)
         self.unsettled = Unsettled(alias)
         # Handing over inside the pass's own transaction needs no lease: the writer's lock of SQLite covers it.
-        self._in_one_transaction = store.claims_by_locks(alias) or transport.capabilities.transactional
-        self._lease = store.Lease(alias, 3 * options.BATCH_DEADLINE)
+        self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
+        self._lease = lease.Lease(alias, 3 * options.BATCH_DEADLINE)
 
     def run(self, busy: Sequence[Busy], limit: int) -> PassReport:
         """Carry up to `limit` ready messages of those of the `busy` shards that are free.
@@ -133,14 +135,14 @@ class Pass:
         begun_at = monotonic()
         try:
             with transaction.atomic(using=self._alias, durable=True):
-                store.bound_transaction(self._alias, self._longest)
+                claiming.bound_transaction(self._alias, self._longest)
                 begun_at = monotonic()
-                claim = store.claim_ready(self._alias, busy, limit, {**self.contention.skipped(), **unsettled})
+                claim = claiming.claim_ready(self._alias, busy, limit, {**self.contention.skipped(), **unsettled})
                 batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
                 sent = batch, (settlement := self._decide(batch))
-                settled = store.settle(self._alias, settlement)
+                settled = settling.settle(self._alias, settlement)
         except Error as error:
-            if sent is None or not store.may_be_halved(error, len(sent[0].rows)):
+            if sent is None or not halving.may_be_halved(error, len(sent[0].rows)):
                 raise
             self.unsettled.failed()
             return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
@@ -157,12 +159,12 @@ class Pass:
             # Sending was rolled back, too.
             return SettledApart(settlement=Settlement(), changed=0, refused={})
         with transaction.atomic(using=self._alias, durable=True):
-            store.bound_transaction(self._alias, self._longest)
-            locked = store.lock_again(self._alias, batch.rows)
+            claiming.bound_transaction(self._alias, self._longest)
+            locked = claiming.lock_again(self._alias, batch.rows)
             # Once locked they cannot change any more; they may have before, if this process was frozen.
             if monotonic() > begun_at + self._longest.total_seconds():
                 raise error
-            return store.settle_apart(self._alias, settlement.of(locked), _keys(batch.rows))
+            return settling.settle_apart(self._alias, settlement.of(locked), _keys(batch.rows))
 
     def _report_apart(self, batch: _Batch, apart: SettledApart, error: Error) -> PassReport:
         self.unsettled.note(apart, batch.rows)
@@ -185,7 +187,7 @@ class Pass:
         settlement = self._decide(batch)
         try:
             return self._settle_by_lease(batch, settlement)
-        except store.LeaseLost:
+        except lease.LeaseLost:
             logger.warning("This relay overslept its lease and settled nothing; the %d messages are sent again.", len(rows))
             return PassReport(claimed=len(rows), broken=batch.broken)
 
@@ -193,7 +195,7 @@ class Pass:
         try:
             settled = self._lease.settle(settlement)
         except Error as error:
-            if not store.may_be_halved(error, len(batch.rows)):
+            if not halving.may_be_halved(error, len(batch.rows)):
                 raise
             self.unsettled.failed()
             return self._report_apart(batch, self._lease.settle_apart(settlement, _keys(batch.rows)), error)

@@ -13,7 +13,6 @@ from functools import partial
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from outbox import store
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_canceled, is_collision, is_lock_timeout, is_outage, why_unavailable
@@ -35,6 +34,7 @@ from outbox.relay.heartbeat import Heartbeat
 from outbox.relay.passes import Pass, PassReport
 from outbox.relay.share import Share
 from outbox.relay.stuck_rows import StuckRows
+from outbox.store import claiming, settling
 
 logger = logging.getLogger(__name__)
 
@@ -86,10 +86,10 @@ class Relay:
         self._timed = timed
         stuck_rows = partial(StuckRows, alias, "relay", Reminder())
         self._stuck_retrying, self._stuck_scheduled, self._stuck_waiting = stuck_rows(), stuck_rows(), stuck_rows()
-        self._floors = Floors(self._shards, partial(store.writers, alias))
+        self._floors = Floors(self._shards, partial(claiming.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
-        self._more: Sequence[store.Busy] = ()
+        self._more: Sequence[claiming.Busy] = ()
         self._size = BatchSize(options.BATCH_SIZE)
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._alert_until = 0.0
@@ -144,7 +144,7 @@ class Relay:
         try:
             drop_unusable_connections()
             if self._database.ongoing:
-                store.require_writable(self._alias)
+                claiming.require_writable(self._alias)
             report = self._work(drain=drain)
         except Exception as error:
             connections[self._alias].close()
@@ -196,7 +196,7 @@ class Relay:
             return report
         # A relay beside this one that cannot reach the broker leaves its shards to us.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
-        sight = store.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
+        sight = claiming.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         topics = self._pass.topics
         topics.see(sight.paused)
@@ -207,11 +207,11 @@ class Relay:
         # Rows that are due and are not promoted are in the hands of another relay that promotes them.
         self._retry_in, self._moved = sight.retry_in, 0
         if sight.retry_in <= 0:
-            self._moved = store.promote_rested(self._alias, _PROMOTED_PER_ROUND, self._stuck_retrying)
+            self._moved = settling.promote_rested(self._alias, _PROMOTED_PER_ROUND, self._stuck_retrying)
             if self._stuck_retrying and not self._moved:
                 self._retry_in = _BESIDE_STUCK_SECONDS  # those hide when the next one is due
         if not self._timed:
-            self._moved += store.promote_due(self._alias, _PROMOTED_PER_ROUND, self._stuck_scheduled)
+            self._moved += settling.promote_due(self._alias, _PROMOTED_PER_ROUND, self._stuck_scheduled)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
         if made_ready := topics.make_ready(self._size.now // 2):
@@ -220,7 +220,7 @@ class Relay:
                 sibling.bell.ring()  # some of them are in its shards
         return report
 
-    def _carry(self, busy: Sequence[store.Busy]) -> PassReport:
+    def _carry(self, busy: Sequence[claiming.Busy]) -> PassReport:
         wanted = self._share.of(busy)
         # Each shard costs at least the reading of one row.
         report = self._pass.run(wanted[: self._size.now] if self._size.is_reduced else wanted, self._size.now)
@@ -230,7 +230,7 @@ class Relay:
 
     def _release(self) -> int:
         begun_at = monotonic()
-        released = store.release_waiting(
+        released = settling.release_waiting(
             self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE, refused=self._stuck_waiting
         )
         now = monotonic()

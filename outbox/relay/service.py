@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from django.db import connections
 
-from outbox import store
 from outbox.conf import outbox_options
 from outbox.database.connections import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -26,6 +25,7 @@ from outbox.relay.housekeeping import housekeepers
 from outbox.relay.listening import Listener
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
+from outbox.store import claiming
 from outbox.transports import open_transport
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _ring(lanes: Sequence[Relay]) -> None:
 
 def _several_help(alias: str, transport: Transport) -> bool:
     # Only one connection sees the messages in the transaction of a test.
-    shared = store.claims_by_locks(alias) and not connections[alias].in_atomic_block
+    shared = claiming.claims_by_locks(alias) and not connections[alias].in_atomic_block
     return shared and not transport.capabilities.transactional
 
 

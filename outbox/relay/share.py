@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outbox.store import Busy
+from outbox.store.claiming import Busy
 
 _LEAST = 8
 _STEP = 4

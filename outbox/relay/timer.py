@@ -26,7 +26,6 @@ from datetime import timedelta
 
 from django.db import Error, connections
 
-from outbox import store
 from outbox.conf import OutboxOptions
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import is_collision, is_outage, why_unavailable
@@ -37,7 +36,8 @@ from outbox.kernel.outage import Outage
 from outbox.kernel.retry import Pause
 from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
-from outbox.store import Place
+from outbox.store import claiming, lease, scheduling
+from outbox.store.scheduling import Place
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Timer:
         self._watchdog = watchdog
         self._ring = ring
         # On a database with one writer only one relay is active.
-        self._lease = store.Lease(alias, _LEASE, name="timer") if store.claims_by_locks(alias) else None
+        self._lease = lease.Lease(alias, _LEASE, name="timer") if claiming.claims_by_locks(alias) else None
         self._holds = self._lease is None
         self._ask_for_lease_at = 0.0
         self._database = Outage("the database")
@@ -166,7 +166,7 @@ class Timer:
 
     def _load(self) -> None:
         """Load the messages that have come within the horizon."""
-        found = store.upcoming(self._alias, self._table.places(), self._options.horizon, OF_A_TOPIC)
+        found = scheduling.upcoming(self._alias, self._table.places(), self._options.horizon, OF_A_TOPIC)
         now = monotonic()
         self._table.read_on(found, now)
         horizon = self._options.horizon.total_seconds()
@@ -176,7 +176,7 @@ class Timer:
     def _catch_up(self) -> None:
         """Load messages that were scheduled within the part of the horizon that was already read."""
         began_at = monotonic()
-        found = store.newly_scheduled(self._alias, self._table.newest, _OVERDUE, self._options.horizon, OF_A_TOPIC)
+        found = scheduling.newly_scheduled(self._alias, self._table.newest, _OVERDUE, self._options.horizon, OF_A_TOPIC)
         now = monotonic()
         self._table.take(found, now)
         self._catch_up_at = math.inf
@@ -186,7 +186,7 @@ class Timer:
         """Load overdue messages that are not in the wheel: committed late, rescheduled earlier, or skipped by a clock step."""
         began_at = monotonic()
         burdened = {topic: Place("", 0, 0) for topic in self._table.burdened}
-        found = store.upcoming(self._alias, burdened, -_OVERDUE, OF_A_TOPIC)
+        found = scheduling.upcoming(self._alias, burdened, -_OVERDUE, OF_A_TOPIC)
         now = monotonic()
         self._table.take_overdue(found, now)
         is_quiet = self.bell.is_connected and now >= self._quiet_at
@@ -202,7 +202,7 @@ class Timer:
         if in_a_burst and not self._has_room():
             return self._ask_for_room_at
         positions = self._table.next_due(min(batch, self._room) if in_a_burst else batch)
-        fired = store.fire(self._alias, positions, self._stuck)
+        fired = scheduling.fire(self._alias, positions, self._stuck)
         self._table.fired(positions, fired)
         self._room -= min(len(fired), self._room)
         if fired:
@@ -215,7 +215,7 @@ class Timer:
         if not self._room and now >= self._ask_for_room_at:
             batch = self._options.BATCH_SIZE
             enough = _PASSES_IN_HAND * batch
-            ready = store.ready_aside(self._alias, enough + 1)
+            ready = scheduling.ready_aside(self._alias, enough + 1)
             if ready <= enough:
                 self._room = _PASSES_AHEAD * batch - ready
             if ready <= enough / 2:

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from outbox.relay.wheel import TimingWheel
-from outbox.store import Place, Upcoming
+from outbox.store.scheduling import Place, Upcoming
 
 OF_A_TOPIC = 5_000
 """Maximum messages of one topic held at a time, so that a burst neither fills the memory nor hides other topics."""

@@ -13,13 +13,14 @@ from math import inf
 
 from django.db import Error
 
-from outbox import store
 from outbox.database.faults import remedy
 from outbox.kernel.clock import monotonic
 from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.text import describe
-from outbox.store import RelayedMessage, SettledApart
+from outbox.store import claiming, settling
+from outbox.store.claiming import RelayedMessage
+from outbox.store.settling import SettledApart
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Unsettled:
         rehearsed = rows if self.is_doubtful else [row for row in rows if row.position in known]
         if not rehearsed:
             return rows
-        apart = store.rehearse(self._alias, {row.position: row.key for row in rehearsed})
+        apart = settling.rehearse(self._alias, {row.position: row.key for row in rehearsed})
         free = set(apart.settlement.positions)
         for position in free & known:
             self._refused.forget(position)
@@ -72,7 +73,7 @@ class Unsettled:
             self.failed()
         if not free and len(new := [error for position, error in apart.refused.items() if position not in known]) > 1:
             raise new[0]
-        return store.in_order(rows, {row.position for row in rows} - left) if left else rows
+        return claiming.in_order(rows, {row.position for row in rows} - left) if left else rows
 
     def note(self, apart: SettledApart, rows: Sequence[RelayedMessage]) -> None:
         """Skip what was refused, and report it when it is time."""

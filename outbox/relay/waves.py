@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outbox.store import RelayedMessage
+from outbox.store.claiming import RelayedMessage
 
 
 def waves(batch: Iterable[RelayedMessage]) -> list[list[RelayedMessage]]:

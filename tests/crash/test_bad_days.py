@@ -42,12 +42,12 @@ FEW, BACKLOG = 5, 600
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 WRITE = "outbox.transports.amqp.AmqpTransport._write"
 AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
-SETTLE = "outbox.store.settle"
+SETTLE = "outbox.store.settling.settle"
 
 STEPS = {
-    "looked": ("after outbox.store.look", False),
+    "looked": ("after outbox.store.claiming.look", False),
     "locked": ("before outbox.store.claiming._read", True),
-    "read": ("after outbox.store.claim_ready", True),
+    "read": ("after outbox.store.claiming.claim_ready", True),
     "sending": (f"after {WRITE}", True),
     "sent, not confirmed": (f"before {AWAIT}", True),
     "confirmed, not settled": (f"before {SETTLE} 1 once {SEND}", True),
@@ -469,7 +469,7 @@ class TestOnSqlite:
         second = world.relay(outbox=outbox)
         load.write(MANY)
         world.wait_until(lambda: second.has_said("SQLite takes one relay at a time") or load.write(5), "the second waits")
-        holder = RelayLease.objects.values_list("holder", flat=True).get()
+        holder = RelayLease.objects.filter(name="relay").values_list("holder", flat=True).get()
         assert second.has_said(holder), "it logs which relay it waits for"
 
         if how == "killed":

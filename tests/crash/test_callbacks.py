@@ -11,9 +11,9 @@ from outbox.models import PendingCallback
 from tests.support.apps.effects.models import Effect
 
 POINTS = {
-    "settled and claimed": "before outbox.store.begin_call",
+    "settled and claimed": "before outbox.store.pending_callbacks.begin_call",
     "in the callback, its effect written": "after tests.support.apps.effects.models.Effect.save",
-    "returned, not committed": "after outbox.store.finish_call",
+    "returned, not committed": "after outbox.store.pending_callbacks.finish_call",
 }
 ONE_THREAD = {"CALLBACK_THREADS": 1}
 """So that no other call commits in the moment in which one dies."""

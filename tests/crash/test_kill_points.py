@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import pytest
 
-from outbox import store
 from outbox.models import RelayLease
+from outbox.store import history
 from tests.support.apps.effects.models import Effect
 
 # Names of ours change; a name that is gone fails the test at once, see `failpoints.patch`.
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 WRITE = "outbox.transports.amqp.AmqpTransport._write"
 AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
-SETTLE = "outbox.store.settle"
+SETTLE = "outbox.store.settling.settle"
 SETTLE_BY_LEASE = "outbox.store.lease.settle"
 NOTE_CALLS = "outbox.store.settling.note_calls"
-MAKE_DAY, DROP_DAY = "outbox.store.make_day", "outbox.store.drop_day"
+MAKE_DAY, DROP_DAY = "outbox.store.history.make_day", "outbox.store.history.drop_day"
 PASS = "outbox.relay.passes.Pass.run"
 BEGIN_FRESH = "inbox.store.begin_fresh"
 BEGIN_STORED = "inbox.store.begin_stored"
@@ -76,11 +76,11 @@ def test_a_relay_killed_at_any_point_loses_nothing_and_doubles_no_effect(world, 
 
 @pytest.mark.parametrize("point", [f"{when} {step} 2" for step in (MAKE_DAY, DROP_DAY) for when in ("before", "after")])
 def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point):
-    today = store.day_of("default")
-    for day in store.days("default"):
-        store.drop_day("default", day)  # an earlier test's
+    today = history.day_of("default")
+    for day in history.days("default"):
+        history.drop_day("default", day)  # an earlier test's
     for day in (today - 20, today - 19, today - 18):
-        store.make_day("default", day)
+        history.make_day("default", day)
 
     world.dies_at(point, world.relay)
     RelayLease.objects.all().delete()  # as if it had run out
@@ -89,8 +89,8 @@ def test_a_relay_killed_in_its_housekeeping_is_followed_by_another(world, point)
     world.operate(OPERATIONS)
 
     ahead = range(today + 1, today + 4)
-    world.wait_until(lambda: set(ahead) <= set(store.days("default")), "the days ahead have their partitions")
-    world.wait_until(lambda: min(store.days("default")) >= today, "the old days are dropped")
+    world.wait_until(lambda: set(ahead) <= set(history.days("default")), "the days ahead have their partitions")
+    world.wait_until(lambda: min(history.days("default")) >= today, "the old days are dropped")
     world.assert_nothing_went_wrong(world.drain())
 
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.proof
 OPERATIONS = 10
 FINISH = "inbox.store.finish"
 SEND = "outbox.transports.amqp.AmqpTransport.send"
-SETTLE = "outbox.store.settle"
+SETTLE = "outbox.store.settling.settle"
 EFFECT = "tests.support.apps.effects.models.Effect.save"
 
 

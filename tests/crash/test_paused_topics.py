@@ -14,24 +14,24 @@ pytestmark = pytest.mark.every_database
 
 OPERATIONS = 60
 """More than the refusals that pause a topic."""
-STORE, PAUSING = "outbox.store", "outbox.store.pausing"
+PAUSING = "outbox.store.pausing"
 
 WHILE_REFUSED = {
-    "refused, pause not stored": f"before {STORE}.pause_refused",
-    "pause stored": f"after {STORE}.pause_refused",
-    "messages paused, not committed": f"after {STORE}.settling.pause_in_hand 3",
+    "refused, pause not stored": f"before {PAUSING}.pause_refused",
+    "pause stored": f"after {PAUSING}.pause_refused",
+    "messages paused, not committed": "after outbox.store.settling.pause_in_hand 3",
     "probe chosen, not committed": f"after {PAUSING}._oldest_paused",
-    "probe made ready": f"after {STORE}.begin_trial",
-    "probe refused, not stored": f"before {STORE}.prolong",
-    "pause prolonged": f"after {STORE}.prolong",
+    "probe made ready": f"after {PAUSING}.begin_trial",
+    "probe refused, not stored": f"before {PAUSING}.prolong",
+    "pause prolonged": f"after {PAUSING}.prolong",
 }
 
 WHEN_ACCEPTED = {
-    "probe accepted, not stored": f"before {STORE}.begin_resuming",
-    "resuming": f"after {STORE}.begin_resuming",
-    "batch chosen, not committed": f"after {PAUSING}._oldest_paused once {STORE}.begin_resuming",
-    "first batch made ready": f"after {STORE}.resume_some",
-    "in the middle of the batches": f"after {STORE}.resume_some 2",
+    "probe accepted, not stored": f"before {PAUSING}.begin_resuming",
+    "resuming": f"after {PAUSING}.begin_resuming",
+    "batch chosen, not committed": f"after {PAUSING}._oldest_paused once {PAUSING}.begin_resuming",
+    "first batch made ready": f"after {PAUSING}.resume_some",
+    "in the middle of the batches": f"after {PAUSING}.resume_some 2",
     "nothing left, not deleted": f"before {PAUSING}.PausedTopic.delete",
     "deleted, not committed": f"after {PAUSING}.PausedTopic.delete",
 }

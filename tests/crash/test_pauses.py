@@ -8,8 +8,8 @@ from outbox.models import OutboxMessage
 from tests.support.servers import FaultProxy
 
 SEND = "outbox.transports.amqp.AmqpTransport.send"
-SETTLE = "outbox.store.settle"
-LEASE_SETTLE = "outbox.store.Lease.settle"
+SETTLE = "outbox.store.settling.settle"
+LEASE_SETTLE = "outbox.store.lease.Lease.settle"
 FINISH = "inbox.store.finish"
 DEADLINE = {"BATCH_DEADLINE": 2, "WATCHDOG": 300}
 OPERATIONS = 20

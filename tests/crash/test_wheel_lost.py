@@ -16,10 +16,10 @@ from tests.support.crash import witness as load
 
 EVERYTHING = {"TRAIL": "all"}
 KILLS = (
-    "after outbox.store.upcoming 1",
-    "before outbox.store.fire 1",
-    "after outbox.store.fire 1",
-    "after outbox.store.upcoming 3",
+    "after outbox.store.scheduling.upcoming 1",
+    "before outbox.store.scheduling.fire 1",
+    "after outbox.store.scheduling.fire 1",
+    "after outbox.store.scheduling.upcoming 3",
 )
 NUMBER = 60
 
@@ -62,7 +62,7 @@ def test_scheduled_messages_become_ready_once_and_not_early_although_relays_are_
 
 def test_scheduled_messages_become_ready_once_and_not_early_although_a_relay_freezes(world, witness):
     schedule()
-    frozen = world.relay(failpoint="stop before outbox.store.fire 1", outbox=EVERYTHING)
+    frozen = world.relay(failpoint="stop before outbox.store.scheduling.fire 1", outbox=EVERYTHING)
     world.wait_until(lambda: frozen.is_stopped, "the relay is frozen before it makes messages ready")
     schedule()
     other = world.relay(outbox=EVERYTHING)

@@ -7,10 +7,10 @@ from datetime import timedelta
 
 from inbox import store as inbox_store
 from inbox.models import ConsumerHeartbeat
-from outbox import store
 from outbox.database.now import DatabaseTime
 from outbox.kernel.heartbeat import ProcessIdentity
 from outbox.models import RelayHeartbeat
+from outbox.store import heartbeats
 
 
 def write_beat(alias="default", **told):
@@ -25,7 +25,7 @@ def write_beat(alias="default", **told):
         "waits_for": "",
     }
     process = ProcessIdentity(**identity)
-    store.relays.write(alias, process, **{**columns, **told})
+    heartbeats.relays.write(alias, process, **{**columns, **told})
     return process
 
 

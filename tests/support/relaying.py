@@ -11,7 +11,7 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
-from outbox import Draft, publish, publish_many, store
+from outbox import Draft, publish, publish_many
 from outbox.conf import OutboxOptions
 from outbox.expressions import Today
 from outbox.kernel.clock import monotonic
@@ -22,6 +22,7 @@ from outbox.relay.passes import Pass
 from outbox.relay.relay import Relay
 from outbox.relay.timer import Timer
 from outbox.states import LIVE, SETTLED, State
+from outbox.store import claiming
 from outbox.transports import amqp, open_transport
 from tests.support.waiting import wait_until
 
@@ -132,7 +133,7 @@ def one_pass(transport, *, limit=500, alias="default", **options):
     """One pass of a relay that lives no longer than that."""
     single = Pass(alias, transport, quick(**options))
     try:
-        found = store.look(alias)
+        found = claiming.look(alias)
         single.topics.see(found.paused)
         return single.run(found.busy, limit)
     finally:
@@ -141,7 +142,7 @@ def one_pass(transport, *, limit=500, alias="default", **options):
 
 def in_hand(limit=500, alias="default"):
     """What a pass would have in hand, inside the open transaction."""
-    return store.claim_ready(alias, store.look(alias).busy, limit).rows
+    return claiming.claim_ready(alias, claiming.look(alias).busy, limit).rows
 
 
 def relay_for(url, stop, *, alias="default", shards=range(SHARDS), timed=False, **options):

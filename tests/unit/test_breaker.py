@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from outbox.relay import breaker
 from outbox.relay.breaker import PausedTopics
-from outbox.store import TopicPause
+from outbox.store.claiming import TopicPause
 
 REFUSALS, PROBES, FIRST_PAUSE, LONGEST_PAUSE = 20, 5, 1.0, 30.0
 """Copies of the module's constants: an operator sees their effect."""
@@ -70,7 +70,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def stored(monkeypatch):
     stored = Store()
-    monkeypatch.setattr(breaker, "store", stored)
+    monkeypatch.setattr(breaker, "pausing", stored)
     return stored
 
 
@@ -263,7 +263,7 @@ class BreakerAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.stored = Store()
-        self.patch.setattr(breaker, "store", self.stored)
+        self.patch.setattr(breaker, "pausing", self.stored)
         self.topics = PausedTopics("default")
         self.in_a_row = dict.fromkeys(self.TOPICS, 0)
         self.paused = set()

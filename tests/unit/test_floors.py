@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outbox.relay.floors import Floors
-from outbox.store import Sight
+from outbox.store.claiming import Sight
 
 MOVE, FROM_THE_START, PART = 0.5, 2.0, 50
 """Seconds, seconds, and one part in this many of the time, which looks from the start may take: the module's constants."""

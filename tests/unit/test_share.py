@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outbox.models import SHARDS
 from outbox.relay.share import Share
-from outbox.store import Busy
+from outbox.store.claiming import Busy
 
 ALL = [Busy(shard, 0) for shard in range(SHARDS)]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox.relay.waves import waves
-from outbox.store import RelayedMessage
+from outbox.store.claiming import RelayedMessage
 
 
 def a_message(position, key=""):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outbox.relay.timetable import Timetable
 from outbox.relay.wheel import TimingWheel
-from outbox.store import Upcoming
+from outbox.store.scheduling import Upcoming
 
 
 def ticks_until(wheel, entry):

@@ -1,7 +1,7 @@
-from outbox import store
 from outbox.conf import outbox_options
 from outbox.console.purge_command import PurgeCommand
 from outbox.models import TrailEntry
+from outbox.store import history
 
 
 class Command(PurgeCommand):
@@ -9,6 +9,6 @@ class Command(PurgeCommand):
         "Delete published, cancelled, expired and rolled back messages that are older than OUTBOX['KEEP_HISTORY'], then trail "
         "entries older than OUTBOX['TRAIL_RETENTION']. Dead messages are not deleted. A relay does both by itself."
     )
-    app, store, trail, configured = "outbox", store, TrailEntry, staticmethod(outbox_options)
+    app, store, trail, configured = "outbox", history, TrailEntry, staticmethod(outbox_options)
     retention = "keeps"
     older_than_help = "instead of OUTBOX['KEEP_HISTORY']"

@@ -7,11 +7,11 @@ from django.db import DEFAULT_DB_ALIAS
 from django.utils.dateparse import parse_datetime
 from django.utils.timezone import is_naive, make_aware
 
-from outbox import store
 from outbox.console.terminal import Progress, age, message_id, refuse_unknown, table
 from outbox.database.schema import require_schema
 from outbox.restoring import restoring
 from outbox.states import RESTORE
+from outbox.store.restoring import Restorable, Selection, preview_restoring, restorable, restored_by_default
 
 _SELECTING = ("message_ids", "topic", "biz_id", "state", "since", "until", "all")
 _STATES = [state.value for state in RESTORE.sources]
@@ -44,11 +44,11 @@ class Command(BaseCommand):
                 "they are only shown."
             )
         selection = _selection(options)
-        preview = store.preview_restoring(alias, selection)
+        preview = preview_restoring(alias, selection)
         if options["dry_run"]:
             self.stdout.write(_shown(preview, overdue=overdue))
             return
-        found = store.restorable(alias, selection)
+        found = restorable(alias, selection)
         expected = sum(group.messages - (0 if overdue else group.overdue) for group in preview)
         progress, total, left = Progress("restored", expected), Counter[str](), Counter[str]()
         for some in restoring(alias, found, states=selection.states, overdue=overdue, reason="outbox_restore"):
@@ -60,18 +60,18 @@ class Command(BaseCommand):
         refuse_unknown(map(str, selection.message_ids or ()), found.values(), selection.states)
 
 
-def _selection(options: dict[str, Any]) -> store.Selection:
-    return store.Selection(
+def _selection(options: dict[str, Any]) -> Selection:
+    return Selection(
         message_ids=[message_id(given) for given in options["message_ids"]] or None,
         topic=options["topic"],
         biz_id=options["biz_id"],
-        states=options["state"] or store.restored_by_default(by_id=bool(options["message_ids"])),
+        states=options["state"] or restored_by_default(by_id=bool(options["message_ids"])),
         since=_instant("--since", options["since"]),
         until=_instant("--until", options["until"]),
     )
 
 
-def _shown(found: list[store.Restorable], *, overdue: bool) -> str:
+def _shown(found: list[Restorable], *, overdue: bool) -> str:
     messages, late = sum(group.messages for group in found), sum(group.overdue for group in found)
     rows = [("topic", "state", "messages", "overdue", "oldest")]
     rows += [

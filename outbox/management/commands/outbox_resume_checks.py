@@ -3,11 +3,11 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
-from outbox import store
 from outbox.console.terminal import Progress, message_id, refuse_unknown
 from outbox.database.schema import require_schema
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store import preparing
 
 
 class Command(BaseCommand):
@@ -33,7 +33,7 @@ class Command(BaseCommand):
             return
         progress = Progress("resumed", len(found))
         for position in found:
-            progress.advance(int(store.resume(options["database"], position, reason="outbox_resume_checks")))
+            progress.advance(int(preparing.resume(options["database"], position, reason="outbox_resume_checks")))
         progress.finish()
         self.stdout.write(f"{progress.done} messages resumed.")
         refuse_unknown(map(str, named), found.values(), [State.STUCK])

@@ -1,11 +1,11 @@
 from typing import Any
 
-from outbox import store
 from outbox.checkers import checkers
 from outbox.conf import outbox_options
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 from outbox.states import State
+from outbox.store import heartbeats, history, pausing, pending_callbacks, preparing
 
 _COLUMNS = (
     ("last pass", lambda relay: age(relay.last_pass_at, relay.database_now)),
@@ -23,7 +23,7 @@ class Command(StatusCommand):
     app = "outbox"
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
-        counts, calls = store.count_states(alias), store.pending_calls(alias)
+        counts, calls = history.count_states(alias), pending_callbacks.pending_calls(alias)
         return {
             "states": counts.states,
             "estimated": sorted(counts.estimated),
@@ -34,26 +34,26 @@ class Command(StatusCommand):
                 "unknown": calls.unknown,
                 "oldest": iso(calls.oldest),
             },
-            "paused_topics": [_topic_as_json(topic) for topic in store.paused_topics(alias)],
-            "relays": [_as_json(relay) for relay in store.relays.rows(alias)],
+            "paused_topics": [_topic_as_json(topic) for topic in pausing.paused_topics(alias)],
+            "relays": [_as_json(relay) for relay in heartbeats.relays.rows(alias)],
         }
 
     def drawn(self, alias: str, options: dict[str, Any]) -> str:
-        counted = store.count_states(alias)
+        counted = history.count_states(alias)
         states = counted.states
-        relays = list(store.relays.rows(alias))
+        relays = list(heartbeats.relays.rows(alias))
         counts = [(state, f"{'about ' if state in counted.estimated else ''}{count:,}") for state, count in states.items()]
         drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(counted.oldest_waiting))])]
-        calls = store.pending_calls(alias)
+        calls = pending_callbacks.pending_calls(alias)
         if calls.pending:
             drawn.append(_calls(calls))
-        if paused := list(store.paused_topics(alias)):
+        if paused := list(pausing.paused_topics(alias)):
             drawn.append(_paused(paused))
-        if kept := store.days_kept(alias, store.day_of(alias, outbox_options().keeps) - 1):
+        if kept := history.days_kept(alias, history.day_of(alias, outbox_options().keeps) - 1):
             drawn.append(_kept(kept))
         if states[State.STUCK]:
             drawn.append(_stuck(states[State.STUCK]))
-        if unchecked := store.topics_unchecked(alias, checkers.topics()):
+        if unchecked := preparing.topics_unchecked(alias, checkers.topics()):
             drawn.append(f"No checker is registered for prepared messages of: {', '.join(unchecked)}.")
         if relays:
             drawn.append(processes("relay", relays, _COLUMNS, _state))
@@ -63,11 +63,11 @@ class Command(StatusCommand):
 
 
 def _kept(days: list[int]) -> str:
-    dates = ", ".join(str(store.date_of(day)) for day in days)
+    dates = ", ".join(str(history.date_of(day)) for day in days)
     return f"History of {dates} is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned."
 
 
-def _calls(calls: store.PendingCalls) -> str:
+def _calls(calls: pending_callbacks.PendingCalls) -> str:
     lines = [("callbacks", ""), ("pending", f"{calls.pending:,}"), ("failing", f"{calls.failing:,}")]
     if calls.unknown:
         lines.append(("unknown to this code", f"{calls.unknown:,}"))

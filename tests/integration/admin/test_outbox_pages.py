@@ -15,7 +15,6 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from outbox import store
 from outbox.admin import OutboxMessageAdmin, RelayAdmin
 from outbox.conf import outbox_options
 from outbox.console import acting_admin, display
@@ -23,6 +22,7 @@ from outbox.kernel.clock import utcnow
 from outbox.kernel.heartbeat import SILENT_AFTER
 from outbox.models import OutboxMessage, RelayHeartbeat
 from outbox.states import State
+from outbox.store import heartbeats, operating, restoring
 from tests.support.admin_pages import (
     CANCEL,
     DETAIL,
@@ -489,14 +489,14 @@ class TestRestore:
 
     def test_restore_continues_after_a_database_error_on_one_message(self, monkeypatch):
         first, second = a_message(State.DEAD), a_message(State.DEAD)
-        restore = store.restore
+        restore = restoring.restore
 
         def fails_for_the_first(alias, position, *, overdue, reason):
             if position == first.pk:
                 raise DatabaseError("canceling statement due to <b>lock timeout</b>")
             return restore(alias, position, overdue=overdue, reason=reason)
 
-        monkeypatch.setattr(store, "restore", fails_for_the_first)
+        monkeypatch.setattr(restoring, "restore", fails_for_the_first)
 
         report = said(act(staff_client(VIEW, RESTORE), "restore", first, second, confirmed="yes", overdue="on"))
 
@@ -543,7 +543,7 @@ class TestCancel:
 
     def test_cancel_reports_a_message_that_a_relay_has_claimed(self, monkeypatch):
         row = a_message(State.READY)
-        monkeypatch.setattr(store, "cancel", lambda alias, position, *, reason: False)
+        monkeypatch.setattr(operating, "cancel", lambda alias, position, *, reason: False)
 
         response = act(staff_client(VIEW, CANCEL), "cancel", row, confirmed="yes")
 
@@ -699,7 +699,7 @@ class TestRelayList:
             page = self.page()
             assert text in page.text
             shape += [element for element in page.shape if element != ("wbr",)]
-            store.relays.delete("default", relay.id)
+            heartbeats.relays.delete("default", relay.id)
 
         assert nasty == harmless
 

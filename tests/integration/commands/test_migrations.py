@@ -6,10 +6,10 @@ from django.db import connection, transaction
 from django.db.migrations.executor import MigrationExecutor
 from django.db.migrations.loader import MigrationLoader
 
-from outbox import store
 from outbox.models import OutboxMessage
 from outbox.states import State
-from outbox.store import Settlement
+from outbox.store import settling
+from outbox.store.settling import Settlement
 from tests.support.relaying import published, state_of
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.every_database]
@@ -68,6 +68,6 @@ def test_messages_are_published_and_settled_in_tables_that_were_created_without_
     message = published()
 
     with transaction.atomic():
-        assert store.settle("default", Settlement(published=[message.position])) == 1
+        assert settling.settle("default", Settlement(published=[message.position])) == 1
 
     assert state_of(message) == State.PUBLISHED

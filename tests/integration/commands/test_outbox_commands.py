@@ -12,7 +12,6 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.db import connection
 
-from outbox import store
 from outbox.console import status_command
 from outbox.database.now import DatabaseTime
 from outbox.kernel.heartbeat import SILENT_AFTER
@@ -20,6 +19,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, RelayHeartbeat, RelayLease
 from outbox.relay.service import serve
 from outbox.states import RESTORE, State
+from outbox.store import history, pausing
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.heartbeats import a_relay
 from tests.support.relaying import ids, published, row_of, set_columns, state_of, states
@@ -65,7 +65,7 @@ class TestPauseAndResume:
 
     def test_status_names_what_the_circuit_breaker_has_paused(self):
         assert "paused topic" not in run("outbox_status")
-        store.pause_refused("default", "shop.stock", "no queue", 1.0, DAY)
+        pausing.pause_refused("default", "shop.stock", "no queue", 1.0, DAY)
 
         assert "the broker refuses it: no queue" in run("outbox_status")
         [topic] = json.loads(run("outbox_status", "--json"))["paused_topics"]
@@ -301,7 +301,7 @@ class TestPurge:
         for _ in range(7):
             self.settled(State.PUBLISHED, 8 * DAY)
 
-        assert list(store.purge_settled("default", DAY, chunk=3)) == [3, 3, 1]
+        assert list(history.purge_settled("default", DAY, chunk=3)) == [3, 3, 1]
         assert states() == []
 
     @pytest.mark.parametrize("days", ["-1", "nan", "1e12"])

@@ -12,11 +12,12 @@ from django.core.management import CommandError, call_command
 from django.test import override_settings
 
 from inbox.models import InboxMessage
-from outbox import cancel, store
+from outbox import cancel
 from outbox.console.trail import life_of
 from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, TrailEntry
-from outbox.store import Failure, Settlement
+from outbox.store import settling
+from outbox.store.settling import Failure, Settlement
 from tests.support.deliveries import an_envelope, deliver, the_effect
 from tests.support.relaying import TOPIC, published, set_columns
 
@@ -127,7 +128,7 @@ class TestTrailCommand:
         message = published(biz_id="order-1", delay=HOUR)
         set_columns(message, state="ready", deliver_at=DatabaseTime())
         error = "x\x1b[2J" + "too large " * 60
-        store.settle("default", Settlement(failed=[Failure(positions=[message.position], error=error, retry_after=None)]))
+        settling.settle("default", Settlement(failed=[Failure(positions=[message.position], error=error, retry_after=None)]))
         call_command("outbox_restore", str(message.id), verbosity=0)
         relay()
 

@@ -7,9 +7,9 @@ import pytest
 from inbox import signals
 from inbox.models import InboxMessage, State
 from inbox.receiving import Received
-from outbox import store as outbox_store
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
+from outbox.store import restoring
 from tests.support.deliveries import (
     TOPIC,
     an_envelope,
@@ -205,7 +205,7 @@ class TestOnTheWire:
                 wait_until(lambda: effects("order-1"))
                 other.take_all()
 
-            assert outbox_store.restore("default", OutboxMessage.objects.get().pk)
+            assert restoring.restore("default", OutboxMessage.objects.get().pk)
             one_pass(transport)
             wait_until(lambda: the_row(biz_id="order-1").duplicates)
 
@@ -221,7 +221,7 @@ class TestReplayHeader:
         row = OutboxMessage.objects.get(message_id=message.id)
         OutboxMessage.objects.update(state=OutboxState.DEAD)
 
-        assert outbox_store.restore("default", row.pk)
+        assert restoring.restore("default", row.pk)
 
         row.refresh_from_db()
         assert row.headers == {"tenant": "acme", "cloudEvents:replay": "operator"}
@@ -234,7 +234,7 @@ class TestReplayHeader:
         settings.OUTBOX = {"BROKER_URL": "local://"}
         message = published(headers={"tenant": "acme"})
         OutboxMessage.objects.update(state=OutboxState.DEAD)
-        assert outbox_store.restore("default", OutboxMessage.objects.get().pk)
+        assert restoring.restore("default", OutboxMessage.objects.get().pk)
 
         with connected("local://") as transport:
             one_pass(transport)

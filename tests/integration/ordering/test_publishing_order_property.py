@@ -22,7 +22,7 @@ from datetime import timedelta
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections, transaction
 
-from outbox import pause, publish, resume, store
+from outbox import pause, publish, resume
 from outbox.database.now import DatabaseTime
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import monotonic
@@ -33,7 +33,7 @@ from outbox.relay import passes
 from outbox.relay.batch_size import BatchSize
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import claiming, pausing, settling
+from outbox.store import claiming, operating, pausing, restoring, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.open_transactions import OpenTransaction
 from tests.support.relaying import SECONDS, TOPIC, connected, ids, published, quick, relay_for, set_columns, state_of
@@ -129,7 +129,7 @@ class TestKnownWaysToOvertake:
         relay._work(drain=False)
         assert state_of(first) == State.WAITING
         second = published(key=KEY)
-        assert store.cancel("default", head.position)
+        assert operating.cancel("default", head.position)
 
         rounds(relay, 5, time)
 
@@ -155,7 +155,7 @@ class TestKnownWaysToOvertake:
         slow = OpenTransaction()
         first = slow.publishes(KEY).result(SECONDS)
         published(key=NEIGHBOUR)
-        found = store.look("default")
+        found = claiming.look("default")
         slow.commits()
         slow.ends().shutdown()
         second = published(key=KEY, strict_order=True)
@@ -163,7 +163,7 @@ class TestKnownWaysToOvertake:
         with connected(peer.url) as transport:
             single = Pass("default", transport, quick())
             single.run(found.busy, 500)
-            single.run(store.look("default").busy, 500)
+            single.run(claiming.look("default").busy, 500)
 
         assert arrived(peer, first, second) == ids([first, second])
 
@@ -208,7 +208,7 @@ LATE_SECONDS = 0.5
 """How long a relay waits for an answer that comes late."""
 KEYS = (KEY, KEY, NEIGHBOUR, "elsewhere", "")
 TOPICS = (TOPIC, "shop.other")
-GATES = ("look", "claim_ready", "settle", "resume_some")
+GATES = ((claiming, "look"), (claiming, "claim_ready"), (settling, "settle"), (pausing, "resume_some"))
 OPEN = (State.READY, State.SCHEDULED, State.RETRYING, State.WAITING, State.PAUSED, State.DEAD)
 
 
@@ -470,12 +470,12 @@ class Machine:
     def _operate(self):
         if self.chance.random() < 0.5:
             for position in self._some(State.DEAD).values_list("pk", flat=True):
-                store.restore("default", position)
+                restoring.restore("default", position)
         elif not any(actor.is_in_a_pass for actor in self._actors):
             for position in self._some(State.DEAD, State.RETRYING, State.WAITING, State.PAUSED).values_list("pk", flat=True)[
                 :1
             ]:
-                if store.cancel("default", position):
+                if operating.cancel("default", position):
                     next(one for one in self._messages.values() if one.position == position).cancelled = True
 
     def _some(self, *states):
@@ -544,7 +544,7 @@ class Machine:
             self.time.leapt += 2.5
             OutboxMessage.objects.filter(state__in=[State.RETRYING, State.SCHEDULED]).update(available_at=DatabaseTime())
             for position in OutboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                store.restore("default", position)
+                restoring.restore("default", position)
             for actor in self._actors:
                 actor.goes_on()
                 actor.ends_its_round()
@@ -579,8 +579,8 @@ def gates():
         return function
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in GATES:
-            patch.setattr(store, name, gated(name, getattr(store, name)))
+        for module, name in GATES:
+            patch.setattr(module, name, gated(name, getattr(module, name)))
         yield
 
 
@@ -625,9 +625,9 @@ def held_by(patch, condition):
 MUTATIONS = {
     "no message blocks its key": lambda patch: held_by(patch, "false"),
     "unread messages are ignored": lambda patch: patch.setattr(claiming, "_without_overtakers", lambda rows, each: rows),
-    "floors do not wait for writers": lambda patch: patch.setattr(store, "writers", lambda alias: frozenset()),
+    "floors do not wait for writers": lambda patch: patch.setattr(claiming, "writers", lambda alias: frozenset()),
     "the claim begins where the look did": lambda patch: patch.setattr(
-        store,
+        claiming,
         "look",
         mutated(claiming.look, "min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1)", "first.get(shard, 1) - 1"),
     ),
@@ -645,7 +645,7 @@ OF_PAUSED_TOPICS = {
         settling, "pause_in_hand", mutated(pausing.pause_in_hand, "for (topic,) in cursor.fetchall()", "for topic in positions")
     ),
     "the row is deleted while messages are paused": lambda patch: patch.setattr(
-        store, "resume_some", mutated(pausing.resume_some, "if not _has(alias, topic, State.PAUSED)", "if True")
+        pausing, "resume_some", mutated(pausing.resume_some, "if not _has(alias, topic, State.PAUSED)", "if True")
     ),
 }
 MUTATIONS |= OF_PAUSED_TOPICS

@@ -15,7 +15,7 @@ from django.db import IntegrityError, OperationalError, connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
-from outbox import on_dead, on_published, restore, store
+from outbox import on_dead, on_published, restore
 from outbox.callbacks import registry
 from outbox.conf import outbox_options
 from outbox.database.now import DatabaseTime
@@ -23,6 +23,7 @@ from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage, PendingCallback
 from outbox.relay import calling
 from outbox.states import State
+from outbox.store import history, pending_callbacks, restoring, settling
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, in_threads, published, row_of, set_columns, state_of
@@ -115,7 +116,7 @@ class TestCallbackMessage:
         calls, others = add_callback(on=on_dead), add_callback()
         message = refused_at_its_last_attempt(peer)
         relay()
-        store.restore("default", message.position)
+        restoring.restore("default", message.position)
         set_columns(message, attempts=MAX_ATTEMPTS - 1)
         relay()
 
@@ -128,7 +129,7 @@ class TestCallbackMessage:
         calls = add_callback(lambda message: 1 / 0 if message.call == 1 else None, on=on_dead)
         message = refused_at_its_last_attempt(peer)
         relay()
-        store.restore("default", message.position)
+        restoring.restore("default", message.position)
         peer.script = lambda message: [partial(peer.ack, message)]
         relay()
         due_now()
@@ -266,7 +267,7 @@ class TestCallbackEffect:
 
 
 def claim(lease=timedelta(minutes=1)):
-    return store.claim_calls("default", 10, lease)
+    return pending_callbacks.claim_calls("default", 10, lease)
 
 
 def one_pending():
@@ -320,12 +321,12 @@ class TestCallbackClaim:
         published()
         relay()
 
-        assert store.call_now("default", pending().pk)
+        assert pending_callbacks.call_now("default", pending().pk)
         relay()
         assert len(calls) == 2
-        assert store.discard_call("default", pending().pk)
+        assert pending_callbacks.discard_call("default", pending().pk)
         assert not PendingCallback.objects.exists()
-        assert not store.call_now("default", 4711)
+        assert not pending_callbacks.call_now("default", 4711)
 
 
 # On SQLite the transaction of the callback is the only one that writes.
@@ -337,8 +338,8 @@ def test_running_callback_cannot_be_claimed_called_or_discarded(add_callback):
     found = []
 
     with transaction.atomic():
-        store.begin_call(call)
-        operators = (store.call_now, store.discard_call)
+        pending_callbacks.begin_call(call)
+        operators = (pending_callbacks.call_now, pending_callbacks.discard_call)
         with in_threads(
             lambda: found.append(claim()), *(lambda ask=ask: found.append(ask("default", row.pk)) for ask in operators)
         ):
@@ -381,12 +382,12 @@ def test_purge_keeps_a_message_until_its_callback_has_returned(add_callback):
     relay()
     OutboxMessage.objects.update(settled_at=DatabaseTime(timedelta(days=-30)))
 
-    assert store.purgeable("default", timedelta(days=7)) == 1
+    assert history.purgeable("default", timedelta(days=7)) == 1
     call_command("outbox_purge", verbosity=0, stdout=io.StringIO())
 
     assert list(OutboxMessage.objects.values_list("message_id", flat=True)) == [kept.id]
-    store.discard_call("default", pending().pk)
-    assert store.purgeable("default", timedelta(days=7)) == 1
+    pending_callbacks.discard_call("default", pending().pk)
+    assert history.purgeable("default", timedelta(days=7)) == 1
     assert not OutboxMessage.objects.filter(message_id=purged.id).exists()
 
 
@@ -399,11 +400,11 @@ def test_purge_keeps_a_message_that_is_settled_again_during_the_purge(add_callba
     def meanwhile(execute, sql, *arguments):
         if sql.startswith("DELETE") and state_of(message) == State.CANCELLED:
             assert restore(message.id)
-            store.settle("default", store.Settlement(published=[message.position]))
+            settling.settle("default", settling.Settlement(published=[message.position]))
         return execute(sql, *arguments)
 
     with connection.execute_wrapper(meanwhile):
-        assert list(store.purge_settled("default", timedelta(days=7))) == [0]
+        assert list(history.purge_settled("default", timedelta(days=7))) == [0]
 
     assert pending().message.message_id == message.id
 

@@ -29,11 +29,11 @@ from outbox import (
     publish_many,
     publish_now,
     reschedule,
-    store,
 )
 from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store import claiming, history, settling
 from outbox.store.dialect import LOCK_SPACE
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
@@ -161,7 +161,7 @@ class TestUnknownMessages:
     def test_decision_about_a_deleted_message_is_not_found(self):
         message = in_state(State.PUBLISHED)
         set_columns(message, settled_at=DatabaseTime(-HOUR))
-        assert sum(store.purge_settled("default", A_MOMENT)) == 1
+        assert sum(history.purge_settled("default", A_MOMENT)) == 1
 
         assert cancel(message.id) == NOT_FOUND
 
@@ -300,7 +300,7 @@ class TestPublishNow:
         assert row.state == State.READY
         assert row.deliver_at == row.available_at, "or its consumer would take it for a month old"
         assert row.expires_at - row.available_at == HOUR
-        assert store.look("default").busy
+        assert claiming.look("default").busy
 
     def test_publish_now_is_seen_by_the_next_relay_pass(self):
         message = published(delay=HOUR)
@@ -364,7 +364,7 @@ def test_cancelled_dead_head_releases_its_key():
     set_columns(second, state=State.WAITING)
 
     assert cancel(head.id)
-    assert store.release_waiting("default", keys=10, each=10) == 1
+    assert settling.release_waiting("default", keys=10, each=10) == 1
     assert state_of(second) == State.READY
 
 
@@ -372,7 +372,7 @@ def test_cancelled_dead_head_releases_its_key():
 def test_message_promoted_when_due_can_still_be_cancelled():
     message = published(delay=HOUR)
     OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
-    assert store.promote_due("default", 10) == 1
+    assert settling.promote_due("default", 10) == 1
 
     assert cancel(message.id) == CANCELLED
 

@@ -22,7 +22,6 @@ from outbox import (
     checker,
     prepare,
     signals,
-    store,
 )
 from outbox.checkers import checkers
 from outbox.conf import OutboxOptions
@@ -32,6 +31,7 @@ from outbox.models import OutboxMessage, TrailEntry
 from outbox.relay.check_back import askers
 from outbox.relay.service import serve
 from outbox.states import State
+from outbox.store import preparing
 from tests.support.deliveries import at_once
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
@@ -198,8 +198,8 @@ class TestDecision:
 
     def test_opposite_decision_is_an_error_that_names_the_state(self):
         committed, dropped = prepare(TOPIC, {}), prepare(TOPIC, {})
-        store.commit_prepared("default", row_of(committed).pk)
-        store.roll_back_prepared("default", row_of(dropped).pk)
+        preparing.commit_prepared("default", row_of(committed).pk)
+        preparing.roll_back_prepared("default", row_of(dropped).pk)
 
         with pytest.raises(AlreadyDecided) as of_committed:
             committed.rollback()
@@ -282,8 +282,8 @@ class TestDecision:
             [
                 tried(lambda half: half.commit(), halves),
                 tried(lambda half: half.rollback(), halves[::-1]),
-                tried(lambda half: store.commit_prepared("default", positions[half]), halves),
-                tried(lambda half: store.roll_back_prepared("default", positions[half]), halves[::-1]),
+                tried(lambda half: preparing.commit_prepared("default", positions[half]), halves),
+                tried(lambda half: preparing.roll_back_prepared("default", positions[half]), halves[::-1]),
             ]
         )
 
@@ -322,10 +322,10 @@ class TestPrepareBlock:
 
     def test_prepare_block_accepts_the_same_decision_of_the_checker_and_refuses_the_opposite(self):
         with prepare(TOPIC, {}) as half:
-            store.commit_prepared("default", row_of(half).pk)
+            preparing.commit_prepared("default", row_of(half).pk)
         assert state_of(half) == State.READY
         with pytest.raises(AlreadyDecided), prepare(TOPIC, {}) as half:
-            store.roll_back_prepared("default", row_of(half).pk)
+            preparing.roll_back_prepared("default", row_of(half).pk)
         assert state_of(half) == State.ROLLED_BACK
 
     def test_prepare_block_in_a_failed_transaction_raises_the_original_exception(self):
@@ -409,7 +409,7 @@ class TestCheck:
     def test_check_overtaken_by_another_decision_logs_an_error_only_when_they_differ(self, caplog, answers):
         def decided_meanwhile(message):
             decide = message.payload["decide"]
-            decide_by = {"commit": store.commit_prepared, "rollback": store.roll_back_prepared}[decide]
+            decide_by = {"commit": preparing.commit_prepared, "rollback": preparing.roll_back_prepared}[decide]
             assert decide_by("default", OutboxMessage.objects.get(message_id=message.id).pk)
             return Answer.COMMIT
 
@@ -427,7 +427,7 @@ class TestCheck:
     def test_answer_to_an_older_check_is_not_counted(self, answers):
         half = overdue(prepare(TOPIC, {}))
         position = row_of(half).pk
-        answers[:] = [lambda _: store.count_unknown("default", position, 0, 15, "another") and Answer.UNKNOWN]
+        answers[:] = [lambda _: preparing.count_unknown("default", position, 0, 15, "another") and Answer.UNKNOWN]
         asked()
 
         assert (row_of(half).attempts, row_of(half).last_error) == (1, "another")
@@ -443,7 +443,7 @@ class TestCheck:
         assert asked() == 0
         assert "1 prepared messages of the topic 'bank.gone'" in caplog.text
         assert "has a checker" in row_of(half).last_error
-        assert [row.pk for row in store.claim_checks("default", ["bank.gone"], 10, HOUR)] == [row_of(half).pk]
+        assert [row.pk for row in preparing.claim_checks("default", ["bank.gone"], 10, HOUR)] == [row_of(half).pk]
 
     def test_draining_relay_runs_checks(self, answers):
         answers[:] = [Answer.COMMIT]
@@ -476,7 +476,7 @@ class TestResume:
         half = stuck()
         position = row_of(half).pk
 
-        assert [store.resume("default", position, reason="looked into it") for _ in range(2)] == [True, False]
+        assert [preparing.resume("default", position, reason="looked into it") for _ in range(2)] == [True, False]
         assert (state_of(half), row_of(half).attempts) == (State.PREPARED, 0)
         assert OutboxMessage.objects.filter(pk=position, available_at__lte=DatabaseTime()).exists()
         assert trail_of(half) == [(State.STUCK, State.PREPARED)]

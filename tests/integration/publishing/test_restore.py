@@ -15,10 +15,11 @@ from django.core.management import CommandError, call_command
 from django.db import connection, transaction
 from django.utils import timezone
 
-from outbox import InvalidMessage, UnknownMessage, cancel, publish, reschedule, restore, restoring, store
+from outbox import InvalidMessage, UnknownMessage, cancel, publish, reschedule, restore, restoring
 from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, TrailEntry
 from outbox.states import RESTORE, State
+from outbox.store.restoring import restore as restore_one
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, drained, ids, in_threads, published, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
@@ -238,7 +239,7 @@ class TestRestore:
         counts = []
 
         def bring_back():
-            counts.append(sum(store.restore("default", position) for position in positions))
+            counts.append(sum(restore_one("default", position) for position in positions))
 
         with in_threads(bring_back, bring_back):
             pass
@@ -274,7 +275,7 @@ class TestUniqueMessages:
 
         assert restore(replaced.id) == restoring.Restoration(restored=0, left={"replaced": 1})
         assert (state_of(replaced), state_of(latest)) == (first, second)
-        assert not store.restore("default", replaced.position)
+        assert not restore_one("default", replaced.position)
 
     def test_restore_brings_back_the_last_of_several_cancelled_messages(self):
         messages = [ended(biz_id="b", unique=True) for _ in range(3)]

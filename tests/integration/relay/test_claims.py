@@ -16,7 +16,7 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outbox import Draft, pause, publish, publish_many, resume, store
+from outbox import Draft, pause, publish, publish_many, resume
 from outbox.database.faults import is_outage
 from outbox.database.now import DatabaseTime
 from outbox.expressions import DAY_OF_NOW, Today
@@ -25,8 +25,11 @@ from outbox.models import OutboxMessage, PausedTopic
 from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import LIVE, SETTLED, State
-from outbox.store import Busy, Failure, Place, RelayedMessage, Settlement, claiming, operating, writing
+from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
+from outbox.store.claiming import Busy, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
+from outbox.store.scheduling import Place
+from outbox.store.settling import Failure, Settlement
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import (
     SECONDS,
@@ -93,7 +96,7 @@ def test_concurrent_claims_never_share_a_row():
                 if others:  # keep the claim while the others look for rows
                     with connection.cursor() as cursor:
                         cursor.execute("SELECT pg_sleep(0.005)")
-                store.settle("default", Settlement(published=taken))
+                settling.settle("default", Settlement(published=taken))
                 with guard:
                     held.subtract(taken)
             if not taken and not OutboxMessage.objects.filter(state=State.READY).exists():
@@ -210,11 +213,11 @@ class TestTransactionBounds:
         def oversleep():
             try:
                 with transaction.atomic():
-                    store.bound_transaction("default", timedelta(seconds=3))  # longer than a stall
+                    claiming.bound_transaction("default", timedelta(seconds=3))  # longer than a stall
                     [row] = in_hand(10)
                     assert not its_shard_is_free()
                     wait_until(its_shard_is_free)
-                    store.settle("default", Settlement(published=[row.position]))
+                    settling.settle("default", Settlement(published=[row.position]))
             except (DatabaseError, InterfaceError) as error:
                 woken.append(error)
 
@@ -226,7 +229,7 @@ class TestTransactionBounds:
 
     def test_transaction_bounds_do_not_outlast_the_transaction(self):
         with transaction.atomic():
-            store.bound_transaction("default", timedelta(seconds=3))
+            claiming.bound_transaction("default", timedelta(seconds=3))
             assert (shown("statement_timeout"), shown("lock_timeout")) == ("3s", "1s")
 
         names = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
@@ -262,7 +265,7 @@ class TestCancelling:
         answers = []
 
         def cancel():
-            answers.append(store.cancel("default", message.position))
+            answers.append(operating.cancel("default", message.position))
 
         with transaction.atomic():
             assert message.position in {row.position for row in in_hand(10)}
@@ -270,7 +273,7 @@ class TestCancelling:
             thread.start()
             wait_until(a_session_waits_for_an_advisory_lock)
             assert not answers, "it waits for the pass"
-            store.settle("default", settlement)
+            settling.settle("default", settlement)
         thread.join()
         return answers[0]
 
@@ -297,7 +300,7 @@ class TestCancelling:
         message = published()
         for decided in (False, True):
             with transaction.atomic():
-                assert store.cancel("default", message.position)
+                assert operating.cancel("default", message.position)
                 assert claimed_elsewhere() == set()
                 transaction.set_rollback(not decided)
             assert claimed_elsewhere() == (set() if decided else {message.position})
@@ -307,12 +310,12 @@ class TestCancelling:
         with transaction.atomic():
             with connection.cursor() as cursor:
                 cursor.execute("SET LOCAL lock_timeout = '1234ms'")
-            assert store.cancel("default", message.position)
+            assert operating.cancel("default", message.position)
 
             assert shown("lock_timeout") == "1234ms"
 
     def test_cancel_of_a_missing_row_returns_false(self):
-        assert not store.cancel("default", 10**9)
+        assert not operating.cancel("default", 10**9)
 
 
 def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
@@ -323,8 +326,8 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
 
     def read():
         with transaction.atomic():
-            seen = store.look("default")
-            return seen, store.claim_ready("default", seen.busy, 500)
+            seen = claiming.look("default")
+            return seen, claiming.claim_ready("default", seen.busy, 500)
 
     connection.close()
     by_prepared = read()
@@ -350,8 +353,8 @@ def test_prepared_statements_never_use_a_generic_plan():
     analyse()
     for _ in range(12):
         with transaction.atomic():
-            store.look("default")
-            store.claim_ready("default", [Busy(shard, 0) for shard in range(64)], 500)
+            claiming.look("default")
+            claiming.claim_ready("default", [Busy(shard, 0) for shard in range(64)], 500)
 
     with connection.cursor() as cursor:
         cursor.execute("SELECT name, generic_plans FROM pg_prepared_statements ORDER BY name")
@@ -401,7 +404,7 @@ class TestIndexes:
         assert "Seq Scan on outbox_outboxmessage" not in reading
 
     def test_due_messages_are_found_by_index(self, published_before):
-        [plan] = explained(lambda: store.promote_due("default", 1_000))
+        [plan] = explained(lambda: settling.promote_due("default", 1_000))
 
         assert "outbox_due" in plan
         assert "Seq Scan on outbox_outboxmessage" not in plan
@@ -412,9 +415,9 @@ class TestIndexes:
 
         def whole_pass():
             with transaction.atomic():
-                store.bound_transaction("default", HOUR)
-                rows = store.claim_ready("default", store.look("default").busy, 500).rows
-                store.settle("default", Settlement(published=[row.position for row in rows]))
+                claiming.bound_transaction("default", HOUR)
+                rows = claiming.claim_ready("default", claiming.look("default").busy, 500).rows
+                settling.settle("default", Settlement(published=[row.position for row in rows]))
 
         plans = explained(whole_pass)
 
@@ -429,9 +432,9 @@ class TestIndexes:
         fresh.filter(pk__in=fresh.values_list("pk")[:2_500]).update(state=State.RETRYING, available_at=DatabaseTime(-HOUR))
         fresh.update(state=State.WAITING)
 
-        plans = explained(lambda: store.promote_rested("default", 1_000))
+        plans = explained(lambda: settling.promote_rested("default", 1_000))
         OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED, day=Today())
-        plans += explained(lambda: store.release_waiting("default", keys=1, each=100))[1:]
+        plans += explained(lambda: settling.release_waiting("default", keys=1, each=100))[1:]
 
         assert len(plans) == 2
         for plan in plans:
@@ -451,9 +454,9 @@ class TestIndexes:
         resume("topic.1")
         PausedTopic.objects.filter(topic="empty").update(paused_by="", probe_at=DatabaseTime(-HOUR))
 
-        plans = explained(lambda: store.resume_some("default", "topic.1", 500))
-        plans += explained(lambda: store.begin_trial("default", "empty", 5, 1.0))
-        plans += explained(lambda: store.resume_stranded("default"))
+        plans = explained(lambda: pausing.resume_some("default", "topic.1", 500))
+        plans += explained(lambda: pausing.begin_trial("default", "empty", 5, 1.0))
+        plans += explained(lambda: pausing.resume_stranded("default"))
 
         assert not PausedTopic.objects.filter(topic="empty").exists()
         assert sum("outbox_paused" in plan for plan in plans) >= 4, plans
@@ -467,14 +470,14 @@ class TestIndexes:
         )
         analyse()
 
-        [plan] = explained(lambda: store.promote_due("default", 1_000))
+        [plan] = explained(lambda: settling.promote_due("default", 1_000))
 
         assert re.search(r"Index Scan using outbox_due [^\n]*\n\s+Index Cond: \(?.*available_at <= ", plan), plan
 
     def test_settling_finds_rows_by_primary_key(self, published_before):
         positions = list(OutboxMessage.objects.filter(state=State.READY).values_list("pk", flat=True))
 
-        [plan] = explained(lambda: store.settle("default", Settlement(published=positions)))
+        [plan] = explained(lambda: settling.settle("default", Settlement(published=positions)))
 
         assert "Seq Scan on outbox_outboxmessage" not in plan
         assert "outbox_outboxmessage_live_pkey" in plan
@@ -540,26 +543,26 @@ OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming"
 def pages_by_statement(*, by_index=False, may_sort=frozenset()):
     """How many pages each statement of the relay reads; with `by_index`, it must find its rows by an index, in order."""
     with transaction.atomic():
-        busy = store.look("default").busy
-        rows = store.claim_ready("default", busy, 500).rows
+        busy = claiming.look("default").busy
+        rows = claiming.claim_ready("default", busy, 500).rows
     assert len(rows) == 500
     positions = [row.position for row in rows]
     above = dict.fromkeys(range(64), max(positions))
     failure = Failure(positions=positions[400:450], error="nack", retry_after=HOUR)
     settlement = Settlement(published=positions[:300], expired=positions[300:400], waiting=positions[450:], failed=[failure])
     statements = {
-        "look": lambda: store.look("default"),
-        "look above floors": lambda: store.look("default", above),
-        "read": lambda: store.claim_ready("default", busy, 500),
-        "settle": lambda: store.settle("default", settlement),
-        "promote what is due": lambda: store.promote_due("default", 1000),
-        "promote what is due again": lambda: store.promote_rested("default", 1000),
-        "upcoming": lambda: store.upcoming("default", {}, HOUR, 500),
-        "upcoming after a place": lambda: store.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
-        "newly scheduled": lambda: store.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
-        "fire": lambda: store.fire("default", positions[:50]),  # by their ids, some pages for each
-        "room": lambda: store.ready_aside("default", 2000),
-        "release": lambda: store.release_waiting("default", keys=200, each=500),
+        "look": lambda: claiming.look("default"),
+        "look above floors": lambda: claiming.look("default", above),
+        "read": lambda: claiming.claim_ready("default", busy, 500),
+        "settle": lambda: settling.settle("default", settlement),
+        "promote what is due": lambda: settling.promote_due("default", 1000),
+        "promote what is due again": lambda: settling.promote_rested("default", 1000),
+        "upcoming": lambda: scheduling.upcoming("default", {}, HOUR, 500),
+        "upcoming after a place": lambda: scheduling.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
+        "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
+        "fire": lambda: scheduling.fire("default", positions[:50]),  # by their ids, some pages for each
+        "room": lambda: scheduling.ready_aside("default", 2000),
+        "release": lambda: settling.release_waiting("default", keys=200, each=500),
     }
     pages = {}
     for name, action in statements.items():
@@ -626,8 +629,8 @@ class TestPinnedVacuumHorizon:
     def pages_by_pass(self, passes, *, with_floors):
         """What looking and reading cost in each of so many passes, each of which publishes what it has in hand."""
         clock = [0.0]
-        floors = Floors(range(64), partial(store.writers, "default"), lambda: clock[0])
-        floors.end(store.look("default", from_the_start=floors.begin()))
+        floors = Floors(range(64), partial(claiming.writers, "default"), lambda: clock[0])
+        floors.end(claiming.look("default", from_the_start=floors.begin()))
         costs = []
         for _ in range(passes):
             clock[0] += 0.6
@@ -636,12 +639,12 @@ class TestPinnedVacuumHorizon:
                 rows = []
 
                 def look_and_claim(rows=rows):
-                    work_found = store.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
+                    work_found = claiming.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
                     floors.end(work_found)
-                    rows += store.claim_ready("default", work_found.busy, 500).rows
+                    rows += claiming.claim_ready("default", work_found.busy, 500).rows
 
                 costs.append(sum(map(pages_of, measured(look_and_claim))))
-                store.settle("default", Settlement(published=[row.position for row in rows]))
+                settling.settle("default", Settlement(published=[row.position for row in rows]))
             floors.saw(max(row.position for row in rows))
         return costs
 
@@ -748,7 +751,7 @@ def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_r
 def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):
     """When it wakes, its transaction has ended and its messages may have been published or cancelled meanwhile."""
     published()
-    claim = store.claim_ready
+    claim = claiming.claim_ready
 
     def claim_and_freeze(*arguments):
         rows = claim(*arguments)
@@ -756,7 +759,7 @@ def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeyp
         monkeypatch.setattr(passes, "monotonic", lambda: asleep)
         return rows
 
-    monkeypatch.setattr(store, "claim_ready", claim_and_freeze)
+    monkeypatch.setattr(claiming, "claim_ready", claim_and_freeze)
     with connected(peer.url) as transport:
         one_pass(transport)
 
@@ -834,7 +837,7 @@ class TestFloors:
         with relaying(peer.url) as relays:
             self.passed_by_publishing(relays, message)
             if of == "restore":
-                assert store.restore("default", message.position)
+                assert restoring.restore("default", message.position)
             else:
                 set_columns(message, state=state, available_at=DatabaseTime())
             wait_until(lambda: state_of(message) == State.PUBLISHED)
@@ -901,7 +904,7 @@ class TestWriters:
         with in_threads(open_transaction):
             try:
                 assert done.wait(30)
-                answers.append(len(store.writers("default")))
+                answers.append(len(claiming.writers("default")))
             finally:
                 end.set()
         return answers[0]
@@ -910,7 +913,7 @@ class TestWriters:
         assert self.seen_while(lambda: publish(TOPIC, {})) == 1
         assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 3)) == 1
         assert self.seen_while(lambda: publish_many([Draft(TOPIC, {})] * 30)) == 1
-        assert store.writers("default") == frozenset()
+        assert claiming.writers("default") == frozenset()
 
     def test_writers_include_a_transaction_with_positions_drawn_before_its_copy(self, monkeypatch):
         drawn, go_on = threading.Event(), threading.Event()
@@ -924,7 +927,7 @@ class TestWriters:
         with in_threads(partial(a_backlog, 20)):
             try:
                 assert drawn.wait(30)
-                assert len(store.writers("default")) == 1
+                assert len(claiming.writers("default")) == 1
             finally:
                 go_on.set()
 
@@ -935,7 +938,7 @@ class TestWriters:
     def test_writers_exclude_the_asking_transaction(self):
         with transaction.atomic():
             publish(TOPIC, {})
-            assert store.writers("default") == frozenset()
+            assert claiming.writers("default") == frozenset()
 
 
 class TestShare:

@@ -10,7 +10,6 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 from django.db import OperationalError, connections
 
-from outbox import store
 from outbox.kernel import heartbeat as kernel
 from outbox.kernel.clock import utcnow
 from outbox.kernel.heartbeat import SILENT_AFTER
@@ -18,6 +17,7 @@ from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayHeartbeat
 from outbox.relay import heartbeat as module
 from outbox.relay.heartbeat import Heartbeat
+from outbox.store import heartbeats
 from tests.support.heartbeats import a_relay, fall_silent, write_beat
 from tests.support.relaying import in_threads
 
@@ -64,7 +64,7 @@ def next_beat(clock, heartbeat):
 
 
 def the_row():
-    return store.relays.rows("default").get()
+    return heartbeats.relays.rows("default").get()
 
 
 def is_near(instant, ago=timedelta()):
@@ -116,16 +116,16 @@ class TestRow:
     def test_forget_silent_deletes_only_rows_older_than_its_limit(self):
         write_beat()
         fall_silent(timedelta(hours=23))
-        assert store.relays.delete_silent("default", timedelta(days=1)) == 0
+        assert heartbeats.relays.delete_silent("default", timedelta(days=1)) == 0
 
         fall_silent(timedelta(hours=25))
-        assert store.relays.delete_silent("default", timedelta(days=1)) == 1
+        assert heartbeats.relays.delete_silent("default", timedelta(days=1)) == 1
         assert not RelayHeartbeat.objects.exists()
 
     def test_retire_deletes_only_the_row_of_that_relay(self):
         ended, running = write_beat(), write_beat()
 
-        store.relays.delete("default", ended.id)
+        heartbeats.relays.delete("default", ended.id)
 
         assert the_row().id == running.id
 
@@ -133,8 +133,8 @@ class TestRow:
     def test_heartbeat_is_stored_in_the_relayed_database(self):
         write_beat("other")
 
-        assert store.relays.rows("other").count() == 1
-        assert store.relays.rows("default").count() == 0
+        assert heartbeats.relays.rows("other").count() == 1
+        assert heartbeats.relays.rows("default").count() == 0
 
 
 class TestHeartbeat:
@@ -241,7 +241,7 @@ class TestHeartbeat:
         heartbeat.beat()  # and never again
         fall_silent(SILENT_AFTER + A_MOMENT)
         Heartbeat("default").beat()
-        assert sorted(row.silent for row in store.relays.rows("default")) == [False, True]
+        assert sorted(row.silent for row in heartbeats.relays.rows("default")) == [False, True]
 
         fall_silent(timedelta(days=2))
         Heartbeat("default").beat()
@@ -317,7 +317,7 @@ class TestTwoLoops:
             writing.set()
             assert go_on.wait(30)
 
-        monkeypatch.setattr(store.relays, "write", slow)
+        monkeypatch.setattr(heartbeats.relays, "write", slow)
         with in_threads(heartbeat.beat):
             assert writing.wait(30)
             monkeypatch.setattr(heartbeat, "_due_at", 0.0)
@@ -330,7 +330,7 @@ class TestFailedHeartbeat:
     @pytest.fixture
     def failing_database(self, monkeypatch):
         """Every write of a heartbeat fails while `error` is set; `count` is the number of attempts."""
-        real, asked = store.relays.write, []
+        real, asked = heartbeats.relays.write, []
 
         class FailingDatabase:
             error = OperationalError("server closed the connection unexpectedly")
@@ -342,7 +342,7 @@ class TestFailedHeartbeat:
                 raise FailingDatabase.error
             real(alias, identity, **columns)
 
-        monkeypatch.setattr(store.relays, "write", write)
+        monkeypatch.setattr(heartbeats.relays, "write", write)
         return FailingDatabase
 
     def test_failed_heartbeat_is_logged_once_and_written_when_the_database_is_available(
@@ -376,7 +376,7 @@ class TestFailedHeartbeat:
 
     def test_close_after_a_failed_heartbeat_does_not_ask_the_database(self, failing_database, heartbeat, monkeypatch):
         heartbeat.beat()
-        monkeypatch.setattr(store.relays, "delete", pytest.fail)
+        monkeypatch.setattr(heartbeats.relays, "delete", pytest.fail)
 
         heartbeat.close()
 
@@ -389,7 +389,7 @@ class TestFailedHeartbeat:
             raise OperationalError("database is locked")
 
         heartbeat.beat()
-        monkeypatch.setattr(store.relays, "delete", delete)
+        monkeypatch.setattr(heartbeats.relays, "delete", delete)
 
         heartbeat.close()
 

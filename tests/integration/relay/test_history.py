@@ -11,7 +11,7 @@ import pytest
 from django.core.checks import run_checks
 from django.db import OperationalError, connection, transaction
 
-from outbox import Draft, cancel, checks, on_published, publish, publish_many, restore, store
+from outbox import Draft, cancel, checks, on_published, publish, publish_many, restore
 from outbox.callbacks import registry
 from outbox.database.now import DatabaseTime
 from outbox.decisions import Outcome
@@ -20,8 +20,9 @@ from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, PendingCallback, TrailEntry
 from outbox.relay.housekeeping import Housekeeper, housekeepers
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
-from outbox.store import Settlement, history, restoring
+from outbox.store import claiming, history, lease, operating, preparing, restoring, settling
 from outbox.store.dialect import HISTORY, LIVE_PART, TABLE
+from outbox.store.settling import Settlement
 from outbox.store.writing import NewRow, insert_formed
 from tests.support.relaying import TOPIC, in_state, in_threads, published, quick, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
@@ -61,7 +62,7 @@ def execute(statement, *parameters):
 def settled(message):
     """As a relay does it."""
     with transaction.atomic():
-        assert store.settle("default", Settlement(published=[message.position])) == 1
+        assert settling.settle("default", Settlement(published=[message.position])) == 1
     return message
 
 
@@ -111,13 +112,13 @@ def _no_days():
 
 def without_days():
     if connection.vendor == "postgresql":
-        for day in store.days("default"):
-            execute(f"DROP TABLE {TABLE}_{store.date_of(day):%Y_%m_%d}")
+        for day in history.days("default"):
+            execute(f"DROP TABLE {TABLE}_{history.date_of(day):%Y_%m_%d}")
 
 
 @pytest.fixture
 def today():
-    return store.day_of("default")
+    return history.day_of("default")
 
 
 class TestWhereAMessageIs:
@@ -140,12 +141,12 @@ class TestWhereAMessageIs:
             assert row_of(message).day == LIVE
 
     def test_message_moves_to_the_partition_of_its_day_and_back(self, today):
-        store.make_day("default", today)
+        history.make_day("default", today)
         message = published()
         assert part_of(message) == LIVE_PART
 
         cancel(message.id)
-        assert part_of(message) == f"{TABLE}_{store.date_of(today):%Y_%m_%d}"
+        assert part_of(message) == f"{TABLE}_{history.date_of(today):%Y_%m_%d}"
         restore(message.id)
         assert part_of(message) == LIVE_PART
 
@@ -184,12 +185,12 @@ class TestWhereAMessageIs:
         with connection.execute_wrapper(note), transaction.atomic():
             publish(TOPIC, {})
             publish_many([Draft(TOPIC, {})] * 20)
-            busy = store.look("default").busy
-            rows = store.claim_ready("default", busy, 500).rows
-            store.promote_due("default", 10)
-            store.promote_rested("default", 10)
-            store.release_waiting("default", keys=10, each=10)
-            store.settle("default", Settlement(published=[rows[0].position], waiting=[rows[1].position]))
+            busy = claiming.look("default").busy
+            rows = claiming.claim_ready("default", busy, 500).rows
+            settling.promote_due("default", 10)
+            settling.promote_rested("default", 10)
+            settling.release_waiting("default", keys=10, each=10)
+            settling.settle("default", Settlement(published=[rows[0].position], waiting=[rows[1].position]))
 
         named = [sql for sql in seen if f"FROM {TABLE} " in sql.replace('"', "") or f"INTO {TABLE} " in sql]
         assert [sql for sql in named if not sql.startswith(f"WITH {TABLE} AS (DELETE FROM {LIVE_PART} ")] == []
@@ -205,10 +206,10 @@ class TestWhereAMessageIs:
 
 def settle_as(state, message):
     if state == State.ROLLED_BACK:
-        assert store.roll_back_prepared("default", message.position)
+        assert preparing.roll_back_prepared("default", message.position)
     else:
         outcome = {"expired" if state == State.EXPIRED else "published": [message.position]}
-        assert store.settle("default", Settlement(**outcome)) == 1
+        assert settling.settle("default", Settlement(**outcome)) == 1
 
 
 def indexes_entered(table, message):
@@ -241,29 +242,29 @@ class TestWhoWaits:
         with in_threads(publisher):
             assert first.wait(60)
             try:
-                store.make_day("default", today)
-                assert store.drop_day("default", today)
+                history.make_day("default", today)
+                assert history.drop_day("default", today)
             finally:
                 done.set()
 
     def test_publisher_does_not_wait_behind_a_day_that_waits_for_a_reader_of_history(self, today, monkeypatch):
         monkeypatch.setattr(history, "_LONGEST_WAIT", timedelta(seconds=60))
-        with a_session(f"SELECT count(*) FROM {TABLE}") as reader, in_threads(lambda: store.make_day("default", today)):
+        with a_session(f"SELECT count(*) FROM {TABLE}") as reader, in_threads(lambda: history.make_day("default", today)):
             wait_until(lambda: a_session_waits_for(HISTORY))
             published()
             with transaction.atomic():
                 publish_many([Draft(TOPIC, {})] * 20)
             assert a_session_waits_for(HISTORY)
             reader.rollback()
-        assert store.days("default") == [today]
+        assert history.days("default") == [today]
 
     @pytest.mark.parametrize("step", ["make", "drop"])
     def test_making_and_dropping_a_day_wait_for_a_reader_of_history_for_a_moment_only(self, today, step):
-        store.make_day("default", today)
-        change = {"make": lambda: store.make_day("default", today + 1), "drop": lambda: store.drop_day("default", today)}[step]
+        history.make_day("default", today)
+        changes = {"make": lambda: history.make_day("default", today + 1), "drop": lambda: history.drop_day("default", today)}
         with a_session(f"SELECT count(*) FROM {TABLE}"), pytest.raises(OperationalError, match="lock timeout"):
-            change()
-        change()
+            changes[step]()
+        changes[step]()
 
     def test_relay_settles_behind_a_day_that_waited_for_a_reader_of_history(self, today):
         message = published()
@@ -279,9 +280,9 @@ class TestWhoWaits:
         """It locks the row that is moved away, and finds no error but the message where it is now."""
         message = published()
         answers = []
-        with a_settle_of(message) as settling, in_threads(lambda: answers.append(cancel(message.id))):
+        with a_settle_of(message) as settles, in_threads(lambda: answers.append(cancel(message.id))):
             wait_until(a_session_waits)
-            settling(end)
+            settles(end)
 
         [answer] = answers
         if end == "commit":
@@ -298,7 +299,7 @@ def a_settle_of(message):
 
     def settle():
         with transaction.atomic():
-            store.settle("default", Settlement(published=[message.position]))
+            settling.settle("default", Settlement(published=[message.position]))
             begun.set()
             assert ended.wait(60)
             transaction.set_rollback(told == ["rollback"])
@@ -336,9 +337,9 @@ class TestUnique:
     def test_publish_waits_for_a_concurrent_settle_and_finds_its_message(self, end):
         first = published(biz_id="order-1", unique=True)
         found = []
-        with a_settle_of(first) as settling, in_threads(lambda: found.append(published(biz_id="order-1", unique=True))):
+        with a_settle_of(first) as settles, in_threads(lambda: found.append(published(biz_id="order-1", unique=True))):
             wait_until(a_session_waits)
-            settling(end)
+            settles(end)
 
         [again] = found
         state = State.PUBLISHED if end == "commit" else State.READY
@@ -401,20 +402,20 @@ class TestUnique:
             for n in range(120):
                 published(biz_id=names[n % 5], unique=True)
 
-        def settling():
+        def settling_them():
             while not stop:
                 for position, name in OutboxMessage.objects.filter(state=State.READY).values_list("pk", "biz_id"):
                     with transaction.atomic():
                         if name != names[0]:
-                            store.settle("default", Settlement(published=[position]))
+                            settling.settle("default", Settlement(published=[position]))
                         else:
-                            store.cancel("default", position)
+                            operating.cancel("default", position)
 
         def restoring_them():
             while not stop:
                 restore(topic=TOPIC)
 
-        with in_threads(settling, restoring_them, stop=stop), in_threads(publishing, publishing):
+        with in_threads(settling_them, restoring_them, stop=stop), in_threads(publishing, publishing):
             pass
 
         for name in names:
@@ -444,18 +445,18 @@ class TestHousekeeping:
         a_round()
         a_round()
 
-        assert store.days("default") == [today, today + 1, today + 2, today + 3]
+        assert history.days("default") == [today, today + 1, today + 2, today + 3]
 
     def test_days_older_than_keep_history_are_dropped_and_younger_ones_stay(self, today):
         for day in (today - 9, today - 8, today - 7):
-            store.make_day("default", day)
+            history.make_day("default", day)
         old, older = settled_before(8), settled_before(9)
         young = settled_before(7)
 
         a_round(KEEP_HISTORY=7 * DAY)
 
         assert set(OutboxMessage.objects.values_list("message_id", flat=True)) == {young.id}
-        assert store.days("default")[0] == today - 7
+        assert history.days("default")[0] == today - 7
         assert {old.position, older.position} & set(OutboxMessage.objects.values_list("pk", flat=True)) == set()
 
     @every_database
@@ -484,7 +485,7 @@ class TestHousekeeping:
     @every_database
     def test_message_of_which_a_callback_is_pending_stays_with_its_day_and_is_reported(self, today, caplog):
         if connection.vendor == "postgresql":
-            store.make_day("default", today - 9)
+            history.make_day("default", today - 9)
         message = settled_before(9)
         now = DatabaseTime()
         PendingCallback.objects.create(message_id=message.id, event="published", settled_at=now, available_at=now)
@@ -504,22 +505,22 @@ class TestHousekeeping:
         assert first._lease.take()
 
         second._round(StopRequest())
-        assert store.days("default") == []
+        assert history.days("default") == []
 
         first._lease.release()
         second._round(StopRequest())
-        assert store.days("default")
+        assert history.days("default")
 
     def test_two_that_do_it_at_once_do_not_disturb_each_other(self, today, monkeypatch, caplog):
-        monkeypatch.setattr(store.Lease, "take", lambda self: True)
+        monkeypatch.setattr(lease.Lease, "take", lambda self: True)
         for day in range(today - 20, today - 10):
-            store.make_day("default", day)
+            history.make_day("default", day)
 
         with in_threads(*(a_round for _ in range(4))):
             pass
         a_round()
 
-        assert store.days("default") == [today, today + 1, today + 2, today + 3]
+        assert history.days("default") == [today, today + 1, today + 2, today + 3]
         assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
 
     def test_rows_of_a_day_that_are_in_the_default_partition_already_stay_there(self, today):
@@ -527,8 +528,8 @@ class TestHousekeeping:
 
         a_round()
 
-        assert today not in store.days("default")
-        assert today + 1 in store.days("default")
+        assert today not in history.days("default")
+        assert today + 1 in history.days("default")
         assert part_of(message) == f"{HISTORY}_default"
 
     def test_user_who_may_not_make_partitions_is_told_the_remedy_and_old_rows_are_deleted(self, caplog):
@@ -559,22 +560,22 @@ class TestHousekeeping:
 
         keeping = housekeeper()
         with monkeypatch.context() as patch:
-            patch.setattr(store, "day_of", fail)
+            patch.setattr(history, "day_of", fail)
             keeping.drain(StopRequest())
             keeping.drain(StopRequest())
         keeping.drain(StopRequest())
 
         assert sum(record.levelname == "ERROR" for record in caplog.records) == 1
-        assert store.days("default")
+        assert history.days("default")
 
     def test_dropping_a_day_leaves_no_dead_rows(self, today):
-        store.make_day("default", today)
+        history.make_day("default", today)
         with transaction.atomic():
             messages = publish_many([Draft(TOPIC, {})] * 2000)
-            store.settle("default", Settlement(published=[message.position for message in messages]))
+            settling.settle("default", Settlement(published=[message.position for message in messages]))
         execute(f"VACUUM {LIVE_PART}")
 
-        assert store.drop_day("default", today)
+        assert history.drop_day("default", today)
 
         dead = execute("SELECT sum(n_dead_tup) FROM pg_stat_user_tables WHERE relname LIKE %s", f"{HISTORY}%")
         assert dead == [(0,)]
@@ -616,7 +617,7 @@ class TestKeepNothing:
     def test_message_that_was_not_published_is_kept_for_seven_days(self, state):
         message = in_state(State.PREPARED if state == State.ROLLED_BACK else State.READY)
         if state == State.CANCELLED:
-            store.cancel("default", message.position)
+            operating.cancel("default", message.position)
         else:
             with transaction.atomic():
                 settle_as(state, message)
@@ -642,7 +643,7 @@ class TestFigures:
         settled(published())
         published()
 
-        counts = store.count_states("default")
+        counts = history.count_states("default")
 
         assert (counts.states["published"], counts.states["ready"]) == (1, 1)
         assert counts.estimated == frozenset()
@@ -650,12 +651,12 @@ class TestFigures:
     def test_large_history_is_estimated_and_what_is_live_is_counted(self, monkeypatch):
         with transaction.atomic():
             messages = publish_many([Draft(TOPIC, {})] * 500)
-            store.settle("default", Settlement(published=[message.position for message in messages]))
+            settling.settle("default", Settlement(published=[message.position for message in messages]))
         published()
         execute(f"ANALYZE {TABLE}")
         monkeypatch.setattr(history, "_COUNTED_EXACTLY_BYTES", 0)
 
-        counts = store.count_states("default")
+        counts = history.count_states("default")
 
         assert counts.estimated == set(SETTLED)
         assert counts.states["published"] == pytest.approx(500, rel=0.1)
@@ -676,14 +677,14 @@ class TestMidnight:
 
     def test_settle_whose_statements_are_of_two_days_settles_all_of_them(self, today):
         for day in (today - 1, today):
-            store.make_day("default", day)
+            history.make_day("default", day)
         first, second = published(), published()
 
         with transaction.atomic():
-            store.settle("default", Settlement(published=[first.position]))
+            settling.settle("default", Settlement(published=[first.position]))
             OutboxMessage.objects.filter(message_id=first.id).update(day=today - 1)  # before midnight
-            store.settle("default", Settlement(published=[second.position]))
+            settling.settle("default", Settlement(published=[second.position]))
 
         assert [part_of(message)[-2:] for message in (first, second)] == [
-            f"{store.date_of(day):%d}" for day in (today - 1, today)
+            f"{history.date_of(day):%d}" for day in (today - 1, today)
         ]

@@ -7,11 +7,12 @@ from functools import partial
 import pytest
 from django.db import transaction
 
-from outbox import Draft, publish_many, signals, store
+from outbox import Draft, publish_many, signals
 from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.relay.passes import Pass
 from outbox.states import State
+from outbox.store import claiming, operating, settling
 from tests.support.relaying import (
     connected,
     deadline_when,
@@ -120,23 +121,23 @@ class TestFailedAttempt:
         assert "was not published at attempt 1" in caplog.text
 
     def test_look_says_in_how_many_seconds_the_next_message_is_tried_again(self, peer, transport):
-        assert store.look("default").retry_in == math.inf
+        assert claiming.look("default").retry_in == math.inf
         later, sooner = some("later", "sooner")
         answering(peer, later="nack", sooner="nack")
         one_pass(transport)
         set_columns(later, available_at=DatabaseTime(timedelta(hours=2)))
         set_columns(sooner, available_at=DatabaseTime(timedelta(hours=1)))
-        assert 3500 < store.look("default").retry_in < 3601
+        assert 3500 < claiming.look("default").retry_in < 3601
         set_columns(sooner, available_at=DatabaseTime())
 
-        assert store.look("default").retry_in == 0
+        assert claiming.look("default").retry_in == 0
 
     def test_nacked_message_is_sent_again_with_the_same_id_when_due(self, peer, transport):
         [message] = some("bad")
         answering(peer, bad="nack")
         one_pass(transport)
         set_columns(message, available_at=DatabaseTime())
-        store.promote_rested("default", 10)
+        settling.promote_rested("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -400,7 +401,7 @@ class TestOrder:
         answering(peer, k1="nack")
         one_pass(transport)
         OutboxMessage.objects.filter(state=State.RETRYING).update(available_at=DatabaseTime())
-        store.promote_rested("default", 10)
+        settling.promote_rested("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -412,10 +413,10 @@ class TestOrder:
         set_columns(head, state=State.DEAD)
         one_pass(transport)
         assert state_of(second) == State.WAITING
-        assert store.release_waiting("default", keys=10, each=10) == 0
+        assert settling.release_waiting("default", keys=10, each=10) == 0
 
-        assert store.cancel("default", head.position)
-        assert store.release_waiting("default", keys=10, each=10) == 1
+        assert operating.cancel("default", head.position)
+        assert settling.release_waiting("default", keys=10, each=10) == 1
         one_pass(transport)
 
         assert state_of(second) == State.PUBLISHED
@@ -471,7 +472,7 @@ def test_pass_publishes_the_messages_of_its_own_database_only(peer):
     mine, theirs = published(), published(using="other")
     with connected(peer.url) as transport:
         single = Pass("default", transport, quick())
-        single.run(store.look("default").busy, 10)
+        single.run(claiming.look("default").busy, 10)
         single.close()
 
     assert ids(peer.published) == [str(mine.id)]

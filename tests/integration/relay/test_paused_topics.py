@@ -8,17 +8,7 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
-from outbox import (
-    Draft,
-    TopicState,
-    cancel,
-    pause,
-    publish_many,
-    publish_now,
-    reschedule,
-    resume,
-    store,
-)
+from outbox import Draft, TopicState, cancel, pause, publish_many, publish_now, reschedule, resume
 from outbox.database.now import DatabaseTime
 from outbox.errors import InvalidMessage
 from outbox.expressions import Today
@@ -27,6 +17,7 @@ from outbox.kernel.loop import StopRequest
 from outbox.models import OutboxMessage, PausedTopic, TrailEntry
 from outbox.relay import breaker
 from outbox.states import State
+from outbox.store import claiming, pausing, settling
 from outbox.store.dialect import LIVE_PART
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import (
@@ -323,24 +314,24 @@ class TestProbes:
     def test_refused_probes_double_the_pause_once_for_all_relays(self):
         refused_by_breaker(in_trial=[1, 2, 3])
 
-        assert store.prolong("default", BAD, "full", 30.0, 1.0) == "nacked"
-        assert store.prolong("default", BAD, "full", 30.0, 1.0) is None
+        assert pausing.prolong("default", BAD, "full", 30.0, 1.0) == "nacked"
+        assert pausing.prolong("default", BAD, "full", 30.0, 1.0) is None
         row = the_pause()
         assert (row.pause_seconds, row.reason, row.in_trial) == (2.0, "full", [])
 
         for _ in range(6):
             PausedTopic.objects.update(in_trial=[1])
-            store.prolong("default", BAD, "full", 30.0, 1.0)
+            pausing.prolong("default", BAD, "full", 30.0, 1.0)
         assert the_pause().pause_seconds == 30.0
 
     def test_trial_is_claimed_once_and_no_earlier_than_it_is_due(self):
         messages = many(8)
         of(BAD).update(state=State.PAUSED)
         refused_by_breaker()
-        assert store.begin_trial("default", BAD, 5, 1.0) == 0
+        assert pausing.begin_trial("default", BAD, 5, 1.0) == 0
 
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
-        assert [store.begin_trial("default", BAD, 5, 1.0) for _ in range(2)] == [5, 0]
+        assert [pausing.begin_trial("default", BAD, 5, 1.0) for _ in range(2)] == [5, 0]
         positions = [row_of(one).pk for one in messages[:5]]
         assert sorted(the_pause().in_trial) == positions == sorted(of(BAD, State.READY).values_list("pk", flat=True))
 
@@ -348,12 +339,12 @@ class TestProbes:
         message, other = published(BAD), published(GOOD)
         set_columns(message, state=State.RETRYING)
         refused_by_breaker(probe_at=DatabaseTime(-HOUR))
-        store.begin_trial("default", BAD, 5, 1.0)
+        pausing.begin_trial("default", BAD, 5, 1.0)
         assert the_pause(), "one is to be tried again"
 
         set_columns(message, state=State.CANCELLED)
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
-        store.begin_trial("default", BAD, 5, 1.0)
+        pausing.begin_trial("default", BAD, 5, 1.0)
         assert not PausedTopic.objects.exists()
         assert state_of(other) == State.READY
 
@@ -361,10 +352,10 @@ class TestProbes:
     def test_topic_that_is_refused_while_it_is_resumed_is_paused_again(self, paused_by):
         refused_by_breaker(paused_by=paused_by, is_resuming=True, probe_at=None)
 
-        assert store.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1))
+        assert pausing.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1))
         row = the_pause()
         assert (row.is_resuming, row.paused_by, row.reason, row.pause_seconds) == (False, "", "full", 1.0)
-        assert not store.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1)), "another relay has done it"
+        assert not pausing.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1)), "another relay has done it"
 
     def test_queue_that_takes_a_few_messages_and_is_full_again_costs_few_others_an_attempt(self, peer):
         room = []
@@ -389,7 +380,7 @@ class TestResuming:
         resume(BAD)
         batches = []
         while PausedTopic.objects.exists():
-            if moved := store.resume_some("default", BAD, 500):
+            if moved := pausing.resume_some("default", BAD, 500):
                 ready = list(of(BAD, State.READY).order_by("pk").values_list("pk", flat=True))
                 assert len(ready) == moved
                 batches.append(moved)
@@ -404,21 +395,21 @@ class TestResuming:
         of(BAD).update(state=State.PAUSED)
         pause(BAD)
         resume(BAD)
-        assert store.resume_some("default", BAD, 500) == 10
-        assert store.resume_some("default", BAD, 500) == 0
+        assert pausing.resume_some("default", BAD, 500) == 10
+        assert pausing.resume_some("default", BAD, 500) == 0
 
         left = of(BAD, State.READY).values_list("pk", flat=True)
         of(BAD).filter(pk__in=list(left[:5])).update(state=State.PUBLISHED, day=Today())
-        assert store.resume_some("default", BAD, 500) == 20
+        assert pausing.resume_some("default", BAD, 500) == 20
 
     def test_batch_that_does_not_leave_stops_the_others_for_seconds_only(self):
         many(100)
         of(BAD).update(state=State.PAUSED)
         pause(BAD)
         resume(BAD)
-        assert store.resume_some("default", BAD, 500) == 10
+        assert pausing.resume_some("default", BAD, 500) == 10
         PausedTopic.objects.update(probe_at=DatabaseTime(-HOUR))
-        assert store.resume_some("default", BAD, 500) == 20
+        assert pausing.resume_some("default", BAD, 500) == 20
 
     def test_messages_whose_row_was_deleted_by_hand_are_resumed(self, peer, caplog):
         many(10)
@@ -476,7 +467,7 @@ class TestCost:
         with connected(peer.url) as transport:
             published(BAD)
             with django_assert_num_queries(1):
-                found = store.look("default")
+                found = claiming.look("default")
             assert [one.topic for one in found.paused] == [GOOD]
             assert one_pass(transport).published == 1
 
@@ -508,10 +499,10 @@ class TestConcurrency:
         def in_a_pass():
             assert in_hand()
             resume_elsewhere()
-            assert store.settle("default", store.Settlement(paused={BAD: [position]})) == expected
+            assert settling.settle("default", settling.Settlement(paused={BAD: [position]})) == expected
 
         def resume_elsewhere():
-            with in_threads(lambda: [resume(BAD), store.resume_some("default", BAD, 500)]):
+            with in_threads(lambda: [resume(BAD), pausing.resume_some("default", BAD, 500)]):
                 pass
 
         expected = 0
@@ -525,13 +516,13 @@ class TestConcurrency:
 
         def settle():
             assert in_hand()
-            assert store.settle("default", store.Settlement(paused={BAD: [row_of(message).pk]})) == 1
+            assert settling.settle("default", settling.Settlement(paused={BAD: [row_of(message).pk]})) == 1
 
         with open_transaction(settle):
             resume(BAD)
-            assert store.resume_some("default", BAD, 500) == 0
+            assert pausing.resume_some("default", BAD, 500) == 0
             assert PausedTopic.objects.exists(), "the pass has locked it"
-        assert store.resume_some("default", BAD, 500) == 1
+        assert pausing.resume_some("default", BAD, 500) == 1
         assert state_of(message) == State.READY
 
     def test_message_that_another_transaction_has_locked_keeps_its_topics_row(self):
@@ -540,11 +531,11 @@ class TestConcurrency:
         pause(BAD)
         resume(BAD)
         with open_transaction(lambda: OutboxMessage.objects.select_for_update().get(pk=row_of(first).pk)):
-            assert store.resume_some("default", BAD, 500) == 1
+            assert pausing.resume_some("default", BAD, 500) == 1
             set_columns(second, state=State.PUBLISHED, day=Today())
-            assert store.resume_some("default", BAD, 500) == 0
+            assert pausing.resume_some("default", BAD, 500) == 0
             assert PausedTopic.objects.exists()
-        assert store.resume_some("default", BAD, 500) == 1
+        assert pausing.resume_some("default", BAD, 500) == 1
 
     @pytest.mark.proof
     def test_pausing_and_resuming_at_random_beside_relays_strands_and_loses_nothing(self, peer):

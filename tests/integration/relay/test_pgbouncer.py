@@ -16,13 +16,14 @@ from django.db import connection, connections, transaction
 
 from inbox.models import InboxMessage
 from inbox.store.buckets import lease_tokens
-from outbox import doorbell, store
+from outbox import doorbell
 from outbox.conf import OutboxOptions
 from outbox.doorbell import CHANNEL, ring_after_commit
 from outbox.kernel.loop import Bell, StopRequest
 from outbox.relay.housekeeping import Housekeeper
 from outbox.relay.listening import APPLICATION_NAME, Listener
 from outbox.states import State
+from outbox.store import history
 from tests.support.aliases import an_alias, the_default_at
 from tests.support.deliveries import an_envelope, at_once, deliver, effects, make_due, run_to_the_end, the_effect
 from tests.support.relaying import (
@@ -212,12 +213,12 @@ def test_no_session_state_is_left_on_the_server_connections(pgbouncer, peer, han
 
 
 def test_housekeeping_makes_and_drops_days_and_leaves_no_session_state(pgbouncer):
-    today = store.day_of("default")
-    store.make_day("default", today - 20)
+    today = history.day_of("default")
+    history.make_day("default", today - 20)
 
     Housekeeper("default", OutboxOptions()).drain(StopRequest())
 
-    assert [day for day in store.days("default") if day != today] == [today + 1, today + 2, today + 3]
+    assert [day for day in history.days("default") if day != today] == [today + 1, today + 2, today + 3]
     assert left_behind(pgbouncer) == set()
 
 

@@ -5,11 +5,12 @@ from datetime import timedelta
 import pytest
 from django.db import Error
 
-from outbox import pause, resume, store
+from outbox import pause, resume
 from outbox.database.now import DatabaseTime
 from outbox.kernel.refused_rows import RefusedRows
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import State
+from outbox.store import settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.refused_rows import POISON, cleared, refused
 from tests.support.relaying import TOPIC, drained, ids, published, relaying, row_of, set_columns, state_of
@@ -154,19 +155,19 @@ class TestManyRows:
         for _ in range(120):
             backed_off(published())
         with refused(where="NEW.state = 'ready'"), pytest.raises(Error, match="cursed"):
-            store.promote_rested("default", 1000, RefusedRows())
+            settling.promote_rested("default", 1000, RefusedRows())
 
     def test_refused_row_is_left_out_for_a_while(self):
         [bad], others = among_others(backed_off)
         rows = RefusedRows()
         with refused(where=NOT_READY):
-            assert store.promote_rested("default", 1000, rows) == len(others)
+            assert settling.promote_rested("default", 1000, rows) == len(others)
             assert [*rows.skipped()] == [row_of(bad).pk]
             others[0:1] = [published()]
             backed_off(others[0])
-            assert store.promote_rested("default", 1000, rows) == 1
-        assert store.promote_rested("default", 1000, rows) == 0, "it is not due again"
-        assert store.promote_rested("default", 1000) == 1
+            assert settling.promote_rested("default", 1000, rows) == 1
+        assert settling.promote_rested("default", 1000, rows) == 0, "it is not due again"
+        assert settling.promote_rested("default", 1000) == 1
 
 
 class TestOnPostgreSQL:

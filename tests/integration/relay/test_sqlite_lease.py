@@ -7,12 +7,13 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
-from outbox import store
 from outbox.database.now import DatabaseTime
 from outbox.models import RelayLease
 from outbox.relay.passes import Pass
 from outbox.states import State
-from outbox.store import Lease, LeaseLost, Settlement
+from outbox.store import claiming, operating
+from outbox.store.lease import Lease, LeaseLost
+from outbox.store.settling import Settlement
 from tests.support.relaying import (
     connected,
     drained,
@@ -52,7 +53,7 @@ def positions(rows):
 
 
 def take(lease):
-    return lease.claim(store.look("default").busy, 10)
+    return lease.claim(claiming.look("default").busy, 10)
 
 
 class TestLease:
@@ -148,14 +149,14 @@ class TestCancel:
         message = published()
         take(ours)
 
-        assert not store.cancel("default", message.position)
+        assert not operating.cancel("default", message.position)
         assert state_of(message) == State.READY
 
     def test_cancel_of_an_unclaimed_row_succeeds(self, ours):
         take(ours)
         message = published()
 
-        assert store.cancel("default", message.position)
+        assert operating.cancel("default", message.position)
         assert state_of(message) == State.CANCELLED
 
     def test_cancel_after_the_lease_expired_succeeds_and_its_holder_settles_nothing(self, ours):
@@ -163,7 +164,7 @@ class TestCancel:
         take(ours)
         expire_the_lease()
 
-        assert store.cancel("default", message.position)
+        assert operating.cancel("default", message.position)
         with pytest.raises(LeaseLost):
             ours.settle(Settlement(published=[message.position]))
         assert state_of(message) == State.CANCELLED
@@ -173,7 +174,7 @@ class TestCancel:
         take(ours)
         ours.settle(Settlement())
 
-        assert store.cancel("default", message.position)
+        assert operating.cancel("default", message.position)
         assert state_of(message) == State.CANCELLED
 
 
@@ -210,7 +211,7 @@ class TestRelay:
 
         peer.script = outlast_the_lease
         with connected(peer.url) as transport:
-            report = Pass("default", transport, quick()).run(store.look("default").busy, 10)
+            report = Pass("default", transport, quick()).run(claiming.look("default").busy, 10)
 
         assert (report.claimed, report.settled, report.published) == (1, 0, 0)
         assert state_of(message) == State.READY

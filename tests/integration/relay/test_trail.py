@@ -14,12 +14,13 @@ from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
-from outbox import Draft, cancel, publish_many, publish_now, reschedule, store
+from outbox import Draft, cancel, publish_many, publish_now, reschedule
 from outbox.database.now import DatabaseTime
 from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.kernel.identity import process_name
 from outbox.models import TrailEntry
 from outbox.states import CANCEL, State
+from outbox.store import restoring, settling
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import TOPIC, connected, in_state, one_pass, published, row_of, set_columns, state_of
 
@@ -73,7 +74,7 @@ class TestDecisions:
 
         assert not cancel(message.id)
         assert not reschedule(message.id, delay=HOUR)
-        assert not store.restore("default", row_of(message).pk)
+        assert not restoring.restore("default", row_of(message).pk)
 
         assert trail_of(message) == []
 
@@ -87,12 +88,12 @@ class TestDecisions:
 
 
 def settled(**outcome):
-    return store.settle("default", store.Settlement(**outcome))
+    return settling.settle("default", settling.Settlement(**outcome))
 
 
 def failure(*messages, retry_after=None, **options):
     positions = [row_of(message).pk for message in messages]
-    return store.Failure(positions=positions, error="no such queue", retry_after=retry_after, **options)
+    return settling.Failure(positions=positions, error="no such queue", retry_after=retry_after, **options)
 
 
 class TestRelay:
@@ -127,7 +128,7 @@ class TestRelay:
         with CaptureQueriesContext(connection) as captured:
             message, waiting, due = published(), published(), in_state(State.SCHEDULED)
             settled(published=[row_of(message).pk], waiting=[row_of(waiting).pk])
-            store.promote_due("default", 10)
+            settling.promote_due("default", 10)
 
         assert state_of(message) == State.PUBLISHED
         assert state_of(due) == State.READY
@@ -156,12 +157,12 @@ class TestTrailAll:
     def test_trail_all_records_every_transition_of_a_message(self):
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime())
-        store.promote_due("default", 10)
+        settling.promote_due("default", 10)
         settled(failed=[failure(message, retry_after=timedelta(), matters=False)])
-        store.promote_rested("default", 10)
+        settling.promote_rested("default", 10)
         settled(waiting=[row_of(message).pk])
         set_columns(message, key="k")
-        store.release_waiting("default", keys=10, each=10)
+        settling.release_waiting("default", keys=10, each=10)
         settled(published=[row_of(message).pk])
 
         assert trail_of(message) == [

@@ -8,10 +8,11 @@ from functools import partial
 import pytest
 from django.db import connection, connections, transaction
 
-from outbox import Draft, publish_many, store
+from outbox import Draft, publish_many
 from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store import claiming, operating, restoring, settling
 from tests.support.relaying import (
     TOPIC,
     connected,
@@ -68,7 +69,7 @@ def behind_a_failed_head(peer, transport, *names, key="k"):
 
 
 def release(*, keys=100, each=100):
-    return store.release_waiting("default", keys=keys, each=each)
+    return settling.release_waiting("default", keys=keys, each=each)
 
 
 def move(head, state):
@@ -87,7 +88,7 @@ class TestWaitingMessages:
         assert one_pass(transport, **NEVER).settled == 49
         assert states() == [State.RETRYING, *[State.WAITING] * 49]
         assert one_pass(transport).claimed == 0
-        assert store.look("default").busy == []
+        assert claiming.look("default").busy == []
         assert arrived(peer) == ["0"]
 
     def test_waiting_messages_have_no_attempt_counted(self, peer, transport):
@@ -115,7 +116,7 @@ class TestWaitingMessages:
     def test_waiting_message_can_be_cancelled_and_the_others_keep_their_order(self, peer, transport):
         head, (first, second, third) = behind_a_failed_head(peer, transport, "a", "b", "c")
 
-        assert store.cancel("default", second.position)
+        assert operating.cancel("default", second.position)
         move(head, State.READY)
         drained(peer.url)
 
@@ -126,7 +127,7 @@ class TestWaitingMessages:
         head, others = behind_a_failed_head(peer, transport, "a", "b")
 
         for message in others:
-            assert store.cancel("default", message.position)
+            assert operating.cancel("default", message.position)
         move(head, State.READY)
         drained(peer.url)
 
@@ -135,7 +136,7 @@ class TestWaitingMessages:
     def test_waiting_message_cannot_be_restored_ahead_of_its_head(self, peer, transport):
         _, (second,) = behind_a_failed_head(peer, transport, "a")
 
-        assert not store.restore("default", second.position)
+        assert not restoring.restore("default", second.position)
         assert state_of(second) == State.WAITING
 
     def test_message_that_expired_while_waiting_is_not_sent(self, peer, transport):
@@ -172,7 +173,7 @@ class TestEndOfWaiting:
     def test_restore_of_a_dead_head_releases_the_waiting_messages(self, peer, transport):
         head, _ = behind_a_failed_head(peer, transport, "a", "b")
         set_columns(head, state=State.DEAD)
-        assert store.restore("default", head.position)
+        assert restoring.restore("default", head.position)
 
         drained(peer.url)
 
@@ -214,7 +215,7 @@ class TestEndOfWaiting:
         assert arrived(peer) == ["head", "a"]
         assert [state_of(message) for message in (a, dead, b)] == [State.PUBLISHED, State.DEAD, State.WAITING]
 
-        assert store.cancel("default", dead.position)
+        assert operating.cancel("default", dead.position)
         drained(peer.url)
         assert arrived(peer) == ["head", "a", "b"]
 
@@ -371,12 +372,12 @@ class TestOvertaking:
     def test_head_restored_between_reading_the_shards_and_claiming_is_not_overtaken(self, before):
         head, second = some("head", "next")
         set_columns(head, state=before, available_at=DatabaseTime(HOUR))
-        busy = store.look("default").busy
+        busy = claiming.look("default").busy
         assert busy, "the second is ready"
 
-        assert store.restore("default", head.position)
+        assert restoring.restore("default", head.position)
         with transaction.atomic():
-            rows = store.claim_ready("default", busy, 100).rows
+            rows = claiming.claim_ready("default", busy, 100).rows
 
         assert [row.position for row in rows if not row.held] == [head.position, second.position]
 
@@ -384,11 +385,11 @@ class TestOvertaking:
         first, second, third = some("1", "2", "3")
         for message in (first, second):
             set_columns(message, state=State.WAITING)
-        busy = store.look("default").busy
+        busy = claiming.look("default").busy
 
         assert release() == 2
         with transaction.atomic():
-            rows = store.claim_ready("default", busy, 100).rows
+            rows = claiming.claim_ready("default", busy, 100).rows
 
         assert [row.position for row in rows if not row.held] == [first.position, second.position, third.position]
 

@@ -9,12 +9,13 @@ from functools import partial
 import pytest
 from django.db import transaction
 
-from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals, store
+from outbox import Draft, InvalidMessage, cancel, publish_many, publish_now, reschedule, signals
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic
 from outbox.models import OutboxMessage
 from outbox.relay import passes
 from outbox.states import State
+from outbox.store import restoring, settling
 from tests.support.relaying import drained, ids, one_pass, published, row_of, set_columns, state_of
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db]
@@ -38,13 +39,13 @@ def expired():
 
 def came_due(message):
     set_columns(message, deliver_at=DatabaseTime(), available_at=DatabaseTime())
-    assert store.promote_due("default", 10) + store.promote_rested("default", 10) == 1
+    assert settling.promote_due("default", 10) + settling.promote_rested("default", 10) == 1
 
 
 def failed(message, retry_after):
     position = message.position
-    store.settle(
-        "default", store.Settlement(failed=[store.Failure(positions=[position], error="nacked", retry_after=retry_after)])
+    settling.settle(
+        "default", settling.Settlement(failed=[settling.Failure(positions=[position], error="nacked", retry_after=retry_after)])
     )
 
 
@@ -55,12 +56,12 @@ def retried(message):
 
 def restored_when_dead(message):
     failed(message, None)
-    assert store.restore("default", message.position)
+    assert restoring.restore("default", message.position)
 
 
 def restored(message):
     assert cancel(message.id)
-    assert store.restore("default", message.position)
+    assert restoring.restore("default", message.position)
 
 
 def sent_now(message):

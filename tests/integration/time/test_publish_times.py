@@ -8,11 +8,12 @@ from django.db import NotSupportedError, transaction
 from django.db.models import F
 from django.utils.timezone import get_fixed_timezone
 
-from outbox import Draft, publish, publish_many, store
+from outbox import Draft, publish, publish_many
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store import settling
 from tests.support.relaying import TOPIC, in_hand, published, row_of, set_columns, state_of
 from tests.support.waiting import wait_until
 
@@ -34,7 +35,7 @@ def next_year():
 
 
 def promote():
-    return store.promote_due("default", 1_000)
+    return settling.promote_due("default", 1_000)
 
 
 class TestDelay:
@@ -85,7 +86,7 @@ class TestDelay:
         set_columns(late, available_at=DatabaseTime(-HOUR))
         set_columns(later, available_at=DatabaseTime(-2 * HOUR))
 
-        assert store.promote_due("default", 1) == 1
+        assert settling.promote_due("default", 1) == 1
         assert (state_of(late), state_of(later)) == (State.SCHEDULED, State.READY)
 
 

@@ -17,7 +17,7 @@ from outbox.models import OutboxMessage, RelayLease, TrailEntry
 from outbox.relay import timer as module
 from outbox.relay.timer import Timer
 from outbox.states import State
-from outbox.store import Upcoming
+from outbox.store.scheduling import Upcoming
 from tests.support.relaying import TOPIC, in_threads, published, quick, set_columns, state_of
 from tests.support.waiting import wait_until
 
@@ -160,7 +160,7 @@ class TestScheduledMessages:
 class TestSeveralTimers:
     def test_several_timers_make_each_message_ready_once(self, monkeypatch):
         """Both run, as when one was frozen and has lost its lease without knowing it."""
-        monkeypatch.setattr(module.store, "claims_by_locks", lambda alias: False)
+        monkeypatch.setattr(module.claiming, "claims_by_locks", lambda alias: False)
         with transaction.atomic():
             messages = [publish(TOPIC, {}, delay=n * SOON / 100) for n in range(1, 200)]
         with turning(a_timer(), a_timer()):

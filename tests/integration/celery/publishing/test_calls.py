@@ -15,12 +15,13 @@ from django.urls import reverse
 from kombu.exceptions import EncodeError, OperationalError
 
 import outbox.celery
-from outbox import InvalidMessage, PayloadTooLarge, store
+from outbox import InvalidMessage, PayloadTooLarge
 from outbox.celery import OutboxTask
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.wire import Wire
 from outbox.models import OutboxMessage
 from outbox.states import State
+from outbox.store import claiming, operating, restoring
 from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
 from tests.support.admin_pages import DETAIL, LIST, VIEW, Page, shown, staff_client
@@ -323,7 +324,7 @@ def an_hour_passes(row):
 
 def claimed():
     with transaction.atomic():
-        return store.claim_ready("default", store.look("default").busy, 10).rows
+        return claiming.claim_ready("default", claiming.look("default").busy, 10).rows
 
 
 class TestPriority:
@@ -411,11 +412,11 @@ class TestRow:
     def test_row_of_a_call_can_be_cancelled_and_restored(self, add):
         called(add, 1, 2, countdown=600)
 
-        assert store.cancel("default", the_row().pk)
+        assert operating.cancel("default", the_row().pk)
 
         called(add, 3, 4)
         set_columns(Named(rows()[1]), state=State.DEAD)
-        assert store.restore("default", rows()[1].pk)
+        assert restoring.restore("default", rows()[1].pk)
         assert [row.state for row in rows()] == [State.CANCELLED, State.READY]
 
     def test_local_transport_refuses_the_row_of_a_call(self, settings, add):
