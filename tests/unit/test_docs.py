@@ -25,7 +25,7 @@ import outbox.signals
 import outbox.testing
 from inbox.conf import InboxOptions
 from outbox.conf import OutboxOptions
-from outbox.states import TRANSITIONS
+from outbox.states import TRANSITIONS, UNDECIDED, State
 from tests.support import ROOT
 
 DOCS = ROOT / "docs"
@@ -209,6 +209,15 @@ def collected_from(files):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return {line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line}
+
+
+def test_diagram_of_the_outbox_states_is_that_of_the_declared_transitions_of_one_state():
+    arrows = [("[*]", "ready", "publish"), ("[*]", "scheduled", "publish later"), ("[*]", "prepared", "prepare")]
+    drawn_ones = [one for one in TRANSITIONS if one.sources in {(source,) for source in State} | {UNDECIDED}]
+    arrows += [(source, target, one.name) for one in drawn_ones for source in one.sources for target in one.targets]
+    drawn = "".join(f"    {source} --> {target}: {name}\n" for source, target, name in arrows)
+
+    assert f"```mermaid\nstateDiagram-v2\n{drawn}```\n" in page("architecture.md")
 
 
 def test_table_of_the_outbox_states_is_that_of_the_declared_transitions():
