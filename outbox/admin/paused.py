@@ -45,8 +45,8 @@ class PausedTopicAdmin(ActingAdmin):
     noun = "topic"
     nothing = "No topic is paused."
     hint = (
-        "No relay sends messages of these topics. A few of what the broker refuses are tried, every half minute at least, and "
-        "the topic is resumed when one is taken. What a person has paused is resumed by a person."
+        "Relays send no messages of these topics. If the broker refuses a topic, a relay tries a few of its messages at least "
+        "every half minute, and resumes the topic when the broker takes one. Only an operator resumes what an operator paused."
     )
     add_form_template = "admin/change_form.html"
     form = PauseForm
