@@ -24,6 +24,8 @@ LIVE_PART = f"{TABLE}_live"
 """On PostgreSQL: what is not settled."""
 HISTORY = f"{TABLE}_history"
 """On PostgreSQL: what is settled, in a partition for each day."""
+COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
+"""All of a message."""
 PAUSED_TOPICS = PausedTopic._meta.db_table
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
@@ -36,6 +38,18 @@ def live(connection: BaseDatabaseWrapper) -> str:
 
 def today(connection: BaseDatabaseWrapper) -> str:
     return DAY_OF_NOW[connection.vendor]
+
+
+def each_topic(messages: str) -> str:
+    """A query for the topics of `messages`, a FROM item `m` with its WHERE: every `name` once.
+
+    A loose index scan: the index gives each topic after the one before, in a step for each topic and not for each message.
+    """
+    return (
+        f"WITH RECURSIVE topics(name) AS (SELECT (SELECT min(m.topic) FROM {messages}) UNION ALL "
+        f"SELECT (SELECT min(m.topic) FROM {messages} AND m.topic > topics.name) FROM topics WHERE name IS NOT NULL) "
+        "SELECT name FROM topics WHERE name IS NOT NULL"
+    )
 
 
 def any_of(connection: BaseDatabaseWrapper, values: Sequence[int]) -> tuple[str, Any]:

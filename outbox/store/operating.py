@@ -15,7 +15,7 @@ from outbox.database.faults import is_collision
 from outbox.database.now import DatabaseTime
 from outbox.models import OutboxMessage, RelayLease
 from outbox.states import CANCEL, LIVE, PUBLISH_NOW, RESCHEDULE, State, Transition
-from outbox.store.dialect import LIVE_PART, LOCK_SPACE, TABLE
+from outbox.store.dialect import LIVE_PART, LOCK_SPACE, TABLE, each_topic
 from outbox.store.transitions import move
 
 OPERATORS_WAIT = timedelta(seconds=10)
@@ -93,13 +93,9 @@ def _found(messages: QuerySet[OutboxMessage], *, everywhere: bool) -> dict[int, 
 
 
 def topics(alias: str) -> list[str]:
-    """The topics that there are messages of, each found in the index by the one before: a step for each, not for a message."""
+    """The topics that there are messages of."""
     with connections[alias].cursor() as cursor:
-        cursor.execute(
-            f"WITH RECURSIVE topics(name) AS (SELECT (SELECT min(topic) FROM {TABLE}) UNION ALL "
-            f"SELECT (SELECT min(m.topic) FROM {TABLE} m WHERE m.topic > topics.name) FROM topics WHERE name IS NOT NULL) "
-            "SELECT name FROM topics WHERE name IS NOT NULL"
-        )
+        cursor.execute(each_topic(f"{TABLE} m WHERE true"))
         return [name for (name,) in cursor.fetchall()]
 
 

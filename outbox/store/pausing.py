@@ -26,7 +26,7 @@ from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import LIVE, PAUSE, RESUME, State
 from outbox.store.claiming import ASIDE
-from outbox.store.dialect import PAUSED_TOPICS, live
+from outbox.store.dialect import PAUSED_TOPICS, each_topic, live
 from outbox.store.halving import change_others
 from outbox.store.transitions import count_moved
 
@@ -66,7 +66,7 @@ def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT topic FROM {PAUSED_TOPICS} WHERE NOT is_resuming AND {among} {lock}", list(positions))
         paused = [position for (topic,) in cursor.fetchall() for position in positions[topic]]
-    return count_moved(alias, PAUSE, paused) if paused else 0
+    return count_moved(alias, PAUSE, paused)
 
 
 def pause_refused(alias: str, topic: str, reason: str, seconds: float, probe_after: timedelta) -> bool:
@@ -140,7 +140,7 @@ def begin_resuming(alias: str, topic: str) -> bool:
         row = _locked(alias, topic, paused_by="", is_resuming=False)
         if row is None:
             return False
-        _rows(alias, topic).update(is_resuming=True, in_trial=[], probe_at=None, pause_seconds=0.0)
+        _begin_resuming(alias, topic)
         return True
 
 
@@ -172,15 +172,9 @@ def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None =
 def resume_stranded(alias: str) -> list[str]:
     """Begin to resume topics of which messages are `paused` and which are not; somebody has deleted their rows. Which."""
     connection = connections[alias]
-    paused = f"FROM {live(connection)} m WHERE m.state = 'paused'"
+    paused = each_topic(f"{live(connection)} m WHERE m.state = 'paused'")
     with connection.cursor() as cursor:
-        # Each topic is found in the index by the one before: a step for each, not for a message.
-        cursor.execute(
-            f"WITH RECURSIVE topics(name) AS (SELECT (SELECT min(m.topic) {paused}) UNION ALL "
-            f"SELECT (SELECT min(m.topic) {paused} AND m.topic > topics.name) FROM topics WHERE name IS NOT NULL) "
-            "SELECT name FROM topics WHERE name IS NOT NULL "
-            f"AND NOT EXISTS (SELECT 1 FROM {PAUSED_TOPICS} p WHERE p.topic = name)"
-        )
+        cursor.execute(f"{paused} AND NOT EXISTS (SELECT 1 FROM {PAUSED_TOPICS} p WHERE p.topic = name)")
         stranded = [name for (name,) in cursor.fetchall()]
     rows = [PausedTopic(topic=topic, reason=_STRANDED, paused_at=DatabaseTime(), is_resuming=True) for topic in stranded]
     PausedTopic.objects.using(alias).bulk_create(rows, ignore_conflicts=True)
@@ -210,8 +204,12 @@ def resume_topic(alias: str, topic: str) -> FoundTopic | None:
     """Begin to resume a topic, whoever has paused it; how it was found, None when it was not. In the open transaction."""
     found = _found(alias, topic)
     if found and not found.is_resuming:
-        _rows(alias, topic).update(is_resuming=True, in_trial=[], probe_at=None, pause_seconds=0.0)
+        _begin_resuming(alias, topic)
     return found
+
+
+def _begin_resuming(alias: str, topic: str) -> None:
+    _rows(alias, topic).update(is_resuming=True, in_trial=[], probe_at=None, pause_seconds=0.0)
 
 
 def _found(alias: str, topic: str) -> FoundTopic | None:
@@ -235,7 +233,7 @@ def _oldest_paused(alias: str, topic: str, most: int, refused: RefusedRows | Non
 
 def _resumed(alias: str, positions: Sequence[int], refused: RefusedRows | None) -> int:
     if not positions or refused is None:
-        return count_moved(alias, RESUME, positions) if positions else 0
+        return count_moved(alias, RESUME, positions)
     return change_others(alias, positions, lambda some: count_moved(alias, RESUME, some), refused).changed
 
 

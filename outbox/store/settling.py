@@ -132,12 +132,12 @@ def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> i
 
 def _publish_and_forget(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
     """Delete them, but for those whose callbacks will ask for them."""
-    kept: list[int] = []
+    kept: set[int] = set()
     if topics := topics_called(CONFIRM):
         messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
-        kept = list(messages.values_list("pk", flat=True))
-    forgotten = delete(alias, CONFIRM, [position for position in positions if position not in set(kept)])
-    return forgotten + _settle(alias, CONFIRM, kept, called)
+        kept = set(messages.values_list("pk", flat=True))
+    forgotten = delete(alias, CONFIRM, [position for position in positions if position not in kept])
+    return forgotten + _settle(alias, CONFIRM, sorted(kept), called)
 
 
 def _settle(alias: str, transition: Transition, positions: Sequence[int], called: list[uuid.UUID], **options: Any) -> int:

@@ -19,7 +19,7 @@ from django.db.models.sql import UpdateQuery
 from outbox.database.connections import is_postgresql
 from outbox.models import OutboxMessage
 from outbox.states import LIVE, SETTLED, State, Transition
-from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
+from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, any_of, as_uuid, live
 from outbox.store.trail import is_recorded, record
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ _Write = Callable[[_Values], tuple[str, Sequence[Any]]]
 _written: dict[tuple[str, str, _Write], tuple[str, Sequence[Any]]] = {}
 """What a transition writes, by kind of database and transition, where it is always the same: compiling it takes as long as
 executing it."""
-_COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
 
 
 class Found(NamedTuple):
@@ -181,7 +180,7 @@ def _statement(
     source, target = (TABLE, LIVE_PART) if was in SETTLED else (LIVE_PART, HISTORY)
     return (
         f"WITH {TABLE} AS (DELETE FROM {source} WHERE {condition} RETURNING *) "
-        f"INSERT INTO {target} ({', '.join(_COLUMNS)}) SELECT {written} FROM {TABLE}{returning}"
+        f"INSERT INTO {target} ({', '.join(COLUMNS)}) SELECT {written} FROM {TABLE}{returning}"
     ), [*found, *parameters]
 
 
@@ -224,7 +223,7 @@ def _as_updated(values: _Values) -> tuple[str, Sequence[Any]]:
 
 def _as_selected(values: _Values) -> tuple[str, Sequence[Any]]:
     """For an INSERT: all columns."""
-    chosen = [values.get(name, (name, ())) for name in _COLUMNS]
+    chosen = [values.get(name, (name, ())) for name in COLUMNS]
     return ", ".join(sql for sql, _ in chosen), [parameter for _, parameters in chosen for parameter in parameters]
 
 

@@ -26,7 +26,7 @@ from outbox.database.faults import SERIALIZATION_FAILURE, sqlstate_of
 from outbox.expressions import DAY_OF_NOW
 from outbox.models import OutboxMessage
 from outbox.states import GIVEN_UP
-from outbox.store.dialect import HISTORY, LIVE_PART, TABLE, array_of
+from outbox.store.dialect import COLUMNS, HISTORY, LIVE_PART, TABLE, array_of
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -35,7 +35,6 @@ _GIVEN_UP = ", ".join(repr(state.value) for state in GIVEN_UP)
 # The condition of the index, word for word: SQLite infers the index from nothing else.
 UNLESS_FOUND = f"ON CONFLICT (topic, biz_id) WHERE is_unique AND NOT (state IN ({_GIVEN_UP})) DO NOTHING"
 
-_COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
 _PUBLISHED = (
     "SELECT current_setting('transaction_isolation') = 'read committed', EXISTS ("
     f"SELECT FROM {LIVE_PART} mine JOIN {HISTORY} theirs ON theirs.topic = mine.topic AND theirs.biz_id = mine.biz_id "
@@ -53,8 +52,8 @@ _DAYS = (
 )
 _PUBLISHED_ON_THEM = {"state": "'published'", "day": "settled.day"}
 _PUBLISH = (
-    f"INSERT INTO {HISTORY} ({', '.join(_COLUMNS)}) "
-    f"SELECT {', '.join(_PUBLISHED_ON_THEM.get(name, f'mine.{name}') for name in _COLUMNS)} FROM {LIVE_PART} mine, {_DAYS} "
+    f"INSERT INTO {HISTORY} ({', '.join(COLUMNS)}) "
+    f"SELECT {', '.join(_PUBLISHED_ON_THEM.get(name, f'mine.{name}') for name in COLUMNS)} FROM {LIVE_PART} mine, {_DAYS} "
     "WHERE mine.id = ANY(%s::bigint[]) AND mine.is_unique ON CONFLICT DO NOTHING"
 )
 
