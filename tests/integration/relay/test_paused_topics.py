@@ -446,14 +446,17 @@ class TestCost:
                 probes = []
                 wait_until(lambda: len(probes.append(the_pause().probe_at) or set(probes)) > 5)
                 room.append(True)
-                wait_until(lambda: not count(BAD, State.READY) and not count(BAD, State.PAUSED))
+                probed = {row for row, changes in updates().items() if "paused > ready" in changes}
+                wait_until(lambda: not of(BAD).filter(state__in=[State.READY, State.PAUSED]).exists())
             of_each = updates()
         assert count(BAD, State.PUBLISHED) > 1000
-        resumed = ["ready > paused", "paused > ready"]
-        tried_and_refused = ["ready > retrying"]
-        expected = {State.PUBLISHED: ([], resumed), State.RETRYING: (tried_and_refused, [*resumed, *tried_and_refused])}
-        for row, state in of(BAD).values_list("pk", "state"):
-            assert of_each.get(row, []) in expected[state]
+        assert len(probed) < 500
+        # A probe may be paused again: the next ones have replaced it before a relay came to it.
+        for row, state in of(BAD).exclude(pk__in=probed).values_list("pk", "state"):
+            refused = ["ready > retrying"]
+            assert of_each.get(row, []) in (
+                [refused] if state == State.RETRYING else [[], ["ready > paused", "paused > ready"]]
+            )
 
     def test_which_topics_are_paused_costs_a_pass_no_statement(self, peer, django_assert_num_queries):
         pause(GOOD)
