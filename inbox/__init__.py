@@ -10,7 +10,8 @@ The names below are the public API.
 """
 
 from inbox.errors import InboxError, Reject, RetryLater
-from inbox.handlers import Message, idempotent_handler
-from inbox.limits import Shed
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.message import Message
+from inbox.handlers.options import Shed
 
 __all__ = ["InboxError", "Message", "Reject", "RetryLater", "Shed", "idempotent_handler"]

@@ -14,7 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
 from outbox.kernel import options

@@ -14,9 +14,10 @@ from django.db import DatabaseError, transaction
 
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import RunnerHeartbeats
-from inbox.handlers import Handler, registry
-from inbox.reading import read
-from inbox.receiving import hand_over
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
+from inbox.receiving.reading import read
+from inbox.receiving.single import hand_over
 from inbox.runner import Runner
 from inbox.store import TwinBusy
 from outbox.database.faults import is_about_values

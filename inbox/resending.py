@@ -36,8 +36,8 @@ def _send(stored: InboxMessage) -> None:
     try:
         from celery import current_app  # noqa: PLC0415 - optional, and there whenever such a row is
 
-        from inbox.task_calls import signature_of  # noqa: PLC0415 - imports it, too
-        from inbox.task_sending import send  # noqa: PLC0415
+        from inbox.celery.calls import signature_of  # noqa: PLC0415 - imports it, too
+        from inbox.celery.sending import send  # noqa: PLC0415
     except ImportError as error:
         raise TaskNotSent(f"{stored.handler} cannot be sent: {describe(error)}") from error
     signature = signature_of(stored)

@@ -19,16 +19,17 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from inbox import store
 from inbox.conf import InboxOptions
-from inbox.debts import Debts
-from inbox.handlers import Handler, registry
-from inbox.limiter import Limiter, limiter_of
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
+from inbox.limits.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage
-from inbox.outages import Outages
-from inbox.outcomes import Received, announce_buried
-from inbox.receiving import claim_next, run_stored
-from inbox.refused_rows import RefusedMessages
+from inbox.receiving.attempt_refunds import Debts
+from inbox.receiving.outages import Outages
+from inbox.receiving.outcomes import Received, announce_buried
+from inbox.receiving.refused_rows import RefusedMessages
+from inbox.receiving.single import claim_next, run_stored
 from inbox.store import Follower, OrderedKey
-from inbox.transactions import DatabaseAway, decided
+from inbox.transactions.persistence import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 

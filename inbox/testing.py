@@ -21,7 +21,9 @@ from django.core.serializers.json import DjangoJSONEncoder
 from django.db import transaction
 
 from inbox.conf import inbox_options
-from inbox.handlers import Handler, Message, registry
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
 from inbox.local import LocalTransport
 from inbox.runner import Runner
 from outbox.kernel.clock import utcnow

@@ -9,7 +9,8 @@ import hypothesis
 import pytest
 from django.db import connections
 
-from inbox.handlers import idempotent_handler, registry
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.registry import registry
 from tests import plugin
 from tests.support import ROOT
 from tests.support.servers import PostgresServer, RabbitServer, RedisServer

@@ -33,10 +33,10 @@ from inbox.consumer.policies import Policies
 from inbox.consumer.pool import Busy, Pool
 from inbox.consumer.reception import Reception
 from inbox.consumer.topology import Unusable, declare, forbidden_alone, queues_of, refuse_limits
-from inbox.handlers import Handler
-from inbox.outcomes import Received
+from inbox.handlers.handler import Handler
+from inbox.limits.shedder import shedder_of
+from inbox.receiving.outcomes import Received
 from inbox.runner import Runner
-from inbox.shedding import shedder_of
 from outbox.kernel.broker import (
     BROKER_FAILURES,
     REFUSAL_REMEDY,

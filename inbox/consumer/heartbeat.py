@@ -19,7 +19,8 @@ from django.db import connections
 
 from inbox import store
 from inbox.conf import LOCAL_BROKER, inbox_options
-from inbox.handlers import Handler, registry
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
 from inbox.runner import Runner
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.broker import scheme_of

@@ -13,9 +13,9 @@ from itertools import chain, islice
 import kombu
 
 from inbox.conf import InboxOptions
-from inbox.handlers import Handler
-from inbox.limiter import limiter_of, prefetch
-from inbox.shedding import shedder_of
+from inbox.handlers.handler import Handler
+from inbox.limits.limiter import limiter_of, prefetch
+from inbox.limits.shedder import shedder_of
 
 TAKEN_IN_AT_ONCE = 100
 """Deliveries of an ordered handler that are stored in one transaction."""

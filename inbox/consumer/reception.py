@@ -13,22 +13,23 @@ from itertools import chain
 import kombu
 from django.db import connections
 
-from inbox.batching import receive_together
 from inbox.conf import InboxOptions
 from inbox.consumer.bodies import body_of
 from inbox.consumer.lanes import Delivery, Undecided
-from inbox.debts import Debts
-from inbox.handlers import Handler
-from inbox.holding import store_for_later
-from inbox.ordering import take_in
-from inbox.outages import Outages
-from inbox.outcomes import Received, failure_of, store_failure
-from inbox.reading import Arrival, can_wait, message_of, read
-from inbox.receiving import receive
-from inbox.shedding import receive_shed, shedder_of
+from inbox.handlers.handler import Handler
+from inbox.limits.shedder import shedder_of
+from inbox.receiving.attempt_refunds import Debts
+from inbox.receiving.batching import receive_together
+from inbox.receiving.holding import store_for_later
+from inbox.receiving.ordering import take_in
+from inbox.receiving.outages import Outages
+from inbox.receiving.outcomes import Received, failure_of, store_failure
+from inbox.receiving.reading import Arrival, can_wait, message_of, read
+from inbox.receiving.shedding import receive_shed
+from inbox.receiving.single import receive
+from inbox.receiving.undecided import read_counted, store_undecided
 from inbox.store import TwinBusy
-from inbox.transactions import DatabaseAway
-from inbox.undecided import read_counted, store_undecided
+from inbox.transactions.persistence import DatabaseAway
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery
 from outbox.kernel.reminder import Reminder

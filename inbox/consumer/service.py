@@ -10,7 +10,7 @@ from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.runner import Runner
 from outbox.database.connections import leave_pools
 from outbox.kernel.broker import scheme_of, why_unusable

@@ -21,7 +21,7 @@ from amqp.exceptions import AccessRefused, InvalidCommand, NotFound, Preconditio
 
 from inbox.conf import InboxOptions
 from inbox.consumer.policies import Policies
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from outbox.kernel.broker import EXCHANGE_TYPE, speaks_amqp
 from outbox.kernel.envelope import ORDERING_KEY_HEADER
 from outbox.kernel.text import describe, fit

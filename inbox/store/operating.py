@@ -62,7 +62,7 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
     """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
 
     running, past its lease → skipped; its owner settles nothing any more. A lease that is kept elsewhere may have been
-    extended without the row's knowing: see `inbox.leasing.operating`.
+    extended without the row's knowing: see `inbox.leases.operating`.
 
     While a handler is running the message this waits for its end, for a while, and then tells the truth. In an order the next
     one follows.

@@ -8,11 +8,11 @@ from itertools import pairwise
 import pytest
 
 from inbox import store as inbox_store
-from inbox.leasing.database import DatabaseLeases
-from inbox.leasing.opening import lease_store
-from inbox.leasing.stores import Consumed, Held, Kept, Lease, Wanted
+from inbox.leases.database import DatabaseLeases
+from inbox.leases.opening import lease_store
+from inbox.leases.stores import Consumed, Held, Kept, Lease, Wanted
 from inbox.models import State
-from inbox.reading import read
+from inbox.receiving.reading import read
 from inbox.store import Failure
 from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row
 from tests.support.waiting import wait_until

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from inbox.handlers import idempotent_handler, registry
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic

@@ -10,7 +10,7 @@ from django.db import transaction
 from inbox import store
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage, State
-from inbox.reading import read
+from inbox.receiving.reading import read
 from outbox.kernel.clock import monotonic
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB

@@ -6,7 +6,7 @@ import pytest
 
 from inbox import store
 from inbox.models import State
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from tests.support.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 

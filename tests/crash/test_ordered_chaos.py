@@ -20,7 +20,7 @@ import pytest
 from django.db import OperationalError, connection, transaction
 
 from inbox.consumer.topology import queue_of
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
 from outbox import publish
 from outbox.models import OutboxMessage

@@ -11,10 +11,10 @@ import pytest
 from django.db import connections, transaction
 
 from inbox import store
-from inbox.handlers import Handler
-from inbox.leasing.opening import lease_store
+from inbox.handlers.handler import Handler
+from inbox.leases.opening import lease_store
 from inbox.models import InboxMessage, State
-from inbox.reading import read
+from inbox.receiving.reading import read
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.worker import JOB

@@ -6,7 +6,7 @@ import kombu
 
 from inbox.consumer.lanes import Delivery
 from inbox.consumer.reception import Reception
-from inbox.outages import Outages
+from inbox.receiving.outages import Outages
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 from tests.support.deliveries import OPTIONS, an_envelope

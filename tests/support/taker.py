@@ -17,8 +17,8 @@ from django.db import connection
 if __name__ == "__main__":
     django.setup()
 
-from inbox.handlers import Handler
-from inbox.limiter import limiter_of
+from inbox.handlers.handler import Handler
+from inbox.limits.limiter import limiter_of
 
 
 def database_clock():

@@ -19,7 +19,7 @@ from django.test import override_settings
 from inbox.conf import InboxOptions
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name, queue_of
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from outbox.kernel.loop import StopRequest, Watchdog
 from tests.support import processes
 from tests.support.apps.named import NAMED_AND_LEASED, NAMED_AND_ORDERED

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from inbox.debts import Debts
-from inbox.transactions import DatabaseAway
+from inbox.receiving.attempt_refunds import Debts
+from inbox.transactions.persistence import DatabaseAway
 from tests.support.deliveries import at_once
 
 

@@ -10,7 +10,10 @@ import pytest
 
 from inbox.consumer.topology import queue_name
 from inbox.errors import NotCallable
-from inbox.handlers import Handler, Message, Registry, idempotent_handler, registry
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.handlers.registry import Registry, registry
 from tests.support.workers import broker_options
 
 MESSAGE = Message(

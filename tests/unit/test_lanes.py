@@ -7,12 +7,13 @@ from datetime import timedelta
 import kombu
 import pytest
 
-from inbox import Shed, shedding
+from inbox import Shed
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
 from inbox.consumer.lanes import LOAD_BYTES, SIFTED_AT_ONCE, TAKEN_IN_AT_ONCE, Delivery, Lane, prefetch_of, size_of
-from inbox.handlers import Handler
-from inbox.shedding import shedder_of
+from inbox.handlers.handler import Handler
+from inbox.limits import shedder
+from inbox.limits.shedder import shedder_of
 
 NEVER = float("inf")
 
@@ -168,7 +169,7 @@ class TestRateLimit:
 
 @pytest.fixture(autouse=True)
 def _queue_readings_do_not_expire(monkeypatch):
-    monkeypatch.setattr(shedding, "_FRESH_SECONDS", 3600.0)
+    monkeypatch.setattr(shedder, "_FRESH_SECONDS", 3600.0)
 
 
 class TestShedding:

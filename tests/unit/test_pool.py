@@ -12,7 +12,7 @@ import pytest
 
 from inbox.consumer.lanes import Delivery, Lane, Undecided
 from inbox.consumer.pool import Pool
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from outbox.kernel.clock import monotonic
 from tests.support.deliveries import A_WHILE
 from tests.support.waiting import wait_until

@@ -6,9 +6,11 @@ import logging
 
 import pytest
 
-from inbox import Shed, shedding
-from inbox.handlers import Handler, Message
-from inbox.shedding import Shedder, shedder_of
+from inbox import Shed
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.limits import shedder as shedding_module
+from inbox.limits.shedder import Shedder, shedder_of
 from tests.support.deliveries import at_once
 
 
@@ -45,8 +47,8 @@ def shedder():
 @pytest.fixture(autouse=True)
 def _no_time_passes(monkeypatch):
     """Otherwise a reading could expire while the machine stalls, and nothing would be dropped."""
-    now = shedding.monotonic()
-    monkeypatch.setattr(shedding, "monotonic", lambda: now)
+    now = shedding_module.monotonic()
+    monkeypatch.setattr(shedding_module, "monotonic", lambda: now)
 
 
 class TestWhenToDrop:
@@ -95,8 +97,8 @@ class TestWhenToDrop:
 
     def test_nothing_is_dropped_after_the_reading_has_expired(self, shedder, monkeypatch):
         shedder.saw(1000)
-        read_at = shedding.monotonic()
-        monkeypatch.setattr(shedding, "monotonic", lambda: read_at + 6)
+        read_at = shedding_module.monotonic()
+        monkeypatch.setattr(shedding_module, "monotonic", lambda: read_at + 6)
 
         assert dropped(shedder) == 0
 

@@ -5,7 +5,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from inbox.conf import inbox_options
 from inbox.consumer.service import serve
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from outbox.console.process import run_until_signalled
 from outbox.console.terminal import log_to_console
 from outbox.database.schema import require_schema

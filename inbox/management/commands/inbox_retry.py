@@ -8,7 +8,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from inbox import store
 from inbox.errors import TaskNotSent
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
 from outbox.console.terminal import Progress, refuse_unknown

@@ -7,8 +7,8 @@ from django.core.management.base import CommandParser
 from inbox import store
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
-from inbox.leasing.opening import lease_store
-from inbox.leasing.stores import LeaseStoreAway
+from inbox.leases.opening import lease_store
+from inbox.leases.stores import LeaseStoreAway
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 

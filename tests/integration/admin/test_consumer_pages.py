@@ -7,7 +7,7 @@ from django.contrib import admin
 from django.test import override_settings
 from django.urls import reverse
 
-from inbox.consumer_admin import ConsumerAdmin
+from inbox.admin.consumers import ConsumerAdmin
 from inbox.models import ConsumerHeartbeat
 from outbox.kernel.heartbeat import SILENT_AFTER
 from tests.support.admin_pages import NASTY, Page, staff_client

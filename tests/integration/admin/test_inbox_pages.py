@@ -13,7 +13,8 @@ from django.contrib.auth.models import User
 from django.urls import reverse
 
 from inbox.conf import inbox_options
-from inbox.handlers import Handler, registry
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State, Step, TrailEntry
 from outbox.kernel.clock import utcnow
 from tests.support import ROOT

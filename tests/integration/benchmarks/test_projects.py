@@ -11,7 +11,7 @@ from benchmarks.lab.arrivals import fresh_queue
 from benchmarks.lab.database import Database, Specimen
 from benchmarks.lab.project import ROOT, Project
 from benchmarks.lab.waiting import Progress, ProgressWatch, Stalled
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from tests.support.deliveries import an_envelope, deliver, options
 
 

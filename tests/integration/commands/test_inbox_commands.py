@@ -11,10 +11,10 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from inbox.conf import inbox_options
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.ordering import take_in
-from inbox.reading import read
+from inbox.receiving.ordering import take_in
+from inbox.receiving.reading import read
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow
 from tests.support.deliveries import an_envelope, deliver, drain, effects, run_to_the_end, the_effect, the_row

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from tests.support.projects import environment_in, run_in
 from tests.support.relaying import Queue
 from tests.support.waiting import wait_until

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from inbox import RetryLater, store
-from inbox.batching import receive_together
-from inbox.holding import store_for_later
 from inbox.models import SETTLED, InboxMessage, State
-from inbox.ordering import take_in
-from inbox.outcomes import Received
-from inbox.reading import read
-from inbox.shedding import receive_shed
+from inbox.receiving.batching import receive_together
+from inbox.receiving.holding import store_for_later
+from inbox.receiving.ordering import take_in
+from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
+from inbox.receiving.shedding import receive_shed
 from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect

@@ -20,11 +20,14 @@ import psycopg
 import pytest
 from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
 
-from inbox import signals, store, transactions
+from inbox import signals, store
 from inbox.errors import NotCallable
-from inbox.handlers import Message, idempotent_handler, registry
+from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving import Received
+from inbox.receiving import transactions
+from inbox.receiving.single import Received
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import (
     A_WHILE,

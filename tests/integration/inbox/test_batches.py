@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from inbox import Reject, RetryLater, signals, store
 from inbox.consumer import reception
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from outbox import publish
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest

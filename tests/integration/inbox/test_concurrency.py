@@ -20,19 +20,20 @@ from amqp.exceptions import PreconditionFailed
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 
-from inbox import store, undecided
+from inbox import store
 from inbox.consumer.lanes import Undecided
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
 from inbox.consumer.topology import declare as declare_queues
 from inbox.consumer.topology import queue_name
-from inbox.handlers import Handler
-from inbox.in_hand import in_hand
+from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
-from inbox.outages import Outages
-from inbox.outcomes import Received
-from inbox.reading import read, undecided_row
-from inbox.receiving import receive
+from inbox.receiving import undecided
+from inbox.receiving.in_hand import in_hand
+from inbox.receiving.outages import Outages
+from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read, undecided_row
+from inbox.receiving.single import receive
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic
 from tests.support.aliases import the_default_at

@@ -17,8 +17,8 @@ from inbox import store
 from inbox.consumer.pool import Pool
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
-from inbox.reading import read
+from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
 from inbox.runner import Runner
 from outbox import publish
 from tests.support.apps.effects.models import Effect

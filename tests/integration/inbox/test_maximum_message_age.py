@@ -11,10 +11,11 @@ from django.core.management import CommandError, call_command
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inbox import reading, store
-from inbox.handlers import registry
+from inbox import store
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving import Received
+from inbox.receiving import reading
+from inbox.receiving.single import Received
 from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB

@@ -13,7 +13,7 @@ import pytest
 from django.db.models import Count
 
 from inbox import Shed
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State, TokenBucket
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.limited import ABOVE, NAME, RATE, TOPIC

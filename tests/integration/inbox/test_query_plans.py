@@ -9,7 +9,7 @@ from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
 from inbox import store
-from inbox.reading import read
+from inbox.receiving.reading import read
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]

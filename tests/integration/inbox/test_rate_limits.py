@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from inbox import store
 from inbox.conf import InboxOptions
-from inbox.holding import store_for_later
-from inbox.limiter import Limiter, limiter_of, prefetch
+from inbox.limits.limiter import Limiter, limiter_of, prefetch
 from inbox.models import InboxMessage, State, TokenBucket
-from inbox.reading import read
-from inbox.receiving import Received
+from inbox.receiving.holding import store_for_later
+from inbox.receiving.reading import read
+from inbox.receiving.single import Received
 from inbox.runner import Runner
 from inbox.store.buckets import lease_tokens
 from outbox.database.now import DatabaseTime

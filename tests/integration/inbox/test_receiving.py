@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from inbox import Reject, RetryLater, signals, store
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, State
-from inbox.reading import read
-from inbox.receiving import Received, receive
-from inbox.transactions import TRIES_AT_ONCE, DatabaseAway
+from inbox.receiving.reading import read
+from inbox.receiving.single import Received, receive
+from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseAway
 from outbox import publish
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import from_delivery

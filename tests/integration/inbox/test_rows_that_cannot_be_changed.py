@@ -9,8 +9,8 @@ from django.db import transaction
 
 from inbox import store
 from inbox.models import InboxMessage, State
-from inbox.reading import read
-from inbox.receiving import hand_over
+from inbox.receiving.reading import read
+from inbox.receiving.single import hand_over
 from inbox.runner import Runner
 from outbox.kernel.loop import StopRequest
 from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, the_effect, the_row

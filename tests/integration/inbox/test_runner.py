@@ -10,10 +10,10 @@ import pytest
 from django.db import OperationalError, connections, transaction
 
 from inbox import signals, store
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.reading import read
-from inbox.receiving import Received, hand_over
+from inbox.receiving.reading import read
+from inbox.receiving.single import Received, hand_over
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest

@@ -9,10 +9,11 @@ import psycopg
 import pytest
 from django.db import connection, connections, transaction
 
-from inbox import receiving, store
+from inbox import store
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
-from inbox.reading import read
+from inbox.receiving import single
+from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
 from inbox.runner import Runner
 from outbox.kernel.loop import StopRequest
 from tests.support.aliases import the_default_at
@@ -323,7 +324,7 @@ class TestLockedRows:
         params = connection.get_connection_params()
         names = ("dbname", "user", "host", "port")
         operator = psycopg.connect(**{name: params[name] for name in names}, application_name="operator")
-        stored_envelope = receiving.stored_envelope
+        stored_envelope = single.stored_envelope
 
         def lock_first(stored):
             if not operator.info.transaction_status:
@@ -332,9 +333,9 @@ class TestLockedRows:
 
         @contextmanager
         def lock():
-            monkeypatch.setattr(receiving, "stored_envelope", lock_first)
+            monkeypatch.setattr(single, "stored_envelope", lock_first)
             yield
-            monkeypatch.setattr(receiving, "stored_envelope", stored_envelope)
+            monkeypatch.setattr(single, "stored_envelope", stored_envelope)
             operator.rollback()
 
         with operator:

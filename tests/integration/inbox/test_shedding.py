@@ -12,10 +12,11 @@ import pytest
 from django.db import transaction
 
 from inbox import Shed, signals
+from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage, State
-from inbox.reading import read
-from inbox.receiving import Received
-from inbox.shedding import receive_shed, shedder_of
+from inbox.receiving.reading import read
+from inbox.receiving.shedding import receive_shed
+from inbox.receiving.single import Received
 from inbox.store import begin_fresh
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (

@@ -15,12 +15,12 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import DatabaseError, connection
 
-from inbox import timeouts
 from inbox.errors import HandlerTimeout
-from inbox.handlers import Handler
+from inbox.handlers import timeouts
+from inbox.handlers.handler import Handler
+from inbox.handlers.timeouts import bounded
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
-from inbox.timeouts import bounded
+from inbox.receiving.outcomes import Received
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.workshop import BOUNDED, name_of
 from tests.support.deliveries import (

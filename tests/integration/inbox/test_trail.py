@@ -14,8 +14,8 @@ from django.test.utils import CaptureQueriesContext
 
 from inbox import RetryLater, store
 from inbox.models import InboxMessage, State, TrailEntry
-from inbox.ordering import take_in
-from inbox.reading import read
+from inbox.receiving.ordering import take_in
+from inbox.receiving.reading import read
 from inbox.store import leases
 from inbox.store.shedding import store_shed
 from outbox.database.now import DatabaseTime

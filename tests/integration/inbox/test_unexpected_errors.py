@@ -9,7 +9,7 @@ import pytest
 from inbox.consumer import reception
 from inbox.consumer.lanes import Undecided
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import an_envelope, effects, make_due, options, run_to_the_end, the_effect, the_row
 from tests.support.loads import a_delivery, receive_load

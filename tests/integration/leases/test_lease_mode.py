@@ -17,14 +17,14 @@ from django.db import connection, transaction
 from inbox import Reject, RetryLater, signals, store
 from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
-from inbox.handlers import registry
-from inbox.leasing.opening import lease_store
-from inbox.leasing.operating import once_ended
-from inbox.leasing.stores import LeaseStoreAway
+from inbox.handlers.registry import registry
+from inbox.leases.opening import lease_store
+from inbox.leases.operating import once_ended
+from inbox.leases.stores import LeaseStoreAway
 from inbox.models import InboxMessage, LeaseMemory, State, Step
-from inbox.outcomes import Received
-from inbox.reading import read
-from inbox.receiving import hand_over
+from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
+from inbox.receiving.single import hand_over
 from outbox import publish
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic, utcnow

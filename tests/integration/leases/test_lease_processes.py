@@ -9,10 +9,10 @@ import pytest
 from django.core.management import call_command
 from django.db import connection
 
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
-from inbox.transactions import DatabaseAway
+from inbox.receiving.outcomes import Received
+from inbox.transactions.persistence import DatabaseAway
 from outbox.kernel.clock import monotonic, utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique

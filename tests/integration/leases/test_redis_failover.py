@@ -9,7 +9,7 @@ import pytest
 import redis
 
 from inbox.models import State
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from tests.support.deliveries import (
     A_WHILE,
     InAThread,

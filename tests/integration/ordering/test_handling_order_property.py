@@ -20,14 +20,14 @@ from django.db import DatabaseError, InterfaceError, connection, connections
 
 from inbox import RetryLater, store
 from inbox.errors import Reject
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.ordering import take_in
-from inbox.outcomes import Received
-from inbox.reading import read
+from inbox.receiving.ordering import take_in
+from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import intake, operating, ordering, sentinel, stored
-from inbox.transactions import DatabaseAway
+from inbox.transactions.persistence import DatabaseAway
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest

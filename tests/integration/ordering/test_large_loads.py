@@ -8,7 +8,7 @@ import kombu
 import pytest
 
 from inbox.consumer.topology import queue_of
-from inbox.handlers import Handler
+from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.ordered import STEP

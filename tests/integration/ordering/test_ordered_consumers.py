@@ -17,9 +17,9 @@ from inbox import store
 from inbox.consumer import consumer as consumer_module
 from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import TOPIC, effects, the_effect

@@ -16,13 +16,13 @@ from django.db import connection, transaction
 from django.test import override_settings
 
 from inbox import RetryLater, store
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.ordering import take_in
-from inbox.reading import read
-from inbox.receiving import Received, claim_next, run_stored
+from inbox.receiving.ordering import take_in
+from inbox.receiving.reading import read
+from inbox.receiving.single import Received, claim_next, run_stored
 from inbox.store import intake, ordering, sentinel
-from inbox.transactions import DatabaseAway
+from inbox.transactions.persistence import DatabaseAway
 from outbox import Draft, publish, publish_many
 from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at

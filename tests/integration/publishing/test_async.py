@@ -18,7 +18,7 @@ from django.db import connections, transaction
 from django.http import JsonResponse
 from django.urls import path
 
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from outbox import (
     Draft,
     Outcome,

@@ -8,7 +8,7 @@ from django.db import connection, transaction
 from django.test import TestCase
 
 from inbox import idempotent_handler
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.models import State as InboxState
 from outbox import PublishedOutsideTransaction, publish

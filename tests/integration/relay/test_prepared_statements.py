@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from inbox.store import fresh, sentinel
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import utcnow

@@ -9,7 +9,7 @@ import pytest
 from django.db import connection, transaction
 
 from inbox import Reject, idempotent_handler
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.testing import call_handler, make_message
 from outbox import publish

@@ -13,7 +13,7 @@ from django.db import transaction
 from django.test import TestCase, TransactionTestCase
 
 from inbox import idempotent_handler
-from inbox.handlers import registry
+from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from outbox import callbacks, on_published, publish
 from outbox.testing import assert_published, run_relay

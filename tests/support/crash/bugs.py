@@ -29,7 +29,7 @@ def acknowledges_before_the_commit() -> None:
 def has_no_sentinel() -> None:
     """What the handler left behind is committed, or not, and believed in."""
     patch("inbox.store.finish", lambda original: lambda *args, **kwargs: None)
-    patch("inbox.transactions.refuse_if_uncommitted", lambda original: lambda *args, **kwargs: None)
+    patch("inbox.transactions.handler_transaction.refuse_if_uncommitted", lambda original: lambda *args, **kwargs: None)
 
 
 def settles_before_the_confirm() -> None:

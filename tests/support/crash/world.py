@@ -25,7 +25,7 @@ from django.db import connection, transaction
 from django.db.models import Max
 
 from inbox.models import DUE, InboxMessage
-from inbox.outcomes import Received
+from inbox.receiving.outcomes import Received
 from outbox.models import OutboxMessage
 from tests.support.crash import operations
 from tests.support.crash.operations import commit_operation, next_number, write

@@ -8,8 +8,7 @@ import pytest
 from celery import Celery, states
 from django.db import connections
 
-from inbox import task_receiving, task_sending
-from inbox.celery import IdempotentTask
+from inbox.celery import IdempotentTask, receiving, sending
 from outbox.kernel.retry import Pause
 from tests.integration.celery.apps import close
 from tests.integration.celery.handling.conftest import INBOX
@@ -39,7 +38,7 @@ def unavailable_database(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _no_pause_of_an_earlier_test(monkeypatch):
-    monkeypatch.setattr(task_receiving, "_put_back_pause", Pause())
+    monkeypatch.setattr(receiving, "_put_back_pause", Pause())
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def say_nothing(peer):
 def test_task_whose_copy_the_broker_does_not_confirm_goes_back_to_the_broker(
     misbehave, task_of_the_peer, peer, unavailable_database, monkeypatch
 ):
-    monkeypatch.setattr(task_sending, "_CONFIRM_SECONDS", 0.2)
+    monkeypatch.setattr(sending, "_CONFIRM_SECONDS", 0.2)
     misbehave(peer)
 
     state, rejected = deliver(task_of_the_peer, "o-1", task_id="t-1")

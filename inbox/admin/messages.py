@@ -1,0 +1,427 @@
+"""The inbox in Django's admin: what was handled, what was not and why, and what an operator may do about it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+from django import forms
+from django.contrib import admin
+from django.db.models import Q, QuerySet
+from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+from inbox import store
+from inbox.conf import inbox_options
+from inbox.errors import TaskNotSent
+from inbox.handlers.registry import registry
+from inbox.leases.operating import once_ended
+from inbox.leases.stores import LeaseStoreAway
+from inbox.models import SETTLED, InboxMessage, State
+from inbox.resending import resending
+from outbox.console.acting_admin import by, counted
+from outbox.console.display import (
+    NOTHING,
+    Tone,
+    age,
+    as_json,
+    as_payload,
+    as_text,
+    badge,
+    identifier,
+    moment,
+    note,
+    stacked,
+    visible,
+    warning,
+)
+from outbox.console.message_admin import Counterpart, MessageAdmin, StateFilter, StuckFilter
+from outbox.database.now import DatabaseTime
+from outbox.kernel.envelope import COMPRESSION
+
+_HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
+"""States of a message that holds back the later ones of its key."""
+_STEPS = 100
+
+
+class InboxStuckFilter(StuckFilter):
+    failing = (State.DEAD, State.RETRYING)
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        return [*super().lookups(request, model_admin), ("quarantined", "In quarantine")]
+
+    def overdue(self) -> Q:
+        before = DatabaseTime(-inbox_options().STUCK_AFTER)
+        return Q(state__in=[State.RECEIVED, State.WAITING, State.RUNNING]) & (
+            Q(next_attempt_at__lt=before) | Q(next_attempt_at__isnull=True, received_at__lt=before)
+        )
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        if self.value() == "quarantined":
+            return queryset.filter(state=State.DEAD, quarantined=True)
+        return super().queryset(request, queryset)
+
+
+class DuplicatesFilter(admin.SimpleListFilter):
+    """By further deliveries of the same fact."""
+
+    title = "duplicates"
+    parameter_name = "duplicates"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        return [("any", "Delivered more than once"), ("conflicting", "With other content")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        match self.value():
+            case "any":
+                return queryset.filter(duplicates__gt=0)
+            case "conflicting":
+                return queryset.filter(conflicts__gt=0)
+            case _:
+                return queryset
+
+
+class HandlerFilter(admin.SimpleListFilter):
+    """By a handler of this process. Removed ones are found by searching for their name."""
+
+    title = "handler"
+    parameter_name = "handler"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, str]]:
+        return sorted((handler.name, handler.name) for handler in registry.all())
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        known = {handler for handler, _ in self.lookup_choices}
+        return queryset.filter(handler=self.value()) if self.value() in known else queryset
+
+
+class SkipForm(forms.Form):
+    reason = forms.CharField(
+        max_length=500,
+        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
+        help_text="Why its effect must not happen. It is kept with the message and in the log.",
+    )
+
+
+class OverrideForm(forms.Form):
+    danger = (
+        "These messages are in quarantine, because nothing here remembers whether they have been handled before. One that has "
+        "been would have its effect a second time. Look first: at the data that it would write, at the logs of the day it was "
+        "published, at the publisher's own books. Skip those that were handled."
+    )
+    reason = forms.CharField(
+        max_length=500,
+        label="How do you know?",
+        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
+        help_text="What shows that none of them has been handled. It is kept in the log.",
+    )
+
+
+@admin.register(InboxMessage)
+class InboxMessageAdmin(MessageAdmin):
+    tones: ClassVar[Any] = {
+        State.RECEIVED: Tone.OPEN,
+        State.RETRYING: Tone.FAILING,
+        State.WAITING: Tone.LATER,
+        State.RUNNING: Tone.OPEN,
+        State.DONE: Tone.DONE,
+        State.DEAD: Tone.STOPPED,
+        State.SKIPPED: Tone.OVER,
+        State.SHED: Tone.OVER,
+    }
+    large_columns = ("body", "headers", "traceback", "result", "conflicting_body")
+    counterpart = Counterpart(
+        changelist="outbox_outboxmessage_changelist", title="outbox messages", permission="outbox.view_outboxmessage"
+    )
+    refusals = (TaskNotSent, LeaseStoreAway)
+    allowed_in: ClassVar[Any] = {
+        "retry": store.RETRYABLE,
+        "skip": store.SKIPPABLE,
+        "override_maximum_age": (State.DEAD,),
+    }
+
+    list_display = ("state_badges", "summary", "age", "attempts", "error_headline", "message_id_name")
+    list_display_links = ("summary",)
+    list_filter = (InboxStuckFilter, StateFilter, DuplicatesFilter, HandlerFilter)
+    search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
+    actions = ("retry", "skip", "override_maximum_age")
+    readonly_fields: ClassVar[Any] = (
+        "state_explained",
+        "handler_name",
+        "topic_name",
+        "biz_id_name",
+        "message_id_name",
+        "key_name",
+        "attempts",
+        "error_text",
+        "traceback_text",
+        "content_type",
+        "payload",
+        "headers_text",
+        "steps_text",
+        "result_text",
+        "created",
+        "received",
+        "next_attempt",
+        "settled",
+        "further_deliveries",
+        "conflict",
+        "source_name",
+        "correlation_id_name",
+        "causation_id_name",
+        "traceparent_name",
+    )
+    fieldsets = (
+        (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
+        ("Attempts", {"fields": ("attempts", "error_text", "traceback_text")}),
+        ("Further deliveries", {"fields": ("further_deliveries", "conflict")}),
+        ("Content", {"fields": ("content_type", "payload", "headers_text")}),
+        ("Progress", {"fields": ("steps_text", "result_text")}),
+        ("Times", {"fields": ("created", "received", "next_attempt", "settled")}),
+        ("Origin", {"fields": ("source_name", "correlation_id_name", "causation_id_name", "traceparent_name")}),
+    )
+
+    def stuck_after(self) -> timedelta:
+        return inbox_options().STUCK_AFTER
+
+    def is_here(self, where: str) -> bool:
+        return where != "outbox"
+
+    def subject(self, row: Any) -> str:
+        return visible(f"{row.message_id} ({row.topic} {row.biz_id}, {row.handler})")
+
+    def called(self, term: str) -> Q:
+        """Also a handler, and the message id of the latest that said something else."""
+        ids = {term}
+        with suppress(ValueError):
+            ids |= {str(uuid.UUID(term)), uuid.UUID(term).hex}
+        named = Q(message_id__in=sorted(ids)) | Q(conflicts__gt=0, conflicting_id__in=sorted(ids))
+        return super().called(term) | Q(handler=term) | named
+
+    def offers(self, action: str, row: Any) -> bool:
+        if row.state == State.DEAD and action in {"retry", "override_maximum_age"}:
+            return bool(row.quarantined == (action == "override_maximum_age"))
+        if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
+            return False
+        return super().offers(action, row)
+
+    def why_not(self, request: HttpRequest, alias: str, pk: int) -> str:
+        action = request.POST.get("action")
+        row = self.get_queryset(request).using(alias).filter(pk=pk, state=State.DEAD).only("quarantined").first()
+        if row is not None and row.quarantined and action == "retry":
+            return "it is in quarantine, and only “Retry past the maximum message age…” runs it"
+        if row is not None and not row.quarantined and action == "override_maximum_age":
+            return "it is not in quarantine, so “Retry now” runs it"
+        return super().why_not(request, alias, pk)
+
+    # what is shown
+
+    def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
+        """Without the parts that would have nothing to say, as most messages come once and in one step."""
+        left_out = set()
+        if obj is not None and not obj.duplicates:
+            left_out.add("Further deliveries")
+        if obj is not None and obj.result is None and not obj.steps.exists():
+            left_out.add("Progress")
+        return [part for part in super().get_fieldsets(request, obj) if part[0] not in left_out]
+
+    @admin.display(description="state")
+    def state_badges(self, row: Any) -> SafeString:
+        """In the list: with what sets this message apart from others in its state."""
+        lines = [self.badge_of(row)]
+        if row.quarantined and row.state == State.DEAD:
+            lines.append(format_html("{}", "in quarantine"))
+        if row.conflicts:
+            lines.append(badge(f"{row.conflicts:,} conflicting", Tone.STOPPED))
+        elif row.duplicates:
+            lines.append(format_html("{} more", f"{row.duplicates:,}"))
+        return stacked(*lines)
+
+    @admin.display(description="state")
+    def state_explained(self, row: Any) -> SafeString:
+        """On its own page: the badge, and what it means for this message."""
+        return format_html("{}{}", self.badge_of(row), self._explanation(row))
+
+    def _explanation(self, row: Any) -> SafeString:
+        if row.state == State.DEAD and row.quarantined:
+            return warning("In quarantine: whether it has been handled before can no longer be known.")
+        if row.state == State.WAITING:
+            return self._behind(row)
+        if row.state == State.RUNNING:
+            return self._lease(row)
+        if row.ordered and row.state in _HEADS:
+            held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
+            return note(f"The later messages of its ordering key wait for it: {counted(held)}.")
+        return format_html("{}", "")
+
+    def _behind(self, row: Any) -> SafeString:
+        head = self._of_its_key(row).filter(pk__lt=row.pk).exclude(state__in=SETTLED).order_by("pk").first()
+        if head is None:
+            return note("No earlier message of its ordering key is open any more: a consumer lets it go on in a moment.")
+        words = format_html(
+            'It waits for an earlier message of its ordering key: <a href="{}">{}</a> ({}).',
+            self.own_url(head.pk),
+            identifier(f"{head.topic} {head.biz_id}"),
+            head.get_state_display().lower(),
+        )
+        return note(words)
+
+    def _lease(self, row: Any) -> SafeString:
+        if row.next_attempt_at is None or row.next_attempt_at <= row.database_now:
+            return note(f"Lease number {row.fence} has ended without a word of its owner: another takes the message over.")
+        return note(
+            format_html(
+                "Lease number {} ends {}, unless its owner extends it.", row.fence, age(row.next_attempt_at, row.database_now)
+            )
+        )
+
+    def _of_its_key(self, row: Any) -> QuerySet[Any]:
+        same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)
+        return same.defer(*self.large_columns)
+
+    @admin.display(description="handler")
+    def handler_name(self, row: Any) -> SafeString:
+        return identifier(row.handler)
+
+    @admin.display(description="source")
+    def source_name(self, row: Any) -> SafeString:
+        return identifier(row.source)
+
+    @admin.display(description="topic, handler, biz-id")
+    def summary(self, row: Any) -> SafeString:
+        return stacked(identifier(row.topic), identifier(row.handler), identifier(row.biz_id))
+
+    @admin.display(description="age", ordering="id")
+    def age(self, row: Any) -> SafeString:
+        received = age(row.received_at, row.database_now)
+        if row.next_attempt_at is None:
+            return received
+        prefix = "due "
+        if row.state == State.RUNNING:
+            prefix = "lease ends " if row.next_attempt_at > row.database_now else "lease ended "
+        return stacked(received, age(row.next_attempt_at, row.database_now, prefix))
+
+    @admin.display(description="duplicates")
+    def further_deliveries(self, row: Any) -> SafeString:
+        """How many, and why they came."""
+        if not row.duplicates:
+            return format_html("{}", NOTHING)
+        business = row.duplicates - row.redeliveries - row.resends - row.replays
+        causes = (
+            (row.redeliveries, "delivered again by the broker"),
+            (row.resends, "sent again by a relay"),
+            (row.replays, "sent again by an operator"),
+            (business, "published again by the business, under another message id"),
+        )
+        lines = [format_html("{} {}", f"{count:,}", words) for count, words in causes if count]
+        return stacked(format_html("{} in all, none of them run", f"{row.duplicates:,}"), *lines)
+
+    @admin.display(description="other content")
+    def conflict(self, row: Any) -> SafeString:
+        """What the latest delivery with this biz-id said that did not say the same."""
+        if not row.conflicts:
+            return format_html("{}", NOTHING)
+        words = f"Deliveries with this biz-id that said something else: {row.conflicts:,}. None was run. It is a bug upstream."
+        if row.conflicting_body is None:
+            return warning(words)
+        return format_html(
+            '<div class="message-block">{}<p class="message-note">The latest: {}, {}</p>{}</div>',
+            warning(words),
+            identifier(row.conflicting_id),
+            moment(row.conflicting_at, row.database_now),
+            as_payload(bytes(row.conflicting_body), row.content_type, _compression(row)).as_html(),
+        )
+
+    @admin.display(description="steps taken")
+    def steps_text(self, row: Any) -> SafeString:
+        """Named steps whose results a retry reuses."""
+        steps = list(row.steps.order_by("taken_at", "pk")[:_STEPS])
+        if not steps:
+            return format_html("{}", NOTHING)
+        shown = (
+            (
+                format_html("{} ({})", identifier(step.name), age(step.taken_at, row.database_now)),
+                as_json(step.result).as_html(),
+            )
+            for step in steps
+        )
+        return format_html(
+            '<div class="message-block">{}</div>', format_html_join("", '<p class="message-note">{}</p>{}', shown)
+        )
+
+    @admin.display(description="result")
+    def result_text(self, row: Any) -> SafeString:
+        return as_json(row.result).as_html() if row.result is not None else format_html("{}", NOTHING)
+
+    @admin.display(description="payload")
+    def payload(self, row: Any) -> SafeString:
+        return as_payload(bytes(row.body), row.content_type, _compression(row)).as_html()
+
+    @admin.display(description="last error, or reason")
+    def error_headline(self, row: Any) -> SafeString:
+        return super().error_headline(row)
+
+    @admin.display(description="last error, or reason")
+    def error_text(self, row: Any) -> SafeString:
+        return super().error_text(row)
+
+    @admin.display(description="traceback")
+    def traceback_text(self, row: Any) -> SafeString:
+        return as_text(row.traceback).as_html()
+
+    @admin.display(description="received")
+    def received(self, row: Any) -> SafeString:
+        return moment(row.received_at, row.database_now)
+
+    @admin.display(description="next attempt, or end of its lease")
+    def next_attempt(self, row: Any) -> SafeString:
+        return moment(row.next_attempt_at, row.database_now)
+
+    def has_retry_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.retry_inboxmessage")
+
+    def has_override_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.override_inboxmessage")
+
+    def has_skip_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.skip_inboxmessage")
+
+    @admin.action(permissions=["retry"], description="Retry now")
+    def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        retry = partial(store.retry, reason=by(request))
+        return self.carry_out(request, queryset, done="due for a retry now", transition=once_ended(resending(retry)))
+
+    @admin.action(permissions=["skip"], description="Skip…")
+    def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        return self.once_confirmed(
+            request,
+            queryset,
+            SkipForm,
+            action="skip",
+            question="Skip these messages? Their effect will not happen.",
+            button="Skip the messages",
+            done="skipped",
+            transition=lambda given: once_ended(partial(store.skip, reason=given["reason"], by=by(request))),
+        )
+
+    @admin.action(permissions=["override"], description="Retry past the maximum message age…")
+    def override_maximum_age(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        return self.once_confirmed(
+            request,
+            queryset,
+            OverrideForm,
+            action="override_maximum_age",
+            question="Run these messages although they may have been handled before?",
+            button="Run the messages",
+            done="due past the maximum message age now",
+            transition=lambda given: resending(partial(store.override_maximum_age, reason=by(request, given["reason"]))),
+        )
+
+
+def _compression(row: InboxMessage) -> str:
+    return str(row.headers.get(COMPRESSION, ""))

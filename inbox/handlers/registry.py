@@ -1,0 +1,37 @@
+"""The handlers of this process."""
+
+from __future__ import annotations
+
+from inbox.handlers.handler import Handler
+
+
+class Registry:
+    """The handlers of this process, by name."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[str, Handler] = {}
+
+    def add(self, handler: Handler) -> None:
+        """Raises ValueError when another function, or the same one for something else, already has the name."""
+        known = self._handlers.get(handler.name)
+        if known is not None and known.identity != handler.identity:
+            raise ValueError(
+                f"Two handlers are called {handler.name!r}: {' on '.join(known.identity)}, and "
+                f"{' on '.join(handler.identity)}. Their inbox rows would be mixed up; give one of them another name=."
+            )
+        self._handlers[handler.name] = handler
+
+    def remove(self, name: str) -> None:
+        self._handlers.pop(name, None)
+
+    def get(self, name: str) -> Handler | None:
+        return self._handlers.get(name)
+
+    def all(self) -> list[Handler]:
+        return list(self._handlers.values())
+
+    def for_topic(self, topic: str) -> list[Handler]:
+        return [handler for handler in self._handlers.values() if handler.topic == topic]
+
+
+registry = Registry()

@@ -1,0 +1,162 @@
+"""The heartbeat: threads of the process keep the leases of running handlers alive, one for each place where leases are kept.
+
+A server that does not answer holds up whoever asks it, so the leases of one database do not wait for another.
+
+Each lease is extended after a third of its time, so two misses cost nothing, and never beyond `lease_limit`. A lease that is
+lost is logged and marked; its owner can settle nothing, and its next step is refused. A store that is unavailable is asked
+again until the lease must have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+from django.db import connections
+
+from inbox.leases.stores import Lease, LeaseStore
+from inbox.transactions.persistence import DatabaseAway
+from outbox.kernel.clock import monotonic
+
+logger = logging.getLogger(__name__)
+
+_BEATS = 3
+_ASK_AGAIN_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class _Beating:
+    """A lease that is to be kept alive."""
+
+    store: LeaseStore
+    lease: Lease
+    next_at: float
+    limit_at: float
+    told: bool = False
+
+
+class Heartbeat:
+    """Keeps leases alive, in whatever places they are."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[LeaseStore, str], _Pulse] = {}
+
+    def keeping(self, store: LeaseStore, lease: Lease) -> AbstractContextManager[None]:
+        """Extend `lease` as long as the block runs."""
+        # A store elsewhere asks the handler's database as well, for what that knows of it.
+        place = store, lease.wanted.handler.using
+        return self._of.setdefault(place, _Pulse(lease.wanted.handler.using)).keeping(store, lease)
+
+
+class _Pulse:
+    """Keeps the leases of one place alive. Its thread begins with the first."""
+
+    def __init__(self, alias: str) -> None:
+        self._alias = alias
+        self._changed = threading.Condition()
+        self._kept: set[_Beating] = set()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def keeping(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
+        handler = lease.wanted.handler
+        kept = _Beating(
+            store,
+            lease,
+            next_at=lease.began_at + handler.lease.total_seconds() / _BEATS,
+            limit_at=lease.began_at + handler.lease_limit.total_seconds(),
+        )
+        with self._changed:
+            self._kept.add(kept)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name=f"lease-heartbeat-{self._alias}", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._kept.discard(kept)
+
+    def _work(self) -> None:
+        while True:
+            due = self._wait()
+            try:
+                for kept in due:
+                    self._beat(kept)
+            except Exception:
+                # Whatever it was, the other leases must not be lost for it.
+                logger.exception("The heartbeat of leases met an error nobody foresaw.")
+            finally:
+                # Leases are long: a connection would only lie idle until the next beat.
+                connections.close_all()
+
+    def _wait(self) -> list[_Beating]:
+        with self._changed:
+            while True:
+                now = monotonic()
+                if due := [kept for kept in self._kept if kept.next_at <= now and not kept.lease.lost]:
+                    return due
+                waits = [kept.next_at - now for kept in self._kept if not kept.lease.lost]
+                self._changed.wait(min(waits, default=None))
+
+    def _beat(self, kept: _Beating) -> None:
+        lease, now = kept.lease, monotonic()
+        kept.next_at = now + _ASK_AGAIN_SECONDS
+        ends_at = min(now + lease.wanted.handler.lease.total_seconds(), kept.limit_at)
+        if ends_at <= lease.ends_at:
+            self._let_end(kept)
+            return
+        try:
+            extended = kept.store.extend(lease, timedelta(seconds=ends_at - now))
+        except DatabaseAway as away:
+            self._miss(kept, away)
+            return
+        if extended:
+            lease.ends_at = ends_at
+            kept.next_at = now + (ends_at - now) / _BEATS
+            kept.told = False
+        elif not lease.settling:
+            _lose(lease, "another has it, or it ended before it could be extended")
+
+    def _let_end(self, kept: _Beating) -> None:
+        lease = kept.lease
+        if lease.is_over:
+            _lose(lease, f"its lease_limit of {lease.wanted.handler.lease_limit} is reached")
+            return
+        kept.next_at = lease.ends_at
+        if not kept.told:
+            kept.told = True
+            logger.warning(
+                "%s has been running for so long that its lease is not extended any more; it ends in %.0f s.",
+                lease,
+                lease.ends_at - monotonic(),
+            )
+
+    def _miss(self, kept: _Beating, away: DatabaseAway) -> None:
+        lease = kept.lease
+        if lease.is_over:
+            _lose(lease, f"its store was unavailable: {away}")
+            return
+        kept.next_at = min(monotonic() + _ASK_AGAIN_SECONDS, lease.ends_at)
+        if not kept.told:
+            kept.told = True
+            logger.warning(
+                "%s: its lease could not be extended and ends in %.0f s (%s).", lease, lease.ends_at - monotonic(), away
+            )
+
+
+def _lose(lease: Lease, why: str) -> None:
+    lease.lost = True
+    logger.error(
+        "%s: its lease is lost, %s. What its handler does from now on is settled by nobody, and another may run the message.",
+        lease,
+        why,
+    )
+
+
+heartbeat = Heartbeat()

@@ -1,0 +1,25 @@
+"""Which store of leases the settings name."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from django.utils.module_loading import import_string
+
+from inbox.conf import IN_THE_DATABASE, InboxOptions
+from inbox.leases.database import DatabaseLeases
+from inbox.leases.stores import LeaseStore
+
+# Found by name: its library need not be installed where it is not used.
+_REDIS = "inbox.leases.redis.RedisLeases"
+_opened: dict[tuple[str, str, timedelta], LeaseStore] = {}
+
+
+def lease_store(options: InboxOptions) -> LeaseStore:
+    """The store of leases, one for all threads of this process."""
+    key = (options.LEASE_STORE, options.group, options.RETENTION)
+    if key not in _opened:
+        kind: Any = DatabaseLeases if options.LEASE_STORE == IN_THE_DATABASE else import_string(_REDIS)
+        _opened.setdefault(key, kind(options))
+    return _opened[key]

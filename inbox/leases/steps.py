@@ -1,0 +1,147 @@
+"""The named steps of a message: each is taken once, and a retry gets what it returned.
+
+What a step did and that it was taken are two writes to two places, so a process that dies between them leaves a doubt that
+nobody can settle but the other side. A *repeatable* step is taken again then. One that is not is written down before it
+begins; found begun and not ended, it stops the message loudly: a dead letter for a person, who finds out and decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from asgiref.sync import sync_to_async
+from django.core.serializers.json import DjangoJSONEncoder
+
+from inbox.errors import LeaseLost, Reject, RetryLater, StepInterrupted
+from inbox.leases.autocommit import is_inside_a_transaction
+from inbox.leases.stores import Lease, LeaseStore
+from outbox.kernel.text import describe, why_unfit
+
+_RESULTS = DjangoJSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class Steps:
+    """The steps of one run.
+
+    Attributes:
+        interrupted: why the message must stop, also when its handler has caught that.
+        in_doubt: the step that may have happened and may not.
+    """
+
+    def __init__(self, store: LeaseStore, lease: Lease) -> None:
+        self._store = store
+        self._lease = lease
+        self.interrupted: StepInterrupted | None = None
+        self.in_doubt = ""
+
+    def take(self, name: str, function: Callable[[], Any], *, repeatable: bool) -> Any:
+        """See `Message.step`."""
+        if inspect.iscoroutinefunction(function):
+            raise TypeError(f"The step {name!r} is given a coroutine function: use `await message.astep(…)`.")
+        _refuse_event_loop(name)
+        if (known := self._begin(name, repeatable=repeatable)) is not None:
+            return json.loads(known)
+        try:
+            returned = function()
+            _refuse_awaitable(name, returned)
+        except BaseException as error:
+            self._failed(name, error, repeatable=repeatable)
+            raise
+        return self._end(name, returned)
+
+    async def atake(self, name: str, function: Callable[[], Awaitable[Any]], *, repeatable: bool) -> Any:
+        """See `Message.astep`."""
+        if not callable(function):
+            raise TypeError(f"The step {name!r} is given {function!r}, which is no function: a retry could not call it.")
+        if (known := await sync_to_async(self._begin)(name, repeatable=repeatable)) is not None:
+            return json.loads(known)
+        try:
+            returned = await function()
+        except BaseException as error:
+            await sync_to_async(self._failed)(name, error, repeatable=repeatable)
+            raise
+        return await sync_to_async(self._end)(name, returned)
+
+    def _begin(self, name: str, *, repeatable: bool) -> str | None:
+        """What the step returned when it was taken before; None: it is to be taken now."""
+        self._refuse(name)
+        steps = self._lease.steps
+        if name in steps and steps[name] is None:
+            raise self._interrupt(
+                name,
+                f"The step {name!r} was begun by an earlier attempt, which never said how it ended. Find out whether it has "
+                "happened. If it has not, retry this message: it will be taken then. Else do the rest by hand, and skip it.",
+            )
+        if name not in steps and not repeatable:
+            self._remember(name, None)
+        return steps.get(name)
+
+    def _refuse(self, name: str) -> None:
+        if reason := why_unfit(name) if name else "it is empty":
+            raise ValueError(f"The name {name!r} cannot be a step's: {reason}.")
+        if self.interrupted is not None:
+            raise self.interrupted
+        if self._lease.is_over:
+            raise LeaseLost(f"The step {name!r} was not taken: the lease of this run has ended, and another may have begun.")
+        if is_inside_a_transaction(alias := self._lease.wanted.handler.using):
+            raise ValueError(
+                f"The step {name!r} was not taken: it is inside `transaction.atomic()` on {alias!r}, whose rollback would make "
+                "the inbox forget it. Put the transaction inside the step, or after it."
+            )
+
+    def _failed(self, name: str, error: BaseException, *, repeatable: bool) -> None:
+        if repeatable:
+            return
+        if isinstance(error, RetryLater | Reject):
+            # Said on purpose: it has not happened.
+            self._store.forget(self._lease, name)
+            self._lease.steps.pop(name, None)
+            return
+        raise self._interrupt(
+            name,
+            f"The step {name!r} failed ({type(error).__name__}: {describe(error)}) and is not to be repeated. Find out whether "
+            "it has happened. If it has not, retry this message: it will be taken then. Else do the rest by hand, and skip it.",
+        ) from error
+
+    def _end(self, name: str, returned: Any) -> Any:
+        try:
+            result = _RESULTS.encode(returned)
+        except (TypeError, ValueError) as error:
+            raise self._interrupt(
+                name,
+                f"The step {name!r} was taken, but what it returned cannot be remembered ({describe(error)}). Have it return "
+                "what JSON can hold. A retry takes it again.",
+            ) from error
+        self._remember(name, result)
+        # As a retry will get it, so that both runs see the same.
+        return json.loads(result)
+
+    def _remember(self, name: str, result: str | None) -> None:
+        if not self._store.remember(self._lease, name, result):
+            self._lease.lost = True
+            was = "was not taken" if result is None else "was taken and is not remembered"
+            raise LeaseLost(f"The step {name!r} {was}: the lease of this run has ended, and another may have begun.")
+        self._lease.steps[name] = result
+
+    def _interrupt(self, name: str, reason: str) -> StepInterrupted:
+        self.interrupted, self.in_doubt = StepInterrupted(reason), name
+        return self.interrupted
+
+
+def _refuse_awaitable(name: str, returned: Any) -> None:
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise TypeError(f"The step {name!r} returned something that is still to be awaited: use `await message.astep(…)`.")
+
+
+def _refuse_event_loop(name: str) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(f"The step {name!r} was not taken: inside an async function use `await message.astep(…)`.")

@@ -1,0 +1,1 @@
+"""What bounds a handler: its rate, and load shedding."""

@@ -1,0 +1,208 @@
+"""The rate limit of a handler, in one of its processes.
+
+All processes of a handler share one token bucket (`store.buckets`). Each leases small portions of it (`purse`) and takes from
+these. Nobody who takes waits for a database: a thread of this process's own leases what was asked for in vain. While the
+database is unavailable nothing is granted.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import defaultdict
+
+from django.db import DatabaseError, InterfaceError, connections
+
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.limits.token_cache import Purse
+from inbox.store.buckets import lease_tokens
+from inbox.transactions.sessions import end_session
+from outbox.database.connections import drop_unusable_connections
+from outbox.database.faults import is_collision
+from outbox.kernel.clock import monotonic
+from outbox.kernel.retry import Pause
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+PREFETCH_SECONDS = 2.0
+
+_SOON = 0.005
+_AFTER_COLLISION = 0.025
+_DEMAND_SECONDS = 1.0
+_IDLE_SECONDS = 1.0
+
+
+def prefetch(handler: Handler, options: InboxOptions) -> int:
+    """How many unanswered deliveries of `handler` this process may have in hand: what its rate allows in two seconds.
+
+    At least 1 and at most PREFETCH. More would wait here for their tokens, until the broker takes them for lost.
+    """
+    if handler.rate_limit is None:
+        return options.PREFETCH
+    return max(1, min(options.PREFETCH, int(handler.rate_limit * PREFETCH_SECONDS)))
+
+
+class Limiter:
+    """How many messages of one handler may run now. Shared by all threads of this process; see `limiter_of`."""
+
+    def __init__(self, handler: Handler) -> None:
+        if handler.rate_limit is None:
+            raise ValueError(f"The handler {handler.name} has no rate_limit.")
+        self.rate = handler.rate_limit
+        self._name = handler.name
+        self._alias = handler.using
+        self._purse = Purse(handler.rate_limit)
+        self._lessor = _lessors[handler.using]
+        self._lock = threading.Lock()
+        self._leasing = threading.Lock()
+        self._wanted_at: float | None = None
+        self._pause = Pause()
+        self._away = False
+
+    def take(self, most: int) -> int:
+        """How many of `most` messages may run now; 0 is none. Each is one token, to be used at once or given back.
+
+        Never waits and never touches a database. What was short is leased meanwhile, for whoever asks next.
+        """
+        taken = self._take(most)
+        if self.is_wanted:
+            self._lessor.wake(self)
+        return taken
+
+    def take_or_lease(self, most: int) -> int:
+        """As `take`, for a thread that may wait for the database and is in no transaction: it leases for itself."""
+        return self._take(most) or (self._take(most) if self.lease() else 0)
+
+    def give_back(self, tokens: int) -> None:
+        """They were taken just now and nothing was run: another thread of this process may have them."""
+        with self._lock:
+            self._purse.give_back(tokens, monotonic())
+
+    def wait_seconds(self) -> float:
+        """When to `take` again: 0 when a token is there or is to be asked for, else seconds until one may be there."""
+        with self._lock:
+            now = monotonic()
+            if self._purse.tokens(now):
+                return 0.0
+            return max(_SOON if self.is_wanted else 0.0, self._purse.ask_at - now)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Was more asked for than was there, or nearly all of it, a moment ago?"""
+        wanted_at = self._wanted_at
+        return wanted_at is not None and monotonic() - wanted_at < _DEMAND_SECONDS
+
+    def lease(self) -> bool:
+        """Lease the next portion when it is time to; are there enough tokens now? Waits for the database."""
+        # One thread of this process at a time; what it brings is for all of them.
+        with self._leasing:
+            with self._lock:
+                purse, now = self._purse, monotonic()
+                enough = purse.tokens(now) > 0 and not purse.wants_more(now)
+                if enough or now < purse.ask_at:
+                    return enough
+            drop_unusable_connections()
+            try:
+                leased = lease_tokens(self._alias, self._name, rate=purse.rate, burst=purse.burst, most=purse.portion)
+            except (DatabaseError, InterfaceError) as error:
+                self._grant_nothing(error)
+                return False
+            with self._lock:
+                purse.put_in(leased.tokens, leased.left, monotonic())
+            self._is_back()
+            return leased.tokens > 0
+
+    def _take(self, most: int) -> int:
+        with self._lock:
+            now = monotonic()
+            taken = self._purse.take(most, now)
+            self._wanted_at = now if taken < most or self._purse.wants_more(now) else None
+            return taken
+
+    def _grant_nothing(self, error: Exception) -> None:
+        collided = is_collision(error)
+        with self._lock:
+            self._purse.rest(random.uniform(0, _AFTER_COLLISION) if collided else self._pause.next_seconds(), monotonic())
+        if collided:
+            return
+        # It may be the session, which a handler has changed or a failover left behind.
+        end_session(self._alias)
+        if self._away:
+            return
+        self._away = True
+        logger.warning(
+            "%s: its token bucket on %r does not answer (%s). Its messages wait until it does.",
+            self._name,
+            self._alias,
+            describe(error),
+        )
+
+    def _is_back(self) -> None:
+        if self._away:
+            self._away = False
+            self._pause.reset()
+            logger.warning("%s: its token bucket on %r answers again.", self._name, self._alias)
+
+
+def limiter_of(handler: Handler) -> Limiter | None:
+    """The limiter of `handler` in this process, the same for every thread; None when it has no rate limit."""
+    if handler.rate_limit is None:
+        return None
+    with _registering:
+        limiter = _limiters.get(handler.name)
+        if limiter is None or limiter.rate != handler.rate_limit:
+            limiter = _limiters[handler.name] = Limiter(handler)
+        return limiter
+
+
+class _Lessor:
+    """The thread that leases from one database what was asked for in vain. It ends when nobody has done so for a while."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wanting: set[Limiter] = set()
+        self._bell = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def wake(self, limiter: Limiter) -> None:
+        with self._lock:
+            if limiter not in self._wanting:
+                self._wanting.add(limiter)
+                self._bell.set()
+            # After a fork the thread is gone.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._work, name="inbox-lessor", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            while self._serve():
+                pass
+        except Exception:
+            logger.exception("Leasing tokens met an error nobody foresaw. It begins anew when a message wants one.")
+        finally:
+            connections.close_all()
+
+    def _serve(self) -> bool:
+        """Lease for all that want; False when nobody has wanted anything for a while."""
+        with self._lock:
+            # Taken out first: who wants again while its tokens come rings anew.
+            wanting, self._wanting = self._wanting, set()
+        unserved = {limiter for limiter in wanting if limiter.is_wanted and not limiter.lease()}
+        rest = min((limiter.wait_seconds() for limiter in unserved), default=_IDLE_SECONDS)
+        with self._lock:
+            self._wanting |= unserved
+        self._bell.wait(min(rest, _IDLE_SECONDS))
+        self._bell.clear()
+        with self._lock:
+            if not self._wanting:
+                self._thread = None
+            return bool(self._wanting)
+
+
+_registering = threading.Lock()
+_limiters: dict[str, Limiter] = {}
+_lessors: defaultdict[str, _Lessor] = defaultdict(_Lessor)

@@ -1,0 +1,104 @@
+"""Many fresh deliveries in one transaction: a batch that its handler takes at once, or single calls that share a commit.
+
+One bulk INSERT, the handler, one sentinel over all rows, one commit. Whatever goes wrong undoes all of them, and then the
+caller runs smaller parts, down to single messages, which fail for themselves: so a poisoned message is told from its
+neighbours by nothing but its own failure.
+
+Source of the idea: group commit in databases (DeWitt et al. 1984), for the round trips instead of the disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from django.db import connections
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.receiving.in_hand import in_hand
+from inbox.receiving.outcomes import Received, duplicate, handled
+from inbox.receiving.reading import Arrival, messages_of
+from inbox.store import Guard, NewRow, TwinBusy
+from inbox.transactions.handler_transaction import call, in_transaction
+from inbox.transactions.persistence import DatabaseAway, persistently
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+
+def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxOptions) -> list[Received] | None:
+    """Take fresh deliveries, none of them refused, to their end in one transaction; what became of each, in their order.
+
+    None: together they failed, and nothing has happened; run them in smaller parts.
+
+    Raises:
+        DatabaseAway: the database does not answer; nothing was decided.
+    """
+    messages: dict[int, Message] = {}
+
+    def begin() -> Guard | None:
+        messages.clear()
+        begun = store.begin_together(handler.using, [arrival.row for arrival in arrivals], options.TWIN_TIMEOUT)
+        if begun is None:
+            return None
+        guard, rows = begun
+        messages.update((id(row), next(fresh[id(row)])) for row in rows)
+        return guard
+
+    def run() -> None:
+        if handler.batch:
+            handler.call(*messages.values())
+            return
+        for row, message in messages.items():
+            call(handler, message, of[row].envelope)
+        # Of single calls each would have its own commit: a hook that raises must not cost the others theirs.
+        connection: Any = connections[handler.using]
+        connection.run_on_commit = [
+            (savepoints, partial(_run_hook, handler, hook), False) for savepoints, hook, _ in connection.run_on_commit
+        ]
+
+    of: dict[int, Arrival] = {id(arrival.row): arrival for arrival in arrivals}
+    fresh = {row: messages_of(arrival, options) for row, arrival in of.items()}
+    try:
+        rows = [arrival.row for arrival in arrivals]
+        with in_hand.holding(rows) as free:
+            if not free or any(map(in_hand.is_elsewhere, rows)):
+                return None
+            of_all = f"{len(arrivals)} messages"
+            persistently(handler.using, lambda: in_transaction(handler, begin, run, of=of_all), reruns=False)
+    except DatabaseAway:
+        raise
+    except TwinBusy:
+        return None
+    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    except BaseException as error:  # noqa: BLE001
+        logger.info(
+            "%s: %d messages in one transaction were rolled back and are run in smaller parts: %s",
+            handler.name,
+            len(arrivals),
+            describe(error),
+        )
+        return None
+    return [_told(handler, arrival.row, messages.get(id(arrival.row))) for arrival in arrivals]
+
+
+def _run_hook(handler: Handler, hook: Callable[[], object]) -> None:
+    try:
+        hook()
+    except Exception:
+        logger.exception("An on_commit hook of %s failed after its effect was committed.", handler.name)
+
+
+def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:
+    if message is not None:
+        return handled(handler, message)
+    try:
+        return duplicate(handler, row)
+    except DatabaseAway:
+        # Its neighbours are committed, and running all of them again would count them as duplicates.
+        return Received.PUT_OFF

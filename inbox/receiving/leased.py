@@ -1,0 +1,209 @@
+"""One message under a lease: acquire, run, settle.
+
+The handler runs outside any transaction, with its lease kept alive, and what became of it is written by a statement that the
+store refuses once the lease has ended. So a message has one owner at a time, its effect happens at least once, and an owner
+that overslept can not undo what its successor did.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.leases.autocommit import autocommit, is_inside_a_transaction
+from inbox.leases.heartbeat import heartbeat
+from inbox.leases.opening import lease_store
+from inbox.leases.steps import Steps
+from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStore, LeaseStoreAway, Wanted, stored_row
+from inbox.models import InboxMessage, State
+from inbox.receiving.outcomes import (
+    Received,
+    announce,
+    announce_duplicate,
+    defer_locked,
+    duplicate,
+    fail_stored,
+    failure_of,
+    handled,
+    store_failure,
+)
+from inbox.receiving.reading import Arrival, message_of, messages_of
+from inbox.store import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy, give_back, leases, store_due
+from inbox.transactions.handler_transaction import call
+from inbox.transactions.persistence import DatabaseAway, decided
+from inbox.transactions.sessions import SessionChanges
+from outbox.database.connections import drop_unusable_connections
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.retry import Pause
+
+logger = logging.getLogger(__name__)
+
+_AWAY_REST = timedelta(seconds=5)
+"""How long a stored message rests that found the store of leases away."""
+_KEY_BUSY_REST = timedelta(seconds=0.5)
+_NEVER_ENDED = "Its attempts never ended: its process died, or the store of its lease became unavailable."
+
+
+def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
+    """Take a delivery that may be run to its end.
+
+    Raises:
+        DatabaseAway, LeaseStoreAway: the database or the store of leases does not answer; nothing was run.
+        TwinBusy: its row is being inserted by another.
+    """
+    row, envelope = arrival.row, arrival.envelope
+    drop_unusable_connections()
+    sent_at = envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
+    wanted = Wanted(handler=handler, row=row, redelivered=redelivered, sent_at=sent_at)
+    store = lease_store(options)
+    verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
+    if isinstance(verdict, Lease):
+        return _run(store, verdict, next(messages_of(arrival, options)), envelope, options)
+    if isinstance(verdict, Forgotten):
+        return store_failure(handler, row, _quarantined(verdict, attempts=0), options, redelivered=redelivered)
+    if isinstance(verdict, Consumed) and verdict.counted:
+        _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
+        return Received.DUPLICATE
+    if isinstance(verdict, Kept) and decided(partial(store_due, handler.using, row, options.TWIN_TIMEOUT), handler.using):
+        return Received.STORED
+    if isinstance(verdict, Held) and _keep(wanted, options, verdict):
+        _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
+        return Received.STORED
+    return duplicate(handler, row, redelivered=redelivered)
+
+
+def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions) -> Received:
+    """Run a stored message whose attempt has been claimed.
+
+    Raises:
+        DatabaseAway: the database does not answer.
+    """
+    row, store, alias = stored_row(stored), lease_store(options), handler.using
+    message = message_of(envelope, options, needs_id=False, biz_id=stored.biz_id)
+    wanted = Wanted(handler=handler, row=row, stored=stored)
+    give_it_back = partial(give_back, alias, stored.pk, stored.attempts)
+    try:
+        verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
+    except (LeaseStoreAway, KeyBusy) as busy:
+        # Nobody's attempt, and no reason to let the messages of others wait.
+        rest = _KEY_BUSY_REST
+        if isinstance(busy, LeaseStoreAway):
+            rest = _AWAY_REST
+            logger.warning("%s: message %s is not run now: %s", handler.name, stored.message_id, busy)
+        decided(partial(give_it_back, rest), alias)
+        return Received.STORED
+    except TwinBusy:
+        return defer_locked(handler, stored)
+    except DatabaseAway as away:
+        away.owed = give_it_back
+        raise
+    if isinstance(verdict, Lease):
+        return _run(store, verdict, message, envelope, options)
+    if isinstance(verdict, Forgotten):
+        return fail_stored(handler, stored, _quarantined(verdict, attempts=stored.attempts - 1))
+    if isinstance(verdict, Held):
+        decided(partial(leases.wait_for, alias, stored.pk, stored.attempts, verdict.remaining), alias)
+        return Received.STORED
+    if isinstance(verdict, Consumed):
+        decided(partial(leases.finish_kept, alias, row, wanted.order, uncounted=1), alias)
+    return Received.DUPLICATE
+
+
+def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Received:
+    handler, row, steps = lease.wanted.handler, lease.wanted.row, Steps(store, lease)
+    message = replace(message, attempt=lease.attempt, redelivered=lease.attempt > 1, fence=lease.fence, _steps=steps)
+    with heartbeat.keeping(store, lease):
+        failure = _attempt(lease, message, steps, envelope, options)
+        lease.settling = True
+        write = partial(store.consume, lease) if failure is None else partial(store.free, lease, failure)
+        settled = not lease.lost and _settle(lease, write)
+    if not settled:
+        return _overtaken(lease, options)
+    if failure is None:
+        return handled(handler, message)
+    if steps.in_doubt:
+        # Only now: the message is dead, so whoever runs it again has been told to by a person.
+        _settle(lease, partial(store.forget, lease, steps.in_doubt))
+    return announce(handler, row.message_id, row.biz_id, failure)
+
+
+def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, options: InboxOptions) -> Failure | None:
+    """Run the handler; why it failed, or None when it did not."""
+    if lease.attempt > options.MAX_ATTEMPTS:
+        return Failure(error=_NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
+    handler = lease.wanted.handler
+    if is_inside_a_transaction(handler.using):
+        raise RuntimeError(f"{handler.name} runs under a lease, outside transactions, but is called inside one.")
+    changes = SessionChanges()
+    try:
+        with changes, autocommit(handler.using):
+            call(handler, message, envelope)
+    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    except BaseException as error:  # noqa: BLE001
+        return failure_of(steps.interrupted or error, lease.attempt, options)
+    finally:
+        changes.end_sessions()
+    # The handler may have caught it, and then the message must stop all the same.
+    return failure_of(steps.interrupted, lease.attempt, options) if steps.interrupted else None
+
+
+def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
+    """Write the outcome down; a store that is unavailable is asked again for as long as the lease can still be ours.
+
+    Raises:
+        DatabaseAway: it was unavailable for longer than that.
+    """
+    pause = Pause()
+    while True:
+        try:
+            return write() is not False
+        except DatabaseAway as away:
+            if lease.is_over:
+                raise
+            logger.warning("%s: it has been run, and that cannot be written down yet: %s", lease, away)
+            time.sleep(pause.next_seconds())
+
+
+def _overtaken(lease: Lease, options: InboxOptions) -> Received:
+    """Whoever holds it now decides. The database keeps it, so that somebody will look at it when nobody does."""
+    logger.error(
+        "%s: its run has ended, but its lease had ended before, so nothing was settled and it may be run again. Make its lease "
+        "or lease_limit longer than its longest run.",
+        lease,
+    )
+    if lease.pk is None:
+        _keep(lease.wanted, options, Held(timedelta(), lease.attempt), counting=False)
+    return Received.STORED
+
+
+def _keep(wanted: Wanted, options: InboxOptions, held: Held, *, counting: bool = True) -> bool:
+    """Have a message looked at again when the lease ends that another has; `counting` this delivery as its duplicate.
+
+    False: the database has a row of it.
+    """
+    keep = partial(
+        leases.keep,
+        wanted.handler.using,
+        wanted.row,
+        options.TWIN_TIMEOUT,
+        until=held.remaining,
+        attempts=held.attempts,
+        duplicate=held.cause if counting else None,
+        conflicting=held.conflicting,
+    )
+    return decided(keep, wanted.handler.using)
+
+
+def _announce_duplicate(handler: Handler, row: NewRow, cause: DuplicateCause, *, conflicting: bool) -> None:
+    announce_duplicate(handler, row, Earlier(0, State.DONE, cause, conflicting=conflicting, abandoned=False))
+
+
+def _quarantined(verdict: Forgotten, *, attempts: int) -> Failure:
+    return Failure(error=verdict.reason, retry_after=None, attempts=attempts, quarantined=True)

@@ -1,0 +1,82 @@
+"""Which databases cannot store messages now: one record for all threads of a process, from the broker or from the store.
+
+A database that does not answer, accepts no writes, or lacks a table is *unavailable*: nothing is acknowledged or given back to
+the broker for it, and all its handlers pause. One that can store, although one handler's message could not be stored, pauses
+that handler alone, and not even that where the message can be left for later: see `consumer.reception`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+from django.db import DatabaseError, InterfaceError
+
+from inbox import store
+from inbox.store import TwinBusy
+from inbox.transactions.persistence import DatabaseAway, why_not_stored
+from inbox.transactions.sessions import end_session
+from outbox.database.faults import is_collision, remedy
+from outbox.database.schema import is_missing, why_unmigrated
+from outbox.kernel.outage import Outage
+
+
+class Outages:
+    """Called by any thread that has a database connection to ask with."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._databases: dict[str, Outage] = {}
+        self._works: dict[str, Outage] = {}
+
+    def is_ongoing(self, alias: str) -> bool:
+        outage = self._databases.get(alias)
+        return outage is not None and outage.ongoing
+
+    def pause(self, alias: str, what: str, away: DatabaseAway) -> tuple[float, bool]:
+        """`what` could not be stored: how many seconds to leave it alone, and whether that is true of the whole database."""
+        problem = self._problem(alias)
+        with self._lock:
+            if problem is None:
+                return self._works.setdefault(what, Outage(f"the store of {what}")).note(away, away.remedy), False
+            outage = self._database(alias)
+            # Only one of the threads that learn of it at once extends the pause; otherwise they would count as many tries.
+            return 0.0 if outage.ongoing else outage.note(*problem), True
+
+    def can_store(self, alias: str) -> bool:
+        """Try to store, and leave the record as it is."""
+        return self._problem(alias) is None
+
+    def ask(self, alias: str) -> float:
+        """Try to store: seconds to leave the database alone, or 0: it can."""
+        problem = self._problem(alias)
+        with self._lock:
+            if problem is not None:
+                return self._database(alias).note(*problem)
+            self._database(alias).over()
+            return 0.0
+
+    def end(self, what: str) -> None:
+        """`what` has been stored."""
+        if what in self._works:
+            with self._lock:
+                self._works[what].over()
+
+    def _database(self, alias: str) -> Outage:
+        return self._databases.setdefault(alias, Outage(f"the database {alias!r}"))
+
+    @staticmethod
+    def _problem(alias: str) -> tuple[str, str] | None:
+        """Why nothing can be stored, and what an operator does about it; None when it can."""
+        try:
+            store.try_to_store(alias)
+        except TwinBusy:
+            return "another session has locked the table of the inbox", "End that session, or wait for it."
+        except Exception as error:  # noqa: BLE001 - whatever the project's backend raises, it must not end the worker
+            if is_collision(error):
+                return None
+            reason = why_not_stored(error, alias)
+            with suppress(DatabaseError, InterfaceError):
+                end_session(alias)
+            return reason, (is_missing(error) and why_unmigrated(alias, "inbox")) or remedy(error, alias)
+        return None

@@ -1,0 +1,250 @@
+"""What became of a delivery: written down, logged, told by a signal.
+
+Every way of running a handler ends here. How it is run is the business of `receiving` and of the modules beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from contextlib import suppress
+from datetime import timedelta
+from enum import Enum
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, connections
+from django.dispatch import Signal
+
+from inbox import signals, store
+from inbox.conf import InboxOptions
+from inbox.errors import Reject, RetryLater, TransactionEnded
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.models import InboxMessage, State
+from inbox.receiving.reading import Arrival
+from inbox.store import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, Taken, TwinBusy
+from inbox.transactions.persistence import TRIES_AT_ONCE, decided
+from outbox.database.faults import is_collision
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_DELAY = timedelta(seconds=1)
+
+
+class Received(Enum):
+    """What became of a delivery."""
+
+    HANDLED = "handled"
+    DUPLICATE = "duplicate"
+    STORED = "stored"
+    """Its attempt failed, or it was put on the careful path; the database has it."""
+    DEAD = "dead"
+    SHED = "shed"
+    """Too many wait, and it may be dropped: written down, not handled."""
+    PUT_OFF = "put off"
+    """A concurrent duplicate is being run: not acknowledged, to be tried again in a moment."""
+    UNSTORED = "unstored"
+    """Neither it nor why it failed could be stored: not acknowledged, to be tried again later."""
+
+
+def store_failure(
+    handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False
+) -> Received:
+    def write() -> bool:
+        return store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT)
+
+    try:
+        new = decided(write, handler.using)
+    except DatabaseError as error:
+        # The values of its row are to blame; what is written now has none of them but the body.
+        row, failure = store.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
+        new = decided(write, handler.using)
+    if not new:
+        return duplicate(handler, row, redelivered=redelivered)
+    return announce(handler, row.message_id, row.biz_id, failure)
+
+
+def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
+    passed_over = stored.ordered and handler.on_dead == "skip"
+    leaves = OrderedKey(handler.name, stored.key) if passed_over else None
+    try:
+        ours = decided(
+            lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using
+        )
+    except TwinBusy:
+        logger.warning(
+            "%s: message %s (biz-id %s) failed at attempt %d (%s), which is not written down: %s",
+            handler.name,
+            stored.message_id,
+            stored.biz_id,
+            stored.attempts,
+            failure.error,
+            _locked(handler, stored),
+        )
+        return Received.STORED
+    if not ours:
+        decided(lambda: store.note_error(handler.using, stored.pk, failure), handler.using)
+        return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
+    return announce(handler, stored.message_id, stored.biz_id, failure)
+
+
+def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
+    """A claimed message cannot be run, because another session has locked its row: its attempt is given back later."""
+    # Not by this thread: it waits until that session lets go, and gets the row before anybody claims it.
+    threading.Thread(target=_give_back_unlocked, args=[handler, stored], name="locked row", daemon=True).start()
+    logger.warning(
+        "%s: message %s (biz-id %s) is deferred: %s", handler.name, stored.message_id, stored.biz_id, _locked(handler, stored)
+    )
+    return Received.STORED
+
+
+def _give_back_unlocked(handler: Handler, stored: InboxMessage) -> None:
+    try:
+        store.give_back(handler.using, stored.pk, stored.attempts)
+    except (DatabaseError, InterfaceError) as error:
+        logger.warning(
+            "%s: message %s (biz-id %s) has an attempt counted that was not made: %s",
+            handler.name,
+            stored.message_id,
+            stored.biz_id,
+            describe(error),
+        )
+    finally:
+        connections.close_all()
+
+
+def _locked(handler: Handler, stored: InboxMessage) -> str:
+    holder = ""
+    with suppress(DatabaseError, InterfaceError):
+        holder = store.who_locks(handler.using, stored.pk)
+    return (
+        f"another session has locked row {stored.pk} of {store.TABLE}{f', {holder}' if holder else ''}. It is run when that "
+        "session lets go; if it does not, end it with pg_terminate_backend()."
+    )
+
+
+def unfit(error: DatabaseError) -> str:
+    """Why only the body of a message is stored; in ASCII, because the database may have refused a character."""
+    said = describe(error).encode("ascii", "backslashreplace").decode()
+    return f"The database refuses what it says: {said}. Only its body is stored."
+
+
+def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
+    return _met(
+        handler, row, decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+    )
+
+
+def taken_in(handler: Handler, arrival: Arrival, taken: Taken) -> Received:
+    """Tell what became of a delivery of an ordered handler when it was stored."""
+    if taken.state == State.DEAD:
+        return announce(handler, arrival.row.message_id, arrival.row.biz_id, refusal(arrival))
+    return Received.STORED if taken.state else _met(handler, arrival.row, taken.earlier)
+
+
+def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
+    """What becomes of a duplicate that met this; None: it is being run right now, or is gone meanwhile."""
+    if earlier is None:
+        return Received.PUT_OFF
+    if earlier.abandoned and (buried := _bury(handler, earlier.row, row.message_id, row.biz_id)):
+        return buried
+    announce_duplicate(handler, row, earlier)
+    return Received.DUPLICATE
+
+
+def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
+    if not decided(lambda: store.bury_abandoned(handler.using, pk), handler.using):
+        return None
+    return announce(handler, message_id, biz_id, _abandoned())
+
+
+def refusal(arrival: Arrival) -> Failure:
+    return Failure(error=arrival.refused, retry_after=None, attempts=0, quarantined=arrival.quarantined)
+
+
+def failure_of(error: BaseException, attempt: int, options: InboxOptions) -> Failure:
+    if isinstance(error, RetryLater):
+        rest = options.retry.delay(attempt) if error.delay is None else max(error.delay, _SHORTEST_DELAY)
+        return Failure(error=f"put off: {describe(error)}", retry_after=rest, attempts=attempt - 1, put_off=True)
+    trace = "".join(traceback.format_exception(error))
+    if is_collision(error):
+        # Nobody's fault, however often: it rests like after a failure and counts as no attempt.
+        text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
+        return Failure(error=text, traceback=trace, retry_after=options.retry.delay(1), attempts=attempt - 1)
+    if isinstance(error, Reject):
+        return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
+    text = f"{type(error).__name__}: {describe(error)}"
+    last = isinstance(error, TransactionEnded) or options.retry.exhausted(attempt)
+    return Failure(error=text, traceback=trace, retry_after=None if last else options.retry.delay(attempt), attempts=attempt)
+
+
+def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:
+    return _announce(handler.name, message_id, biz_id, failure)
+
+
+def announce_buried(buried: store.Buried) -> Received:
+    """A handler has committed by itself, and the runner found its message; it may be one that this process does not know."""
+    return _announce(buried.handler, buried.message_id, buried.biz_id, _abandoned())
+
+
+def _abandoned() -> Failure:
+    return Failure(error=store.ABANDONED, retry_after=None, attempts=1)
+
+
+def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> Received:
+    dead = failure.retry_after is None
+    if dead:
+        level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"
+    else:
+        # What a handler put off is no failure.
+        level = logging.INFO if failure.put_off else logging.WARNING
+        rest = failure.retry_after or timedelta()
+        fate = f"is tried again in {rest.total_seconds():.0f} s"
+    logger.log(level, "%s: message %s (biz-id %s) %s: %s", handler, message_id or "without id", biz_id, fate, failure.error)
+    _tell(
+        signals.message_dead if dead else signals.message_retrying,
+        handler=handler,
+        message_id=message_id,
+        error=failure.error,
+    )
+    return Received.DEAD if dead else Received.STORED
+
+
+def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
+    names = {"handler": handler.name, "message_id": row.message_id, "biz_id": row.biz_id}
+    if earlier.conflicting:
+        logger.error(
+            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of an earlier one, but says something else. It "
+            "was not run; look for the bug upstream.",
+            names,
+        )
+        _tell(signals.conflicting_duplicate, **names)
+    the_same = earlier.cause in {DuplicateCause.REDELIVERY, DuplicateCause.RESEND}
+    if earlier.state == State.DEAD and not the_same:
+        logger.error(
+            "Message %(message_id)s for %(handler)s has the biz-id %(biz_id)s of a dead letter, and was not run. Retry or skip "
+            "that one to decide about both.",
+            names,
+        )
+    _tell(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
+
+
+def handled(handler: Handler, message: Message) -> Received:
+    logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+    _tell(signals.message_handled, message=message, handler=handler.name)
+    return Received.HANDLED
+
+
+def shed(handler: Handler, row: NewRow, reason: str) -> Received:
+    _tell(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=reason)
+    return Received.SHED
+
+
+def _tell(signal: Signal, **arguments: Any) -> None:
+    try:
+        signal.send_robust(sender=InboxMessage, **arguments)
+    except BaseException:
+        # send_robust lets SystemExit through, and the state is committed.
+        logger.exception("A receiver of an inbox signal tried to end the process.")

@@ -1,0 +1,277 @@
+"""Reading a delivery: which message is it, for which handler, and may it be handled at all?
+
+Nothing here touches a database. What cannot be read, cannot be named, or lies outside the deduplication window becomes an
+arrival that is *refused*, with the reason for people; it will be stored as a dead letter and not lost.
+
+A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. That of a delivery which the broker has made before is not read
+until an attempt is counted: it may be what ended the process that had it. `undecided` sees to that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.models import InboxMessage
+from inbox.store import UNIDENTIFIED, NewRow
+from outbox.kernel.body import OverLimit, Undecodable, decode_payload
+from outbox.kernel.clock import utcnow
+from outbox.kernel.envelope import (
+    Envelope,
+    compression_of,
+    from_delivery,
+    headers_as_json,
+    is_structured,
+    media_type,
+    opened,
+)
+from outbox.kernel.text import describe
+
+_UNDECIDED = "undecided:"
+_UNDECIDED_REDELIVERY = f"{_UNDECIDED}redelivery:"
+
+_OVERRIDE = (
+    "Once you know that it has not been handled, run it by an override of the maximum message age; a plain retry does not."
+)
+_LIMIT = "The limit is set by INBOX['BODY_LIMIT_BYTES']. Raise it and retry the message, if it is to be handled."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A delivery, read: the row it would be, and the message it carries.
+
+    Attributes:
+        message: what its handler gets; None when it is refused, undecoded, or stored before it is run.
+        refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
+        quarantined: it is refused by the maximum message age, and could be handled but for that.
+        undecoded: its body has not been looked at.
+    """
+
+    row: NewRow
+    envelope: Envelope
+    message: Message | None = None
+    refused: str = ""
+    quarantined: bool = False
+    undecoded: bool = False
+
+
+def read(
+    handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "", redelivered: bool = False
+) -> Arrival:
+    """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
+    if redelivered and not refused and can_wait(handler, envelope):
+        return _read_undecoded(handler, envelope, options)
+    biz_id = outside = ""
+    message: Message | None = None
+    if not refused:
+        try:
+            envelope = opened(envelope, options.BODY_LIMIT_BYTES)
+            message = message_of(envelope, options)
+            biz_id = _identify(handler, message)
+            refused = outside = outside_window(envelope, options)
+        except Undecodable as error:
+            refused = why_undecodable(error)
+    row = _row(handler, envelope, biz_id=biz_id)
+    if message is not None:
+        # What is stored first is read again when it is run, and many of them are stored at once.
+        message = None if handler.ordered else replace(message, biz_id=row.biz_id)
+    return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
+
+
+def can_wait(handler: Handler, envelope: Envelope) -> bool:
+    """Can it be stored before its body is read? Else its reading is counted, see `undecided.read_counted`."""
+    # An ordered message needs its name and its key for its place in the order: named later, it might stand behind a copy of
+    # itself. A store of leases has to be asked about the delivery, which may be of a message that it has forgotten.
+    return handler.mode == "transaction" and (not handler.ordered or _is_named_by_headers(handler, envelope))
+
+
+def _is_named_by_headers(handler: Handler, envelope: Envelope) -> bool:
+    return handler.biz_id is None and not is_structured(envelope)
+
+
+def _read_undecoded(handler: Handler, envelope: Envelope, options: InboxOptions) -> Arrival:
+    if not _is_named_by_headers(handler, envelope):
+        return Arrival(row=undecided_row(handler, envelope, redelivered=True), envelope=envelope, undecoded=True)
+    biz_id = refused = outside = ""
+    try:
+        _refuse_by_headers(envelope, options)
+        biz_id = _of_this_queue(handler, envelope.topic, envelope.dedup_id)
+        refused = outside = outside_window(envelope, options)
+    except Undecodable as error:
+        refused = str(error)
+    row = _row(handler, envelope, biz_id=biz_id)
+    return Arrival(row=row, envelope=envelope, refused=refused, quarantined=bool(outside), undecoded=not refused)
+
+
+def why_undecodable(error: Undecodable) -> str:
+    return f"{error} {_LIMIT}" if isinstance(error, OverLimit) else str(error)
+
+
+def undecided_row(handler: Handler, envelope: Envelope, *, redelivered: bool) -> NewRow:
+    """The row of a delivery under a provisional name, before it is known whether its message has been delivered before.
+
+    Its headers are those that it came with, attributes included, so that nothing of it is lost before it is decided. Its name
+    is a digest of all that it says, so that copies of it share a row.
+    """
+    headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
+    row = replace(_row(handler, envelope, biz_id=_UNDECIDED), headers=headers)
+    digest = hashlib.sha256(f"{headers}\n{row.content_type}\n{row.digest}".encode()).hexdigest()
+    return replace(row, biz_id=f"{_UNDECIDED_REDELIVERY if redelivered else _UNDECIDED}{digest}")
+
+
+def is_undecided(biz_id: str) -> bool:
+    return biz_id.startswith(_UNDECIDED)
+
+
+def is_undecided_redelivery(biz_id: str) -> bool:
+    return biz_id.startswith(_UNDECIDED_REDELIVERY)
+
+
+def undecided_envelope(stored: InboxMessage) -> Envelope:
+    """The delivery that `undecided_row` made this row of."""
+    properties = {"message_id": stored.message_id, "content_type": stored.content_type}
+    body = bytes(stored.body)
+    return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
+
+
+def _identify(handler: Handler, message: Message) -> str:
+    _of_this_queue(handler, message.topic, message.biz_id)
+    try:
+        biz_id = handler.identify(message)
+    except BaseException as error:  # the user's code, see _receive_fresh
+        raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
+    return _not_ours(biz_id)
+
+
+def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:
+    if topic != handler.topic:
+        raise Undecodable(f"It says its topic is {topic!r}, but this queue is for {handler.topic!r}.")
+    return _not_ours(biz_id)
+
+
+def _not_ours(biz_id: str) -> str:
+    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, _UNDECIDED)) else biz_id
+
+
+def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
+    """The biz-id it was stored under; when it had none, and an operator retries it, what can be found now."""
+    if not stored.biz_id.startswith(UNIDENTIFIED):
+        return stored.biz_id
+    return _identify(handler, message) if handler.biz_id else stored.biz_id
+
+
+def outside_window(envelope: Envelope, options: InboxOptions) -> str:
+    """Why this delivery is too old (or too new) to be told from a duplicate, or "". The maximum message age.
+
+    Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any
+    skew of the clocks that are compared: the producer's database's, this machine's and, when rows are purged, our database's.
+    """
+    if envelope.created_at is None:
+        return ""
+    since = max(envelope.created_at, envelope.deliver_at or envelope.created_at)
+    age = utcnow() - since
+    if age > options.oldest_run:
+        return (
+            f"It is {_long(age)} old, past the deduplication window of {_long(options.oldest_run)}: whether it has been "
+            f"handled before can no longer be known. {_OVERRIDE}"
+        )
+    if -age > options.AGE_FENCE_MARGIN:
+        return (
+            f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window. {_OVERRIDE}"
+        )
+    return ""
+
+
+def _long(span: timedelta) -> str:
+    return f"{span.days} days" if span >= timedelta(days=2) else f"{span.total_seconds() / 3600:.1f} hours"
+
+
+def message_of(
+    envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
+) -> Message:
+    """The message a handler gets.
+
+    Raises:
+        Undecodable: it has no identity, or its body cannot be read.
+    """
+    limit = options.BODY_LIMIT_BYTES
+    envelope = opened(envelope, limit)
+    _refuse_by_headers(envelope, options, needs_id=needs_id)
+    payload = decode_payload(envelope.body, envelope.content_type, compression=compression_of(envelope), limit=limit)
+    return Message(
+        id=envelope.id,
+        topic=envelope.topic,
+        key=envelope.key,
+        biz_id=biz_id or envelope.dedup_id,
+        payload=payload,
+        headers=dict(envelope.headers),
+        created_at=envelope.created_at,
+        attempt=attempt,
+        redelivered=attempt > 1,
+        correlation_id=envelope.correlation_id,
+        causation_id=envelope.causation_id,
+    )
+
+
+def _refuse_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: bool = True) -> None:
+    if needs_id and not envelope.dedup_id:
+        raise Undecodable("It has no identity: neither a CloudEvents id, nor a bizid, nor an AMQP message_id that can be read.")
+    kind = media_type(envelope.content_type)
+    if kind not in options.ACCEPT and not kind.endswith("+json"):
+        raise Undecodable(
+            f"Its content type {envelope.content_type!r} is not accepted; INBOX['ACCEPT'] is {list(options.ACCEPT)}."
+        )
+
+
+def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
+    """The message for the first run, and for every further one a new one: a handler may change its payload."""
+    if arrival.message is not None:
+        yield arrival.message
+    while True:
+        yield message_of(arrival.envelope, options, biz_id=arrival.row.biz_id)
+
+
+def _row(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
+    """The row of a delivery with this biz-id; with "" one that is named after what it says."""
+    digest = hashlib.sha256(envelope.body).hexdigest()
+    if not biz_id:
+        biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()
+    return NewRow(
+        handler=handler.name,
+        topic=handler.topic,
+        biz_id=biz_id,
+        message_id=envelope.id,
+        key=envelope.key,
+        content_type=envelope.content_type,
+        body=envelope.body,
+        digest=digest,
+        headers=headers_as_json(envelope.headers),
+        source=envelope.source,
+        correlation_id=envelope.correlation_id,
+        causation_id=envelope.causation_id,
+        traceparent=envelope.traceparent,
+        created_at=envelope.created_at,
+        replayed=envelope.replayed,
+    )
+
+
+def stored_envelope(stored: InboxMessage) -> Envelope:
+    return Envelope(
+        id=stored.message_id,
+        topic=stored.topic,
+        source=stored.source,
+        created_at=stored.created_at,
+        biz_id=stored.biz_id,
+        key=stored.key,
+        correlation_id=stored.correlation_id,
+        causation_id=stored.causation_id,
+        traceparent=stored.traceparent,
+        content_type=stored.content_type,
+        body=bytes(stored.body),
+        headers=stored.headers,
+    )

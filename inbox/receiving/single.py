@@ -1,0 +1,270 @@
+"""One delivery, one handler, one transaction: the exactly-once half.
+
+*Fast path*, a fresh delivery: insert the inbox row, call the handler, hit the sentinel, commit; the caller acknowledges after
+that. *Careful path*, a delivery the broker has sent before: store it first, so that the attempt can be counted in a commit of
+its own before the handler runs; a message that kills its process then runs out of attempts. Failed messages are stored, too,
+and acknowledged: retries wait in the database, where people can see them.
+
+Whatever happens, a delivery ends as one of `Received`; only PUT_OFF and UNSTORED are not acknowledged, and tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from datetime import timedelta
+from functools import partial
+
+from django.db import DatabaseError, transaction
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.leases import running as leased
+from inbox.models import InboxMessage, State
+from inbox.receiving.crash_quarantine import is_suspect, one_suspect
+from inbox.receiving.in_hand import in_hand
+from inbox.receiving.outcomes import (
+    Received,
+    announce,
+    announce_duplicate,
+    defer_locked,
+    duplicate,
+    fail_stored,
+    failure_of,
+    handled,
+    refusal,
+    store_failure,
+    taken_in,
+)
+from inbox.receiving.reading import (
+    Arrival,
+    identify_late,
+    is_undecided,
+    message_of,
+    messages_of,
+    read,
+    stored_envelope,
+    undecided_envelope,
+    why_undecodable,
+)
+from inbox.receiving.refused_rows import RefusedMessages
+from inbox.receiving.undecided import decide
+from inbox.store import UNIDENTIFIED, Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.transactions.handler_transaction import call, in_transaction
+from inbox.transactions.persistence import DatabaseAway, decided, persistently
+from outbox.database.faults import is_collision
+from outbox.kernel.body import Undecodable
+from outbox.kernel.envelope import Envelope
+
+_KEY_BUSY_REST = timedelta(seconds=0.5)
+_HAND_OVER_WAIT = timedelta(milliseconds=20)
+"""How long the relay, which has others to hand over, waits for a twin."""
+
+
+def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
+    """Take one delivery to its end.
+
+    Raises:
+        DatabaseAway: the database does not answer; nothing was decided.
+    """
+    try:
+        if arrival.refused:
+            return store_failure(handler, arrival.row, refusal(arrival), options, redelivered=redelivered)
+        if handler.mode == "lease":
+            return leased.receive(handler, arrival, options, redelivered=redelivered)
+        if in_hand.is_elsewhere(arrival.row):
+            return Received.PUT_OFF
+        with in_hand.holding([arrival.row]) as free:
+            if not free:
+                return Received.PUT_OFF
+            return (
+                _receive_carefully(handler, arrival.row, options) if redelivered else _receive_fresh(handler, arrival, options)
+            )
+    except TwinBusy:
+        in_hand.note_elsewhere(arrival.row, options.TWIN_TIMEOUT)
+        return Received.PUT_OFF
+
+
+def hand_over(handler: Handler, arrival: Arrival) -> None:
+    """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner.
+
+    Raises:
+        TwinBusy: its row is in a transaction's hands right now; roll back and hand over again.
+    """
+    if handler.ordered:
+        given = [Incoming(row=arrival.row, refused=arrival.refused, quarantined=arrival.quarantined)]
+        (taken,) = store.take_in(handler.using, given, dead_blocks=handler.on_dead == "block")
+        if not taken.state and taken.earlier is None:
+            raise TwinBusy
+        _after_commit(handler, lambda: taken_in(handler, arrival, taken))
+        return
+    if arrival.refused:
+        failure = refusal(arrival)
+        if store.store_failed(handler.using, arrival.row, failure, _HAND_OVER_WAIT):
+            _after_commit(handler, lambda: announce(handler, arrival.row.message_id, arrival.row.biz_id, failure))
+            return
+    elif store.store_due(handler.using, arrival.row, _HAND_OVER_WAIT):
+        return
+    earlier = store.count_duplicate(handler.using, arrival.row)
+    if earlier is None:
+        raise TwinBusy
+    _after_commit(handler, lambda: announce_duplicate(handler, arrival.row, earlier))
+
+
+def claim_next(
+    handlers: Sequence[Handler], alias: str, options: InboxOptions, refused: RefusedMessages | None = None
+) -> tuple[Handler, InboxMessage] | None:
+    """Claim one stored message that is due on `alias`, its attempt counted; None when there is none.
+
+    Args:
+        refused: those whose rows the database refuses to change. They are left out, and another one is claimed.
+
+    Raises:
+        DatabaseAway: the database does not answer.
+    """
+    known = {handler.name: handler for handler in handlers if handler.using == alias}
+    stored: InboxMessage | None = None
+    suspects = one_suspect.take()
+
+    def claim_without(rows: Collection[int]) -> InboxMessage | None:
+        return store.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects, without=rows)
+
+    def refused_row(rows: Collection[int]) -> int | None:
+        return store.refused_claim(alias, list(known), suspects=suspects, without=rows)
+
+    def claim() -> InboxMessage | None:
+        try:
+            return refused.claim_another(claim_without, refused_row) if refused is not None else claim_without(())
+        except DatabaseError as error:
+            if is_collision(error):
+                return None
+            raise
+
+    try:
+        stored = decided(claim, alias)
+    finally:
+        if stored is None or not is_suspect(stored):
+            one_suspect.leave()
+    return (known[stored.handler], stored) if stored else None
+
+
+def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Received:
+    """Run a stored message whose attempt has been claimed. When it is handled, `follower` has claimed who follows it.
+
+    Raises:
+        DatabaseAway: the database does not answer.
+    """
+    try:
+        return _run_claimed(handler, stored, options, follower)
+    finally:
+        one_suspect.leave()
+
+
+def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
+    attempt = stored.attempts
+    if attempt > options.MAX_ATTEMPTS:
+        error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
+        return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
+    if is_undecided(stored.biz_id):
+        ended = decide(handler, stored, read(handler, undecided_envelope(stored), options))
+        if ended is not None:
+            return ended
+    envelope = stored_envelope(stored)
+    try:
+        biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
+    except Undecodable as error:
+        return _refuse(handler, stored, envelope, why_undecodable(error), options)
+    if biz_id != stored.biz_id and not decided(lambda: store.rekey(handler.using, stored.pk, biz_id), handler.using):
+        reason = f"its biz-id is {biz_id}, and another message of that name is here already"
+        decided(lambda: store.skip(handler.using, stored.pk, reason), handler.using)
+        return Received.DUPLICATE
+    stored.biz_id = biz_id
+    with in_hand.running(stored):
+        if handler.mode == "lease":
+            return leased.run_stored(handler, stored, envelope, options)
+        return _run_in_transaction(handler, stored, envelope, options, follower)
+
+
+def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Received:
+    """A dead letter, because it cannot be read."""
+    # Of what was stored unread nobody has used the name in its headers, and what cannot be read has no claim to it.
+    unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered
+    if unread and not stored.biz_id.startswith(UNIDENTIFIED):
+        return decide(handler, stored, read(handler, envelope, options, refused=why)) or Received.DEAD
+    return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
+
+
+def _run_in_transaction(
+    handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions, follower: Follower | None
+) -> Received:
+    attempt, biz_id = stored.attempts, stored.biz_id
+    alone_in = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
+
+    def run() -> Message | None:
+        message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
+        ran = in_transaction(
+            handler,
+            lambda: store.begin_stored(
+                handler.using,
+                stored.pk,
+                attempt,
+                alone_in,
+                follower,
+                was=stored.state,
+                longest_wait=options.TWIN_TIMEOUT,
+            ),
+            lambda: call(handler, message, envelope),
+            of=message.id,
+            attempt=attempt,
+        )
+        return message if ran else None
+
+    try:
+        # A handler whose session is lost each time it runs is run again once, and then once for each attempt.
+        message = persistently(handler.using, run, reruns=attempt == 1)
+    except DatabaseAway as away:
+        away.owed = partial(store.give_back, handler.using, stored.pk, attempt)
+        raise
+    except KeyBusy:
+        decided(lambda: store.give_back(handler.using, stored.pk, attempt, _KEY_BUSY_REST), handler.using)
+        return Received.STORED
+    except TwinBusy:
+        return defer_locked(handler, stored)
+    except BaseException as error:  # noqa: BLE001 - see _receive_fresh
+        return fail_stored(handler, stored, failure_of(error, attempt, options))
+    return handled(handler, message) if message else Received.DUPLICATE
+
+
+def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
+    messages = messages_of(arrival, options)
+
+    def run() -> Message | None:
+        message = next(messages)
+        ran = in_transaction(
+            handler,
+            lambda: store.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
+            lambda: call(handler, message, arrival.envelope),
+            of=message.id,
+        )
+        return message if ran else None
+
+    try:
+        message = persistently(handler.using, run)
+    except (DatabaseAway, TwinBusy):
+        raise
+    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    except BaseException as error:  # noqa: BLE001
+        return store_failure(handler, arrival.row, failure_of(error, 1, options), options)
+    return handled(handler, message) if message else duplicate(handler, arrival.row)
+
+
+def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
+    if not decided(lambda: store.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
+        return duplicate(handler, row, redelivered=True)
+    claimed = claim_next([handler], handler.using, options)
+    return run_stored(*claimed, options) if claimed else Received.STORED
+
+
+def _after_commit(handler: Handler, announce: Callable[[], object]) -> None:
+    transaction.on_commit(announce, using=handler.using, robust=True)

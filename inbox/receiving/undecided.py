@@ -1,0 +1,151 @@
+"""Deliveries that are stored before it is known what is to become of them.
+
+One is a concurrent duplicate: its message is being handled, and until that has ended nobody can tell whether it happens. Kept
+unacknowledged, many of them would fill the prefetch window of their queue; given back, each would be delivered again at once,
+round and round. The other is a delivery that the broker has made before and that only its body names: an attempt is counted
+before its body is read.
+
+Either is stored under a provisional name and acknowledged. The runner decides about it later.
+
+Some deliveries that the broker has made before cannot be acknowledged until they have been read. Of these a row under the
+provisional name only counts how often that was begun; it is deleted when the body has been read.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import defaultdict
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+from django.db import DatabaseError
+
+from inbox import store
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.models import InboxMessage
+from inbox.receiving.in_hand import in_hand
+from inbox.receiving.outcomes import Received, announce_duplicate, fail_stored, refusal
+from inbox.receiving.reading import Arrival, is_undecided, is_undecided_redelivery, read, undecided_row
+from inbox.store import NewRow, TwinBusy
+from inbox.transactions.persistence import DatabaseAway, decided
+from outbox.kernel.clock import utcnow
+from outbox.kernel.envelope import Envelope
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+_GLANCE = timedelta(milliseconds=10)
+"""How long the runner waits to learn whether a message is being handled elsewhere."""
+_ENDS_ITS_PROCESS = "Reading its body has ended the process {attempts} times, so it is not read again."
+_one_reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+"""By database. A delivery that is read beside one that ends the process would be counted with it, and be refused with it."""
+_SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
+
+
+def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
+    """Store a concurrent duplicate: STORED, or what became of it. PUT_OFF: it cannot be stored now.
+
+    Raises:
+        DatabaseAway: the database does not answer; nothing was decided.
+    """
+    row = undecided_row(handler, arrival.envelope, redelivered=redelivered)
+    keep = partial(store.store_due, handler.using, row, options.TWIN_TIMEOUT, after=_SHORTEST_DEFERRAL)
+    try:
+        stored = decided(keep, handler.using)
+    except TwinBusy:
+        return Received.PUT_OFF
+    if stored:
+        in_hand.after(arrival.row, partial(_decide_now, handler, row))
+        return Received.STORED
+    # Another copy of it has been stored.
+    earlier = decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+    if earlier is None:
+        return Received.PUT_OFF
+    announce_duplicate(handler, arrival.row, earlier)
+    return Received.DUPLICATE
+
+
+def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) -> Arrival:
+    """Read a delivery that the broker has made before and that has to be read before it is stored. That is counted first.
+
+    Raises:
+        DatabaseAway: the database does not answer; nothing was decided.
+    """
+    row = undecided_row(handler, envelope, redelivered=True)
+    with _one_reading[handler.using]:
+        begun = _begin_reading(handler, row, options)
+        refused = _ENDS_ITS_PROCESS.format(attempts=begun - 1) if begun > options.MAX_ATTEMPTS else ""
+        arrival = read(handler, envelope, options, refused=refused)
+        if begun:
+            decided(lambda: store.end_reading(handler.using, row), handler.using)
+    return arrival
+
+
+def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
+    """How often it has been begun to read this delivery, now included; 0 when that cannot be counted."""
+    for counted in (row, replace(store.undecoded(row), biz_id=row.biz_id)):
+        try:
+            return decided(partial(store.begin_reading, handler.using, counted, options.TWIN_TIMEOUT), handler.using)
+        except TwinBusy:
+            break
+        except DatabaseError as error:
+            # Its values are to blame; of the second row there are none but the body.
+            logger.debug("%s: a delivery cannot be stored with its headers: %s", handler.name, describe(error))
+    return 0
+
+
+def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received | None:
+    """Give a claimed delivery that was stored before it was read its name, unless another row has that; what became of it.
+
+    None: this is the row of its message now, to be run.
+    """
+    name = partial(store.name_undecided, handler.using, stored, arrival.row, _GLANCE)
+    try:
+        if in_hand.holds(arrival.row):
+            return _defer(handler, stored)
+        named = decided(name, handler.using)
+        if named is False:
+            return _fold(handler, stored, arrival)
+    except TwinBusy:
+        return _defer(handler, stored)
+    except DatabaseAway as away:
+        away.owed = partial(store.give_back, handler.using, stored.pk, stored.attempts)
+        raise
+    if named is None:
+        return Received.STORED
+    return fail_stored(handler, stored, refusal(arrival)) if arrival.refused else None
+
+
+def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
+    """Count it as a duplicate of the row that its message has.
+
+    Raises:
+        TwinBusy: that row is being run.
+    """
+    # What has a name from its headers was stored unread, see `reading.read`.
+    redelivered = is_undecided_redelivery(stored.biz_id) or not is_undecided(stored.biz_id)
+    fold = partial(store.fold_undecided, handler.using, stored, arrival.row, _GLANCE, redelivered=redelivered)
+    earlier = decided(fold, handler.using)
+    if earlier is None:
+        return _defer(handler, stored)
+    announce_duplicate(handler, arrival.row, earlier)
+    return Received.DUPLICATE
+
+
+def _defer(handler: Handler, stored: InboxMessage) -> Received:
+    """Its message is being handled: look again after about as long as it has waited, because that may take a long time."""
+    waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
+    delay = waited * random.uniform(0.7, 1)
+    decided(lambda: store.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
+    return Received.STORED
+
+
+def _decide_now(handler: Handler, row: NewRow) -> None:
+    try:
+        store.decide_now(handler.using, row)
+    except Exception as error:  # noqa: BLE001 - it is due a little later, whatever the database says
+        logger.debug("%s: the duplicate %s is decided later: %s", handler.name, row.biz_id, describe(error))

@@ -1,0 +1,1 @@
+"""The handler's transaction, and what keeps it whole."""
