@@ -19,7 +19,7 @@ from inbox.handlers.registry import registry
 from inbox.receiving.reading import read
 from inbox.receiving.single import hand_over
 from inbox.runner import Runner
-from inbox.store import TwinBusy
+from inbox.store.rows import TwinBusy
 from outbox.database.faults import is_about_values
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe

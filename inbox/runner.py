@@ -17,7 +17,6 @@ from math import inf
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
@@ -28,7 +27,8 @@ from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_buried
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.single import claim_next, run_stored
-from inbox.store import Follower, OrderedKey
+from inbox.store import claims, due, ordering
+from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
@@ -57,9 +57,7 @@ def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
     for handler in handlers:
         by_alias[handler.using][handler.name] = handler
     return [
-        named[name]
-        for alias, named in by_alias.items()
-        for name in decided(partial(store.due_handlers, alias, [*named]), alias)
+        named[name] for alias, named in by_alias.items() for name in decided(partial(due.due_handlers, alias, [*named]), alias)
     ]
 
 
@@ -155,13 +153,13 @@ class Runner:
     def _tell_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
         if alias in self._told:
             return
-        stored = decided(lambda: store.orphans(alias, [handler.name for handler in handlers]), alias)
+        stored = decided(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
         self._told.add(alias)
         for name, count in stored.items():
             logger.warning(
                 "%s stored messages wait for a handler called %r, which this process does not know. They stay until one that "
                 "does runs them; was it renamed without name=?",
-                count if count < store.MOST_COUNTED else f"At least {count}",
+                count if count < due.MOST_COUNTED else f"At least {count}",
                 name,
             )
 
@@ -235,19 +233,19 @@ class Runner:
             ran += 1
             if follower is None or follower.row is None or became is not Received.HANDLED:
                 return ran
-            stored = decided(partial(store.claimed, handler.using, follower.row), handler.using)
+            stored = decided(partial(claims.claimed, handler.using, follower.row), handler.using)
             if self._stop:
                 # Whoever goes on working takes it at once, with all of its attempts.
-                decided(partial(store.give_back, handler.using, stored.pk, stored.attempts), handler.using)
+                decided(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
                 return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""
         here = [handler for handler in handlers if handler.using == alias]
         free = [handler for handler in here if handler.rate_limit is None]
-        claims = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(here), alias)]
+        ways = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(here), alias)]
         self._free_first ^= {alias}
-        first, second = claims if alias in self._free_first else reversed(claims)
+        first, second = ways if alias in self._free_first else reversed(ways)
         return first() or second()
 
     def _claim_free(self, free: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
@@ -276,8 +274,8 @@ class Runner:
         """How long until what is due and waits for a rate limit may go on; None when nothing does."""
         try:
             limiters = {handler.name: limiter for handler, limiter in _limited(self._handlers())}
-            due = _due_among(handler for handler in self._handlers() if handler.name in limiters)
-            waits = [limiters[handler.name].wait_seconds() for handler in due]
+            waiting = _due_among(handler for handler in self._handlers() if handler.name in limiters)
+            waits = [limiters[handler.name].wait_seconds() for handler in waiting]
         except DatabaseAway:
             waits = [0.0]
         return max(_SHORTEST_REST_SECONDS, min(waits)) if waits else None
@@ -287,12 +285,12 @@ class Runner:
             if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
                 return
             self._swept_at[alias] = monotonic()
-        for buried in decided(lambda: store.bury_abandoned(alias), alias):
+        for buried in decided(lambda: claims.bury_abandoned(alias), alias):
             announce_buried(buried)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.on_dead == "skip"])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:
-        released = decided(lambda: store.release_stuck(alias, passing, self._swept_up_to.get(alias)), alias)
+        released = decided(lambda: ordering.release_stuck(alias, passing, self._swept_up_to.get(alias)), alias)
         self._swept_up_to[alias] = released.up_to
         if released.stuck:
             logger.error(

@@ -16,7 +16,6 @@ from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
-from inbox import store
 from inbox.conf import inbox_options
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import registry
@@ -24,6 +23,7 @@ from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreAway
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
+from inbox.store import operating
 from outbox.console.acting_admin import by, counted
 from outbox.console.display import (
     NOTHING,
@@ -140,8 +140,8 @@ class InboxMessageAdmin(MessageAdmin):
     )
     refusals = (TaskNotSent, LeaseStoreAway)
     allowed_in: ClassVar[Any] = {
-        "retry": store.RETRYABLE,
-        "skip": store.SKIPPABLE,
+        "retry": operating.RETRYABLE,
+        "skip": operating.SKIPPABLE,
         "override_maximum_age": (State.DEAD,),
     }
 
@@ -393,7 +393,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.action(permissions=["retry"], description="Retry now")
     def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
-        retry = partial(store.retry, reason=by(request))
+        retry = partial(operating.retry, reason=by(request))
         return self.carry_out(request, queryset, done="due for a retry now", transition=once_ended(resending(retry)))
 
     @admin.action(permissions=["skip"], description="Skip…")
@@ -406,7 +406,7 @@ class InboxMessageAdmin(MessageAdmin):
             question="Skip these messages? Their effect will not happen.",
             button="Skip the messages",
             done="skipped",
-            transition=lambda given: once_ended(partial(store.skip, reason=given["reason"], by=by(request))),
+            transition=lambda given: once_ended(partial(operating.skip, reason=given["reason"], by=by(request))),
         )
 
     @admin.action(permissions=["override"], description="Retry past the maximum message age…")
@@ -419,7 +419,7 @@ class InboxMessageAdmin(MessageAdmin):
             question="Run these messages although they may have been handled before?",
             button="Run the messages",
             done="due past the maximum message age now",
-            transition=lambda given: resending(partial(store.override_maximum_age, reason=by(request, given["reason"]))),
+            transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
         )
 
 

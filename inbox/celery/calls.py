@@ -22,7 +22,7 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
 from inbox.receiving.reading import outside_window
-from inbox.store import NewRow
+from inbox.store.rows import NewRow
 from outbox.kernel.envelope import JSON, Envelope
 from outbox.kernel.text import fit
 from outbox.kernel.wire import CELERY_TOPICS

@@ -26,14 +26,14 @@ from typing import Any, NoReturn
 from celery.exceptions import Ignore, Reject, Retry
 from django.db import transaction
 
-from inbox import store
 from inbox.celery.calls import Call, as_sent, read_call, remembered, signature_to_resend, to_remember
 from inbox.celery.sending import send
 from inbox.conf import InboxOptions, inbox_options
 from inbox.errors import NotRun, TransactionEnded
 from inbox.models import DUE, InboxMessage, State
 from inbox.receiving.outcomes import Received, announce, duplicate, fail_stored, handled, store_failure
-from inbox.store import Failure, Guard, TwinBusy
+from inbox.store import arrivals, claims
+from inbox.store.rows import Failure, Guard, TwinBusy
 from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
 from inbox.transactions.handler_transaction import call as call_handler
 from inbox.transactions.handler_transaction import in_transaction
@@ -95,7 +95,7 @@ def _receive(call: Call, options: InboxOptions) -> Answer:
     if call.outside:
         _quarantine(call, options)
     elif call.redelivered:
-        decided(lambda: store.store_due(call.handler.using, call.row, options.TWIN_TIMEOUT), call.handler.using)
+        decided(lambda: arrivals.store_due(call.handler.using, call.row, options.TWIN_TIMEOUT), call.handler.using)
     elif (answer := _run_fresh(call, options)) is not None:
         return answer
     # There is a row now. If it is open, this delivery has it.
@@ -107,7 +107,7 @@ def _run_fresh(call: Call, options: InboxOptions) -> Answer | None:
     try:
         return _run(
             call,
-            lambda: store.begin_fresh(call.handler.using, call.row, options.TWIN_TIMEOUT),
+            lambda: arrivals.begin_fresh(call.handler.using, call.row, options.TWIN_TIMEOUT),
             attempt=call.message.attempt,
         )
     except TransactionEnded as error:
@@ -125,7 +125,7 @@ def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answ
         raise NotRun(f"{call.handler.name} is a dead letter now. {error}")
     try:
         answer = _run(
-            call, lambda: store.begin_stored(call.handler.using, stored.pk, attempt, was=stored.state), attempt=attempt
+            call, lambda: claims.begin_stored(call.handler.using, stored.pk, attempt, was=stored.state), attempt=attempt
         )
     except (DatabaseAway, TwinBusy):
         raise
@@ -175,7 +175,7 @@ def _quarantine(call: Call, options: InboxOptions) -> None:
     """
     failure = Failure(error=call.outside, retry_after=None, attempts=0, quarantined=True)
     using = call.handler.using
-    if decided(lambda: store.store_failed(using, call.row, failure, options.TWIN_TIMEOUT), using):
+    if decided(lambda: arrivals.store_failed(using, call.row, failure, options.TWIN_TIMEOUT), using):
         announce(call.handler, call.row.message_id, call.row.biz_id, failure)
         raise NotRun(f"{call.handler.name} was not run: {call.outside}")
 

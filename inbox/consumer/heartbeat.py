@@ -17,11 +17,11 @@ from typing import Any
 
 from django.db import connections
 
-from inbox import store
 from inbox.conf import LOCAL_BROKER, inbox_options
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.runner import Runner
+from inbox.store.heartbeats import consumers
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic
@@ -61,7 +61,7 @@ class Activity:
 
 def unattended(alias: str) -> list[str]:
     """Names of this project's handlers on a database for which no process runs, as far as heartbeats show."""
-    running = store.consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
+    running = consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
     attended = {name for names in running for name in names}
     return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
 
@@ -141,10 +141,10 @@ class _Sender:
     def send(self, state: dict[str, Any]) -> None:
         try:
             drop_unusable_connections()
-            store.consumers.write(self._alias, self._identity, **state)
+            consumers.write(self._alias, self._identity, **state)
             if monotonic() >= self._forget_at:
                 self._forget_at = monotonic() + FORGET_SECONDS
-                store.consumers.delete_silent(self._alias, FORGOTTEN_AFTER)
+                consumers.delete_silent(self._alias, FORGOTTEN_AFTER)
             self._written, self._failing = True, False
         except Exception as error:  # noqa: BLE001 - whatever it is, the process goes on
             connections[self._alias].close()
@@ -161,7 +161,7 @@ class _Sender:
         if not self._written or self._failing:
             return
         try:
-            store.consumers.delete(self._alias, self._identity.id)
+            consumers.delete(self._alias, self._identity.id)
         except Exception as error:  # noqa: BLE001 - as above; another process deletes it in time
             logger.debug("The heartbeat on %r was not deleted: %s", self._alias, describe(error))
 

@@ -28,7 +28,7 @@ from inbox.receiving.reading import Arrival, can_wait, message_of, read
 from inbox.receiving.shedding import receive_shed
 from inbox.receiving.single import receive
 from inbox.receiving.undecided import read_counted, store_undecided
-from inbox.store import TwinBusy
+from inbox.store.rows import TwinBusy
 from inbox.transactions.persistence import DatabaseAway
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery

@@ -14,8 +14,9 @@ from datetime import timedelta
 from inbox.conf import InboxOptions
 from inbox.leases.stores import Consumed, Held, Kept, Lease, Verdict, Wanted
 from inbox.models import SETTLED, State
-from inbox.store import Failure, NewRow, leases
+from inbox.store import leases
 from inbox.store import steps as steps_table
+from inbox.store.rows import Failure, NewRow
 from inbox.transactions.persistence import decided
 from outbox.kernel.clock import monotonic
 

@@ -31,9 +31,10 @@ from inbox.conf import InboxOptions
 from inbox.leases import scripts
 from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStoreAway, Verdict, Wanted
 from inbox.models import InboxMessage, State
-from inbox.store import DuplicateCause, Failure, KeyBusy, NewRow, TwinBusy, leases
+from inbox.store import leases
 from inbox.store import steps as steps_table
-from inbox.store.fresh import cause_if_the_same
+from inbox.store.arrivals import cause_if_the_same
+from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, TwinBusy
 from inbox.transactions.persistence import DatabaseAway, decided
 from outbox.kernel.clock import monotonic
 from outbox.kernel.masking import masked

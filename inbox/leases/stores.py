@@ -16,7 +16,7 @@ from typing import Protocol
 
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
-from inbox.store import DuplicateCause, Failure, NewRow, OrderedKey
+from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import DatabaseAway
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import headers_as_json

@@ -16,14 +16,14 @@ from typing import Any
 
 from django.db import connections
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Received, duplicate, handled
 from inbox.receiving.reading import Arrival, messages_of
-from inbox.store import Guard, NewRow, TwinBusy
+from inbox.store import together
+from inbox.store.rows import Guard, NewRow, TwinBusy
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.persistence import DatabaseAway, persistently
 from outbox.kernel.text import describe
@@ -43,7 +43,7 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
 
     def begin() -> Guard | None:
         messages.clear()
-        begun = store.begin_together(handler.using, [arrival.row for arrival in arrivals], options.TWIN_TIMEOUT)
+        begun = together.begin_together(handler.using, [arrival.row for arrival in arrivals], options.TWIN_TIMEOUT)
         if begun is None:
             return None
         guard, rows = begun

@@ -7,12 +7,12 @@ stored like a retry and acknowledged; the runner handles it when its turn comes,
 
 from __future__ import annotations
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.receiving.outcomes import Received, duplicate
 from inbox.receiving.reading import Arrival
-from inbox.store import TwinBusy
+from inbox.store import arrivals
+from inbox.store.rows import TwinBusy
 from inbox.transactions.persistence import decided
 
 
@@ -23,7 +23,7 @@ def store_for_later(handler: Handler, arrival: Arrival, options: InboxOptions, *
         DatabaseAway: the database does not answer; nothing was decided.
     """
     try:
-        if decided(lambda: store.store_due(handler.using, arrival.row, options.TWIN_TIMEOUT), handler.using):
+        if decided(lambda: arrivals.store_due(handler.using, arrival.row, options.TWIN_TIMEOUT), handler.using):
             return Received.STORED
     except TwinBusy:
         return Received.PUT_OFF

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 from inbox.models import InboxMessage
-from inbox.store import NewRow
+from inbox.store.rows import NewRow
 from outbox.kernel.clock import monotonic
 
 _REMEMBERED = 5

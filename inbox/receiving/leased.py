@@ -35,7 +35,10 @@ from inbox.receiving.outcomes import (
     store_failure,
 )
 from inbox.receiving.reading import Arrival, message_of, messages_of
-from inbox.store import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy, give_back, leases, store_due
+from inbox.store import leases
+from inbox.store.arrivals import store_due
+from inbox.store.claims import give_back
+from inbox.store.rows import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.persistence import DatabaseAway, decided
 from inbox.transactions.sessions import SessionChanges

@@ -14,12 +14,13 @@ from dataclasses import replace
 
 from django.db import DatabaseError
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.receiving.outcomes import Received, taken_in, unfit
 from inbox.receiving.reading import Arrival
-from inbox.store import Incoming, Taken, TwinBusy
+from inbox.store import intake, ordering, rows
+from inbox.store.intake import Incoming, Taken
+from inbox.store.rows import TwinBusy
 from inbox.transactions.persistence import DatabaseAway, decided
 from outbox.kernel.text import describe
 
@@ -41,8 +42,8 @@ def take_in(handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], option
     ]
 
     def write() -> list[Taken]:
-        with store.deciding(handler.using, options.TWIN_TIMEOUT):
-            return store.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+        with ordering.deciding(handler.using, options.TWIN_TIMEOUT):
+            return intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
 
     try:
         taken = decided(write, handler.using)
@@ -55,7 +56,7 @@ def take_in(handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], option
             # The values of one are to blame, and the others are not to wait for it.
             return [took for delivery in deliveries for took in take_in(handler, [delivery], options)]
         ((arrival, again),) = deliveries
-        body_only = replace(arrival, row=store.undecoded(arrival.row), refused=unfit(error))
+        body_only = replace(arrival, row=rows.undecoded(arrival.row), refused=unfit(error))
         if arrival.refused == body_only.refused:
             raise DatabaseAway(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
         return take_in(handler, [(body_only, again)], options)

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from django.db import DatabaseError, InterfaceError
 
-from inbox import store
-from inbox.store import TwinBusy
+from inbox.store import trial
+from inbox.store.rows import TwinBusy
 from inbox.transactions.persistence import DatabaseAway, why_not_stored
 from inbox.transactions.sessions import end_session
 from outbox.database.faults import is_collision, remedy
@@ -69,7 +69,7 @@ class Outages:
     def _problem(alias: str) -> tuple[str, str] | None:
         """Why nothing can be stored, and what an operator does about it; None when it can."""
         try:
-            store.try_to_store(alias)
+            trial.try_to_store(alias)
         except TwinBusy:
             return "another session has locked the table of the inbox", "End that session, or wait for it."
         except Exception as error:  # noqa: BLE001 - whatever the project's backend raises, it must not end the worker

@@ -16,14 +16,16 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, connections
 from django.dispatch import Signal
 
-from inbox import signals, store
+from inbox import signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import Arrival
-from inbox.store import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, Taken, TwinBusy
+from inbox.store import arrivals, claims, dialect, rows
+from inbox.store.intake import Taken
+from inbox.store.rows import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, TwinBusy
 from inbox.transactions.persistence import TRIES_AT_ONCE, decided
 from outbox.database.faults import is_collision
 from outbox.kernel.text import describe
@@ -53,13 +55,13 @@ def store_failure(
     handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False
 ) -> Received:
     def write() -> bool:
-        return store.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT)
+        return arrivals.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT)
 
     try:
         new = decided(write, handler.using)
     except DatabaseError as error:
         # The values of its row are to blame; what is written now has none of them but the body.
-        row, failure = store.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
+        row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
         new = decided(write, handler.using)
     if not new:
         return duplicate(handler, row, redelivered=redelivered)
@@ -71,7 +73,7 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
         ours = decided(
-            lambda: store.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using
+            lambda: claims.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using
         )
     except TwinBusy:
         logger.warning(
@@ -85,7 +87,7 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
         )
         return Received.STORED
     if not ours:
-        decided(lambda: store.note_error(handler.using, stored.pk, failure), handler.using)
+        decided(lambda: claims.note_error(handler.using, stored.pk, failure), handler.using)
         return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
     return announce(handler, stored.message_id, stored.biz_id, failure)
 
@@ -102,7 +104,7 @@ def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
 
 def _give_back_unlocked(handler: Handler, stored: InboxMessage) -> None:
     try:
-        store.give_back(handler.using, stored.pk, stored.attempts)
+        claims.give_back(handler.using, stored.pk, stored.attempts)
     except (DatabaseError, InterfaceError) as error:
         logger.warning(
             "%s: message %s (biz-id %s) has an attempt counted that was not made: %s",
@@ -118,9 +120,9 @@ def _give_back_unlocked(handler: Handler, stored: InboxMessage) -> None:
 def _locked(handler: Handler, stored: InboxMessage) -> str:
     holder = ""
     with suppress(DatabaseError, InterfaceError):
-        holder = store.who_locks(handler.using, stored.pk)
+        holder = claims.who_locks(handler.using, stored.pk)
     return (
-        f"another session has locked row {stored.pk} of {store.TABLE}{f', {holder}' if holder else ''}. It is run when that "
+        f"another session has locked row {stored.pk} of {dialect.TABLE}{f', {holder}' if holder else ''}. It is run when that "
         "session lets go; if it does not, end it with pg_terminate_backend()."
     )
 
@@ -133,7 +135,7 @@ def unfit(error: DatabaseError) -> str:
 
 def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
     return _met(
-        handler, row, decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+        handler, row, decided(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
     )
 
 
@@ -155,7 +157,7 @@ def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
 
 
 def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
-    if not decided(lambda: store.bury_abandoned(handler.using, pk), handler.using):
+    if not decided(lambda: claims.bury_abandoned(handler.using, pk), handler.using):
         return None
     return announce(handler, message_id, biz_id, _abandoned())
 
@@ -184,13 +186,13 @@ def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -
     return _announce(handler.name, message_id, biz_id, failure)
 
 
-def announce_buried(buried: store.Buried) -> Received:
+def announce_buried(buried: claims.Buried) -> Received:
     """A handler has committed by itself, and the runner found its message; it may be one that this process does not know."""
     return _announce(buried.handler, buried.message_id, buried.biz_id, _abandoned())
 
 
 def _abandoned() -> Failure:
-    return Failure(error=store.ABANDONED, retry_after=None, attempts=1)
+    return Failure(error=claims.ABANDONED, retry_after=None, attempts=1)
 
 
 def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> Received:

@@ -18,7 +18,7 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
-from inbox.store import UNIDENTIFIED, NewRow
+from inbox.store.rows import UNIDENTIFIED, NewRow
 from outbox.kernel.body import OverLimit, Undecodable, decode_payload
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import (

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 
 from django.db import DatabaseError, InterfaceError
 
-from inbox import store
 from inbox.models import InboxMessage
-from inbox.store import TwinBusy
+from inbox.store import trial
+from inbox.store.rows import TwinBusy
 from outbox.database.faults import is_canceled, is_collision, may_be_of_a_row, remedy
 from outbox.database.schema import is_missing
 from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
@@ -83,7 +83,7 @@ class RefusedMessages(RefusedRows):
 
 def _can_store(alias: str) -> bool:
     try:
-        store.try_to_store(alias)
+        trial.try_to_store(alias)
     except (DatabaseError, InterfaceError, TwinBusy):
         return False
     return True

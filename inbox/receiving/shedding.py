@@ -10,7 +10,7 @@ from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received, duplicate, shed
 from inbox.receiving.reading import Arrival
 from inbox.receiving.single import receive
-from inbox.store import NewRow, TwinBusy
+from inbox.store.rows import NewRow, TwinBusy
 from inbox.store.shedding import store_shed
 from inbox.transactions.persistence import decided
 

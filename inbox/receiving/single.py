@@ -16,12 +16,11 @@ from functools import partial
 
 from django.db import DatabaseError, transaction
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.leases import running as leased
 from inbox.models import InboxMessage, State
+from inbox.receiving import leased
 from inbox.receiving.crash_quarantine import is_suspect, one_suspect
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import (
@@ -50,7 +49,9 @@ from inbox.receiving.reading import (
 )
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.undecided import decide
-from inbox.store import UNIDENTIFIED, Failure, Follower, Incoming, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.store import arrivals, claims, intake, operating
+from inbox.store.intake import Incoming
+from inbox.store.rows import UNIDENTIFIED, Failure, Follower, KeyBusy, NewRow, OrderedKey, TwinBusy
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.persistence import DatabaseAway, decided, persistently
 from outbox.database.faults import is_collision
@@ -94,19 +95,19 @@ def hand_over(handler: Handler, arrival: Arrival) -> None:
     """
     if handler.ordered:
         given = [Incoming(row=arrival.row, refused=arrival.refused, quarantined=arrival.quarantined)]
-        (taken,) = store.take_in(handler.using, given, dead_blocks=handler.on_dead == "block")
+        (taken,) = intake.take_in(handler.using, given, dead_blocks=handler.on_dead == "block")
         if not taken.state and taken.earlier is None:
             raise TwinBusy
         _after_commit(handler, lambda: taken_in(handler, arrival, taken))
         return
     if arrival.refused:
         failure = refusal(arrival)
-        if store.store_failed(handler.using, arrival.row, failure, _HAND_OVER_WAIT):
+        if arrivals.store_failed(handler.using, arrival.row, failure, _HAND_OVER_WAIT):
             _after_commit(handler, lambda: announce(handler, arrival.row.message_id, arrival.row.biz_id, failure))
             return
-    elif store.store_due(handler.using, arrival.row, _HAND_OVER_WAIT):
+    elif arrivals.store_due(handler.using, arrival.row, _HAND_OVER_WAIT):
         return
-    earlier = store.count_duplicate(handler.using, arrival.row)
+    earlier = arrivals.count_duplicate(handler.using, arrival.row)
     if earlier is None:
         raise TwinBusy
     _after_commit(handler, lambda: announce_duplicate(handler, arrival.row, earlier))
@@ -128,10 +129,10 @@ def claim_next(
     suspects = one_suspect.take()
 
     def claim_without(rows: Collection[int]) -> InboxMessage | None:
-        return store.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects, without=rows)
+        return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects, without=rows)
 
     def refused_row(rows: Collection[int]) -> int | None:
-        return store.refused_claim(alias, list(known), suspects=suspects, without=rows)
+        return claims.refused_claim(alias, list(known), suspects=suspects, without=rows)
 
     def claim() -> InboxMessage | None:
         try:
@@ -175,9 +176,9 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
         return _refuse(handler, stored, envelope, why_undecodable(error), options)
-    if biz_id != stored.biz_id and not decided(lambda: store.rekey(handler.using, stored.pk, biz_id), handler.using):
+    if biz_id != stored.biz_id and not decided(lambda: claims.rekey(handler.using, stored.pk, biz_id), handler.using):
         reason = f"its biz-id is {biz_id}, and another message of that name is here already"
-        decided(lambda: store.skip(handler.using, stored.pk, reason), handler.using)
+        decided(lambda: operating.skip(handler.using, stored.pk, reason), handler.using)
         return Received.DUPLICATE
     stored.biz_id = biz_id
     with in_hand.running(stored):
@@ -205,7 +206,7 @@ def _run_in_transaction(
         message = message_of(envelope, options, needs_id=False, attempt=attempt, biz_id=biz_id)
         ran = in_transaction(
             handler,
-            lambda: store.begin_stored(
+            lambda: claims.begin_stored(
                 handler.using,
                 stored.pk,
                 attempt,
@@ -224,10 +225,10 @@ def _run_in_transaction(
         # A handler whose session is lost each time it runs is run again once, and then once for each attempt.
         message = persistently(handler.using, run, reruns=attempt == 1)
     except DatabaseAway as away:
-        away.owed = partial(store.give_back, handler.using, stored.pk, attempt)
+        away.owed = partial(claims.give_back, handler.using, stored.pk, attempt)
         raise
     except KeyBusy:
-        decided(lambda: store.give_back(handler.using, stored.pk, attempt, _KEY_BUSY_REST), handler.using)
+        decided(lambda: claims.give_back(handler.using, stored.pk, attempt, _KEY_BUSY_REST), handler.using)
         return Received.STORED
     except TwinBusy:
         return defer_locked(handler, stored)
@@ -243,7 +244,7 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
         message = next(messages)
         ran = in_transaction(
             handler,
-            lambda: store.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
+            lambda: arrivals.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
             lambda: call(handler, message, arrival.envelope),
             of=message.id,
         )
@@ -260,7 +261,7 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
 
 
 def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
-    if not decided(lambda: store.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
+    if not decided(lambda: arrivals.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
         return duplicate(handler, row, redelivered=True)
     claimed = claim_next([handler], handler.using, options)
     return run_stored(*claimed, options) if claimed else Received.STORED

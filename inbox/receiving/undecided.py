@@ -23,14 +23,14 @@ from functools import partial
 
 from django.db import DatabaseError
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Received, announce_duplicate, fail_stored, refusal
 from inbox.receiving.reading import Arrival, is_undecided, is_undecided_redelivery, read, undecided_row
-from inbox.store import NewRow, TwinBusy
+from inbox.store import arrivals, claims, rows, undecided
+from inbox.store.rows import NewRow, TwinBusy
 from inbox.transactions.persistence import DatabaseAway, decided
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import Envelope
@@ -53,7 +53,7 @@ def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *
         DatabaseAway: the database does not answer; nothing was decided.
     """
     row = undecided_row(handler, arrival.envelope, redelivered=redelivered)
-    keep = partial(store.store_due, handler.using, row, options.TWIN_TIMEOUT, after=_SHORTEST_DEFERRAL)
+    keep = partial(arrivals.store_due, handler.using, row, options.TWIN_TIMEOUT, after=_SHORTEST_DEFERRAL)
     try:
         stored = decided(keep, handler.using)
     except TwinBusy:
@@ -62,7 +62,7 @@ def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *
         in_hand.after(arrival.row, partial(_decide_now, handler, row))
         return Received.STORED
     # Another copy of it has been stored.
-    earlier = decided(lambda: store.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+    earlier = decided(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
     if earlier is None:
         return Received.PUT_OFF
     announce_duplicate(handler, arrival.row, earlier)
@@ -81,15 +81,15 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
         refused = _ENDS_ITS_PROCESS.format(attempts=begun - 1) if begun > options.MAX_ATTEMPTS else ""
         arrival = read(handler, envelope, options, refused=refused)
         if begun:
-            decided(lambda: store.end_reading(handler.using, row), handler.using)
+            decided(lambda: undecided.end_reading(handler.using, row), handler.using)
     return arrival
 
 
 def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
     """How often it has been begun to read this delivery, now included; 0 when that cannot be counted."""
-    for counted in (row, replace(store.undecoded(row), biz_id=row.biz_id)):
+    for counted in (row, replace(rows.undecoded(row), biz_id=row.biz_id)):
         try:
-            return decided(partial(store.begin_reading, handler.using, counted, options.TWIN_TIMEOUT), handler.using)
+            return decided(partial(undecided.begin_reading, handler.using, counted, options.TWIN_TIMEOUT), handler.using)
         except TwinBusy:
             break
         except DatabaseError as error:
@@ -103,7 +103,7 @@ def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received
 
     None: this is the row of its message now, to be run.
     """
-    name = partial(store.name_undecided, handler.using, stored, arrival.row, _GLANCE)
+    name = partial(undecided.name_undecided, handler.using, stored, arrival.row, _GLANCE)
     try:
         if in_hand.holds(arrival.row):
             return _defer(handler, stored)
@@ -113,7 +113,7 @@ def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received
     except TwinBusy:
         return _defer(handler, stored)
     except DatabaseAway as away:
-        away.owed = partial(store.give_back, handler.using, stored.pk, stored.attempts)
+        away.owed = partial(claims.give_back, handler.using, stored.pk, stored.attempts)
         raise
     if named is None:
         return Received.STORED
@@ -128,7 +128,7 @@ def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
     """
     # What has a name from its headers was stored unread, see `reading.read`.
     redelivered = is_undecided_redelivery(stored.biz_id) or not is_undecided(stored.biz_id)
-    fold = partial(store.fold_undecided, handler.using, stored, arrival.row, _GLANCE, redelivered=redelivered)
+    fold = partial(undecided.fold_undecided, handler.using, stored, arrival.row, _GLANCE, redelivered=redelivered)
     earlier = decided(fold, handler.using)
     if earlier is None:
         return _defer(handler, stored)
@@ -140,12 +140,12 @@ def _defer(handler: Handler, stored: InboxMessage) -> Received:
     """Its message is being handled: look again after about as long as it has waited, because that may take a long time."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
     delay = waited * random.uniform(0.7, 1)
-    decided(lambda: store.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
+    decided(lambda: claims.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
     return Received.STORED
 
 
 def _decide_now(handler: Handler, row: NewRow) -> None:
     try:
-        store.decide_now(handler.using, row)
+        undecided.decide_now(handler.using, row)
     except Exception as error:  # noqa: BLE001 - it is due a little later, whatever the database says
         logger.debug("%s: the duplicate %s is decided later: %s", handler.name, row.biz_id, describe(error))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import State
+from inbox.store.arrivals import count_duplicate
 from inbox.store.dialect import TABLE, fetch_all
-from inbox.store.fresh import count_duplicate
 from inbox.store.ordering import OPEN, hold_gates, promote_next
 from inbox.store.rows import Earlier, NewRow, locked_means_busy
 from inbox.store.together import COLUMNS, IN_JSON, VALUES, as_json, rows_of

@@ -19,8 +19,8 @@ from django.db import connections, transaction
 from django.db.models import F
 
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
+from inbox.store.arrivals import store_running
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
-from inbox.store.fresh import store_running
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.steps import remember_all

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import State
+from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import TABLE, binary, fetch_all
-from inbox.store.fresh import begin_fresh
 from inbox.store.rows import Guard, NewRow, locked_means_busy
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import now

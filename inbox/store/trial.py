@@ -7,8 +7,8 @@ import uuid
 
 from django.db import connections, transaction
 
+from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import LONGEST_LOCK_WAIT
-from inbox.store.fresh import begin_fresh
 from inbox.store.rows import NewRow, with_body_only
 
 _MORE_THAN_A_PAGE = 10_000

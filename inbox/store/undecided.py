@@ -12,8 +12,8 @@ from datetime import timedelta
 from django.db import IntegrityError, connections, transaction
 
 from inbox.models import InboxMessage, State
+from inbox.store.arrivals import count_duplicate, insert
 from inbox.store.dialect import TABLE, binary, fetch_all
-from inbox.store.fresh import count_duplicate, insert
 from inbox.store.rows import DuplicateCause, Earlier, NewRow, locked_means_busy
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime

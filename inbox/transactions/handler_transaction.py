@@ -12,11 +12,11 @@ from typing import Any
 
 from django.db import connections, transaction
 
-from inbox import store
 from inbox.errors import TransactionBroken, TransactionControl
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
-from inbox.store import Guard
+from inbox.store import sentinel
+from inbox.store.rows import Guard
 from inbox.transactions.atomic_guard import none_left_open
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
@@ -69,10 +69,10 @@ def in_transaction(
                     returned = run()
                 result = remember(returned) if remember else None
             except BaseException:
-                store.refuse_if_ended(guard)
+                sentinel.refuse_if_ended(guard)
                 raise
             changes.undo(handler.using)
-            store.finish(guard, attempt, result)
+            sentinel.finish(guard, attempt, result)
         refuse_if_uncommitted(handler.using, committed)
     except BaseException:
         if not committed:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from django.db import DatabaseError, InterfaceError, connections
 
-from inbox import store
+from inbox.store import dialect
 from inbox.transactions.sessions import end_session
 from outbox.database.connections import drop_unusable_connections
 from outbox.database.faults import UNDEFINED_TABLE, is_about_values, is_collision, is_lost, remedy, sqlstate_of
@@ -110,12 +110,12 @@ class _Session:
         if isinstance(error, _Unstored):
             cause = error.__cause__ or error
             reason = why_not_stored(cause, self._alias)
-            if self._replaced or not store.is_reachable(self._alias):
+            if self._replaced or not dialect.is_reachable(self._alias):
                 refused = self._replaced and not is_lost(cause)
                 raise DatabaseAway(reason, remedy(cause, self._alias), refused=refused) from cause
             self._unfit = "" if is_lost(cause) else reason
         elif is_lost(error):
-            if not store.is_reachable(self._alias):
+            if not dialect.is_reachable(self._alias):
                 raise DatabaseAway(describe(error)) from error
             if self._replaced or not self._reruns:
                 return False

@@ -7,13 +7,13 @@ from itertools import pairwise
 
 import pytest
 
-from inbox import store as inbox_store
 from inbox.leases.database import DatabaseLeases
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import Consumed, Held, Kept, Lease, Wanted
 from inbox.models import State
 from inbox.receiving.reading import read
-from inbox.store import Failure
+from inbox.store import claims
+from inbox.store.rows import Failure
 from tests.support.deliveries import OPTIONS, an_envelope, at_once, make_due, options, the_row
 from tests.support.waiting import wait_until
 
@@ -61,7 +61,7 @@ def acquired(leases, wanted):
 def claimed(wanted):
     """The stored row of that message, claimed the way a runner claims it."""
     make_due()
-    stored = inbox_store.claim_due(wanted.handler.using, [wanted.handler.name], timedelta(hours=1))
+    stored = claims.claim_due(wanted.handler.using, [wanted.handler.name], timedelta(hours=1))
     assert stored is not None
     return Wanted(handler=wanted.handler, row=wanted.row, stored=stored)
 

@@ -7,10 +7,10 @@ from datetime import timedelta
 import pytest
 from django.db import transaction
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import read
+from inbox.store import accounting, arrivals, sentinel
 from outbox.kernel.clock import monotonic
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
@@ -47,7 +47,7 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
     }
     with Process(environment, tmp_path / "log", "inbox_consume") as process:
         with transaction.atomic():
-            guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
             send(rabbitmq_url, JOB, {}, message_id="copy")
             for number in range(OTHERS):
                 send(rabbitmq_url, JOB, {}, message_id=f"other-{number}")
@@ -61,7 +61,7 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
                 transaction.set_rollback(True)
             else:
                 Effect.objects.create(name="copy", detail="by the first transaction")
-                store.finish(guard, 1)
+                sentinel.finish(guard, 1)
         process.until(lambda: InboxMessage.objects.count() == OTHERS + 1)
         process.until(lambda: InboxMessage.objects.filter(state=State.DONE).count() == OTHERS + 1)
         process.terminate()
@@ -71,4 +71,4 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
     assert (copy.state, copy.attempts) == (State.DONE, 1)
     assert copy.duplicates == (ending == "commit")
     assert Effect.objects.filter(name="copy").count() == 1
-    assert store.balance("default").delivered == OTHERS + 1 + (ending == "commit")
+    assert accounting.balance("default").delivered == OTHERS + 1 + (ending == "commit")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from inbox import store
 from inbox.models import State
 from inbox.receiving.outcomes import Received
+from inbox.store import accounting
 from tests.support.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 
@@ -29,4 +29,4 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
     row = the_row(biz_id="second")
     assert (row.state, row.attempts, effects("second")) == (State.DONE, 1, 1)
     assert (row.duplicates, row.redeliveries) == (1, 1)
-    assert store.balance("default").delivered == 2 + 1
+    assert accounting.balance("default").delivered == 2 + 1

@@ -10,11 +10,11 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
-from inbox import store
 from inbox.handlers.handler import Handler
 from inbox.leases.opening import lease_store
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import read
+from inbox.store import accounting, arrivals
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
 from tests.support.apps.worker import JOB
@@ -105,7 +105,7 @@ def test_duplicates_in_twenty_processes_that_wait_for_the_same_row_have_one_effe
     row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="one"), OPTIONS).row
     with ExitStack() as stack:
         with transaction.atomic():
-            assert store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            assert arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
             consumers = processes(
                 stack, "tests.support.apps.worker.settings", TWIN_TIMEOUT=timedelta(seconds=2 * STARTING_SECONDS)
             )
@@ -147,7 +147,7 @@ def assert_accounted_for(row, counted_elsewhere):
     elsewhere = Counter(counted_elsewhere)
     assert (row.state, elsewhere["handled"]) == (State.DONE, 0)
     assert 1 + row.duplicates + elsewhere["duplicates"] == COPIES
-    assert store.balance("default").delivered == COPIES - elsewhere["duplicates"]
+    assert accounting.balance("default").delivered == COPIES - elsewhere["duplicates"]
     # The copies with the same message id as the row were sent again by a relay, the others by the business. A copy that met
     # another one that was being counted was delivered again.
     again = row.resends + row.redeliveries + elsewhere["resend"] + elsewhere["redelivery"]

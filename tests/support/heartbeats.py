@@ -5,8 +5,8 @@ from __future__ import annotations
 import uuid
 from datetime import timedelta
 
-from inbox import store as inbox_store
 from inbox.models import ConsumerHeartbeat
+from inbox.store.heartbeats import consumers
 from outbox.database.now import DatabaseTime
 from outbox.kernel.heartbeat import ProcessIdentity
 from outbox.models import RelayHeartbeat
@@ -51,7 +51,7 @@ def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712,
         "ran": 89,
         "waits_for": "",
     }
-    inbox_store.consumers.write(using, identity, **{**values, **said})
+    consumers.write(using, identity, **{**values, **said})
     if silent_for is not None:
         let_consumers_fall_silent(silent_for, pk=identity.id)
     return identity

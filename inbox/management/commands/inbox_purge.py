@@ -2,9 +2,9 @@ from datetime import timedelta
 
 from django.core.management.base import CommandError
 
-from inbox import store
 from inbox.conf import inbox_options
 from inbox.models import TrailEntry
+from inbox.store import operating
 from outbox.console.purge_command import PurgeCommand
 
 
@@ -13,7 +13,7 @@ class Command(PurgeCommand):
         "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay. "
         "Then the trail older than INBOX['TRAIL_RETENTION']."
     )
-    app, store, trail, configured = "inbox", store, TrailEntry, staticmethod(inbox_options)
+    app, store, trail, configured = "inbox", operating, TrailEntry, staticmethod(inbox_options)
     older_than_help = "keep more than INBOX['RETENTION'] says, never less"
 
     def refuse(self, older_than: timedelta, retention: timedelta) -> None:

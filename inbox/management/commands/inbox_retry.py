@@ -6,11 +6,11 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 
-from inbox import store
 from inbox.errors import TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
+from inbox.store import operating
 from outbox.console.terminal import Progress, refuse_unknown
 from outbox.database.schema import require_schema
 from outbox.kernel.wire import CELERY_TOPICS
@@ -60,7 +60,7 @@ class Command(BaseCommand):
         unsent: list[TaskNotSent] = []
         for pk, quarantined, message_id, handler in rows:
             if pk not in held_back:
-                decide = store.override_maximum_age if quarantined else store.retry
+                decide = operating.override_maximum_age if quarantined else operating.retry
                 transition = resending(partial(decide, reason="inbox_retry"))
                 try:
                     done = transition(options["database"], pk)

@@ -4,11 +4,11 @@ from typing import Any
 
 from django.core.management.base import CommandParser
 
-from inbox import store
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreAway
+from inbox.store import accounting, heartbeats, operating
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 
@@ -34,7 +34,7 @@ class Command(StatusCommand):
         )
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
-        balance = store.balance(alias)
+        balance = accounting.balance(alias)
         duplicates = balance.duplicates
         found = {
             "states": balance.states,
@@ -43,9 +43,9 @@ class Command(StatusCommand):
             "duplicates_conflicting": duplicates.conflicting,
             "delivered": balance.delivered,
             "quarantined": balance.quarantined,
-            "oldest_waiting": iso(store.oldest_waiting(alias)),
+            "oldest_waiting": iso(operating.oldest_waiting(alias)),
             "without_rows": _without_rows(),
-            "consumers": [_as_json(consumer) for consumer in store.consumers.rows(alias)],
+            "consumers": [_as_json(consumer) for consumer in heartbeats.consumers.rows(alias)],
             "unattended": unattended(alias),
         }
         if options["conflicts"]:
@@ -59,14 +59,14 @@ class Command(StatusCommand):
                     "conflicting_at": iso(row.conflicting_at),
                     "conflicts": row.conflicts,
                 }
-                for row in store.conflicts(alias, _CONFLICTS)
+                for row in accounting.conflicts(alias, _CONFLICTS)
             ]
         return found
 
     def drawn(self, alias: str, options: dict[str, Any]) -> str:
-        balance = store.balance(alias)
+        balance = accounting.balance(alias)
         duplicates = balance.duplicates
-        consumers = list(store.consumers.rows(alias))
+        consumers = list(heartbeats.consumers.rows(alias))
         counts = table(
             [
                 ("inbox", alias),
@@ -76,7 +76,7 @@ class Command(StatusCommand):
                 ("delivered, the sum", f"{balance.delivered:,}"),
                 ("duplicates with other content", f"{duplicates.conflicting:,}"),
                 ("dead, in quarantine", f"{balance.quarantined:,}"),
-                ("oldest waiting", age(store.oldest_waiting(alias))),
+                ("oldest waiting", age(operating.oldest_waiting(alias))),
                 *_leased(),
             ]
         )
@@ -99,7 +99,7 @@ def _as_json(consumer: Any) -> dict[str, Any]:
 
 
 def _conflicts(alias: str) -> str:
-    rows = store.conflicts(alias, _CONFLICTS)
+    rows = accounting.conflicts(alias, _CONFLICTS)
     if not rows:
         return "No biz-id has come with other content."
     head = ("biz-id", "topic", "handler", "first message", "latest other", "others", "latest")
@@ -140,7 +140,7 @@ def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
         return None
 
 
-def _by_cause(duplicates: store.Duplicates) -> dict[str, int]:
+def _by_cause(duplicates: accounting.Duplicates) -> dict[str, int]:
     return {
         "redelivery": duplicates.redelivery,
         "resend": duplicates.resend,

@@ -14,7 +14,7 @@ from django.db.models import Count, Sum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inbox import RetryLater, store
+from inbox import RetryLater
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.receiving.batching import receive_together
 from inbox.receiving.holding import store_for_later
@@ -22,6 +22,7 @@ from inbox.receiving.ordering import take_in
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.receiving.shedding import receive_shed
+from inbox.store import accounting, operating
 from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, InAThread, an_envelope, at_once, deliver, drain, make_due, the_effect
@@ -59,7 +60,7 @@ def counted_by_hand():
 
 
 def assert_balanced(delivered):
-    balance = store.balance("default")
+    balance = accounting.balance("default")
     sums, by_state = counted_by_hand()
     assert balance.states == by_state
     assert balance.delivered == sum(by_state.values()) + sums["duplicates"] == delivered
@@ -155,7 +156,7 @@ class World:
         gone = InboxMessage.objects.filter(state__in=SETTLED)
         sums = gone.aggregate(rows=Count("id"), duplicates=Sum("duplicates", default=0))
         gone.update(settled_at=utcnow() - timedelta(days=31))
-        list(store.purge_settled("default", OPTIONS.RETENTION))
+        list(operating.purge_settled("default", OPTIONS.RETENTION))
         self.delivered -= sum(sums.values())
 
 
@@ -165,7 +166,7 @@ def steps_of_the_world():
 
     way, some = st.sampled_from(WAYS), st.lists(FACTS, min_size=1, max_size=4)
     to = st.sampled_from(["plain", "ordered", "leased"])
-    decisions = [store.retry, partial(store.skip, reason="not wanted"), store.override_maximum_age]
+    decisions = [operating.retry, partial(operating.skip, reason="not wanted"), operating.override_maximum_age]
     return st.one_of(
         step("fresh", to=to, fact=FACTS, way=way),
         step("redelivered", to=to, fact=FACTS, way=way),
@@ -214,7 +215,7 @@ class TestDeferredDelivery:
             try:
                 wait_until(lambda: begun)
                 received = deliver(handler, envelope)
-                assert store.balance("default").delivered == 0
+                assert accounting.balance("default").delivered == 0
             finally:
                 ended.append(True)
 
@@ -259,13 +260,13 @@ class TestConcurrentDeliveries:
 
         for _ in range(3):
             with consuming([handler], options):
-                taken = store.balance("default").delivered
-                wait_until(lambda before=taken: store.balance("default").delivered >= min(sent, before + 100))
+                taken = accounting.balance("default").delivered
+                wait_until(lambda before=taken: accounting.balance("default").delivered >= min(sent, before + 100))
         with consuming([handler], options):
             wait_until(lambda: length_of(rabbitmq_server, handler, options) == 0)
 
         assert_balanced(sent)
-        assert store.balance("default").duplicates.suppressed > 100
+        assert accounting.balance("default").duplicates.suppressed > 100
 
 
 class TestQueryPlans:
@@ -294,7 +295,7 @@ class TestQueryPlans:
         with transaction.atomic(), connection.cursor() as cursor:
             statements = []
             with connection.execute_wrapper(lambda execute, sql, *rest: statements.append(sql) or execute(sql, *rest)):
-                store.balance("default")
+                accounting.balance("default")
             (sql,) = statements
             cursor.execute(f"EXPLAIN {sql}")
             plan = "\n".join(line for (line,) in cursor.fetchall())

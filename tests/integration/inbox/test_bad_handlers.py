@@ -20,14 +20,15 @@ import psycopg
 import pytest
 from django.db import DatabaseError, IntegrityError, close_old_connections, connection, transaction
 
-from inbox import signals, store
+from inbox import signals
 from inbox.errors import NotCallable
 from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving import transactions
 from inbox.receiving.single import Received
+from inbox.store import sentinel
+from inbox.transactions import handler_transaction
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.deliveries import (
     A_WHILE,
@@ -616,9 +617,9 @@ def test_messages_after_a_bad_handler_commit_on_the_same_thread(bad_handler, han
 )
 def test_bad_handlers_lose_messages_without_the_commit_sentinel(bad_handler, handles, monkeypatch):
     """If this fails, something other than the sentinel keeps the messages, and the test above proves little."""
-    monkeypatch.setattr(store, "finish", lambda guard, attempts, result=None: None)
+    monkeypatch.setattr(sentinel, "finish", lambda guard, attempts, result=None: None)
     # The second check, which detects those that Django rolls back without running the on_commit hooks.
-    monkeypatch.setattr(transactions, "refuse_if_uncommitted", lambda alias, committed: None)
+    monkeypatch.setattr(handler_transaction, "refuse_if_uncommitted", lambda alias, committed: None)
 
     received = deliver(handles(bad_handler.handle))
 

@@ -15,10 +15,11 @@ from django.db import IntegrityError, connection, transaction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inbox import Reject, RetryLater, signals, store
+from inbox import Reject, RetryLater, signals
 from inbox.consumer import reception
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
+from inbox.store import accounting
 from outbox import publish
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
@@ -653,7 +654,7 @@ def test_any_loads_account_for_every_delivery_and_have_every_effect_once(handles
         assert None not in became
         assert PUT_OFF not in became
 
-    assert store.balance("default").delivered == deliveries
+    assert accounting.balance("default").delivered == deliveries
     assert effects() == handled
     run_to_the_end()
     meant = {f"m{number}" for load in loads for number, how in load if how != "refused" and number not in poison}

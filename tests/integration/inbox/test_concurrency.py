@@ -20,7 +20,6 @@ from amqp.exceptions import PreconditionFailed
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 
-from inbox import store
 from inbox.consumer.lanes import Undecided
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
@@ -35,6 +34,7 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read, undecided_row
 from inbox.receiving.single import receive
 from inbox.runner import Runner
+from inbox.store import arrivals, sentinel
 from outbox.kernel.clock import monotonic
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
@@ -174,7 +174,7 @@ class TestConcurrency:
         declare(handler, options)
         for name in names(12, "stored"):
             arrival = read(handler, an_envelope(biz_id=name), options)
-            assert store.store_due("default", arrival.row, options.TWIN_TIMEOUT)
+            assert arrivals.store_due("default", arrival.row, options.TWIN_TIMEOUT)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(12, "sent")])
 
         with consuming([handler], options) as consumer:
@@ -308,12 +308,12 @@ class TestAcknowledging:
 
         with consuming([handler, other], options):
             with transaction.atomic():
-                guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+                guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
                 send_all(rabbitmq_url, TOPIC, [("slow", {})] * 60)
                 send_all(rabbitmq_url, other.topic, [(name, {}) for name in names(20)])
                 wait_until(lambda: effects() == 20)
                 wait_until(lambda: length(handler) == 1)
-                store.finish(guard, 1)
+                sentinel.finish(guard, 1)
             wait_until(lambda: length(handler) == 0 and InboxMessage.objects.count() == 21)
 
         assert effects_by_name() == dict.fromkeys(names(20), 1)
@@ -325,7 +325,7 @@ class TestAcknowledging:
         short, long = timedelta(seconds=1), timedelta(seconds=20)
 
         with transaction.atomic():
-            store.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+            arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
             (first,) = at_once([lambda: deliver(handler, envelope, given=options(TWIN_TIMEOUT=short))])
             begun_at = monotonic()
             (second,) = at_once([lambda: deliver(handler, envelope, given=options(TWIN_TIMEOUT=long))])
@@ -352,7 +352,7 @@ class TestAcknowledging:
         """Also before that has a row, as when its transaction is begun anew."""
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
-        assert store.store_due("default", undecided_row(handler, envelope, redelivered=False), OPTIONS.TWIN_TIMEOUT)
+        assert arrivals.store_due("default", undecided_row(handler, envelope, redelivered=False), OPTIONS.TWIN_TIMEOUT)
 
         with in_hand.holding([arrival.row]):
             assert drain() == 1
@@ -516,7 +516,7 @@ def test_database_that_never_answers_occupies_only_one_thread_of_the_runner(hand
     ):
         accepted.enter_context(silent.accept()[0])
         for name in names(20):
-            assert store.store_due("default", read(here, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+            assert arrivals.store_due("default", read(here, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
         wait_until(lambda: effects() == 20)
         pool.close()
     wait_until(lambda: not pool.alive)
@@ -530,7 +530,7 @@ def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers
     concurrent = read(stuck, an_envelope(topic="stuck", biz_id="/tests#1"), options).row
     headers = {"cloudEvents:source": "/tests", "cloudEvents:type": "stuck", "cloudEvents:orderingkey": "key"}
     with transaction.atomic():
-        assert store.store_due("default", concurrent, options.TWIN_TIMEOUT)
+        assert arrivals.store_due("default", concurrent, options.TWIN_TIMEOUT)
         for number in "123":
             send(rabbitmq_url, "stuck", {}, headers={**headers, "cloudEvents:id": number})
         with ExitStack() as stack:
@@ -644,7 +644,7 @@ class TestConsumerTimeout:
 class TestCrashQuarantine:
     def stored(self, handler, *some, attempts=0):
         for name in some:
-            assert store.store_due("default", read(handler, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+            assert arrivals.store_due("default", read(handler, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
         InboxMessage.objects.filter(biz_id__in=some).update(attempts=attempts)
 
     def test_messages_suspected_of_a_crash_run_one_at_a_time(self, handles, gate):

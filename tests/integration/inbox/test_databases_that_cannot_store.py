@@ -13,13 +13,13 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
-from inbox import store
 from inbox.consumer.pool import Pool
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
+from inbox.store import arrivals
 from outbox import publish
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
@@ -134,7 +134,7 @@ def handler(handles):
 
 
 def store_due(handler, envelope):
-    assert store.store_due("other", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due("other", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
 
 
 def names(count):

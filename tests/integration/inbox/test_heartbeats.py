@@ -9,10 +9,10 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
-from inbox import store
 from inbox.consumer import heartbeat as module
 from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.models import ConsumerHeartbeat
+from inbox.store.heartbeats import consumers
 from outbox.kernel.heartbeat import SILENT_AFTER
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
@@ -57,7 +57,7 @@ def service(process_environment, tmp_path):
 
 
 def heartbeats():
-    return list(store.consumers.rows("default"))
+    return list(consumers.rows("default"))
 
 
 @pytest.mark.every_database
@@ -141,23 +141,23 @@ class TestThreads:
         heartbeats = Heartbeats(lambda: Activity(handlers=[here, there], received=3, ran=2))
 
         with heartbeats.sending(["default", "other"]):
-            wait_until(lambda: store.consumers.rows("default") and store.consumers.rows("other"))
-            rows = [store.consumers.rows(alias).get() for alias in ("default", "other")]
+            wait_until(lambda: consumers.rows("default") and consumers.rows("other"))
+            rows = [consumers.rows(alias).get() for alias in ("default", "other")]
 
         assert [row.handlers for row in rows] == [["tests.here"], ["tests.there"]]
         assert [(row.received, row.ran) for row in rows] == [(3, 2), (3, 2)]
-        assert not store.consumers.rows("default")
-        assert not store.consumers.rows("other")
+        assert not consumers.rows("default")
+        assert not consumers.rows("other")
 
     def test_heartbeat_is_written_again_with_what_has_changed(self):
         said = {"waits_for": "", "ran": 0}
 
         with Heartbeats(lambda: Activity(handlers=[], **said)).sending(["default"]):
-            wait_until(lambda: store.consumers.rows("default"))
-            first = store.consumers.rows("default").get()
+            wait_until(lambda: consumers.rows("default"))
+            first = consumers.rows("default").get()
             said.update(waits_for="the broker:\n\x1b[2Jgone", ran=7)
-            wait_until(lambda: store.consumers.rows("default").get().ran == 7)
-            second = store.consumers.rows("default").get()
+            wait_until(lambda: consumers.rows("default").get().ran == 7)
+            second = consumers.rows("default").get()
 
         assert second.waits_for == "the broker: [2Jgone"
         assert second.beat_at > first.beat_at

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import pytest
 
-from inbox import store
 from inbox.models import InboxMessage, State
+from inbox.store import accounting
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.worker import JOB
 from tests.support.deliveries import TOPIC, effects, make_due, the_effect, the_row
@@ -205,7 +205,7 @@ def test_redelivered_message_is_handled_once_and_its_copies_are_duplicates(
     row = the_row()
     assert (row.biz_id, row.message_id, row.attempts, row.duplicates) == (name, "m", 1, 2)
     assert (effects(name), row.conflicts) == (1, 0)
-    assert store.balance("default").delivered == 3
+    assert accounting.balance("default").delivered == 3
 
 
 def test_redelivered_message_that_cannot_be_read_is_a_dead_letter_with_its_reason(handles, rabbitmq_url, length):

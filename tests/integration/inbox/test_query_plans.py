@@ -8,8 +8,8 @@ import pytest
 from django.db import connection, transaction
 from django.test.utils import CaptureQueriesContext
 
-from inbox import store
 from inbox.receiving.reading import read
+from inbox.store import arrivals, claims, ordering, sentinel
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
@@ -43,8 +43,8 @@ def test_commit_sentinel_uses_the_primary_key(handler):
     row = read(handler, an_envelope(), OPTIONS).row
     for _ in range(7):  # after five executions PostgreSQL may use a generic plan
         with transaction.atomic():
-            guard = store.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
-            store.finish(guard, 1)
+            guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            sentinel.finish(guard, 1)
             plan = explained("EXECUTE inbox_finish (1, 1, '1')")
             transaction.set_rollback(True)
 
@@ -56,7 +56,7 @@ def test_commit_sentinel_uses_the_primary_key(handler):
 def test_next_message_of_a_key_is_found_by_the_order_index(handler):
     for _ in range(7):
         with transaction.atomic():
-            store.promote_next("default", handler.name, "key-1")
+            ordering.promote_next("default", handler.name, "key-1")
             plan = explained("EXECUTE inbox_promote ('tests.handler0', 'key-1', 0, 0)")
             transaction.set_rollback(True)
 
@@ -67,7 +67,7 @@ def test_next_message_of_a_key_is_found_by_the_order_index(handler):
 
 def test_claim_uses_the_index_of_due_messages(handler):
     with CaptureQueriesContext(connection) as captured:
-        store.claim_due("default", [handler.name], timedelta(seconds=10))
+        claims.claim_due("default", [handler.name], timedelta(seconds=10))
 
     plan = explained(captured[-1]["sql"])
     assert "inbox_due" in plan

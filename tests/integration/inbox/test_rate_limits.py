@@ -17,7 +17,6 @@ from django.db.models import F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inbox import store
 from inbox.conf import InboxOptions
 from inbox.limits.limiter import Limiter, limiter_of, prefetch
 from inbox.models import InboxMessage, State, TokenBucket
@@ -25,6 +24,7 @@ from inbox.receiving.holding import store_for_later
 from inbox.receiving.reading import read
 from inbox.receiving.single import Received
 from inbox.runner import Runner
+from inbox.store import arrivals
 from inbox.store.buckets import lease_tokens
 from outbox.database.now import DatabaseTime
 from outbox.kernel.loop import StopRequest
@@ -266,7 +266,7 @@ class TestStoredMessages:
     def stored(self, handler, *names):
         for name in names:
             row = read(handler, an_envelope(biz_id=name), OPTIONS).row
-            assert store.store_due(handler.using, row, OPTIONS.TWIN_TIMEOUT)
+            assert arrivals.store_due(handler.using, row, OPTIONS.TWIN_TIMEOUT)
 
     def test_stored_messages_run_no_faster_than_the_rate(self, handles):
         handler = handles(the_effect, rate_limit="10/s")
@@ -342,7 +342,7 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
     handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
 
     with transaction.atomic():
-        store.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
         (became,) = at_once([lambda: hold(handler, envelope)])
 
     assert became is Received.PUT_OFF

@@ -19,13 +19,14 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from inbox import Reject, RetryLater, signals, store
+from inbox import Reject, RetryLater, signals
 from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, State
 from inbox.receiving.reading import read
 from inbox.receiving.single import Received, receive
+from inbox.store import arrivals, claims, operating, rows
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseAway
 from outbox import publish
 from outbox.kernel.clock import utcnow
@@ -495,8 +496,8 @@ class TestCarefulPath:
         """A process that is killed in the middle of the handler leaves such a claim."""
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
-        store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
-        claimed = store.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
+        arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        claimed = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
 
         row = the_row()
         assert (claimed.pk, row.attempts, row.state) == (row.pk, 1, State.RECEIVED)
@@ -510,9 +511,9 @@ class TestCarefulPath:
     def test_message_never_settled_runs_out_of_attempts_without_being_run_again(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
-        store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
         for _ in range(OPTIONS.MAX_ATTEMPTS):
-            store.claim_due(handler.using, [handler.name], timedelta())
+            claims.claim_due(handler.using, [handler.name], timedelta())
 
         with recorded_signals("message_dead") as said:
             make_due()
@@ -527,17 +528,17 @@ class TestCarefulPath:
         """Another worker has claimed the message: the failure of the slow one must not overwrite its outcome."""
         handler = handles(the_effect)
         arrival = read(handler, an_envelope(), OPTIONS)
-        store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
-        slow = store.claim_due(handler.using, [handler.name], timedelta())
+        arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        slow = claims.claim_due(handler.using, [handler.name], timedelta())
         make_due()
-        fresh = store.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
-        failure = store.Failure(error="stale", retry_after=None, attempts=1)
+        fresh = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
+        failure = rows.Failure(error="stale", retry_after=None, attempts=1)
 
-        assert not store.fail_stored(handler.using, slow.pk, slow.attempts, failure)
+        assert not claims.fail_stored(handler.using, slow.pk, slow.attempts, failure)
         with transaction.atomic():
-            assert store.begin_stored(handler.using, slow.pk, slow.attempts) is None
+            assert claims.begin_stored(handler.using, slow.pk, slow.attempts) is None
         with transaction.atomic():
-            assert store.begin_stored(handler.using, fresh.pk, fresh.attempts) is not None
+            assert claims.begin_stored(handler.using, fresh.pk, fresh.attempts) is not None
             transaction.set_rollback(True)
         assert the_row().last_error == ""
 
@@ -716,7 +717,7 @@ class TestMaximumMessageAge:
         envelope = an_envelope(created_at=utcnow() - OPTIONS.oldest_run + A_MINUTE)
         deliver(handler, envelope)
         InboxMessage.objects.update(settled_at=utcnow() - OPTIONS.RETENTION - A_MINUTE)
-        assert sum(store.purge_settled("default", OPTIONS.RETENTION)) == 1
+        assert sum(operating.purge_settled("default", OPTIONS.RETENTION)) == 1
 
         late = an_envelope(
             id=envelope.id, biz_id=envelope.biz_id, created_at=envelope.created_at - OPTIONS.RETENTION, body=envelope.body
@@ -753,7 +754,7 @@ class TestMaximumMessageAge:
         envelope = an_envelope(created_at=utcnow() - timedelta(days=400))
         deliver(handler, envelope)
 
-        assert store.override_maximum_age("default", the_row().pk)
+        assert operating.override_maximum_age("default", the_row().pk)
         assert drain() == 1
 
         assert (the_row().state, effects()) == (State.DONE, 1)
@@ -805,7 +806,7 @@ class TestUnreadableMessage:
         handler = handles(the_effect)
         deliver(handler, an_envelope(content_type="application/x-python-serialize", body=b"cos\nsystem\n."))
 
-        assert store.retry("default", the_row().pk)
+        assert operating.retry("default", the_row().pk)
         run_to_the_end()
 
         assert (the_row().state, effects()) == (State.DEAD, 0)
@@ -824,12 +825,12 @@ class TestIdentity:
 
         assert deliver(broken, envelope) is Received.DEAD
         assert "KeyError" in the_row().last_error
-        assert store.retry("default", the_row().pk)
+        assert operating.retry("default", the_row().pk)
         run_to_the_end()
         assert the_row().state == State.DEAD
 
         fixed = handles(the_effect, name="tests.h", biz_id=lambda message: message.payload["order_id"])
-        assert store.retry("default", the_row().pk)
+        assert operating.retry("default", the_row().pk)
         run_to_the_end()
 
         row = the_row()
@@ -844,7 +845,7 @@ class TestIdentity:
         deliver(fixed, envelope)
         assert effects() == 1
 
-        assert store.retry("default", the_row(state=State.DEAD).pk)
+        assert operating.retry("default", the_row(state=State.DEAD).pk)
         run_to_the_end()
 
         assert effects() == 1
@@ -1117,7 +1118,7 @@ class TestArbitraryDelivery:
         assert received in {Received.HANDLED, Received.DUPLICATE, Received.STORED, Received.DEAD}
         row = InboxMessage.objects.get(handler=handler.name, biz_id=arrival.row.biz_id)
         assert bytes(row.body) == body or "cloudevents+json" in content_type
-        store.retry("default", row.pk)
+        operating.retry("default", row.pk)
         drain()
         row.refresh_from_db()
         assert row.state not in DUE or row.next_attempt_at is not None

@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 from django.db import transaction
 
-from inbox import store
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import read
 from inbox.receiving.single import hand_over
 from inbox.runner import Runner
+from inbox.store import arrivals
 from outbox.kernel.loop import StopRequest
 from tests.support.deliveries import OPTIONS, an_envelope, drain, effects, the_effect, the_row
 from tests.support.refused_rows import POISON, cleared, refused
@@ -32,7 +32,7 @@ cursed = partial(refused, table=TABLE)
 def stored(handler, **attributes):
     """Store a message of `handler` that is due, as local:// and the careful path do."""
     arrival = read(handler, an_envelope(**attributes), OPTIONS)
-    assert store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
 
 
 def among_others(handler, bad=1):

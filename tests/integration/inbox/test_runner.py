@@ -9,12 +9,13 @@ from datetime import timedelta
 import pytest
 from django.db import OperationalError, connections, transaction
 
-from inbox import signals, store
+from inbox import signals
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.receiving.reading import read
 from inbox.receiving.single import Received, hand_over
 from inbox.runner import Runner
+from inbox.store import arrivals, claims, due, operating
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
@@ -41,7 +42,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 def stored(handler, **attributes):
     """Store a message of `handler` that is due, as local:// and the careful path do."""
     arrival = read(handler, an_envelope(**attributes), OPTIONS)
-    assert store.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
     return arrival.row
 
 
@@ -161,9 +162,9 @@ def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database
         signals.message_dead.disconnect(listen)
 
     row = InboxMessage.objects.using(alias).get()
-    assert (row.state, row.last_error) == (State.DEAD, store.ABANDONED)
+    assert (row.state, row.last_error) == (State.DEAD, claims.ABANDONED)
     assert row.settled_at is not None
-    assert announced == [(f"tests.{alias}", row.message_id, store.ABANDONED)]
+    assert announced == [(f"tests.{alias}", row.message_id, claims.ABANDONED)]
 
 
 @contextmanager
@@ -193,13 +194,13 @@ def test_runner_turn_does_not_wait_for_an_unavailable_database(handles, monkeypa
     """The threads that take turns also handle the deliveries from the broker."""
     handles(the_effect)
     runner, began_at = Runner(OPTIONS), monotonic()
-    asked, orphans = [], store.orphans
+    asked, orphans = [], due.orphans
 
     def count(alias, handlers):
         asked.append(alias)
         return orphans(alias, handlers)
 
-    monkeypatch.setattr(store, "orphans", count)
+    monkeypatch.setattr(due, "orphans", count)
     with default_database_unavailable(monkeypatch):
         for _ in range(30):
             assert runner.turn() == 0
@@ -221,8 +222,8 @@ def test_purge_deletes_only_old_settled_messages(handles):
             state=state, settled_at=utcnow() - (old if age == "old" else timedelta()), received_at=utcnow() - old
         )
 
-    assert store.purgeable("default", OPTIONS.RETENTION) == 3
-    assert list(store.purge_settled("default", OPTIONS.RETENTION, chunk=2)) == [2, 1]
+    assert operating.purgeable("default", OPTIONS.RETENTION) == 3
+    assert list(operating.purge_settled("default", OPTIONS.RETENTION, chunk=2)) == [2, 1]
 
     left = set(InboxMessage.objects.values_list("biz_id", flat=True))
     assert {f"old {state}" for state in State} - left == {f"old {state}" for state in ("done", "skipped", "shed")}
@@ -235,7 +236,7 @@ def test_an_operators_retry_gives_a_full_set_of_attempts(handles):
     run_to_the_end()
     assert the_row().state == State.DEAD
 
-    assert store.retry("default", the_row().pk)
+    assert operating.retry("default", the_row().pk)
 
     assert (the_row().state, the_row().attempts) == (State.RETRYING, 0)
     drain()
@@ -246,8 +247,8 @@ def test_skipped_message_is_never_run(handles):
     handler, envelope = handles(fails), an_envelope()
     deliver(handler, envelope)
 
-    assert store.skip("default", the_row().pk, "the customer called")
-    assert not store.retry("default", the_row().pk)
+    assert operating.skip("default", the_row().pk, "the customer called")
+    assert not operating.retry("default", the_row().pk)
     make_due()
     drain()
 
@@ -259,8 +260,8 @@ def test_skipped_message_is_never_run(handles):
 def test_done_message_can_neither_be_retried_nor_skipped(handles):
     deliver(handles(the_effect))
 
-    assert not store.retry("default", the_row().pk)
-    assert not store.skip("default", the_row().pk, "no")
+    assert not operating.retry("default", the_row().pk)
+    assert not operating.skip("default", the_row().pk, "no")
     run_to_the_end()
 
     assert (the_row().state, effects()) == (State.DONE, 1)
@@ -304,7 +305,7 @@ def test_unexpected_error_ends_a_drain_and_is_not_taken_for_nothing_due(handles,
     def fail(*arguments, **options):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(store, "claim_due", fail)
+    monkeypatch.setattr(claims, "claim_due", fail)
 
     with pytest.raises(ZeroDivisionError):
         Runner(OPTIONS).drain(StopRequest())
@@ -314,14 +315,14 @@ def test_messages_of_an_unknown_handler_are_logged_once_the_database_is_availabl
     stored(handles(the_effect, name="tests.old_name"))
     registry.remove("tests.old_name")
     handles(the_effect, name="tests.new_name")
-    ask, failures = store.orphans, [OperationalError("connection refused")]
+    ask, failures = due.orphans, [OperationalError("connection refused")]
 
     def fail_once(*arguments):
         if failures:
             raise failures.pop()
         return ask(*arguments)
 
-    monkeypatch.setattr(store, "orphans", fail_once)
+    monkeypatch.setattr(due, "orphans", fail_once)
 
     assert Runner(OPTIONS).drain(StopRequest()) == 0
 

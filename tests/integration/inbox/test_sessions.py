@@ -9,12 +9,12 @@ import psycopg
 import pytest
 from django.db import connection, connections, transaction
 
-from inbox import store
 from inbox.models import InboxMessage, State
 from inbox.receiving import single
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
+from inbox.store import arrivals
 from outbox.kernel.loop import StopRequest
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect
@@ -291,7 +291,7 @@ class TestLostSessions:
 
 
 def store_due(handler, envelope):
-    assert store.store_due("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
 
 
 def waits_for_a_lock(what):

@@ -17,7 +17,7 @@ from inbox.models import InboxMessage, State
 from inbox.receiving.reading import read
 from inbox.receiving.shedding import receive_shed
 from inbox.receiving.single import Received
-from inbox.store import begin_fresh
+from inbox.store.arrivals import begin_fresh
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
     OPTIONS,

@@ -12,11 +12,11 @@ from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
-from inbox import RetryLater, store
+from inbox import RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
 from inbox.receiving.ordering import take_in
 from inbox.receiving.reading import read
-from inbox.store import leases
+from inbox.store import arrivals, claims, leases, operating, rows
 from inbox.store.shedding import store_shed
 from outbox.database.now import DatabaseTime
 from outbox.database.purging import delete_in_chunks, older_entries
@@ -107,8 +107,8 @@ class TestFailedAttempts:
         deliver(handler, envelope)
         before = trail_of(envelope.id)
 
-        failure = store.Failure(error="late", retry_after=None, attempts=9)
-        assert not store.fail_stored("default", the_row().pk, 9, failure)
+        failure = rows.Failure(error="late", retry_after=None, attempts=9)
+        assert not claims.fail_stored("default", the_row().pk, 9, failure)
 
         assert trail_of(envelope.id) == before
 
@@ -117,7 +117,7 @@ class TestFailedAttempts:
         arrival = read(handler, envelope, OPTIONS)
 
         with transaction.atomic():
-            store.store_failed("default", arrival.row, store.Failure(error="x", retry_after=None, attempts=1), LEASE)
+            arrivals.store_failed("default", arrival.row, rows.Failure(error="x", retry_after=None, attempts=1), LEASE)
             transaction.set_rollback(True)
 
         assert trail_of(envelope.id) == []
@@ -140,9 +140,9 @@ class TestOtherTransitions:
         handler, envelope = failing(), an_envelope()
         deliver(handler, envelope)
 
-        store.retry("default", the_row().pk, reason="by ann in the admin")
-        store.skip("default", the_row().pk, "sold out", by="by ann in the admin")
-        assert not store.retry("default", the_row().pk, reason="too late")
+        operating.retry("default", the_row().pk, reason="by ann in the admin")
+        operating.skip("default", the_row().pk, "sold out", by="by ann in the admin")
+        assert not operating.retry("default", the_row().pk, reason="too late")
 
         assert trail_of(envelope.id)[1:] == [
             (State.RETRYING, State.RETRYING, "by ann in the admin"),
@@ -177,9 +177,9 @@ class TestOtherTransitions:
         deliver(handler, envelope)
         InboxMessage.objects.update(next_attempt_at=None)
 
-        assert len(store.bury_abandoned("default")) == 1
+        assert len(claims.bury_abandoned("default")) == 1
 
-        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, store.ABANDONED)]
+        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, claims.ABANDONED)]
 
     def test_refused_message_of_an_ordered_handler_is_recorded_as_dead(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)
@@ -230,7 +230,7 @@ class TestTrailOfEverything:
     def test_leased_message_is_recorded_as_running_and_then_done(self, handles, stored):
         handler, envelope = handles(the_effect, name=HANDLER, mode="lease", lease=LEASE), an_envelope()
         if stored:
-            store.store_due("default", read(handler, envelope, OPTIONS).row, LEASE)
+            arrivals.store_due("default", read(handler, envelope, OPTIONS).row, LEASE)
             drain()
         else:
             deliver(handler, envelope)

@@ -14,7 +14,7 @@ import redis
 from django.core.management import call_command
 from django.db import connection, transaction
 
-from inbox import Reject, RetryLater, signals, store
+from inbox import Reject, RetryLater, signals
 from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
@@ -25,6 +25,7 @@ from inbox.models import InboxMessage, LeaseMemory, State, Step
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.receiving.single import hand_over
+from inbox.store import operating
 from outbox import publish
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic, utcnow
@@ -405,7 +406,7 @@ class TestFailure:
         deliver(leased(handle), given=given)
         assert the_row().state == State.DEAD
 
-        assert store.retry("default", the_row().pk)
+        assert operating.retry("default", the_row().pk)
         drain(given)
 
         assert the_row().state == State.DONE
@@ -422,7 +423,7 @@ class TestFailure:
 
 
 class TestOperator:
-    DECISIONS = (store.retry, partial(store.skip, reason="not wanted"))
+    DECISIONS = (operating.retry, partial(operating.skip, reason="not wanted"))
 
     @pytest.fixture(autouse=True)
     def _the_settings(self, settings, given):
@@ -498,7 +499,7 @@ class TestOperator:
             redis_server.flush()
             slow.go_on.set()
         InboxMessage.objects.update(next_attempt_at=DatabaseTime())
-        assert once_ended(store.retry)("default", the_row().pk)
+        assert once_ended(operating.retry)("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, the_row().quarantined, slow.runs) == (State.DEAD, True, 1)
@@ -528,7 +529,7 @@ class TestOperator:
         InboxMessage.objects.update(state=State.RUNNING, next_attempt_at=DatabaseTime())
         redis_server.stop()
         with pytest.raises(LeaseStoreAway):
-            once_ended(store.retry)("default", the_row().pk)
+            once_ended(operating.retry)("default", the_row().pk)
         redis_server.start()
 
         assert the_row().state == State.RUNNING
@@ -639,7 +640,7 @@ class TestSteps:
 
         deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
         assert the_row().state == State.DEAD
-        store.retry("default", the_row().pk)
+        operating.retry("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, len(taken)) == (State.DONE, 2)
@@ -654,7 +655,7 @@ class TestSteps:
                 raise error
 
         deliver(leased(lambda message: message.step("charge", charge, repeatable=False)), given=given)
-        store.retry("default", the_row().pk)
+        operating.retry("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, len(taken)) == (State.DONE, 2)
@@ -743,7 +744,7 @@ class TestSteps:
         assert Step.objects.count() == 1
         run_to_the_end(given)
 
-        assert sum(store.purge_settled("default", timedelta(seconds=-1))) == 1
+        assert sum(operating.purge_settled("default", timedelta(seconds=-1))) == 1
         assert (InboxMessage.objects.count(), Step.objects.count()) == (0, 0)
 
 
@@ -806,7 +807,7 @@ class TestOrder:
             handed_over(handler, {"n": number}, key="one", biz_id=f"n{number}")
         with InAThread(lambda: drain(given)):
             assert slow.begun.wait(A_WHILE)
-            store.retry("default", the_row(biz_id="n0").pk)
+            operating.retry("default", the_row(biz_id="n0").pk)
             drain_for_a_moment(given)
             assert handled == ["failed"]
             assert the_row(biz_id="n0").attempts == 0
@@ -968,8 +969,8 @@ class TestLostRedisData:
         redis_server.flush()
         deliver(handler, envelope, given=given)
 
-        assert not store.retry("default", the_row().pk)
-        assert store.override_maximum_age("default", the_row().pk)
+        assert not operating.retry("default", the_row().pk)
+        assert operating.override_maximum_age("default", the_row().pk)
         drain(given)
 
         assert (the_row().state, effects()) == (State.DONE, 2)

@@ -18,7 +18,7 @@ from datetime import timedelta
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections
 
-from inbox import RetryLater, store
+from inbox import RetryLater
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
@@ -26,7 +26,7 @@ from inbox.receiving.ordering import take_in
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from inbox.store import intake, operating, ordering, sentinel, stored
+from inbox.store import claims, dialect, due, intake, operating, ordering, sentinel
 from inbox.transactions.persistence import DatabaseAway
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic, utcnow
@@ -43,11 +43,10 @@ KEYS = ("a", "a", "a", "b", "b", "c", "")
 OPTIONS = options(MAX_ATTEMPTS=2, TWIN_TIMEOUT=timedelta(minutes=1))
 OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
-    intake: ["hold_gates", "_insert_all", "_headless"],
-    sentinel: ["promote_next"],
-    stored: ["promote_next", "hold_gates"],
-    operating: ["hold_gates", "is_head", "promote_next", "_write"],
-    store: ["begin_stored", "finish", "fail_stored", "give_back", "take_in", "retry", "skip"],
+    intake: ["hold_gates", "_insert_all", "_headless", "take_in"],
+    sentinel: ["promote_next", "finish"],
+    claims: ["promote_next", "hold_gates", "begin_stored", "fail_stored", "give_back"],
+    operating: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
 }
 
 
@@ -232,7 +231,7 @@ class Machine:
             return progress.taken < (len(self.queue) if actor is self._current else progress.delivered)
         if actor.works_by == self._operate:
             return self.chance.random() < 0.2
-        return bool(store.due_handlers("default", [self.handler.name]))
+        return bool(due.due_handlers("default", [self.handler.name]))
 
     # --------------------------------------------------------------------------------------------------------------- the queue
 
@@ -319,9 +318,9 @@ class Machine:
             return
         row = self.chance.choice(rows)
         if self.chance.random() < 0.6:
-            _ = store.retry("default", row) or store.override_maximum_age("default", row)
+            _ = operating.retry("default", row) or operating.override_maximum_age("default", row)
         else:
-            store.skip("default", row, "not wanted")
+            operating.skip("default", row, "not wanted")
 
     def _make_due(self):
         waiting = InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING], next_attempt_at__isnull=False)
@@ -329,8 +328,8 @@ class Machine:
         with connection.cursor() as cursor:
             # Rows that an actor is running are skipped: the update would wait for their locks.
             cursor.execute(
-                f"UPDATE {store.TABLE} SET next_attempt_at = statement_timestamp() WHERE next_attempt_at IS NOT NULL AND id IN "
-                f"(SELECT id FROM {store.TABLE} WHERE id = ANY(%s) FOR UPDATE SKIP LOCKED)",
+                f"UPDATE {dialect.TABLE} SET next_attempt_at = statement_timestamp() WHERE next_attempt_at IS NOT NULL "
+                f"AND id IN (SELECT id FROM {dialect.TABLE} WHERE id = ANY(%s) FOR UPDATE SKIP LOCKED)",
                 [some],
             )
 
@@ -345,13 +344,13 @@ class Machine:
                     actor.goes_on()
         while self._progress[self._current].taken < len(self.queue) or not self._current.is_idle:
             self._current.goes_on()
-        released = store.release_stuck("default", [], None)
+        released = ordering.release_stuck("default", [], None)
         if released.stuck:
             self.wrong.append(f"{released.stuck} keys were stuck; {self}")
         while InboxMessage.objects.filter(state__in=OPEN).exists() and self.rounds_left:
             self.rounds_left -= 1
             for row in InboxMessage.objects.filter(state=State.DEAD).values_list("pk", flat=True):
-                _ = store.retry("default", row) or store.override_maximum_age("default", row)
+                _ = operating.retry("default", row) or operating.override_maximum_age("default", row)
             InboxMessage.objects.filter(state__in=[State.RECEIVED, State.RETRYING]).update(next_attempt_at=DatabaseTime())
             Runner(OPTIONS).drain(StopRequest())
         self._judge()
@@ -441,7 +440,7 @@ MUTATIONS = {
     ),
     "done does not promote the next": (BLOCK, lambda patch: patch.setattr(sentinel, "promote_next", do_nothing)),
     "skip does not promote the next": (BLOCK, lambda patch: patch.setattr(operating, "promote_next", do_nothing)),
-    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(stored, "promote_next", do_nothing)),
+    "on_dead skip does not promote the next": (SKIP, lambda patch: patch.setattr(claims, "promote_next", do_nothing)),
     "message after a duplicate waits": (BLOCK, lambda patch: patch.setattr(intake, "_headless", lambda *given: [])),
     "retry ignores the head": (BLOCK, lambda patch: patch.setattr(operating, "is_head", lambda *order: True)),
     "dead does not block its key": (
@@ -454,7 +453,7 @@ MUTATIONS = {
     ),
     "out of order runs concurrently": (
         SKIP,
-        lambda patch: patch.setattr(stored, "begun", lambda connection, order: ("'read committed', true", [])),
+        lambda patch: patch.setattr(claims, "begun", lambda connection, order: ("'read committed', true", [])),
     ),
 }
 

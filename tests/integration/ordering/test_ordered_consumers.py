@@ -13,13 +13,13 @@ import pytest
 from amqp.exceptions import ChannelError
 from django.db import OperationalError, transaction
 
-from inbox import store
 from inbox.consumer import consumer as consumer_module
 from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
+from inbox.store import intake
 from outbox import Draft, publish_many
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import TOPIC, effects, the_effect
@@ -143,7 +143,7 @@ class TestOrder:
         declared(handler, options)
         sent(rabbitmq_url, range(60))
         failures = iter(range(3))
-        original = store.take_in
+        original = intake.take_in
 
         def away(*args, **kwargs):
             taken = original(*args, **kwargs)
@@ -151,7 +151,7 @@ class TestOrder:
                 raise OperationalError("server closed the connection unexpectedly")
             return taken
 
-        monkeypatch.setattr(store, "take_in", away)
+        monkeypatch.setattr(intake, "take_in", away)
         with consuming([handler], options):
             wait_until(lambda: effects() == 60)
 
@@ -164,14 +164,14 @@ class TestOrder:
         declared(handler, options)
         sent(rabbitmq_url, range(30))
         failures = iter(range(2))
-        original = store.take_in
+        original = intake.take_in
 
         def broken(*args, **kwargs):
             if next(failures, None) is not None:
                 raise ArithmeticError("on purpose")
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(store, "take_in", broken)
+        monkeypatch.setattr(intake, "take_in", broken)
         with consuming([handler], options):
             wait_until(lambda: effects() == 30)
 

@@ -15,13 +15,13 @@ from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
 
-from inbox import RetryLater, store
+from inbox import RetryLater
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.receiving.ordering import take_in
 from inbox.receiving.reading import read
 from inbox.receiving.single import Received, claim_next, run_stored
-from inbox.store import intake, ordering, sentinel
+from inbox.store import dialect, intake, operating, ordering, sentinel
 from inbox.transactions.persistence import DatabaseAway
 from outbox import Draft, publish, publish_many
 from outbox.kernel.clock import utcnow
@@ -184,7 +184,7 @@ class TestStoring:
 
     def test_failed_storing_stores_none_of_the_messages(self, handles, monkeypatch):
         handler = handles(the_effect, ordered=True)
-        monkeypatch.setattr(store.intake, "_headless", lambda places, taken: 1 / 0)
+        monkeypatch.setattr(intake, "_headless", lambda places, taken: 1 / 0)
 
         with pytest.raises(Exception, match="cannot be stored"):
             named(handler, "a1", "a2")
@@ -244,7 +244,7 @@ class TestFailingHead:
         failed_out()
         behaviour.names.clear()
 
-        assert store.retry("default", the_row(biz_id="a1").pk)
+        assert operating.retry("default", the_row(biz_id="a1").pk)
         drain()
 
         assert in_the_order_of_their_effects() == ["a1", "a2", "a3"]
@@ -254,7 +254,7 @@ class TestFailingHead:
         named(handler, "a1", "a2", "a3")
         failed_out()
 
-        assert store.skip("default", the_row(biz_id="a1").pk, "wrong customer")
+        assert operating.skip("default", the_row(biz_id="a1").pk, "wrong customer")
         assert states("a1", "a2", "a3") == ["skipped", "received", "waiting"]
         drain()
 
@@ -314,7 +314,7 @@ class TestOnDeadSkip:
         failed_out()
         behaviour.names.clear()
 
-        assert store.retry("default", the_row(biz_id="a1").pk)
+        assert operating.retry("default", the_row(biz_id="a1").pk)
         drain()
 
         assert in_the_order_of_their_effects() == ["a2", "a1"]
@@ -373,9 +373,9 @@ class TestRefusedDelivery:
         drain()
         assert states("a1", "a2", "a3") == ["retrying", "dead", "waiting"]
         assert the_row(biz_id="a2").quarantined
-        assert not store.retry("default", the_row(biz_id="a2").pk)
+        assert not operating.retry("default", the_row(biz_id="a2").pk)
 
-        assert store.override_maximum_age("default", the_row(biz_id="a2").pk)
+        assert operating.override_maximum_age("default", the_row(biz_id="a2").pk)
 
         assert states("a1", "a2", "a3") == ["retrying", "waiting", "waiting"]
         behaviour.names.clear()
@@ -390,9 +390,9 @@ class TestOperators:
         named(handler, "a1", "a2", "a3")
         drain()
 
-        assert store.skip("default", the_row(biz_id="a2").pk, "not wanted")
+        assert operating.skip("default", the_row(biz_id="a2").pk, "not wanted")
         assert states("a1", "a2", "a3") == ["retrying", "skipped", "waiting"]
-        assert store.skip("default", the_row(biz_id="a1").pk, "not wanted")
+        assert operating.skip("default", the_row(biz_id="a1").pk, "not wanted")
         drain()
 
         assert in_the_order_of_their_effects() == ["a3"]
@@ -401,7 +401,7 @@ class TestOperators:
         handler = handles(Failing("a1"), ordered=True, name="ordered")
         named(handler, "a1", "a2")
 
-        assert not store.retry("default", the_row(biz_id="a2").pk)
+        assert not operating.retry("default", the_row(biz_id="a2").pk)
 
     def test_operator_may_retry_a_retrying_head_at_once(self, handles):
         behaviour = Failing("a1")
@@ -410,7 +410,7 @@ class TestOperators:
         drain()
         behaviour.names.clear()
 
-        assert store.retry("default", the_row(biz_id="a1").pk)
+        assert operating.retry("default", the_row(biz_id="a1").pk)
         drain()
 
         assert in_the_order_of_their_effects() == ["a1", "a2"]
@@ -430,12 +430,12 @@ class TestOperators:
         assert set(states_of_all()) == {"dead"}
         readable.append(True)
         arrive(handler, a_message("a1", key="elsewhere"))
-        assert store.retry("default", InboxMessage.objects.order_by("pk")[0].pk)
+        assert operating.retry("default", InboxMessage.objects.order_by("pk")[0].pk)
 
         drain()
 
         assert states_of_all() == ["skipped", "dead", "done"]
-        assert store.retry("default", InboxMessage.objects.order_by("pk")[1].pk)
+        assert operating.retry("default", InboxMessage.objects.order_by("pk")[1].pk)
         drain()
         assert states_of_all() == ["skipped", "done", "done"]
 
@@ -505,7 +505,7 @@ class TestReleaseOfStuckKeys:
 
         found, up_to = [], None
         for _ in range(3):
-            released = store.release_stuck("default", [], up_to)
+            released = ordering.release_stuck("default", [], up_to)
             found.append(released.stuck)
             up_to = released.up_to
 
@@ -616,7 +616,7 @@ class TestConcurrency:
         named(handler, "a2")
         with InAThread(drain):
             assert behaviour.began.wait(A_WHILE)
-            assert store.retry("default", the_row(biz_id="a1").pk)
+            assert operating.retry("default", the_row(biz_id="a1").pk)
             asked_at = utcnow()
 
             drain()
@@ -637,7 +637,7 @@ class TestConcurrency:
 
         def skip():
             with transaction.atomic():
-                assert store.skip("default", row, "not wanted")
+                assert operating.skip("default", row, "not wanted")
                 skipped.set()
                 assert go.wait(A_WHILE)
 
@@ -760,9 +760,9 @@ class TestStricterIsolation:
         with the_default_at(OPTIONS={"isolation_level": psycopg.IsolationLevel[level]}):
             named(handler, "a1", "a2", "a3")
             failed_out()
-            assert store.skip("default", the_row(biz_id="a2").pk, "not wanted")
+            assert operating.skip("default", the_row(biz_id="a2").pk, "not wanted")
             behaviour.names.clear()
-            assert store.retry("default", the_row(biz_id="a1").pk)
+            assert operating.retry("default", the_row(biz_id="a1").pk)
             drain()
 
             assert in_the_order_of_their_effects() == ["a1", "a3"]
@@ -815,7 +815,7 @@ class TestRowsRead:
         (row,) = [read(handler, a_message("a"), OPTIONS).row]
         with connection.cursor() as cursor:
             cursor.execute(
-                f"INSERT INTO {store.TABLE} (handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
+                f"INSERT INTO {dialect.TABLE} (handler, topic, biz_id, message_id, key, ordered, state, next_attempt_at, "
                 "content_type, body, digest, headers, source, correlation_id, causation_id, traceparent, received_at) "
                 "SELECT %s, %s, n::text, n::text, 'key-' || n %% 1000, true, CASE WHEN n < 1000 THEN 'received' "
                 "ELSE 'waiting' END, CASE WHEN n < 1000 THEN now() END, "
@@ -823,7 +823,7 @@ class TestRowsRead:
                 "FROM generate_series(0, 99999) n",
                 [row.handler, row.topic],
             )
-            cursor.execute(f"VACUUM ANALYZE {store.TABLE}")
+            cursor.execute(f"VACUUM ANALYZE {dialect.TABLE}")
         return handler
 
     def test_rows_read_do_not_grow_with_the_backlog(self, a_backlog):
@@ -832,8 +832,8 @@ class TestRowsRead:
             {
                 "store": lambda: named(a_backlog, *(f"x{n}" for n in range(50)), key="key-7"),
                 "run": lambda: run_stored(*claim_next([a_backlog], "default", OPTIONS), OPTIONS),
-                "skip": lambda: store.skip("default", due, "not wanted"),
-                "release": lambda: store.release_stuck("default", [], None),
+                "skip": lambda: operating.skip("default", due, "not wanted"),
+                "release": lambda: ordering.release_stuck("default", [], None),
             }
         )
 
@@ -850,7 +850,7 @@ def rows_read(actions):
     fetched, doing = Counter(), ""
 
     def explain(execute, sql, params, many, context):
-        if store.TABLE in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "INSERT")):
+        if dialect.TABLE in sql and sql.lstrip().startswith(("WITH", "SELECT", "UPDATE", "INSERT")):
             raw = context["connection"].connection
             own = raw.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
             with raw.cursor() as cursor:
@@ -867,7 +867,7 @@ def rows_read(actions):
 
 
 def _rows(plan):
-    if plan.get("Relation Name") == store.TABLE:
+    if plan.get("Relation Name") == dialect.TABLE:
         yield (plan["Actual Rows"] + plan.get("Rows Removed by Filter", 0)) * plan["Actual Loops"]
     for inner in plan.get("Plans", ()):
         yield from _rows(inner)

@@ -12,7 +12,7 @@ from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
-from inbox.store import fresh, sentinel
+from inbox.store import sentinel
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at
@@ -59,7 +59,7 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
     """A plan made while the table was empty reads all of it."""
-    for statement in (fresh._BEGIN, sentinel._FINISH):
+    for statement in (arrivals._BEGIN, sentinel._FINISH):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
     for _ in range(16):

@@ -13,10 +13,11 @@ from celery.exceptions import Ignore, Reject
 from django.db import DatabaseError, connections, transaction
 from django.test import TestCase
 
-from inbox import signals, store
+from inbox import signals
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotCallable, NotRun, TransactionBroken, TransactionEnded
 from inbox.models import InboxMessage, State
+from inbox.store import arrivals, operating, rows, sentinel
 from outbox import publish
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
@@ -386,7 +387,7 @@ class TestFailures:
         def refuse(*args):
             raise ConnectionResetError("at the commit")
 
-        monkeypatch.setattr(store, "finish", refuse)
+        monkeypatch.setattr(sentinel, "finish", refuse)
         task = a_task(the_effect, biz_id="order_id", autoretry_for=[ConnectionError], retry_kwargs={"countdown": 0})
 
         state, _ = deliver(task, "o-1")
@@ -504,7 +505,7 @@ class TestWorkerDeaths:
 
     def test_delivery_of_a_skipped_row_is_not_run(self, poison):
         self.killed(poison, "o-1")
-        store.skip("default", the_row().pk, "not wanted")
+        operating.skip("default", the_row().pk, "not wanted")
 
         state, error = deliver(poison, "o-1")
 
@@ -516,12 +517,12 @@ class TestConcurrentDuplicates:
         task = a_task(the_effect, biz_id="order_id")
 
         def busy(*args, **kwargs):
-            raise store.TwinBusy
+            raise rows.TwinBusy
 
         def fail(*args, **kwargs):
             raise ConnectionError("no broker")
 
-        monkeypatch.setattr(store, "begin_fresh", busy)
+        monkeypatch.setattr(arrivals, "begin_fresh", busy)
         monkeypatch.setattr(type(task), "apply_async", fail)
 
         state, reject = deliver(task, "o-1")
@@ -534,9 +535,9 @@ class TestConcurrentDuplicates:
         settings.INBOX = INBOX
 
         def busy(*args, **kwargs):
-            raise store.TwinBusy
+            raise rows.TwinBusy
 
-        monkeypatch.setattr(store, "begin_fresh", busy)
+        monkeypatch.setattr(arrivals, "begin_fresh", busy)
         app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)
         task = app.task(the_effect, base=IdempotentTask, name="tests.task", shared=False, biz_id="order_id")
         of_an_exchange = {"exchange": "missing", "routing_key": "x", "priority": None, "redelivered": False}
@@ -592,8 +593,8 @@ class TestMessageAge:
     def test_quarantined_delivery_runs_after_an_operators_override(self, a_task):
         task = a_task(the_effect, biz_id="order_id")
         deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))
-        assert not store.retry("default", the_row().pk)
-        assert store.override_maximum_age("default", the_row().pk)
+        assert not operating.retry("default", the_row().pk)
+        assert operating.override_maximum_age("default", the_row().pk)
 
         assert deliver(task, "o-1", inbox_sent_at=self.sent_at(days=31))[0] == states.SUCCESS
         assert (the_row().state, effects()) == (State.DONE, 1)

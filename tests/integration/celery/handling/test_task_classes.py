@@ -6,10 +6,10 @@ from celery.app.trace import _install_stack_protection, reset_worker_optimizatio
 from celery.exceptions import Reject
 from django.db import OperationalError, transaction
 
-from inbox import store
 from inbox.celery import IdempotentTask, idempotent_task
 from inbox.errors import NotRun
 from inbox.models import InboxMessage, State
+from inbox.store import arrivals, dialect, rows
 from outbox.celery import OutboxTask
 from outbox.models import OutboxMessage
 from tests.integration.celery.handling.tracing import deliver
@@ -168,9 +168,9 @@ class TestRetries:
 
     def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued_despite_autoretry(self, a_task, monkeypatch):
         def busy(*args, **kwargs):
-            raise store.TwinBusy
+            raise rows.TwinBusy
 
-        monkeypatch.setattr(store, "begin_fresh", busy)
+        monkeypatch.setattr(arrivals, "begin_fresh", busy)
         task = a_task(the_effect, autoretry_for=(Exception,))
 
         # It came as pickle, and this task is sent as JSON.
@@ -198,7 +198,7 @@ class TestRetries:
     def test_copy_of_a_delivery_has_the_original_arguments(self, a_task, sent, monkeypatch):
         def pay(lines):
             lines.append("changed")
-            monkeypatch.setattr(store, "is_reachable", lambda alias: False)
+            monkeypatch.setattr(dialect, "is_reachable", lambda alias: False)
             raise OperationalError("server closed the connection unexpectedly")
 
         deliver(a_task(pay), [1])
