@@ -12,7 +12,7 @@ from psycopg import IsolationLevel
 
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
-from inbox.store import sentinel
+from inbox.store import arrivals, sentinel
 from outbox.database.prepared_statements import PreparedStatement
 from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at
