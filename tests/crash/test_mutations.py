@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 pytestmark = pytest.mark.proof
 
 OPERATIONS = 10
-FINISH = "inbox.store.finish"
+FINISH = "inbox.store.sentinel.finish"
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 SETTLE = "outbox.store.settling.settle"
 EFFECT = "tests.support.apps.effects.models.Effect.save"

@@ -10,7 +10,7 @@ from tests.support.servers import FaultProxy
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 SETTLE = "outbox.store.settling.settle"
 LEASE_SETTLE = "outbox.store.lease.Lease.settle"
-FINISH = "inbox.store.finish"
+FINISH = "inbox.store.sentinel.finish"
 DEADLINE = {"BATCH_DEADLINE": 2, "WATCHDOG": 300}
 OPERATIONS = 20
 

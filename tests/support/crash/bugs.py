@@ -28,7 +28,7 @@ def acknowledges_before_the_commit() -> None:
 
 def has_no_sentinel() -> None:
     """What the handler left behind is committed, or not, and believed in."""
-    patch("inbox.store.finish", lambda original: lambda *args, **kwargs: None)
+    patch("inbox.store.sentinel.finish", lambda original: lambda *args, **kwargs: None)
     patch("inbox.transactions.handler_transaction.refuse_if_uncommitted", lambda original: lambda *args, **kwargs: None)
 
 
@@ -65,8 +65,8 @@ def runs_duplicates() -> None:
     def finish(original: Any) -> Any:
         return lambda guard, *args, **kwargs: None if guard is there_already else original(guard, *args, **kwargs)
 
-    patch("inbox.store.begin_fresh", begin)
-    patch("inbox.store.finish", finish)
+    patch("inbox.store.arrivals.begin_fresh", begin)
+    patch("inbox.store.sentinel.finish", finish)
 
 
 def writes_the_effect_outside_the_transaction() -> None:
