@@ -59,7 +59,14 @@ class TransactionEnded(InboxError):
 
     Running it again might repeat that part, and leaving it might miss the rest: the message is a dead letter for a person to
     decide about.
+
+    Attributes:
+        is_stored: the dead letter is stored already; what the handler committed by itself included its inbox row.
     """
+
+    def __init__(self, reason: str, *, is_stored: bool = False) -> None:
+        super().__init__(reason)
+        self.is_stored = is_stored
 
 
 class TransactionControl(InboxError):

@@ -107,7 +107,7 @@ def _run_fresh(call: Call, options: InboxOptions) -> Answer | None:
     try:
         return _run(
             call,
-            lambda: arrivals.begin_fresh(call.handler.using, call.row, options.TWIN_TIMEOUT),
+            lambda: arrivals.begin_fresh(call.handler.using, call.row, options.TWIN_TIMEOUT, attempt=call.message.attempt),
             attempt=call.message.attempt,
         )
     except TransactionEnded as error:
@@ -220,6 +220,7 @@ def _last_failure(error: Exception, attempts: int) -> Failure:
         traceback="".join(traceback.format_exception(error)),
         retry_after=None,
         attempts=attempts,
+        is_stored=isinstance(error, TransactionEnded) and error.is_stored,
     )
 
 

@@ -10,20 +10,21 @@ Source of the idea: group commit in databases (DeWitt et al. 1984), for the roun
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from django.db import connections
 
 from inbox.conf import InboxOptions
+from inbox.errors import TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.receiving.in_hand import in_hand
-from inbox.receiving.outcomes import Received, duplicate, handled
+from inbox.receiving.outcomes import Received, duplicate, failure_of, handled, store_failure
 from inbox.receiving.reading import Arrival, messages_of
 from inbox.store import together
-from inbox.store.rows import Guard, NewRow, TwinBusy
+from inbox.store.rows import Failure, Guard, NewRow, TwinBusy
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.persistence import DatabaseAway, persistently
 from outbox.kernel.text import describe
@@ -39,6 +40,14 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
     Raises:
         DatabaseAway: the database does not answer; nothing was decided.
     """
+    rows = [arrival.row for arrival in arrivals]
+    with in_hand.holding(rows) as free:
+        if not free or any(map(in_hand.is_elsewhere, rows)):
+            return None
+        return _run_together(handler, arrivals, options)
+
+
+def _run_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxOptions) -> list[Received] | None:
     messages: dict[int, Message] = {}
 
     def begin() -> Guard | None:
@@ -65,18 +74,17 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
     of: dict[int, Arrival] = {id(arrival.row): arrival for arrival in arrivals}
     fresh = {row: messages_of(arrival, options) for row, arrival in of.items()}
     try:
-        rows = [arrival.row for arrival in arrivals]
-        with in_hand.holding(rows) as free:
-            if not free or any(map(in_hand.is_elsewhere, rows)):
-                return None
-            of_all = f"{len(arrivals)} messages"
-            persistently(handler.using, lambda: in_transaction(handler, begin, run, of=of_all), reruns=False)
+        of_all = f"{len(arrivals)} messages"
+        persistently(handler.using, lambda: in_transaction(handler, begin, run, of=of_all), reruns=False)
     except DatabaseAway:
         raise
     except TwinBusy:
         return None
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
+        if isinstance(error, TransactionEnded) and error.is_stored:
+            failure = failure_of(error, 1, options)
+            return [_dead(handler, arrival.row, failure, options, messages) for arrival in arrivals]
         logger.info(
             "%s: %d messages in one transaction were rolled back and are run in smaller parts: %s",
             handler.name,
@@ -92,6 +100,11 @@ def _run_hook(handler: Handler, hook: Callable[[], object]) -> None:
         hook()
     except Exception:
         logger.exception("An on_commit hook of %s failed after its effect was committed.", handler.name)
+
+
+def _dead(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, messages: Mapping[int, Message]) -> Received:
+    """The handler has committed by itself and failed: what it had in hand is a dead letter now."""
+    return store_failure(handler, row, failure, options) if id(row) in messages else duplicate(handler, row)
 
 
 def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:

@@ -54,6 +54,9 @@ class Received(Enum):
 def store_failure(
     handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, *, redelivered: bool = False
 ) -> Received:
+    if failure.is_stored:
+        return announce(handler, row.message_id, row.biz_id, failure)
+
     def write() -> bool:
         return arrivals.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT)
 
@@ -179,7 +182,13 @@ def failure_of(error: BaseException, attempt: int, options: InboxOptions) -> Fai
         return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
     text = f"{type(error).__name__}: {describe(error)}"
     last = isinstance(error, TransactionEnded) or options.retry.exhausted(attempt)
-    return Failure(error=text, traceback=trace, retry_after=None if last else options.retry.delay(attempt), attempts=attempt)
+    return Failure(
+        error=text,
+        traceback=trace,
+        retry_after=None if last else options.retry.delay(attempt),
+        attempts=attempt,
+        is_stored=isinstance(error, TransactionEnded) and error.is_stored,
+    )
 
 
 def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import DUE, State
-from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all
-from inbox.store.rows import DuplicateCause, Earlier, Failure, Guard, NewRow, locked_means_busy
+from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all, is_outermost
+from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, Failure, Guard, NewRow, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import note, noting
 from outbox.database.connections import is_postgresql
@@ -35,45 +35,32 @@ _KEEP_CONFLICT = (
     "conflicting_at = CASE WHEN digest <> %s THEN {now} ELSE conflicting_at END"
 )
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
-_BEGUN_WITH = {
-    "handler": "varchar",
-    "topic": "varchar",
-    "biz_id": "varchar",
-    "message_id": "varchar",
-    "key": "varchar",
-    "content_type": "varchar",
-    "body": "bytea",
-    "digest": "varchar",
-    "headers": "jsonb",
-    "source": "varchar",
-    "correlation_id": "varchar",
-    "causation_id": "varchar",
-    "traceparent": "varchar",
-    "created_at": "timestamptz",
-}
-_PLACES = [f"${number}" for number in range(1, len(_BEGUN_WITH) + 1)]
-_BOUND = f"${len(_BEGUN_WITH) + 1}"
-# The transaction's own lock_timeout rests in a column, which the sentinel clears, from before the wait until after it.
+_PLACES = [f"${number}" for number in range(1, len(COLUMNS) + 1)]
+_ATTEMPT, _LONGEST_WAIT = (f"${len(COLUMNS) + number}" for number in (1, 2))
+# One round trip: bound the wait for a concurrent duplicate, insert, give the transaction its own lock_timeout back.
 _BEGIN = PreparedStatement(
     "inbox_begin",
-    [*_BEGUN_WITH.values(), "text"],
-    f"INSERT INTO {TABLE} ({', '.join(_BEGUN_WITH)}, state, received_at, last_error, traceback) "
-    f"VALUES ({', '.join(_PLACES)}, 'received', statement_timestamp(), current_setting('lock_timeout'), "
-    f"left(set_config('lock_timeout', {_BOUND}, true), 0)) {_ONCE} "
-    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', last_error, true)",
+    [*COLUMNS.values(), "int", "text"],
+    f"{BOUND.replace('%s', _LONGEST_WAIT)} "
+    f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}, attempts, state, received_at, settled_at) "
+    f"SELECT {', '.join(_PLACES)}, {_ATTEMPT}, 'done', statement_timestamp(), statement_timestamp() FROM bound {_ONCE} "
+    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
 )
 
 
-def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | None:
-    """∅ → received, as the first statement of the handler's transaction. None: the row exists, this is a duplicate.
+def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta, *, attempt: int = 1) -> Guard | None:
+    """∅ → done, as the first statement of the handler's transaction. None: the row exists, this is a duplicate.
+
+    No other transaction sees the row before the commit, and then its state is true; so it is written once. Where the sentinel
+    cannot read which transaction inserted it (in a savepoint, on SQLite, behind a proxy), it is ∅ → received first.
 
     Raises:
         TwinBusy: another transaction is inserting the same row and did not end within `twin_timeout`.
     """
     connection = connections[alias]
     # In a caller's transaction a duplicate must not leave the lock_timeout of this statement behind.
-    if len(connection.atomic_blocks) == 1 and is_usable(connection):
-        return _begin_prepared(connection, row, twin_timeout)
+    if is_outermost(connection) and is_usable(connection):
+        return _begin_prepared(connection, row, twin_timeout, attempt)
     inserted = insert(alias, row, twin_timeout, state=State.RECEIVED)
     if inserted is not None and not is_postgresql(connection):
         with connection.cursor() as cursor:
@@ -81,11 +68,11 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta) -> Guard | Non
     return inserted
 
 
-def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: timedelta) -> Guard | None:
-    given = [getattr(row, column) for column in _BEGUN_WITH]
+def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: timedelta, attempt: int) -> Guard | None:
+    given = [*(getattr(row, column) for column in COLUMNS), attempt, as_bound(twin_timeout)]
     with locked_means_busy():
-        rows = _BEGIN.execute(connection, [*given, as_bound(twin_timeout)]).rows
-    return next((Guard(connection.alias, (int(row),), begun) for row, begun, _ in rows), None)
+        rows = _BEGIN.execute(connection, given).rows
+    return next((Guard(connection.alias, (int(row),), begun, is_settled=True) for row, begun, _ in rows), None)
 
 
 def store_due(alias: str, row: NewRow, twin_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:
@@ -163,36 +150,21 @@ def insert(
     """
     connection = connections[alias]
     at = now(connection)
-    values: list[tuple[str, Any]] = [
-        ("handler", row.handler),
-        ("topic", row.topic),
-        ("biz_id", row.biz_id),
-        ("message_id", row.message_id),
-        ("key", row.key),
-        ("content_type", row.content_type),
-        ("body", row.body),
-        ("digest", row.digest),
-        ("headers", row.headers),
-        ("source", row.source),
-        ("correlation_id", row.correlation_id),
-        ("causation_id", row.causation_id),
-        ("traceparent", row.traceparent),
-        ("created_at", connection.ops.adapt_datetimefield_value(row.created_at) if row.created_at else None),
-        ("state", state.value),
-        ("last_error", printable(failure.error, ERROR_LENGTH) if failure else ""),
-        ("traceback", printable(failure.traceback, TRACEBACK_LENGTH) if failure else ""),
-        *(also or {"attempts": failure.attempts if failure else 0}).items(),
-    ]
-    if failure and failure.quarantined:
-        values.append(("quarantined", True))
-    columns = ", ".join([*(column for column, _ in values), "received_at", "settled_at", "next_attempt_at"])
-    parameters = [value for _, value in values]
+    values: dict[str, Any] = {column: adapted(connection, getattr(row, column)) for column in COLUMNS} | {
+        "state": state.value,
+        "last_error": printable(failure.error, ERROR_LENGTH) if failure else "",
+        "traceback": printable(failure.traceback, TRACEBACK_LENGTH) if failure else "",
+        "quarantined": failure is not None and failure.quarantined,
+        **(also or {"attempts": failure.attempts if failure else 0}),
+    }
+    columns = ", ".join([*values, "received_at", "settled_at", "next_attempt_at"])
+    parameters = [*values.values()]
     due = "NULL"
     if due_after is not None:
         due = now_after(connection)
         parameters.append(due_after.total_seconds())
-    each = (binary(connection) if column == "body" else "%s" for column, _ in values)
-    places = ", ".join([*each, at, at if state == State.DEAD else "NULL", due])
+    each = (binary(connection) if column == "body" else "%s" for column in values)
+    places = ", ".join([*each, at, at if state in {State.DEAD, State.SHED} else "NULL", due])
     if not is_postgresql(connection):
         sql = f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''"
         return _guard(alias, fetch_all(connection, sql, parameters))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections
@@ -26,10 +26,20 @@ def as_bound(longest_wait: timedelta) -> str:
     return f"{int(longest_wait.total_seconds() * 1000)}ms"
 
 
+def is_outermost(connection: BaseDatabaseWrapper) -> bool:
+    """Is the open transaction our own, and no savepoint inside a caller's?"""
+    return len(connection.atomic_blocks) == 1
+
+
 def binary(connection: BaseDatabaseWrapper) -> str:
     """The placeholder of bytes in a statement for `fetch_all`."""
     driver: Any = getattr(connection, "Database", None)
     return "%b" if is_postgresql(connection) and driver.__name__ == "psycopg" else "%s"
+
+
+def adapted(connection: BaseDatabaseWrapper, value: Any) -> Any:
+    """A value of a row as a parameter."""
+    return connection.ops.adapt_datetimefield_value(value) if isinstance(value, datetime) else value
 
 
 def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -11,10 +11,10 @@ from django.db import connections
 
 from inbox.models import State
 from inbox.store.arrivals import count_duplicate
-from inbox.store.dialect import TABLE, fetch_all
+from inbox.store.dialect import TABLE, adapted, fetch_all
 from inbox.store.ordering import OPEN, hold_gates, promote_next
-from inbox.store.rows import Earlier, NewRow, locked_means_busy
-from inbox.store.together import COLUMNS, IN_JSON, VALUES, as_json, rows_of
+from inbox.store.rows import COLUMNS, Earlier, NewRow, locked_means_busy
+from inbox.store.together import IN_JSON, VALUES, as_json, rows_of
 from inbox.store.trail import note
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
@@ -158,7 +158,7 @@ def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _
             cursor.execute(
                 sql,
                 [
-                    *(_adapted(connection, getattr(row, column)) for column in COLUMNS),
+                    *(adapted(connection, getattr(row, column)) for column in COLUMNS),
                     place.ordered,
                     place.given.quarantined,
                     _reason(place),
@@ -203,7 +203,3 @@ def _as_json(place: _Place) -> dict[str, Any]:
 
 def _reason(place: _Place) -> str:
     return printable(place.given.refused, ERROR_LENGTH)
-
-
-def _adapted(connection: BaseDatabaseWrapper, value: Any) -> Any:
-    return connection.ops.adapt_datetimefield_value(value) if hasattr(value, "tzinfo") else value

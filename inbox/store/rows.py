@@ -70,6 +70,25 @@ class NewRow:
     replayed: bool = False
 
 
+COLUMNS = {
+    "handler": "varchar",
+    "topic": "varchar",
+    "biz_id": "varchar",
+    "message_id": "varchar",
+    "key": "varchar",
+    "content_type": "varchar",
+    "digest": "varchar",
+    "headers": "jsonb",
+    "source": "varchar",
+    "correlation_id": "varchar",
+    "causation_id": "varchar",
+    "traceparent": "varchar",
+    "created_at": "timestamptz",
+    "body": "bytea",
+}
+"""What is stored of a `NewRow`, with PostgreSQL's types."""
+
+
 def undecoded(row: NewRow) -> NewRow:
     """The row of a delivery whose values the database refuses: its body, under a name that the same delivery gets again."""
     named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
@@ -115,6 +134,7 @@ class Guard:
     """The rows that the open transaction began with, and what proves that it is still the same transaction.
 
     Attributes:
+        is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
         order: the order that its one row has a place in, to be passed on to the next.
         follower: claims the next for the one who runs this; None leaves it to be found.
         was: the state that its rows were in before; "" when they are new.
@@ -126,6 +146,7 @@ class Guard:
     order: OrderedKey | None = None
     follower: Follower | None = None
     was: str = ""
+    is_settled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,6 +158,7 @@ class Failure:
         attempts: how many have been made now.
         put_off: the handler asked for a later time; nothing went wrong.
         quarantined: the maximum message age refused it; only an operator's override runs it.
+        is_stored: its row says so already.
     """
 
     error: str
@@ -145,6 +167,7 @@ class Failure:
     attempts: int
     put_off: bool = False
     quarantined: bool = False
+    is_stored: bool = False
 
 
 class DuplicateCause(StrEnum):

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, InterfaceError, connections
+from django.db import DatabaseError, InterfaceError, connections, transaction
 
 from inbox.errors import TransactionBroken, TransactionEnded
+from inbox.models import State
 from inbox.store.dialect import TABLE
 from inbox.store.ordering import GATE, for_gate, promote_next
 from inbox.store.rows import PARTLY, Guard
@@ -36,6 +37,8 @@ _FINISH = PreparedStatement(
     f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
     f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3",
 )
+_INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
+_READ = PreparedStatement("inbox_read", ["bigint"], f"SELECT 1 FROM {TABLE} WHERE id = $1 AND {_INSERTED_BY_US}")
 _FINISH_IN_ORDER = PreparedStatement(
     "inbox_finish_in_order",
     ["bigint", "int", "text", "bigint", "text"],
@@ -46,6 +49,9 @@ _FINISH_IN_ORDER = PreparedStatement(
 
 def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
+
+    Rows that were inserted as `done` are read instead: PostgreSQL keeps in `xmin` which transaction has inserted a row, and in
+    a transaction that cannot commit any more it refuses to read.
 
     A row with a place in an order passes it on to the next, which is then its follower; that is no part of the proof.
 
@@ -90,6 +96,8 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
     """How many rows were hit."""
+    if guard.is_settled and result is None:
+        return _count_ours(connection, guard)
     if result is None and len(guard.rows) == 1 and is_usable(connection):
         connection.validate_no_broken_transaction()
         given = [guard.rows[0], attempts, guard.transaction]
@@ -98,7 +106,7 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         return _FINISH_IN_ORDER.execute(connection, [*given, *for_gate(connection, guard.order)]).hit
     sql = (
         f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{'' if result is None else ', result = %s'} "
-        f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_OURS}"
+        f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
     )
     parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
     if is_postgresql(connection):
@@ -110,6 +118,41 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
     with connection.cursor() as cursor:
         cursor.execute(sql, parameters)
         return int(cursor.rowcount)
+
+
+def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
+    """How many rows this transaction has inserted."""
+    connection.validate_no_broken_transaction()
+    if len(guard.rows) == 1 and is_usable(connection):
+        return len(_READ.execute(connection, guard.rows).rows)
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT count(*) FROM {TABLE} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
+        return int(cursor.fetchone()[0])
+
+
+def bury_if_committed(guard: Guard) -> bool:
+    """done → dead for rows that were inserted as `done` by a transaction that the handler has committed, and then failed.
+
+    In a commit of its own, after the handler's transaction was rolled back. False: it was, and took the rows with it.
+    """
+    connection = connections[guard.alias]
+    if not guard.is_settled or connection.in_atomic_block:
+        return False
+    committed = f"FROM {TABLE} WHERE id = ANY(%s) AND state = 'done' AND xmin = %s::xid8::xid"
+    given = [list(guard.rows), guard.transaction]
+    with connection.cursor() as cursor:
+        cursor.execute(f"SELECT 1 {committed} LIMIT 1", given)
+        if cursor.fetchone() is None:
+            return False
+    with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {TABLE} SET state = 'dead', last_error = %s, settled_at = {now(connection)} "
+            f"WHERE id IN (SELECT id {committed}) RETURNING id",
+            [ENDED, *given],
+        )
+        buried = [row for (row,) in cursor.fetchall()]
+        note(guard.alias, buried, was=State.DONE, reason=ENDED)
+    return bool(buried)
 
 
 def refuse_if_ended(guard: Guard) -> None:

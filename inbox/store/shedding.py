@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
-from django.db import connections, transaction
+from django.db import transaction
 
 from inbox.models import State
-from inbox.store.dialect import TABLE
 from inbox.store.rows import NewRow
 from inbox.store.together import begin_together
 from inbox.store.trail import note
-from outbox.database.now import now
-from outbox.kernel.text import ERROR_LENGTH, printable
 
 
 def store_shed(alias: str, rows: Sequence[NewRow], reason: str, twin_timeout: timedelta) -> list[NewRow]:
@@ -25,15 +22,9 @@ def store_shed(alias: str, rows: Sequence[NewRow], reason: str, twin_timeout: ti
     # In one order everywhere: two processes that shed copies of the same messages must not wait for each other in a ring.
     ordered = sorted(rows, key=lambda row: row.biz_id)
     with transaction.atomic(using=alias, durable=True):
-        begun = begin_together(alias, ordered, twin_timeout)
+        begun = begin_together(alias, ordered, twin_timeout, state=State.SHED, reason=reason)
         if begun is None:
             return []
         guard, shed = begun
-        with connections[alias].cursor() as cursor:
-            cursor.execute(
-                f"UPDATE {TABLE} SET state = '{State.SHED.value}', last_error = %s, settled_at = {now(connections[alias])} "
-                f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))})",
-                [printable(reason, ERROR_LENGTH), *guard.rows],
-            )
         note(alias, guard.rows, was="", reason=reason)
     return shed

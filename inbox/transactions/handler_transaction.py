@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from django.db import connections, transaction
+from django.db import DatabaseError, InterfaceError, connections, transaction
 
-from inbox.errors import TransactionBroken, TransactionControl
+from inbox.errors import TransactionBroken, TransactionControl, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.store import sentinel
@@ -23,6 +23,7 @@ from inbox.transactions.sessions import SessionChanges
 from inbox.transactions.statements import controls_transaction
 from outbox.kernel.context import Cause, caused_by
 from outbox.kernel.envelope import Envelope
+from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ def in_transaction(
     False: `begin` found nothing to do.
     """
     committed = False
+    guard: Guard | None = None
     changes = SessionChanges()
 
     def mark() -> None:
@@ -74,13 +76,24 @@ def in_transaction(
             changes.undo(handler.using)
             sentinel.finish(guard, attempt, result)
         refuse_if_uncommitted(handler.using, committed)
-    except BaseException:
+    except BaseException as error:
         if not committed:
+            if guard is not None and _is_buried(guard):
+                raise TransactionEnded(sentinel.ENDED, is_stored=True) from error
             raise
         logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, of)
     finally:
         changes.end_sessions()
     return True
+
+
+def _is_buried(guard: Guard) -> bool:
+    """Had the handler committed by itself, with rows that say `done`? They are dead letters now."""
+    try:
+        return sentinel.bury_if_committed(guard)
+    except (DatabaseError, InterfaceError) as error:
+        logger.debug("It is not known whether a handler that failed had committed by itself: %s", describe(error))
+        return False
 
 
 def call(handler: Handler, message: Message, envelope: Envelope) -> object:

@@ -39,13 +39,25 @@ def explained(sql, parameters=()):
         return "\n".join(line for (line,) in cursor.fetchall())
 
 
-def test_commit_sentinel_uses_the_primary_key(handler):
+def finish_of_a_fresh_row(row):
+    guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+    sentinel.finish(guard, 1)
+    return explained("EXECUTE inbox_read (1)")
+
+
+def finish_of_a_stored_row(row):
+    arrivals.store_due("default", row, OPTIONS.TWIN_TIMEOUT)
+    stored = claims.claim_due("default", [row.handler], timedelta(seconds=10))
+    sentinel.finish(claims.begin_stored("default", stored.pk, stored.attempts), stored.attempts)
+    return explained("EXECUTE inbox_finish (1, 1, '1')")
+
+
+@pytest.mark.parametrize("finish", [finish_of_a_fresh_row, finish_of_a_stored_row])
+def test_commit_sentinel_uses_the_primary_key(handler, finish):
     row = read(handler, an_envelope(), OPTIONS).row
     for _ in range(7):  # after five executions PostgreSQL may use a generic plan
         with transaction.atomic():
-            guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
-            sentinel.finish(guard, 1)
-            plan = explained("EXECUTE inbox_finish (1, 1, '1')")
+            plan = finish(row)
             transaction.set_rollback(True)
 
     assert "inbox_inboxmessage_pkey" in plan
