@@ -16,8 +16,8 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
+from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.receiving.single import hand_over
 from inbox.runner import Runner
 from inbox.store.rows import TwinBusy
 from outbox.database.faults import is_about_values

@@ -23,10 +23,10 @@ from inbox.handlers.registry import registry
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.models import InboxMessage
 from inbox.receiving.attempt_refunds import Debts
+from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_buried
 from inbox.receiving.refused_rows import RefusedMessages
-from inbox.receiving.single import claim_next, run_stored
 from inbox.store import claims, due, ordering
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseAway, decided

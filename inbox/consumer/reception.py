@@ -18,15 +18,13 @@ from inbox.consumer.bodies import body_of
 from inbox.consumer.lanes import Delivery, Undecided
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
+from inbox.receiving.admit import admit
 from inbox.receiving.attempt_refunds import Debts
-from inbox.receiving.batching import receive_together
-from inbox.receiving.holding import store_for_later
-from inbox.receiving.ordering import take_in
+from inbox.receiving.execute import receive
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, failure_of, store_failure
 from inbox.receiving.reading import Arrival, can_wait, message_of, read
-from inbox.receiving.shedding import receive_shed
-from inbox.receiving.single import receive
+from inbox.receiving.together import receive_together
 from inbox.receiving.undecided import read_counted, store_undecided
 from inbox.store.rows import TwinBusy
 from inbox.transactions.persistence import DatabaseAway
@@ -167,7 +165,7 @@ class Reception:
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
         """The load in parts that are run alike, in its order."""
         if handler.ordered:
-            return deque([(load, self._in_order(handler))] if load else [])
+            return deque([(load, self._later(handler))] if load else [])
         parts: deque[tuple[list[_Read], _Run]] = deque()
         together: list[_Read] = []
         for one in load:
@@ -187,29 +185,20 @@ class Reception:
 
     def _later(self, handler: Handler) -> _Run:
         def run(part: list[_Read]) -> list[Received]:
-            stored = [
-                receive(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
-                if one.arrival.refused
-                else store_for_later(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
-                for one in part
-            ]
+            stored = admit(handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options)
             self._ring()
             return stored
 
         return run
 
-    def _in_order(self, handler: Handler) -> _Run:
+    def _shed(self, handler: Handler, reason: str) -> _Run:
         def run(part: list[_Read]) -> list[Received]:
-            taken = take_in(handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options)
-            self._ring()
-            return taken
+            stored = admit(handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options, shed=reason)
+            if shedder := shedder_of(handler):
+                shedder.dropped(sum(became is Received.SHED for became in stored))
+            return stored
 
         return run
-
-    def _shed(self, handler: Handler, reason: str) -> _Run:
-        return lambda part: receive_shed(
-            handler, [(one.arrival, one.delivery.redelivered) for one in part], reason, self._options
-        )
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)

@@ -142,11 +142,15 @@ def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Re
     )
 
 
-def taken_in(handler: Handler, arrival: Arrival, taken: Taken) -> Received:
-    """Tell what became of a delivery of an ordered handler when it was stored."""
+def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "") -> Received:
+    """What became of a delivery that was stored before it is handled."""
+    row = arrival.row
     if taken.state == State.DEAD:
-        return announce(handler, arrival.row.message_id, arrival.row.biz_id, refusal(arrival))
-    return Received.STORED if taken.state else _met(handler, arrival.row, taken.earlier)
+        return announce(handler, row.message_id, row.biz_id, refusal(arrival))
+    if taken.state == State.SHED:
+        _tell(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
+        return Received.SHED
+    return Received.STORED if taken.state else _met(handler, row, taken.earlier)
 
 
 def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
@@ -246,11 +250,6 @@ def handled(handler: Handler, message: Message) -> Received:
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
     _tell(signals.message_handled, message=message, handler=handler.name)
     return Received.HANDLED
-
-
-def shed(handler: Handler, row: NewRow, reason: str) -> Received:
-    _tell(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=reason)
-    return Received.SHED
 
 
 def _tell(signal: Signal, **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""Taking deliveries of an ordered handler in, in their order, many in one transaction; they are run later."""
+"""Storing deliveries that are not handled now, in their order, many with one statement."""
 
 from __future__ import annotations
 
@@ -29,13 +29,17 @@ class Incoming:
     """A delivery to be taken in.
 
     Attributes:
+        in_order: its handler is ordered, so with a key it takes a place in the order of that key.
         refused: why it is a dead letter from the start, or "".
+        shed: why it is not handled at all, or "".
         quarantined: it is refused by the maximum message age, see `operating.override_maximum_age`.
         redelivered: the broker says that it has delivered this very message before.
     """
 
     row: NewRow
+    in_order: bool = False
     refused: str = ""
+    shed: str = ""
     quarantined: bool = False
     redelivered: bool = False
 
@@ -67,7 +71,7 @@ class _Place:
 
 
 def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[Taken]:
-    """∅ → received, due now, for the head of a key and for what has no key; ∅ → waiting behind a head; ∅ → dead if refused.
+    """∅ → received, due now; ∅ → waiting, in order and behind another of its key; ∅ → dead if refused; ∅ → shed.
 
     For deliveries of one handler, in their order, inside a transaction of `ordering.deciding` or one like it. With
     `dead_blocks` a refused one holds its place until an operator decides; else it has none.
@@ -80,7 +84,7 @@ def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> l
     handler = incoming[0].row.handler
     places = _places(incoming, dead_blocks=dead_blocks)
     with locked_means_busy():
-        hold_gates(alias, handler, [given.row.key for given in incoming])
+        hold_gates(alias, handler, [given.row.key for given in incoming if given.in_order])
         stored = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], places)
     _note(alias, incoming, stored)
     taken = [_taken(alias, given, *stored.pop(given.row.biz_id, ("", 0))) for given in incoming]
@@ -93,7 +97,7 @@ def _places(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[_Place]:
     seen: set[str] = set()
     places = []
     for given in incoming:
-        ordered = bool(given.row.key) and (dead_blocks or not given.refused)
+        ordered = given.in_order and bool(given.row.key) and (dead_blocks or not given.refused)
         places.append(_Place(given, ordered, given.row.key not in seen))
         if ordered:
             seen.add(given.row.key)
@@ -101,14 +105,15 @@ def _places(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[_Place]:
 
 
 def _note(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:
-    """Refused ones matter, each for its own reason; the others go their way."""
+    """Those that are not handled matter, each for its own reason."""
     first: dict[str, Incoming] = {}
     for given in incoming:
         first.setdefault(given.row.biz_id, given)
-    for biz_id, (state, row) in stored.items():
-        if state == State.DEAD:
-            note(alias, [row], was="", reason=first[biz_id].refused)
-    note(alias, [row for state, row in stored.values() if state != State.DEAD], was="", matters=False)
+    reasons: dict[str, list[int]] = {}
+    for biz_id, (_, row) in stored.items():
+        reasons.setdefault(first[biz_id].refused or first[biz_id].shed, []).append(row)
+    for reason, rows in reasons.items():
+        note(alias, rows, was="", reason=reason, matters=bool(reason))
 
 
 def _taken(alias: str, given: Incoming, state: str, _row: int) -> Taken:
@@ -129,11 +134,18 @@ def _insert_all(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _S
     What is stored already is left out before the unique index is asked: that would wait for the end of a handler which is
     running the row. It still waits for a twin that is being inserted.
     """
-    columns = {**IN_JSON, "ordered": "boolean", "leads": "boolean", "quarantined": "boolean", "refused": "text"}
-    state = _state_of("given.handler", "given.key", "given.refused <> ''", "given.ordered", "NOT given.leads")
+    columns = {
+        **IN_JSON,
+        "settled_as": "text",
+        "ordered": "boolean",
+        "leads": "boolean",
+        "quarantined": "boolean",
+        "reason": "text",
+    }
+    state = _state_of("given.settled_as", "given.handler", "given.key", "given.ordered", "NOT given.leads")
     sql = (
         f"INSERT INTO {TABLE} ({_columns()}) "
-        f"SELECT {VALUES}, ordered, quarantined, refused, state, {_times('state', connection)} "
+        f"SELECT {VALUES}, ordered, quarantined, reason, state, {_times('state', connection)} "
         f"FROM (SELECT given.*, {state} AS state FROM {rows_of(columns, connection)} WITH ORDINALITY "
         f"AS given({', '.join(columns)}, body, number)) given WHERE NOT EXISTS (SELECT 1 FROM {TABLE} m "
         "WHERE m.handler = given.handler AND m.topic = given.topic AND m.biz_id = given.biz_id) "
@@ -162,7 +174,7 @@ def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _
                     place.ordered,
                     place.given.quarantined,
                     _reason(place),
-                    bool(place.given.refused),
+                    *[_settled_as(place)] * 2,
                     place.ordered,
                     False,
                     row.handler,
@@ -174,12 +186,19 @@ def _insert_each(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _
     return stored
 
 
-def _state_of(handler: str, key: str, refused: str, ordered: str, behind: str) -> str:
+def _state_of(settled_as: str, handler: str, key: str, ordered: str, behind: str) -> str:
     return (
-        f"CASE WHEN {refused} THEN 'dead' WHEN NOT {ordered} THEN 'received' WHEN {behind} OR EXISTS "
+        f"CASE WHEN {settled_as} <> '' THEN {settled_as} WHEN NOT {ordered} THEN 'received' WHEN {behind} OR EXISTS "
         f"(SELECT 1 FROM {TABLE} m WHERE m.handler = {handler} AND m.key = {key} AND {OPEN.replace('ordered', 'm.ordered')}) "
         "THEN 'waiting' ELSE 'received' END"
     )
+
+
+def _settled_as(place: _Place) -> str:
+    """The state of a delivery that is not to be handled; "" for any other."""
+    if place.given.refused:
+        return State.DEAD.value
+    return State.SHED.value if place.given.shed else ""
 
 
 def _columns() -> str:
@@ -188,7 +207,7 @@ def _columns() -> str:
 
 def _times(state: str, connection: BaseDatabaseWrapper) -> str:
     at = now(connection)
-    return f"{at}, CASE WHEN {state} = 'dead' THEN {at} END, CASE WHEN {state} = 'received' THEN {at} END"
+    return f"{at}, CASE WHEN {state} IN ('dead', 'shed') THEN {at} END, CASE WHEN {state} = 'received' THEN {at} END"
 
 
 def _as_json(place: _Place) -> dict[str, Any]:
@@ -197,9 +216,10 @@ def _as_json(place: _Place) -> dict[str, Any]:
         "ordered": place.ordered,
         "leads": place.leads,
         "quarantined": place.given.quarantined,
-        "refused": _reason(place),
+        "settled_as": _settled_as(place),
+        "reason": _reason(place),
     }
 
 
 def _reason(place: _Place) -> str:
-    return printable(place.given.refused, ERROR_LENGTH)
+    return printable(place.given.refused or place.given.shed, ERROR_LENGTH)

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from django.db import connections
 
 from inbox.models import State
-from inbox.store.arrivals import begin_fresh, insert
+from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all, is_outermost
-from inbox.store.rows import COLUMNS, Failure, Guard, NewRow, locked_means_busy
+from inbox.store.rows import COLUMNS, Guard, NewRow, locked_means_busy
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
-from outbox.kernel.text import ERROR_LENGTH, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
@@ -25,29 +24,22 @@ IN_JSON = {column: "text" if kind == "jsonb" else kind for column, kind in COLUM
 VALUES = ", ".join("headers::jsonb" if column == "headers" else column for column in COLUMNS)
 
 
-def begin_together(
-    alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, *, state: State = State.DONE, reason: str = ""
-) -> tuple[Guard, list[NewRow]] | None:
-    """∅ → `state` for many at once, as the first statement of their transaction: the guard, and those of `rows`, in their
-    order, that are no duplicates of others or of each other. None: all of them are.
+def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:
+    """∅ → done for many at once, as the first statement of their transaction: the guard, and those of `rows`, in their order,
+    that are no duplicates of others or of each other. None: all of them are.
 
-    For `done` the same holds as for `arrivals.begin_fresh`: where the sentinel cannot read which transaction has inserted the
-    rows, they are ∅ → received.
-
-    Args:
-        reason: why a row is settled without being handled, for its `last_error`.
+    Where `arrivals.begin_fresh` writes `received`, so does this.
 
     Raises:
         TwinBusy: another transaction is inserting one of them and did not end within `twin_timeout`.
     """
     connection = connections[alias]
-    if state is State.DONE and not (is_postgresql(connection) and is_outermost(connection)):
-        state = State.RECEIVED
+    state = State.DONE if is_postgresql(connection) and is_outermost(connection) else State.RECEIVED
     if is_postgresql(connection):
-        found = _insert(alias, rows, twin_timeout, state, reason)
+        found = _insert(alias, rows, twin_timeout, state)
     else:
         # There is no round trip to save in a file. The savepoint of the last is the guard of all.
-        each = ((row, _insert_alone(alias, row, twin_timeout, state, reason)) for row in rows)
+        each = ((row, begin_fresh(alias, row, twin_timeout)) for row in rows)
         found = [(guard.rows[0], row.biz_id, guard.transaction) for row, guard in each if guard is not None]
     if not found:
         return None
@@ -60,29 +52,23 @@ def begin_together(
     return guard, list(begun.values())
 
 
-def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: State, reason: str) -> list[tuple[Any, ...]]:
+def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: State) -> list[tuple[Any, ...]]:
     connection = connections[alias]
     at = now(connection)
     # One round trip. The aggregates have all rows inserted before the transaction gets its own lock_timeout back.
     sql = (
-        f"{BOUND}, begun AS (INSERT INTO {TABLE} ({', '.join(COLUMNS)}, state, attempts, last_error, received_at, settled_at) "
-        f"SELECT {VALUES}, %s, %s, %s, {at}, {'NULL' if state is State.RECEIVED else at} "
+        f"{BOUND}, begun AS (INSERT INTO {TABLE} ({', '.join(COLUMNS)}, state, attempts, received_at, settled_at) "
+        f"SELECT {VALUES}, %s, %s, {at}, {'NULL' if state is State.RECEIVED else at} "
         f"FROM bound, {rows_of(IN_JSON, connection)} AS given({', '.join(COLUMNS)}) "
         "ON CONFLICT (handler, topic, biz_id) DO NOTHING RETURNING id, biz_id) "
         f"SELECT ids, biz_ids, pg_current_xact_id()::text, {UNBOUND} "
         "FROM bound, (SELECT array_agg(id) AS ids, array_agg(biz_id) AS biz_ids FROM begun) AS all_begun"
     )
-    values = [state.value, int(state is State.DONE), printable(reason, ERROR_LENGTH)]
+    values = [state.value, int(state is State.DONE)]
     given = [json.dumps([as_json(row) for row in rows]), [row.body for row in rows]]
     with locked_means_busy():
         ((ids, biz_ids, begun, _),) = fetch_all(connection, sql, [as_bound(twin_timeout), *values, *given])
     return [(pk, biz_id, begun) for pk, biz_id in zip(ids or (), biz_ids or (), strict=True)]
-
-
-def _insert_alone(alias: str, row: NewRow, twin_timeout: timedelta, state: State, reason: str) -> Guard | None:
-    if state is State.RECEIVED:
-        return begin_fresh(alias, row, twin_timeout)
-    return insert(alias, row, twin_timeout, state=state, failure=Failure(error=reason, retry_after=None, attempts=0))
 
 
 def rows_of(columns: Mapping[str, str], connection: BaseDatabaseWrapper) -> str:

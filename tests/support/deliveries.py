@@ -13,8 +13,8 @@ from django.db import connections
 
 from inbox.conf import InboxOptions
 from inbox.models import DUE, InboxMessage
+from inbox.receiving.execute import receive
 from inbox.receiving.reading import read
-from inbox.receiving.single import receive
 from inbox.runner import Runner
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow

@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from inbox.conf import inbox_options
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.ordering import take_in
+from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import utcnow
@@ -125,9 +125,7 @@ class TestStatus:
     def test_status_counts_a_message_behind_a_dead_letter_as_waiting(self, handles):
         handler = handles(fails, ordered=True)
         given = inbox_options()
-        take_in(
-            handler, [(read(handler, an_envelope(biz_id=name, key="k"), given), False) for name in ("head", "behind")], given
-        )
+        admit(handler, [(read(handler, an_envelope(biz_id=name, key="k"), given), False) for name in ("head", "behind")], given)
         InboxMessage.objects.filter(biz_id="head").update(state=State.DEAD, next_attempt_at=None)
 
         assert status()["oldest_waiting"] == the_row(biz_id="behind").received_at.isoformat()

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 
 from inbox import RetryLater
 from inbox.models import SETTLED, InboxMessage, State
-from inbox.receiving.batching import receive_together
-from inbox.receiving.holding import store_for_later
-from inbox.receiving.ordering import take_in
+from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
-from inbox.receiving.shedding import receive_shed
+from inbox.receiving.together import receive_together
 from inbox.store import accounting, operating
 from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect
@@ -82,7 +80,7 @@ class World:
     def deliver(self, to, envelope, *, redelivered=False):
         handler = self.handlers[to]
         if handler.ordered:
-            (received,) = take_in(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
+            (received,) = admit(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)
         else:
             received = deliver(handler, envelope, redelivered=redelivered)
         self.count(received)
@@ -118,12 +116,12 @@ class World:
 
     def stored_for_later(self, fact, *, redelivered):
         plain = self.handlers["plain"]
-        self.count(store_for_later(plain, read(plain, self.envelope(fact), OPTIONS), OPTIONS, redelivered=redelivered))
+        self.count(*admit(plain, [(read(plain, self.envelope(fact), OPTIONS), redelivered)], OPTIONS))
 
     def shed(self, facts):
         plain = self.handlers["plain"]
         deliveries = [(arrival, False) for arrival in self._arrivals(plain, facts)]
-        for received in receive_shed(plain, deliveries, "too many wait", OPTIONS):
+        for received in admit(plain, deliveries, OPTIONS, shed="too many wait"):
             self.count(received)
 
     def together(self, facts, way):
@@ -137,7 +135,7 @@ class World:
 
     def in_order(self, facts, way):
         ordered = self.handlers["ordered"]
-        for received in take_in(ordered, [(one, False) for one in self._arrivals(ordered, facts, way)], OPTIONS):
+        for received in admit(ordered, [(one, False) for one in self._arrivals(ordered, facts, way)], OPTIONS):
             self.count(received)
 
     def _arrivals(self, handler, facts, way="succeed"):

@@ -9,8 +9,8 @@ import pytest
 from django.db import connection, transaction
 
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.receiving.single import hand_over
 from inbox.runner import Runner
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect

@@ -26,7 +26,7 @@ from inbox.handlers.decorator import idempotent_handler
 from inbox.handlers.message import Message
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.single import Received
+from inbox.receiving.execute import Received
 from inbox.store import sentinel
 from inbox.transactions import handler_transaction
 from tests.support.apps.effects.models import Effect, Unique

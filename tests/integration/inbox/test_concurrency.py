@@ -28,11 +28,11 @@ from inbox.consumer.topology import queue_name
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
 from inbox.receiving import undecided
+from inbox.receiving.execute import receive
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read, undecided_row
-from inbox.receiving.single import receive
 from inbox.runner import Runner
 from inbox.store import arrivals, sentinel
 from outbox.kernel.clock import monotonic

@@ -10,7 +10,7 @@ import pytest
 
 from inbox import RetryLater
 from inbox.models import State
-from inbox.receiving.single import Received
+from inbox.receiving.execute import Received
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import A_WHILE, an_envelope, at_once, deliver, drain, make_due, the_row
 

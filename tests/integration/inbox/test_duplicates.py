@@ -6,7 +6,7 @@ import pytest
 
 from inbox import signals
 from inbox.models import InboxMessage, State
-from inbox.receiving.single import Received
+from inbox.receiving.execute import Received
 from outbox.models import OutboxMessage
 from outbox.states import State as OutboxState
 from outbox.store import restoring

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 from django.db import connection, transaction
 
+from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.receiving.single import hand_over
 from outbox.database.connections import lock_timeout
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 

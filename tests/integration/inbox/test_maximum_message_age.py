@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.receiving import reading
-from inbox.receiving.single import Received
+from inbox.receiving.execute import Received
 from inbox.store import operating
 from outbox.kernel.clock import utcnow
 from tests.support.apps.effects.models import Effect

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from inbox.conf import InboxOptions
 from inbox.limits.limiter import Limiter, limiter_of, prefetch
 from inbox.models import InboxMessage, State, TokenBucket
-from inbox.receiving.holding import store_for_later
+from inbox.receiving.admit import admit
+from inbox.receiving.execute import Received
 from inbox.receiving.reading import read
-from inbox.receiving.single import Received
 from inbox.runner import Runner
 from inbox.store import arrivals
 from inbox.store.buckets import lease_tokens
@@ -351,7 +351,7 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
 
 
 def hold(handler, envelope, *, redelivered=False):
-    return store_for_later(handler, read(handler, envelope, OPTIONS), OPTIONS, redelivered=redelivered)
+    return admit(handler, [(read(handler, envelope, OPTIONS), redelivered)], OPTIONS)[0]
 
 
 class Taker:

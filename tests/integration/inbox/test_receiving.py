@@ -24,8 +24,8 @@ from inbox.consumer.reception import envelope_of
 from inbox.errors import NotCallable
 from inbox.handlers.registry import registry
 from inbox.models import DUE, InboxMessage, State
+from inbox.receiving.execute import Received, receive
 from inbox.receiving.reading import read
-from inbox.receiving.single import Received, receive
 from inbox.store import arrivals, claims, operating, rows
 from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseAway
 from outbox import publish

@@ -8,8 +8,8 @@ import pytest
 from django.db import transaction
 
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import read
-from inbox.receiving.single import hand_over
 from inbox.runner import Runner
 from inbox.store import arrivals
 from outbox.kernel.loop import StopRequest

@@ -12,8 +12,9 @@ from django.db import OperationalError, connections, transaction
 from inbox import signals
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import hand_over
+from inbox.receiving.execute import Received
 from inbox.receiving.reading import read
-from inbox.receiving.single import Received, hand_over
 from inbox.runner import Runner
 from inbox.store import arrivals, claims, due, operating
 from outbox.kernel.clock import monotonic, utcnow

@@ -10,7 +10,6 @@ import pytest
 from django.db import connection, connections, transaction
 
 from inbox.models import InboxMessage, State
-from inbox.receiving import single
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
@@ -324,7 +323,7 @@ class TestLockedRows:
         params = connection.get_connection_params()
         names = ("dbname", "user", "host", "port")
         operator = psycopg.connect(**{name: params[name] for name in names}, application_name="operator")
-        stored_envelope = single.stored_envelope
+        stored_envelope = execute.stored_envelope
 
         def lock_first(stored):
             if not operator.info.transaction_status:
@@ -333,9 +332,9 @@ class TestLockedRows:
 
         @contextmanager
         def lock():
-            monkeypatch.setattr(single, "stored_envelope", lock_first)
+            monkeypatch.setattr(execute, "stored_envelope", lock_first)
             yield
-            monkeypatch.setattr(single, "stored_envelope", stored_envelope)
+            monkeypatch.setattr(execute, "stored_envelope", stored_envelope)
             operator.rollback()
 
         with operator:

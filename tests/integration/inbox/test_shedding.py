@@ -14,9 +14,9 @@ from django.db import transaction
 from inbox import Shed, signals
 from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import admit
+from inbox.receiving.execute import Received
 from inbox.receiving.reading import read
-from inbox.receiving.shedding import receive_shed
-from inbox.receiving.single import Received
 from inbox.store.arrivals import begin_fresh
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import (
@@ -54,7 +54,7 @@ def shed_signals():
 
 
 def shed(handler, *envelopes, given=OPTIONS, redelivered=False):
-    return receive_shed(handler, [(read(handler, envelope, given), redelivered) for envelope in envelopes], REASON, given)
+    return admit(handler, [(read(handler, envelope, given), redelivered) for envelope in envelopes], given, shed=REASON)
 
 
 def states():

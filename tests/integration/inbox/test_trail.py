@@ -14,10 +14,9 @@ from django.test.utils import CaptureQueriesContext
 
 from inbox import RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
-from inbox.receiving.ordering import take_in
+from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, leases, operating, rows
-from inbox.store.shedding import store_shed
 from outbox.database.now import DatabaseTime
 from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.kernel.clock import utcnow
@@ -152,7 +151,7 @@ class TestOtherTransitions:
     def test_shedding_is_recorded_with_its_reason(self, handles):
         handler, envelope = handles(the_effect, name=HANDLER), an_envelope()
 
-        store_shed("default", [read(handler, envelope, OPTIONS).row], "too many wait", LEASE)
+        admit(handler, [(read(handler, envelope, OPTIONS), False)], OPTIONS, shed="too many wait")
 
         assert trail_of(envelope.id) == [("", State.SHED, "too many wait")]
 
@@ -185,7 +184,7 @@ class TestOtherTransitions:
         handler = handles(the_effect, name=HANDLER, ordered=True)
         good, old = an_envelope(key="k"), an_envelope(key="k", created_at=utcnow() - timedelta(days=400))
 
-        take_in(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (good, old)], OPTIONS)
+        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (good, old)], OPTIONS)
 
         assert trail_of(good.id) == []
         assert trail_of(old.id) == [("", State.DEAD, the_row(message_id=old.id).last_error)]
@@ -241,7 +240,7 @@ class TestTrailOfEverything:
     def test_ordered_message_is_recorded_as_waiting_for_its_predecessor(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)
         first, second = an_envelope(key="k"), an_envelope(key="k")
-        take_in(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (first, second)], OPTIONS)
+        admit(handler, [(read(handler, envelope, OPTIONS), False) for envelope in (first, second)], OPTIONS)
         drain()
 
         assert trail_of(first.id) == [("", State.RECEIVED, ""), (State.RECEIVED, State.DONE, "")]

@@ -22,9 +22,9 @@ from inbox.leases.opening import lease_store
 from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreAway
 from inbox.models import InboxMessage, LeaseMemory, State, Step
+from inbox.receiving.admit import hand_over
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
-from inbox.receiving.single import hand_over
 from inbox.store import operating
 from outbox import publish
 from outbox.database.now import DatabaseTime

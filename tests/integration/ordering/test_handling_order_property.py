@@ -22,7 +22,7 @@ from inbox import RetryLater
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.ordering import take_in
+from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
@@ -253,7 +253,7 @@ class Machine:
         if start == end:
             return
         part = [(read(self.handler, one, OPTIONS), False) for one in self.queue[start:end]]
-        became = take_in(self.handler, part, OPTIONS)
+        became = admit(self.handler, part, OPTIONS)
         progress.taken = end
         if actor is self._current and self._progress[actor] is progress:
             self.acked = max(self.acked, end)

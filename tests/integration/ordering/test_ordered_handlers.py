@@ -18,9 +18,9 @@ from django.test import override_settings
 from inbox import RetryLater
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
-from inbox.receiving.ordering import take_in
+from inbox.receiving.admit import admit
+from inbox.receiving.execute import Received, claim_next, run_stored
 from inbox.receiving.reading import read
-from inbox.receiving.single import Received, claim_next, run_stored
 from inbox.store import dialect, intake, operating, ordering, sentinel
 from inbox.transactions.persistence import DatabaseAway
 from outbox import Draft, publish, publish_many
@@ -55,7 +55,7 @@ def a_message(name, key="a", **attributes):
 
 def arrive(handler, *envelopes, redelivered=False, given=OPTIONS, refused=""):
     """What the consumer does with deliveries of an ordered queue, in their order."""
-    return take_in(handler, [(read(handler, one, given, refused=refused), redelivered) for one in envelopes], given)
+    return admit(handler, [(read(handler, one, given, refused=refused), redelivered) for one in envelopes], given)
 
 
 def named(handler, *names, key="a", **how):

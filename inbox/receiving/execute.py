@@ -10,31 +10,28 @@ Whatever happens, a delivery ends as one of `Received`; only PUT_OFF and UNSTORE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from functools import partial
 
-from django.db import DatabaseError, transaction
+from django.db import DatabaseError
 
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
 from inbox.receiving import leased
+from inbox.receiving.admit import admit
 from inbox.receiving.crash_quarantine import is_suspect, one_suspect
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import (
     Received,
-    announce,
-    announce_duplicate,
     defer_locked,
     duplicate,
     fail_stored,
     failure_of,
     handled,
-    refusal,
     store_failure,
-    taken_in,
 )
 from inbox.receiving.reading import (
     Arrival,
@@ -49,9 +46,8 @@ from inbox.receiving.reading import (
 )
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.undecided import decide
-from inbox.store import arrivals, claims, intake, operating
-from inbox.store.intake import Incoming
-from inbox.store.rows import UNIDENTIFIED, Failure, Follower, KeyBusy, NewRow, OrderedKey, TwinBusy
+from inbox.store import arrivals, claims, operating
+from inbox.store.rows import UNIDENTIFIED, Failure, Follower, KeyBusy, OrderedKey, TwinBusy
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.persistence import DatabaseAway, decided, persistently
 from outbox.database.faults import is_collision
@@ -59,8 +55,6 @@ from outbox.kernel.body import Undecodable
 from outbox.kernel.envelope import Envelope
 
 _KEY_BUSY_REST = timedelta(seconds=0.5)
-_HAND_OVER_WAIT = timedelta(milliseconds=20)
-"""How long the relay, which has others to hand over, waits for a twin."""
 
 
 def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
@@ -71,7 +65,7 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
     """
     try:
         if arrival.refused:
-            return store_failure(handler, arrival.row, refusal(arrival), options, redelivered=redelivered)
+            return admit(handler, [(arrival, redelivered)], options)[0]
         if handler.mode == "lease":
             return leased.receive(handler, arrival, options, redelivered=redelivered)
         if in_hand.is_elsewhere(arrival.row):
@@ -79,38 +73,10 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
         with in_hand.holding([arrival.row]) as free:
             if not free:
                 return Received.PUT_OFF
-            return (
-                _receive_carefully(handler, arrival.row, options) if redelivered else _receive_fresh(handler, arrival, options)
-            )
+            return _receive_carefully(handler, arrival, options) if redelivered else _receive_fresh(handler, arrival, options)
     except TwinBusy:
         in_hand.note_elsewhere(arrival.row, options.TWIN_TIMEOUT)
         return Received.PUT_OFF
-
-
-def hand_over(handler: Handler, arrival: Arrival) -> None:
-    """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner.
-
-    Raises:
-        TwinBusy: its row is in a transaction's hands right now; roll back and hand over again.
-    """
-    if handler.ordered:
-        given = [Incoming(row=arrival.row, refused=arrival.refused, quarantined=arrival.quarantined)]
-        (taken,) = intake.take_in(handler.using, given, dead_blocks=handler.on_dead == "block")
-        if not taken.state and taken.earlier is None:
-            raise TwinBusy
-        _after_commit(handler, lambda: taken_in(handler, arrival, taken))
-        return
-    if arrival.refused:
-        failure = refusal(arrival)
-        if arrivals.store_failed(handler.using, arrival.row, failure, _HAND_OVER_WAIT):
-            _after_commit(handler, lambda: announce(handler, arrival.row.message_id, arrival.row.biz_id, failure))
-            return
-    elif arrivals.store_due(handler.using, arrival.row, _HAND_OVER_WAIT):
-        return
-    earlier = arrivals.count_duplicate(handler.using, arrival.row)
-    if earlier is None:
-        raise TwinBusy
-    _after_commit(handler, lambda: announce_duplicate(handler, arrival.row, earlier))
 
 
 def claim_next(
@@ -260,12 +226,9 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
     return handled(handler, message) if message else duplicate(handler, arrival.row)
 
 
-def _receive_carefully(handler: Handler, row: NewRow, options: InboxOptions) -> Received:
-    if not decided(lambda: arrivals.store_due(handler.using, row, options.TWIN_TIMEOUT), handler.using):
-        return duplicate(handler, row, redelivered=True)
+def _receive_carefully(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
+    (became,) = admit(handler, [(arrival, True)], options)
+    if became is not Received.STORED:
+        return became
     claimed = claim_next([handler], handler.using, options)
-    return run_stored(*claimed, options) if claimed else Received.STORED
-
-
-def _after_commit(handler: Handler, announce: Callable[[], object]) -> None:
-    transaction.on_commit(announce, using=handler.using, robust=True)
+    return run_stored(*claimed, options) if claimed else became

@@ -1,0 +1,129 @@
+"""Admitting: storing deliveries that are not handled in the transaction which inserts their rows.
+
+A fresh delivery is handled at once, and its row and its effect commit together (`execute`, `together`). Every other delivery is
+stored first, many with one statement, and acknowledged after that commit; a runner handles it later:
+
+- a delivery to an *ordered* handler. Handlers cannot be called in the order of a broker's queue: what fails comes back behind
+  others, and two processes that share a queue run side by side. One consumer at a time stores the deliveries of a queue in
+  their order; from then on the order of a key is that of its rows (`store.ordering`).
+- a delivery that the broker has made before, so that its attempt can be counted before it is handled.
+- a delivery that has waited too long for a worker, its batch or a token of its rate limit. RabbitMQ closes the channel of a
+  consumer that leaves a delivery unacknowledged for longer than `consumer_timeout`.
+- a delivery that is refused, which is stored as a dead letter, or dropped by load shedding, which is stored as `shed`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+
+from django.db import DatabaseError, transaction
+
+from inbox.conf import InboxOptions
+from inbox.handlers.handler import Handler
+from inbox.receiving.outcomes import Received, admitted, unfit
+from inbox.receiving.reading import Arrival
+from inbox.store import intake, ordering
+from inbox.store.intake import Incoming, Taken
+from inbox.store.rows import TwinBusy, undecoded
+from inbox.transactions.persistence import DatabaseAway, decided
+from outbox.database.connections import lock_timeout
+from outbox.kernel.text import describe
+
+logger = logging.getLogger(__name__)
+
+_HAND_OVER_WAIT = timedelta(milliseconds=20)
+"""How long the relay, which has others to hand over, waits for a concurrent duplicate."""
+
+
+def admit(
+    handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], options: InboxOptions, *, shed: str = ""
+) -> list[Received]:
+    """Store deliveries of one handler in one transaction, in their order; what became of each.
+
+    Of an ordered handler no other thread may admit deliveries of the same queue meanwhile, and after an error these same
+    deliveries must be admitted again before any later one of that queue.
+
+    Args:
+        deliveries: each with what the broker says: has it delivered this very message before?
+        shed: why load shedding drops them; "" stores them to be handled.
+
+    Raises:
+        DatabaseAway: the database does not answer, or, of an ordered handler, they could not be stored for whatever reason.
+            Nothing was decided.
+        django.db.Error: it refuses to store one delivery of a handler that is not ordered, even without its values.
+    """
+    incoming = [_incoming(handler, arrival, shed, redelivered=redelivered) for arrival, redelivered in deliveries]
+
+    def write() -> list[Taken]:
+        with ordering.deciding(handler.using, options.TWIN_TIMEOUT):
+            return intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+
+    try:
+        taken = decided(write, handler.using)
+    except DatabaseAway:
+        raise
+    except TwinBusy as error:
+        if handler.ordered:
+            reason = f"a transaction has had one of these messages in hand for over {options.TWIN_TIMEOUT}"
+            raise DatabaseAway(reason) from error
+        return _singly(handler, deliveries, options, shed) if len(deliveries) > 1 else [Received.PUT_OFF]
+    except DatabaseError as error:
+        if len(deliveries) > 1:
+            # The values of one are to blame, and the others are not to wait for it.
+            return _singly(handler, deliveries, options, shed)
+        return _without_values(handler, *deliveries[0], options, error)
+    except Exception as error:
+        if not handler.ordered:
+            raise
+        # The cause must be mended first: no later delivery of the queue is stored before these.
+        logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(incoming))
+        raise DatabaseAway(f"its deliveries cannot be stored: {describe(error)}") from error
+    return [admitted(handler, arrival, one, shed) for (arrival, _), one in zip(deliveries, taken, strict=True)]
+
+
+def hand_over(handler: Handler, arrival: Arrival) -> None:
+    """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner.
+
+    Raises:
+        TwinBusy: its row is in a transaction's hands right now; roll back and hand over again.
+    """
+    incoming = [_incoming(handler, arrival, "", redelivered=False)]
+    with lock_timeout(handler.using, _HAND_OVER_WAIT):
+        (taken,) = intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+    if not taken.state and taken.earlier is None:
+        raise TwinBusy
+    _after_commit(handler, lambda: admitted(handler, arrival, taken))
+
+
+def _incoming(handler: Handler, arrival: Arrival, shed: str, *, redelivered: bool) -> Incoming:
+    return Incoming(
+        row=arrival.row,
+        in_order=bool(handler.ordered),
+        refused=arrival.refused,
+        quarantined=arrival.quarantined,
+        redelivered=redelivered,
+        shed="" if arrival.refused else shed,
+    )
+
+
+def _singly(handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], options: InboxOptions, shed: str) -> list[Received]:
+    return [became for delivery in deliveries for became in admit(handler, [delivery], options, shed=shed)]
+
+
+def _without_values(
+    handler: Handler, arrival: Arrival, redelivered: bool, options: InboxOptions, error: DatabaseError
+) -> list[Received]:
+    """Store a delivery whose values the database refuses as a dead letter, of which only the body is stored."""
+    body_only = replace(arrival, row=undecoded(arrival.row), refused=unfit(error))
+    if arrival.refused == body_only.refused:
+        if handler.ordered:
+            raise DatabaseAway(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
+        raise error
+    return admit(handler, [(body_only, redelivered)], options)
+
+
+def _after_commit(handler: Handler, announce: Callable[[], object]) -> None:
+    transaction.on_commit(announce, using=handler.using, robust=True)
