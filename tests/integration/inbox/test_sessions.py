@@ -10,6 +10,7 @@ import pytest
 from django.db import connection, connections, transaction
 
 from inbox.models import InboxMessage, State
+from inbox.receiving import execute
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
