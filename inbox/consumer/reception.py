@@ -8,6 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import kombu
@@ -77,6 +78,7 @@ class Reception:
         self._answer = answer
         self._ring = ring
         self._closing = False
+        self._acknowledged: set[int] = set()
         self._outages = outages
         self._debts = Debts()
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
@@ -178,7 +180,19 @@ class Reception:
         return parts
 
     def _singly(self, handler: Handler) -> _Run:
-        return lambda part: [receive(handler, one.arrival, self._options, redelivered=one.delivery.redelivered) for one in part]
+        def run(part: list[_Read]) -> list[Received]:
+            return [
+                receive(
+                    handler,
+                    one.arrival,
+                    self._options,
+                    redelivered=one.delivery.redelivered,
+                    acknowledge=partial(self._acknowledge, one.delivery),
+                )
+                for one in part
+            ]
+
+        return run
 
     def _together(self, handler: Handler) -> _Run:
         return lambda part: receive_together(handler, [one.arrival for one in part], self._options)
@@ -246,8 +260,16 @@ class Reception:
         with self._counting:
             self.received.update(became)
         for one, received in zip(part, became, strict=True):
-            self._answer(one.delivery, received)
+            if id(one.delivery) in self._acknowledged:
+                self._acknowledged.discard(id(one.delivery))
+            else:
+                self._answer(one.delivery, received)
         return True
+
+    def _acknowledge(self, delivery: Delivery) -> None:
+        """Before its handler has ended; the broker must not be answered twice."""
+        self._acknowledged.add(id(delivery))
+        self._answer(delivery, Received.STORED)
 
     def _deferred(self, one: _Read) -> Received:
         """Store a delivery whose message another one is handling. What cannot be stored so is tried again in a moment."""

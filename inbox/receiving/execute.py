@@ -10,7 +10,7 @@ Whatever happens, a delivery ends as one of `Received`; only PUT_OFF and UNSTORE
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -57,8 +57,19 @@ from outbox.kernel.envelope import Envelope
 _KEY_BUSY_REST = timedelta(seconds=0.5)
 
 
-def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
+def receive(
+    handler: Handler,
+    arrival: Arrival,
+    options: InboxOptions,
+    *,
+    redelivered: bool,
+    acknowledge: Callable[[], object] | None = None,
+) -> Received:
     """Take one delivery to its end.
+
+    Args:
+        acknowledge: called when the delivery may be acknowledged before this returns: under a lease its row and its body are
+            committed before the handler is called, which may run for longer than the broker waits for an acknowledgement.
 
     Raises:
         DatabaseAway: the database does not answer; nothing was decided.
@@ -67,7 +78,7 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
         if arrival.refused:
             return admit(handler, [(arrival, redelivered)], options)[0]
         if handler.mode == "lease":
-            return leased.receive(handler, arrival, options, redelivered=redelivered)
+            return leased.receive(handler, arrival, options, redelivered=redelivered, acknowledge=acknowledge)
         if in_hand.is_elsewhere(arrival.row):
             return Received.PUT_OFF
         with in_hand.holding([arrival.row]) as free:

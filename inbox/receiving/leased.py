@@ -54,8 +54,18 @@ _KEY_BUSY_REST = timedelta(seconds=0.5)
 _NEVER_ENDED = "Its attempts never ended: its process died, or the store of its lease became unavailable."
 
 
-def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
+def receive(
+    handler: Handler,
+    arrival: Arrival,
+    options: InboxOptions,
+    *,
+    redelivered: bool,
+    acknowledge: Callable[[], object] | None = None,
+) -> Received:
     """Take a delivery that may be run to its end.
+
+    It is acknowledged before it is run if its lease is in the database, because then its row and its body are, too. With Redis
+    the broker's copy is the only one until the run has ended.
 
     Raises:
         DatabaseAway, LeaseStoreAway: the database or the store of leases does not answer; nothing was run.
@@ -68,7 +78,11 @@ def receive(handler: Handler, arrival: Arrival, options: InboxOptions, *, redeli
     store = lease_store(options)
     verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
     if isinstance(verdict, Lease):
-        return _run(store, verdict, next(messages_of(arrival, options)), envelope, options)
+        message = next(messages_of(arrival, options))
+        if acknowledge is None or verdict.pk is None:
+            return _run(store, verdict, message, envelope, options)
+        acknowledge()
+        return _run_acknowledged(store, verdict, message, envelope, options)
     if isinstance(verdict, Forgotten):
         return store_failure(handler, row, _quarantined(verdict, attempts=0), options, redelivered=redelivered)
     if isinstance(verdict, Consumed) and verdict.counted:
@@ -117,6 +131,17 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     if isinstance(verdict, Consumed):
         decided(partial(leases.finish_kept, alias, row, wanted.order, uncounted=1), alias)
     return Received.DUPLICATE
+
+
+def _run_acknowledged(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Received:
+    """As `_run`; the broker does not deliver it again, so what cannot be stored is left to the end of its lease."""
+    try:
+        return _run(store, lease, message, envelope, options)
+    except DatabaseAway as away:
+        logger.warning(
+            "%s: what became of its run cannot be stored (%s). It is run again when its lease has ended.", lease, away
+        )
+        return Received.STORED
 
 
 def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Received:
