@@ -14,6 +14,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from inbox.conf import IN_THE_DATABASE, LOCAL_BROKER, InboxOptions, inbox_options
+from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from outbox.database.requirements import deferred_sqlite, unfit_settings, unsupported_databases
@@ -185,17 +186,30 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
     longest = timedelta(seconds=chosen.longest_silence)
     return [
         Warning(
-            f"The handler {handler.name} may take {handler.timeout * handler.group_commit} before its deliveries are "
-            f"acknowledged (timeout={handler.timeout}{f', group_commit={handler.group_commit}' * (handler.group_commit > 1)}).",
+            f"The handler {handler.name} may take {silence} before its deliveries are acknowledged ({why}).",
             hint=f"The broker waits for {chosen.ACK_TIMEOUT}, half of which may pass before the handler begins. Then it closes "
             "the channel and delivers everything again. Give the handler less time, or the broker a longer consumer_timeout, "
             "and say so in INBOX['ACK_TIMEOUT'].",
             id="inbox.W004",
         )
         for handler in registry.all()
-        # What is ordered is acknowledged when it is stored, before it is run.
-        if handler.timeout is not None and not handler.ordered and handler.timeout * handler.group_commit > longest
+        for silence, why in [_longest_silence(handler, chosen)]
+        if silence > longest
     ]
+
+
+def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta, str]:
+    """How long a run of the handler may keep a delivery unacknowledged, and by which of its options."""
+    if handler.mode == "lease":
+        # With a lease in the database a delivery is acknowledged before it is run.
+        if options.LEASE_STORE == IN_THE_DATABASE:
+            return timedelta(), ""
+        return handler.lease_limit, f"lease_limit={handler.lease_limit}, and its lease is in Redis"
+    # What is ordered is stored and acknowledged before it is run.
+    if handler.timeout is None or handler.ordered:
+        return timedelta(), ""
+    also = f", group_commit={handler.group_commit}" if handler.group_commit > 1 else ""
+    return handler.timeout * handler.group_commit, f"timeout={handler.timeout}{also}"
 
 
 @register(Tags.database)

@@ -78,11 +78,7 @@ def receive(
     store = lease_store(options)
     verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
     if isinstance(verdict, Lease):
-        message = next(messages_of(arrival, options))
-        if acknowledge is None or verdict.pk is None:
-            return _run(store, verdict, message, envelope, options)
-        acknowledge()
-        return _run_acknowledged(store, verdict, message, envelope, options)
+        return _run_delivered(store, verdict, arrival, options, acknowledge)
     if isinstance(verdict, Forgotten):
         return store_failure(handler, row, _quarantined(verdict, attempts=0), options, redelivered=redelivered)
     if isinstance(verdict, Consumed) and verdict.counted:
@@ -133,14 +129,18 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     return Received.DUPLICATE
 
 
-def _run_acknowledged(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Received:
-    """As `_run`; the broker does not deliver it again, so what cannot be stored is left to the end of its lease."""
+def _run_delivered(
+    store: LeaseStore, lease: Lease, arrival: Arrival, options: InboxOptions, acknowledge: Callable[[], object] | None
+) -> Received:
+    message = next(messages_of(arrival, options))
+    if acknowledge is None or lease.pk is None:
+        return _run(store, lease, message, arrival.envelope, options)
+    acknowledge()
     try:
-        return _run(store, lease, message, envelope, options)
+        return _run(store, lease, message, arrival.envelope, options)
     except DatabaseAway as away:
-        logger.warning(
-            "%s: what became of its run cannot be stored (%s). It is run again when its lease has ended.", lease, away
-        )
+        # The broker does not deliver it again.
+        logger.warning("%s: its outcome cannot be stored, so it is run again when its lease has ended: %s", lease, away)
         return Received.STORED
 
 
