@@ -1,0 +1,187 @@
+"""The row of a fresh message is inserted as done, and the last statement of the transaction proves that it is still its own."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from django.db import DatabaseError, connection, transaction
+
+from inbox.errors import TransactionEnded
+from inbox.models import InboxMessage, State
+from inbox.receiving.execute import receive
+from inbox.receiving.outcomes import Received
+from inbox.receiving.reading import read
+from inbox.receiving.together import receive_together
+from inbox.store import arrivals, sentinel, together
+from tests.support.apps.effects.models import Effect
+from tests.support.deliveries import OPTIONS, an_envelope, the_effect
+
+pytestmark = [pytest.mark.django_db(transaction=True)]
+
+
+def received(handler, envelope=None):
+    return receive(handler, read(handler, envelope or an_envelope(), OPTIONS), OPTIONS, redelivered=False)
+
+
+def commits_by_the_driver(message):
+    the_effect(message)
+    connection.connection.commit()
+
+
+def prepares_a_transaction(message):
+    the_effect(message)
+    connection.connection.cursor().execute("PREPARE TRANSACTION 'of_a_handler'")
+
+
+def versions_of(row):
+    """How many versions of rows the table has, dead ones included."""
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE EXTENSION IF NOT EXISTS pageinspect")
+        cursor.execute(
+            "SELECT count(*) FROM generate_series(0, pg_relation_size('inbox_inboxmessage') / 8192 - 1) page, "
+            "heap_page_items(get_raw_page('inbox_inboxmessage', page::int)) WHERE t_ctid IS NOT NULL AND lp_len > 0"
+        )
+        return cursor.fetchone()[0]
+
+
+class TestFreshMessage:
+    def test_fresh_message_is_one_version_of_one_row(self, handles):
+        with connection.cursor() as cursor:
+            cursor.execute("TRUNCATE inbox_inboxmessage CASCADE")
+        assert received(handles(the_effect)) is Received.HANDLED
+        row = InboxMessage.objects.get()
+        assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
+        assert versions_of(row) == 1
+
+    def test_lock_timeout_of_the_handler_is_the_session_s_own(self, handles):
+        seen = []
+
+        def look(message):
+            with connection.cursor() as cursor:
+                cursor.execute("SHOW lock_timeout")
+                seen.append(cursor.fetchone()[0])
+
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW lock_timeout")
+            expected = cursor.fetchone()[0]
+        received(handles(look))
+        assert seen == [expected]
+
+    def test_failed_handler_leaves_its_row_in_retrying_with_one_attempt(self, handles):
+        def fails(message):
+            the_effect(message)
+            raise ValueError("no")
+
+        assert received(handles(fails)) is Received.STORED
+        row = InboxMessage.objects.get()
+        assert (row.state, row.attempts, Effect.objects.count()) == (State.RETRYING, 1, 0)
+
+
+class TestTransactionThatEnded:
+    @pytest.mark.parametrize("also", [lambda: None, lambda: 1 / 0], ids=["returns", "raises"])
+    def test_handler_that_commits_by_the_driver_makes_its_message_a_dead_letter(self, handles, also):
+        def handler(message):
+            commits_by_the_driver(message)
+            also()
+
+        assert received(handles(handler)) is Received.DEAD
+        row = InboxMessage.objects.get()
+        assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, sentinel.ENDED, 1)
+
+    def test_second_delivery_after_such_a_commit_is_a_duplicate_of_the_dead_letter(self, handles):
+        handler, envelope = handles(commits_by_the_driver), an_envelope()
+        received(handler, envelope)
+        assert received(handler, envelope) is Received.DUPLICATE
+        assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 1)
+
+    def test_handler_that_prepares_its_transaction_for_two_phase_commit_is_found(self, handles):
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW max_prepared_transactions")
+            if cursor.fetchone()[0] == "0":
+                # The server refuses the statement, which breaks the transaction: a failed attempt.
+                assert received(handles(prepares_a_transaction)) is Received.STORED
+                assert Effect.objects.count() == 0
+                return
+        try:
+            assert received(handles(prepares_a_transaction)) is Received.DEAD
+        finally:
+            connection.connection.autocommit = True
+            connection.connection.execute("ROLLBACK PREPARED 'of_a_handler'")
+
+    def test_handler_that_rolls_back_by_the_driver_makes_its_message_a_dead_letter(self, handles):
+        def rolls_back(message):
+            the_effect(message)
+            connection.connection.rollback()
+
+        assert received(handles(rolls_back)) is Received.DEAD
+        assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 0)
+
+    @pytest.mark.parametrize("option", [{"batch": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
+    def test_every_message_of_a_transaction_that_the_handler_committed_is_a_dead_letter(self, handles, option):
+        def commits(given):
+            the_effect(given[0] if isinstance(given, list) else given)
+            connection.connection.commit()
+            raise ValueError("after its commit")
+
+        handler = handles(commits, **option)
+        arrivals_ = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in ("a", "b", "c")]
+        assert receive_together(handler, arrivals_, OPTIONS) == [Received.DEAD] * 3
+        assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DEAD}
+
+
+class TestSubtransactions:
+    def test_row_that_was_inserted_in_a_savepoint_is_proved_by_an_update(self, handles):
+        row = read(handles(the_effect), an_envelope(), OPTIONS).row
+        with transaction.atomic(), transaction.atomic():
+            guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            assert not guard.is_settled
+            assert InboxMessage.objects.get().state == State.RECEIVED
+            sentinel.finish(guard, 1)
+        assert InboxMessage.objects.get().state == State.DONE
+
+    def test_handler_may_use_savepoints_and_change_its_row_s_neighbours(self, handles):
+        def with_savepoints(message):
+            with transaction.atomic():
+                the_effect(message)
+            with pytest.raises(ZeroDivisionError), transaction.atomic():
+                1 / 0  # noqa: B018
+
+        assert received(handles(with_savepoints)) is Received.HANDLED
+        assert Effect.objects.count() == 1
+
+    def test_handler_that_deletes_its_own_row_is_found_by_the_sentinel(self, handles):
+        def deletes(message):
+            InboxMessage.objects.all().delete()
+
+        assert received(handles(deletes)) is Received.DEAD
+        assert InboxMessage.objects.get().last_error.startswith("TransactionEnded")
+
+
+class TestMany:
+    def test_rows_of_many_messages_are_inserted_as_done_and_proved_together(self, handles):
+        handler = handles(the_effect)
+        rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b", "a")]
+        with transaction.atomic():
+            guard, begun = together.begin_together("default", rows, OPTIONS.TWIN_TIMEOUT)
+            sentinel.finish(guard, 1)
+        assert (len(guard.rows), guard.is_settled, [row.biz_id for row in begun]) == (2, True, ["a", "b"])
+        assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
+
+    def test_missing_one_of_many_rows_is_found(self, handles):
+        handler = handles(the_effect)
+        rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b")]
+        with transaction.atomic():
+            guard, _ = together.begin_together("default", rows, OPTIONS.TWIN_TIMEOUT)
+            InboxMessage.objects.filter(biz_id="b").delete()
+            with pytest.raises(TransactionEnded):
+                sentinel.finish(guard, 1)
+
+
+def test_transaction_that_an_error_has_aborted_refuses_to_be_read(handles):
+    def swallows(message):
+        the_effect(message)
+        with pytest.raises((DatabaseError, psycopg.Error)), connection.cursor() as cursor:
+            cursor.execute("SELECT 1 / 0")
+
+    assert received(handles(swallows)) is Received.STORED
+    assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.RETRYING, 0)
