@@ -206,13 +206,9 @@ class Reception:
         return run
 
     def _shed(self, handler: Handler, reason: str) -> _Run:
-        def run(part: list[_Read]) -> list[Received]:
-            stored = admit(handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options, shed=reason)
-            if shedder := shedder_of(handler):
-                shedder.dropped(sum(became is Received.SHED for became in stored))
-            return stored
-
-        return run
+        return lambda part: admit(
+            handler, [(one.arrival, one.delivery.redelivered) for one in part], self._options, shed=reason
+        )
 
     def _why_shed(self, handler: Handler, arrival: Arrival) -> str:
         shedder = shedder_of(handler)

@@ -23,6 +23,7 @@ from django.db import DatabaseError, transaction
 
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
+from inbox.limits.shedder import shedder_of
 from inbox.receiving.outcomes import Received, admitted, unfit
 from inbox.receiving.reading import Arrival
 from inbox.store import intake, ordering
@@ -81,7 +82,10 @@ def admit(
         # The cause must be mended first: no later delivery of the queue is stored before these.
         logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(incoming))
         raise DatabaseAway(f"its deliveries cannot be stored: {describe(error)}") from error
-    return [admitted(handler, arrival, one, shed) for (arrival, _), one in zip(deliveries, taken, strict=True)]
+    became = [admitted(handler, arrival, one, shed) for (arrival, _), one in zip(deliveries, taken, strict=True)]
+    if shedder := shedder_of(handler):
+        shedder.dropped(became.count(Received.SHED))
+    return became
 
 
 def hand_over(handler: Handler, arrival: Arrival) -> None:

@@ -227,7 +227,9 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
     sent = [line for line in (tmp_path / "trace").read_text().splitlines() if re.match(r"F\s.*\s(Query|Parse|Bind)\s", line)]
     assert '"BEGIN"' in sent[0]
     assert '"inbox_begin"' in sent[1]
-    assert re.search(rf" AS INSERT INTO {InboxMessage._meta.db_table} ", statement)
+    assert re.search(
+        rf" AS WITH bound AS MATERIALIZED \([^)]*\)[^)]*\)\)? INSERT INTO {InboxMessage._meta.db_table} ", statement
+    )
 
 
 def until_decided(handler, envelope):
