@@ -26,6 +26,6 @@ def measure(lab: Lab, plan: Plan, record: Record) -> None:
         ORM: lambda: bench.consume(by_orm, ORM),
     }
     bench.alternate(plan, sides)
-    record.compare(SQL, HAND_WRITTEN, reach=">= 0.85")
-    record.compare(ORM, HAND_WRITTEN)
-    record.compare(SQL, LEAN)
+    record.compare(SQL, HAND_WRITTEN, reach=">= 0.97")
+    record.compare(ORM, HAND_WRITTEN, reach=">= 0.88")
+    record.compare(SQL, LEAN, reach=">= 0.90")

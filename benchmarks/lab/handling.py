@@ -18,8 +18,10 @@ from benchmarks.lab.workload import Keys, many_customers
 
 HAND_WRITTEN = "hand-written, kombu and psycopg"
 LEAN = "hand-written, row inserted as settled"
+BULK = "hand-written, 100 in one transaction"
 PREFETCH = 50
 """As the inbox's default."""
+_MODES = {LEAN: ["lean"], BULK: ["bulk"]}
 BLOCKS = 3
 """In every run: many short blocks see the same machine more than a few long ones do."""
 
@@ -58,7 +60,8 @@ class Bench:
         remember(project)
         fresh_queue(project)
         enqueue(project, self.count, self._keys)
-        with acting(project, "hand_written", self.count, PREFETCH, *(["lean"] if side == LEAN else [])) as consumer:
+        prefetch = 3 * PREFETCH if side == BULK else PREFETCH
+        with acting(project, "hand_written", self.count, prefetch, *_MODES.get(side, [])) as consumer:
             wait_for_end(consumer, project)
         self._settle(project, side)
 
