@@ -205,7 +205,7 @@ def announce_buried(buried: claims.Buried) -> Received:
 
 
 def _abandoned() -> Failure:
-    return Failure(error=claims.ABANDONED, retry_after=None, attempts=1)
+    return Failure(error=rows.ABANDONED, retry_after=None, attempts=1)
 
 
 def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> Received:

@@ -18,7 +18,7 @@ from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
-from inbox.store.rows import PARTLY, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
+from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_noted, note_leaving
 from outbox.database.connections import is_postgresql, lock_timeout
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
-ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
 def claim_due(

@@ -17,6 +17,7 @@ from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
+ABANDONED = f"The handler committed by itself. {PARTLY}"
 
 
 class TwinBusy(Exception):

@@ -15,7 +15,7 @@ from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
 from inbox.store.dialect import TABLE
 from inbox.store.ordering import GATE, for_gate, promote_next
-from inbox.store.rows import PARTLY, Guard
+from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import note
 from outbox.database.connections import is_postgresql
 from outbox.database.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
@@ -148,10 +148,10 @@ def bury_if_committed(guard: Guard) -> bool:
         cursor.execute(
             f"UPDATE {TABLE} SET state = 'dead', last_error = %s, settled_at = {now(connection)} "
             f"WHERE id IN (SELECT id {committed}) RETURNING id",
-            [ENDED, *given],
+            [ABANDONED, *given],
         )
         buried = [row for (row,) in cursor.fetchall()]
-        note(guard.alias, buried, was=State.DONE, reason=ENDED)
+        note(guard.alias, buried, was=State.DONE, reason=ABANDONED)
     return bool(buried)
 
 

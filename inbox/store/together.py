@@ -65,7 +65,9 @@ def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: 
         "FROM bound, (SELECT array_agg(id) AS ids, array_agg(biz_id) AS biz_ids FROM begun) AS all_begun"
     )
     values = [state.value, int(state is State.DONE)]
-    given = [json.dumps([as_json(row) for row in rows]), [row.body for row in rows]]
+    # In one order everywhere: two transactions that insert copies of the same messages must not wait for each other in a ring.
+    in_one_order = sorted(rows, key=lambda row: row.biz_id)
+    given = [json.dumps([as_json(row) for row in in_one_order]), [row.body for row in in_one_order]]
     with locked_means_busy():
         ((ids, biz_ids, begun, _),) = fetch_all(connection, sql, [as_bound(twin_timeout), *values, *given])
     return [(pk, biz_id, begun) for pk, biz_id in zip(ids or (), biz_ids or (), strict=True)]

@@ -16,7 +16,7 @@ from inbox.errors import TransactionBroken, TransactionControl, TransactionEnded
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.store import sentinel
-from inbox.store.rows import Guard
+from inbox.store.rows import ABANDONED, Guard
 from inbox.transactions.atomic_guard import none_left_open
 from inbox.transactions.persistence import statements_of_ours
 from inbox.transactions.sessions import SessionChanges
@@ -79,7 +79,7 @@ def in_transaction(
     except BaseException as error:
         if not committed:
             if guard is not None and _is_buried(guard):
-                raise TransactionEnded(sentinel.ENDED, is_stored=True) from error
+                raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise
         logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, of)
     finally:

@@ -13,6 +13,7 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.receiving.together import receive_together
 from inbox.store import arrivals, sentinel, together
+from inbox.store.rows import ABANDONED
 from tests.support.apps.effects.models import Effect
 from tests.support.deliveries import OPTIONS, an_envelope, the_effect
 
@@ -86,7 +87,7 @@ class TestTransactionThatEnded:
 
         assert received(handles(handler)) is Received.DEAD
         row = InboxMessage.objects.get()
-        assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, sentinel.ENDED, 1)
+        assert (row.state, row.last_error, Effect.objects.count()) == (State.DEAD, ABANDONED, 1)
 
     def test_second_delivery_after_such_a_commit_is_a_duplicate_of_the_dead_letter(self, handles):
         handler, envelope = handles(commits_by_the_driver), an_envelope()

@@ -16,7 +16,7 @@ from inbox.receiving.admit import hand_over
 from inbox.receiving.execute import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
-from inbox.store import arrivals, claims, due, operating
+from inbox.store import arrivals, claims, due, operating, rows
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest
 from tests.support.apps.effects.models import Effect
@@ -163,9 +163,9 @@ def test_abandoned_message_without_a_due_time_is_dead_lettered_on_every_database
         signals.message_dead.disconnect(listen)
 
     row = InboxMessage.objects.using(alias).get()
-    assert (row.state, row.last_error) == (State.DEAD, claims.ABANDONED)
+    assert (row.state, row.last_error) == (State.DEAD, rows.ABANDONED)
     assert row.settled_at is not None
-    assert announced == [(f"tests.{alias}", row.message_id, claims.ABANDONED)]
+    assert announced == [(f"tests.{alias}", row.message_id, rows.ABANDONED)]
 
 
 @contextmanager

@@ -178,7 +178,7 @@ class TestOtherTransitions:
 
         assert len(claims.bury_abandoned("default")) == 1
 
-        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, claims.ABANDONED)]
+        assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, rows.ABANDONED)]
 
     def test_refused_message_of_an_ordered_handler_is_recorded_as_dead(self, handles):
         handler = handles(the_effect, name=HANDLER, ordered=True)
