@@ -1,4 +1,4 @@
-"""Bringing back what was cancelled, has expired or is dead: an UPDATE in place of the messages' own rows."""
+"""Restoring messages that were cancelled, have expired or are dead. They keep their positions and message ids."""
 
 from __future__ import annotations
 
