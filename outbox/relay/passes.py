@@ -29,7 +29,7 @@ from outbox.relay.contention import Contention
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
-from outbox.store.claiming import Busy, DamagedRow, RelayedMessage
+from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
 from outbox.store.settling import Failure, SettledApart, Settlement
 
 logger = logging.getLogger(__name__)
@@ -115,14 +115,14 @@ class Pass:
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = lease.Lease(alias, 3 * options.BATCH_DEADLINE)
 
-    def run(self, busy: Sequence[Busy], limit: int) -> PassReport:
-        """Carry up to `limit` ready messages of those of the `busy` shards that are free.
+    def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
+        """Carry up to `limit` ready messages of those of the `shards` that are free.
 
         Raises:
             django.db.Error: the database failed; nothing is settled, everything in hand stays ready.
         """
         skipped = self.unsettled.skipped()
-        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(busy, limit, skipped)
+        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
         return replace(report, unsettled=len(skipped))
 
     def close(self) -> None:
@@ -130,14 +130,14 @@ class Pass:
         if not self._in_one_transaction:
             self._lease.release()
 
-    def _run_in_one_transaction(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         sent: tuple[_Batch, Settlement] | None = None
         begun_at = monotonic()
         try:
             with transaction.atomic(using=self._alias, durable=True):
                 claiming.bound_transaction(self._alias, self._longest)
                 begun_at = monotonic()
-                claim = claiming.claim_ready(self._alias, busy, limit, {**self.contention.skipped(), **unsettled})
+                claim = claiming.claim_ready(self._alias, shards, limit, {**self.contention.skipped(), **unsettled})
                 batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
                 sent = batch, (settlement := self._decide(batch))
                 settled = settling.settle(self._alias, settlement)
@@ -176,9 +176,9 @@ class Pass:
     def _longest(self) -> timedelta:
         return self._options.BATCH_DEADLINE + _MARGIN
 
-    def _run_by_lease(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(busy, limit, unsettled)
+        rows = self._lease.claim(shards, limit, unsettled)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:

@@ -222,8 +222,8 @@ _SHARD_HOLDERS = (
 )
 
 
-class Busy(NamedTuple):
-    """A shard that has ready messages, and the position above which its stream is to be read."""
+class BusyShard(NamedTuple):
+    """A shard that has ready messages, and the position above which to read its stream."""
 
     shard: int
     above: int
@@ -245,17 +245,17 @@ class TopicPause(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What a look at the table found.
+class WorkFound:
+    """Ready messages, retries and paused topics, as one query found them.
 
     Attributes:
-        busy: the shards that have ready messages.
+        shards: the shards that have ready messages.
         first: by shard, the first position of what was found in its stream.
         retry_in: seconds until the next message is tried again after a failure, 0 when one is due; infinite when none waits.
         paused: the topics that are paused.
     """
 
-    busy: Sequence[Busy]
+    shards: Sequence[BusyShard]
     first: Mapping[int, int]
     retry_in: float
     paused: Sequence[TopicPause] = ()
@@ -286,7 +286,7 @@ def claims_by_locks(alias: str) -> bool:
 
 def look(
     alias: str, floors: Mapping[int, int] | None = None, among: Iterable[int] = range(SHARDS), *, from_the_start: bool = False
-) -> Sight:
+) -> WorkFound:
     """Which shards `among` these have something ready above their `floors`, or anything at all? When is the next retry? Which
     topics are paused?
 
@@ -294,19 +294,19 @@ def look(
     """
     connection = connections[alias]
     floors = floors or {}
-    shards = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
+    above = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
     if is_usable(connection):
-        found = _LOOK_PREPARED.fetch(connection, [array_of(shards), array_of(shards.values())])
+        found = _LOOK_PREPARED.fetch(connection, [array_of(above), array_of(above.values())])
     else:
-        values = "VALUES " + ", ".join(map(str, shards.items()))
+        values = "VALUES " + ", ".join(map(str, above.items()))
         until = _UNTIL if is_postgresql(connection) else _UNTIL_SQLITE
         with connection.cursor() as cursor:
             cursor.execute(_look(values, live(connection), now(connection), until), [])
             found = cursor.fetchall()
     of_shards = [row[:4] for row in found if row[0] is not None]
     first = {shard: position for shard, position, _, _ in of_shards if position is not None}
-    busy = [
-        Busy(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
+    shards = [
+        BusyShard(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
         for shard, _, aside, _ in of_shards
         if shard in first or aside is not None
     ]
@@ -316,7 +316,7 @@ def look(
         for shard, *_, topic, in_trial, is_resuming, probe_in in found
         if shard is None
     ]
-    return Sight(busy=busy, first=first, retry_in=math.inf if retry_in is None else retry_in, paused=paused)
+    return WorkFound(shards=shards, first=first, retry_in=math.inf if retry_in is None else retry_in, paused=paused)
 
 
 def writers(alias: str) -> frozenset[str]:
@@ -376,8 +376,8 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
         )
 
 
-def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED) -> Claim:
-    """Take those of the `busy` shards that are free, for the rest of the open transaction, and lock their ready messages.
+def claim_ready(alias: str, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED) -> Claim:
+    """Take those of the `shards` that are free, for the rest of the open transaction, and lock their ready messages.
 
     Several statements on purpose: a snapshot taken before the locks could still show rows that the shards' previous holder has
     published meanwhile. The order is the order to send in: by priority, then by position.
@@ -386,8 +386,8 @@ def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[i
         skipped: positions not to read, with their keys, of which nothing is read either.
     """
     connection = connections[alias]
-    locked = _lock(connection, busy)
-    refused = [one.shard for one in busy if one not in locked]
+    locked = _lock(connection, shards)
+    refused = [one.shard for one in shards if one not in locked]
     if not locked:
         return Claim(refused=refused)
     each = -(-limit // len(locked))
@@ -416,17 +416,17 @@ def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
     return frozenset(row.position for row in rows if attempts.get(row.position) == row.attempts)
 
 
-def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
+def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[BusyShard]:
     if not is_postgresql(connection):
         # The writer's lock of the open transaction, or the lease, already covers every shard.
-        return list(busy)
+        return list(shards)
     with connection.cursor() as cursor:
         cursor.execute(
             f"SELECT shard FROM unnest(%s::int[]) AS s(shard) WHERE pg_try_advisory_xact_lock({LOCK_SPACE}, shard)",
-            [[one.shard for one in busy]],
+            [[one.shard for one in shards]],
         )
         locked = {shard for (shard,) in cursor.fetchall()}
-    return [one for one in busy if one.shard in locked]
+    return [one for one in shards if one.shard in locked]
 
 
 def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> frozenset[int]:
@@ -492,7 +492,7 @@ def shard_holders(alias: str, longer_than: timedelta) -> list[ShardHolder]:
 
 
 def _read(
-    connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int, skipped: Mapping[int, str]
+    connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str]
 ) -> list[RelayedMessage]:
     """Up to `each` messages of either index of every shard."""
     found: list[Any] = []

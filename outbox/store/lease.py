@@ -15,7 +15,7 @@ from outbox.database.now import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayLease
-from outbox.store.claiming import NOTHING_SKIPPED, Busy, RelayedMessage, claim_ready
+from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
 from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
 
@@ -38,9 +38,9 @@ class Lease:
         self._token = uuid.uuid4()
 
     def claim(
-        self, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
+        self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
     ) -> Sequence[RelayedMessage] | None:
-        """Renew or take the lease and read ready rows of the `busy` shards; None while another relay holds it.
+        """Renew or take the lease and read ready rows of the `shards`; None while another relay holds it.
 
         Args:
             skipped: see `claim_ready`.
@@ -48,7 +48,7 @@ class Lease:
         with transaction.atomic(using=self._alias, durable=True):
             if not self.take():
                 return None
-            rows = claim_ready(self._alias, busy, limit, skipped).rows
+            rows = claim_ready(self._alias, shards, limit, skipped).rows
             self._rows().update(in_hand=[row.position for row in rows if not row.held])
             return rows
 

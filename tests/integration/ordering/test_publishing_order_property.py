@@ -162,8 +162,8 @@ class TestKnownWaysToOvertake:
 
         with connected(peer.url) as transport:
             single = Pass("default", transport, quick())
-            single.run(found.busy, 500)
-            single.run(claiming.look("default").busy, 500)
+            single.run(found.shards, 500)
+            single.run(claiming.look("default").shards, 500)
 
         assert arrived(peer, first, second) == ids([first, second])
 

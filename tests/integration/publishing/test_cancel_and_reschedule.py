@@ -300,7 +300,7 @@ class TestPublishNow:
         assert row.state == State.READY
         assert row.deliver_at == row.available_at, "or its consumer would take it for a month old"
         assert row.expires_at - row.available_at == HOUR
-        assert claiming.look("default").busy
+        assert claiming.look("default").shards
 
     def test_publish_now_is_seen_by_the_next_relay_pass(self):
         message = published(delay=HOUR)

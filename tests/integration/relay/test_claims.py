@@ -26,7 +26,7 @@ from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import LIVE, SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
-from outbox.store.claiming import Busy, RelayedMessage
+from outbox.store.claiming import BusyShard, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
 from outbox.store.scheduling import Place
 from outbox.store.settling import Failure, Settlement
@@ -327,7 +327,7 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     def read():
         with transaction.atomic():
             seen = claiming.look("default")
-            return seen, claiming.claim_ready("default", seen.busy, 500)
+            return seen, claiming.claim_ready("default", seen.shards, 500)
 
     connection.close()
     by_prepared = read()
@@ -354,7 +354,7 @@ def test_prepared_statements_never_use_a_generic_plan():
     for _ in range(12):
         with transaction.atomic():
             claiming.look("default")
-            claiming.claim_ready("default", [Busy(shard, 0) for shard in range(64)], 500)
+            claiming.claim_ready("default", [BusyShard(shard, 0) for shard in range(64)], 500)
 
     with connection.cursor() as cursor:
         cursor.execute("SELECT name, generic_plans FROM pg_prepared_statements ORDER BY name")
@@ -416,7 +416,7 @@ class TestIndexes:
         def whole_pass():
             with transaction.atomic():
                 claiming.bound_transaction("default", HOUR)
-                rows = claiming.claim_ready("default", claiming.look("default").busy, 500).rows
+                rows = claiming.claim_ready("default", claiming.look("default").shards, 500).rows
                 settling.settle("default", Settlement(published=[row.position for row in rows]))
 
         plans = explained(whole_pass)
@@ -543,8 +543,8 @@ OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming"
 def pages_by_statement(*, by_index=False, may_sort=frozenset()):
     """How many pages each statement of the relay reads; with `by_index`, it must find its rows by an index, in order."""
     with transaction.atomic():
-        busy = claiming.look("default").busy
-        rows = claiming.claim_ready("default", busy, 500).rows
+        shards = claiming.look("default").shards
+        rows = claiming.claim_ready("default", shards, 500).rows
     assert len(rows) == 500
     positions = [row.position for row in rows]
     above = dict.fromkeys(range(64), max(positions))
@@ -553,7 +553,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
     statements = {
         "look": lambda: claiming.look("default"),
         "look above floors": lambda: claiming.look("default", above),
-        "read": lambda: claiming.claim_ready("default", busy, 500),
+        "read": lambda: claiming.claim_ready("default", shards, 500),
         "settle": lambda: settling.settle("default", settlement),
         "promote what is due": lambda: settling.promote_due("default", 1000),
         "promote what is due again": lambda: settling.promote_rested("default", 1000),
@@ -641,7 +641,7 @@ class TestPinnedVacuumHorizon:
                 def look_and_claim(rows=rows):
                     work_found = claiming.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
                     floors.end(work_found)
-                    rows += claiming.claim_ready("default", work_found.busy, 500).rows
+                    rows += claiming.claim_ready("default", work_found.shards, 500).rows
 
                 costs.append(sum(map(pages_of, measured(look_and_claim))))
                 settling.settle("default", Settlement(published=[row.position for row in rows]))

@@ -185,8 +185,8 @@ class TestWhereAMessageIs:
         with connection.execute_wrapper(note), transaction.atomic():
             publish(TOPIC, {})
             publish_many([Draft(TOPIC, {})] * 20)
-            busy = claiming.look("default").busy
-            rows = claiming.claim_ready("default", busy, 500).rows
+            shards = claiming.look("default").shards
+            rows = claiming.claim_ready("default", shards, 500).rows
             settling.promote_due("default", 10)
             settling.promote_rested("default", 10)
             settling.release_waiting("default", keys=10, each=10)

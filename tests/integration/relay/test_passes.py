@@ -472,7 +472,7 @@ def test_pass_publishes_the_messages_of_its_own_database_only(peer):
     mine, theirs = published(), published(using="other")
     with connected(peer.url) as transport:
         single = Pass("default", transport, quick())
-        single.run(claiming.look("default").busy, 10)
+        single.run(claiming.look("default").shards, 10)
         single.close()
 
     assert ids(peer.published) == [str(mine.id)]

@@ -53,7 +53,7 @@ def positions(rows):
 
 
 def take(lease):
-    return lease.claim(claiming.look("default").busy, 10)
+    return lease.claim(claiming.look("default").shards, 10)
 
 
 class TestLease:
@@ -211,7 +211,7 @@ class TestRelay:
 
         peer.script = outlast_the_lease
         with connected(peer.url) as transport:
-            report = Pass("default", transport, quick()).run(claiming.look("default").busy, 10)
+            report = Pass("default", transport, quick()).run(claiming.look("default").shards, 10)
 
         assert (report.claimed, report.settled, report.published) == (1, 0, 0)
         assert state_of(message) == State.READY
