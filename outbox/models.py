@@ -74,12 +74,12 @@ class OutboxMessage(models.Model):
                 name="outbox_stream",
                 condition=Q(state="ready", priority=0, available_at=models.F("created_at")),
             ),
-            # Everything else that is ready: prioritised, once delayed, retried, released.
+            # The secondary ready index, all other ready messages: prioritised, once delayed, retried, released.
             models.Index(
                 "shard",
                 models.F("priority").desc(),
                 "id",
-                name="outbox_aside",
+                name="outbox_ready_secondary",
                 condition=Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at"))),
             ),
             models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state="scheduled")),

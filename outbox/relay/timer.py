@@ -215,7 +215,7 @@ class Timer:
         if not self._room and now >= self._ask_for_room_at:
             batch = self._options.BATCH_SIZE
             enough = _PASSES_IN_HAND * batch
-            ready = scheduling.ready_aside(self._alias, enough + 1)
+            ready = scheduling.count_secondary_ready(self._alias, enough + 1)
             if ready <= enough:
                 self._room = _PASSES_AHEAD * batch - ready
             if ready <= enough / 2:

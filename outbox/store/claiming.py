@@ -1,9 +1,9 @@
 """What a pass of the relay reads: which shards have work, and the ready messages of those it could lock.
 
-Ready messages lie in two partial indexes. The *stream* has those that were ready when they were written and have no priority;
-it grows at its end only, so a reader may begin where it left off (its *floor*) instead of wading through the dead versions of
-everything already published. Everything else (prioritised, once delayed, retried, released) lies *aside* and is always read
-from its beginning.
+Ready messages are in two partial indexes. The *stream* contains those that were ready when they were inserted and have no
+priority. It grows only at its end, so a reader starts at its *floor* and skips the dead versions of published messages. The
+*secondary ready index* contains all others (prioritised, once delayed, retried, released), and is always read from its
+beginning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
-ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
+SECONDARY = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
 _HELD = (
     "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}))"
@@ -56,7 +56,7 @@ class RelayedMessage(NamedTuple):
         lasting: seconds until it expires, counted from when it was read; None when it never does, infinite when `expires_at`
             is damaged.
         held: an earlier message of its key failed or waits; it may not be sent yet.
-        aside: it is not in the stream.
+        is_secondary: it is in the secondary ready index, not in the stream.
         wire: the other protocol's form that it travels in (`kernel.wire`), or None.
     """
 
@@ -77,7 +77,7 @@ class RelayedMessage(NamedTuple):
     deliver: str | None
     lasting: float | None
     held: bool
-    aside: bool
+    is_secondary: bool
     wire: str | None = None
 
     @property
@@ -152,7 +152,7 @@ _LOOK = (
     # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
     f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
-    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
+    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT 1), "
     "(SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END FROM {live} m WHERE m.state = 'retrying' "
     "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
     # With it which topics are paused, so that nobody asks for them alone.
@@ -169,11 +169,11 @@ def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
 
 
 def _of_a_shard(table: str, lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
-    """What finds up to `each` of its ready messages: those aside, and those of its stream `above` a position."""
+    """Queries for up to `each` ready messages of a shard: in the secondary index, and in its stream `above` a position."""
     select = f"SELECT {_COLUMNS.format(lasting=lasting, live=table)}"
     of_it = f"m.wire FROM {table} m WHERE m.shard = {shard}{besides}"
     return [
-        f"{select}, true, {of_it} AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{select}, true, {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
         f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
@@ -307,8 +307,8 @@ def look(
     first = {shard: position for shard, position, _, _ in of_shards if position is not None}
     shards = [
         BusyShard(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
-        for shard, _, aside, _ in of_shards
-        if shard in first or aside is not None
+        for shard, _, secondary, _ in of_shards
+        if shard in first or secondary is not None
     ]
     retry_in = of_shards[0][3]
     paused = [
@@ -522,11 +522,11 @@ def _read(
 
 def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMessage]:
     """Leave out messages whose key may have an earlier one in the part of the other index that was not read."""
-    if not any(row.aside for row in rows):
+    if not any(row.is_secondary for row in rows):
         return rows
-    last_read = {(row.shard, row.aside): row for row in rows}
+    last_read = {(row.shard, row.is_secondary): row for row in rows}
     cut_at: dict[int, int] = {}
-    for part, count in Counter((row.shard, row.aside) for row in rows).items():
+    for part, count in Counter((row.shard, row.is_secondary) for row in rows).items():
         if count >= each:
             last = last_read[part]
             # What is prioritised has no key, and is read before everything that has one.
@@ -539,7 +539,7 @@ def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
     """In the types of the columns. SQLite keeps values of any type, once they are written by hand."""
     values = dict(zip(RelayedMessage._fields, row, strict=True))
     values.update(id=_uuid_text(values["id"]), body=_bytes(values["body"]))
-    values.update({name: bool(values[name]) for name in ("held", "aside")})
+    values.update({name: bool(values[name]) for name in ("held", "is_secondary")})
     values.update({name: values[name] if type(values[name]) is int else 0 for name in ("priority", "attempts")})
     values.update({name: str(values[name]) for name in _NAMES})
     return list(values.values())

@@ -25,7 +25,7 @@ from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import LIVE, PAUSE, RESUME, State
-from outbox.store.claiming import ASIDE
+from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import PAUSED_TOPICS, each_topic, live
 from outbox.store.halving import change_others
 from outbox.store.transitions import count_moved
@@ -246,7 +246,7 @@ def _has_open(alias: str, row: PausedTopic) -> bool:
     if _ready(alias, row.in_trial) or _has(alias, row.topic, State.RETRYING) or _has(alias, row.topic, State.PAUSED):
         return True
     with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT 1 FROM {live(connections[alias])} m WHERE {ASIDE} AND m.topic = %s LIMIT 1", [row.topic])
+        cursor.execute(f"SELECT 1 FROM {live(connections[alias])} m WHERE {SECONDARY} AND m.topic = %s LIMIT 1", [row.topic])
         return cursor.fetchone() is not None
 
 

@@ -18,7 +18,7 @@ from outbox.database.now import now, now_after
 from outbox.kernel.refused_rows import RefusedRows
 from outbox.models import SHARDS
 from outbox.states import FIRE
-from outbox.store.claiming import ASIDE
+from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live
 from outbox.store.halving import found_apart, may_be_halved, undone_if_refused
 from outbox.store.transitions import Found, move
@@ -147,16 +147,16 @@ def _fired(alias: str, rows: Sequence[int] | Found) -> set[int]:
     return {moved.position for moved in move(alias, FIRE, rows, reason="it is due")}
 
 
-def ready_aside(alias: str, limit: int) -> int:
-    """How many messages are ready that were not so from the start; counted up to `limit`."""
+def count_secondary_ready(alias: str, limit: int) -> int:
+    """The number of messages in the secondary ready index, counted up to `limit`."""
     connection = connections[alias]
-    aside = f"SELECT 1 FROM {live(connection)} m WHERE {ASIDE}"
+    secondary = f"SELECT 1 FROM {live(connection)} m WHERE {SECONDARY}"
     if is_postgresql(connection):
         # Shard by shard, so that their index is read, and not the table.
-        of_a_shard = f"{aside} AND m.shard = s.shard LIMIT {limit:d}"
-        aside = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"
+        of_a_shard = f"{secondary} AND m.shard = s.shard LIMIT {limit:d}"
+        secondary = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM ({aside} LIMIT {limit:d}) counted")
+        cursor.execute(f"SELECT count(*) FROM ({secondary} LIMIT {limit:d}) counted")
         count: int = cursor.fetchone()[0]
     return count
 

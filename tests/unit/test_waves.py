@@ -28,7 +28,7 @@ def a_message(position, key=""):
         deliver=None,
         lasting=None,
         held=False,
-        aside=False,
+        is_secondary=False,
     )
 
 

@@ -386,7 +386,7 @@ class TestIndexes:
         assert "Seq Scan on outbox_outboxmessage" not in locking
         for plan in (looking, reading):
             assert "outbox_stream" in plan
-            assert "outbox_aside" in plan
+            assert "outbox_ready_secondary" in plan
             assert "Seq Scan on outbox_outboxmessage" not in plan
             assert "Sort Key: m." not in plan, "the index gives the order"
         assert "outbox_rested" in looking
@@ -561,7 +561,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "upcoming after a place": lambda: scheduling.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
         "fire": lambda: scheduling.fire("default", positions[:50]),  # by their ids, some pages for each
-        "room": lambda: scheduling.ready_aside("default", 2000),
+        "room": lambda: scheduling.count_secondary_ready("default", 2000),
         "release": lambda: settling.release_waiting("default", keys=200, each=500),
     }
     pages = {}
@@ -720,8 +720,8 @@ def ready_rows_of_a_shard(draw):
         a_ready_row(
             position,
             key=(key := draw(st.sampled_from(["", "", "a", "b", "c"]))),
-            aside=(aside := draw(st.booleans())),
-            priority=draw(st.integers(0, 2)) if aside and not key else 0,
+            is_secondary=(is_secondary := draw(st.booleans())),
+            priority=draw(st.integers(0, 2)) if is_secondary and not key else 0,
         )
         for position in range(1, draw(st.integers(1, 25)))
     ]
@@ -736,10 +736,10 @@ def a_ready_row(position, **values):
 @settings(max_examples=500, deadline=None)
 def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_rows):
     rows, each = given_rows
-    aside = sorted((row for row in rows if row.aside), key=lambda row: (-row.priority, row.position))
-    stream = [row for row in rows if not row.aside]
+    secondary = sorted((row for row in rows if row.is_secondary), key=lambda row: (-row.priority, row.position))
+    stream = [row for row in rows if not row.is_secondary]
 
-    kept = claiming._without_overtakers([*aside[:each], *stream[:each]], each)
+    kept = claiming._without_overtakers([*secondary[:each], *stream[:each]], each)
 
     in_hand = {row.position for row in kept}
     for row in kept:
