@@ -83,7 +83,7 @@ class OutboxMessage(models.Model):
                 condition=Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at"))),
             ),
             models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state="scheduled")),
-            models.Index(fields=["available_at", "id"], name="outbox_rested", condition=Q(state="retrying")),
+            models.Index(fields=["available_at", "id"], name="outbox_retrying", condition=Q(state="retrying")),
             # What the timing wheel reads, topic by topic, so that a burst of one does not hide the others.
             models.Index(fields=["topic", "available_at", "id"], name="outbox_schedule", condition=Q(state="scheduled")),
             # By state first: what is stuck, and long due, must not lie in the way of the next check.

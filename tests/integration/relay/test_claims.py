@@ -389,7 +389,7 @@ class TestIndexes:
             assert "outbox_ready_secondary" in plan
             assert "Seq Scan on outbox_outboxmessage" not in plan
             assert "Sort Key: m." not in plan, "the index gives the order"
-        assert "outbox_rested" in looking
+        assert "outbox_retrying" in looking
         assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
         assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
 
