@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_REST_SECONDS = 0.01
 _LONGEST_CONTENDED_SECONDS = 0.1
-_PROMOTED_PER_ROUND = 1000
+_MADE_READY_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
@@ -204,14 +204,14 @@ class Relay:
         topics.store()
         # A full pass has left more in the same shards, which the next pass need not look for.
         self._more = found.shards if report.published == self._size.now else ()
-        # Rows that are due and are not promoted are in the hands of another relay that promotes them.
+        # Due rows that are not made ready here are locked by another relay, which makes them ready.
         self._retry_in, self._moved = found.retry_in, 0
         if found.retry_in <= 0:
-            self._moved = settling.promote_rested(self._alias, _PROMOTED_PER_ROUND, self._stuck_retrying)
+            self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_retrying)
             if self._stuck_retrying and not self._moved:
                 self._retry_in = _BESIDE_STUCK_SECONDS  # those hide when the next one is due
         if not self._timed:
-            self._moved += settling.promote_due(self._alias, _PROMOTED_PER_ROUND, self._stuck_scheduled)
+            self._moved += settling.make_scheduled_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_scheduled)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
         if made_ready := topics.make_ready(self._size.now // 2):

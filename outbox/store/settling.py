@@ -190,25 +190,25 @@ def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
     return _settle(alias, transition, failure.positions, called, reason=failure.error, recorded=failure.matters, **given)
 
 
-def promote_rested(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
+def make_retrying_ready(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
     """Try up to `limit` messages again whose backoff has ended; how many.
 
     Args:
         refused: the rows that the database refuses to change. They are left out, and the others are changed; None raises.
     """
-    return _promote(alias, TRY_AGAIN, limit, refused)
+    return _make_due_ready(alias, TRY_AGAIN, limit, refused)
 
 
-def promote_due(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
+def make_scheduled_ready(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
     """Make up to `limit` messages ready whose time has come; how many. For a relay without a timer beside it.
 
     Args:
-        refused: see `promote_rested`.
+        refused: see `make_retrying_ready`.
     """
-    return _promote(alias, FIRE, limit, refused)
+    return _make_due_ready(alias, FIRE, limit, refused)
 
 
-def _promote(alias: str, transition: Transition, limit: int, refused: RefusedRows | None) -> int:
+def _make_due_ready(alias: str, transition: Transition, limit: int, refused: RefusedRows | None) -> int:
     connection = connections[alias]
     (source,) = transition.sources
     due, parameters = f"state = '{source}' AND available_at <= {now(connection)}", []
@@ -225,7 +225,7 @@ def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | 
     The keys are found one by one along the index, however many messages wait behind each.
 
     Args:
-        refused: see `promote_rested`; all of their keys is left.
+        refused: see `make_retrying_ready`; all of their keys is left.
     """
     connection = connections[alias]
     table = live(connection)

@@ -372,7 +372,7 @@ def test_cancelled_dead_head_releases_its_key():
 def test_message_promoted_when_due_can_still_be_cancelled():
     message = published(delay=HOUR)
     OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
-    assert settling.promote_due("default", 10) == 1
+    assert settling.make_scheduled_ready("default", 10) == 1
 
     assert cancel(message.id) == CANCELLED
 

@@ -404,7 +404,7 @@ class TestIndexes:
         assert "Seq Scan on outbox_outboxmessage" not in reading
 
     def test_due_messages_are_found_by_index(self, published_before):
-        [plan] = explained(lambda: settling.promote_due("default", 1_000))
+        [plan] = explained(lambda: settling.make_scheduled_ready("default", 1_000))
 
         assert "outbox_due" in plan
         assert "Seq Scan on outbox_outboxmessage" not in plan
@@ -432,7 +432,7 @@ class TestIndexes:
         fresh.filter(pk__in=fresh.values_list("pk")[:2_500]).update(state=State.RETRYING, available_at=DatabaseTime(-HOUR))
         fresh.update(state=State.WAITING)
 
-        plans = explained(lambda: settling.promote_rested("default", 1_000))
+        plans = explained(lambda: settling.make_retrying_ready("default", 1_000))
         OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED, day=Today())
         plans += explained(lambda: settling.release_waiting("default", keys=1, each=100))[1:]
 
@@ -470,7 +470,7 @@ class TestIndexes:
         )
         analyse()
 
-        [plan] = explained(lambda: settling.promote_due("default", 1_000))
+        [plan] = explained(lambda: settling.make_scheduled_ready("default", 1_000))
 
         assert re.search(r"Index Scan using outbox_due [^\n]*\n\s+Index Cond: \(?.*available_at <= ", plan), plan
 
@@ -555,8 +555,8 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "look above floors": lambda: claiming.look("default", above),
         "read": lambda: claiming.claim_ready("default", shards, 500),
         "settle": lambda: settling.settle("default", settlement),
-        "promote what is due": lambda: settling.promote_due("default", 1000),
-        "promote what is due again": lambda: settling.promote_rested("default", 1000),
+        "promote what is due": lambda: settling.make_scheduled_ready("default", 1000),
+        "promote what is due again": lambda: settling.make_retrying_ready("default", 1000),
         "upcoming": lambda: scheduling.upcoming("default", {}, HOUR, 500),
         "upcoming after a place": lambda: scheduling.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), HOUR, HOUR, 500),

@@ -137,7 +137,7 @@ class TestFailedAttempt:
         answering(peer, bad="nack")
         one_pass(transport)
         set_columns(message, available_at=DatabaseTime())
-        settling.promote_rested("default", 10)
+        settling.make_retrying_ready("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -401,7 +401,7 @@ class TestOrder:
         answering(peer, k1="nack")
         one_pass(transport)
         OutboxMessage.objects.filter(state=State.RETRYING).update(available_at=DatabaseTime())
-        settling.promote_rested("default", 10)
+        settling.make_retrying_ready("default", 10)
         answering(peer)
 
         one_pass(transport)
