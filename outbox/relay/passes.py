@@ -224,7 +224,7 @@ class Pass:
                 continue
             if self.topics.stops(row.topic, row.position):
                 batch.paused.setdefault(row.topic, []).append(row.position)
-            elif row.held or row.key in stopped_keys:
+            elif row.is_blocked or row.key in stopped_keys:
                 continue
             elif row.position in self._refused or self.topics.is_paused(row.topic):
                 batch.alone.append(row)
@@ -334,7 +334,7 @@ class Pass:
         settlement = Settlement(
             published=published,
             expired=[row.position for row in batch.rows if row.expired],
-            waiting=[row.position for row in batch.rows if row.held and not (row.expired or row.topic in batch.paused)],
+            waiting=[row.position for row in batch.rows if row.is_blocked and not (row.expired or row.topic in batch.paused)],
             failed=[
                 *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
                 *(Failure(positions=[row], error=damage, retry_after=None) for row, damage in batch.damaged.items()),

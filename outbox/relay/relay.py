@@ -187,7 +187,7 @@ class Relay:
         self._stop.wait(self._trouble.next_seconds())
 
     def _work(self, *, drain: bool) -> PassReport:
-        """Look; run a pass over what is ready; make ready what is to be retried, is due, or is no longer held."""
+        """Look; run a pass over what is ready; make ready what is to be retried, is due, or is no longer blocked."""
         if self._more:
             shards, self._more = self._more, ()
             self._moved = 0

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
 SECONDARY = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
-_HELD = (
+_IS_BLOCKED = (
     "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}))"
 ).format(states=", ".join(f"'{state}'" for state in HOLDING_KEY))
@@ -55,7 +55,7 @@ class RelayedMessage(NamedTuple):
         attempts: failed or successful tries before this one.
         lasting: seconds until it expires, counted from when it was read; None when it never does, infinite when `expires_at`
             is damaged.
-        held: an earlier message of its key failed or waits; it may not be sent yet.
+        is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
         is_secondary: it is in the secondary ready index, not in the stream.
         wire: the other protocol's form that it travels in (`kernel.wire`), or None.
     """
@@ -76,7 +76,7 @@ class RelayedMessage(NamedTuple):
     created: str
     deliver: str | None
     lasting: float | None
-    held: bool
+    is_blocked: bool
     is_secondary: bool
     wire: str | None = None
 
@@ -138,7 +138,7 @@ _LONGEST_WAIT_FOR_A_LOCK = 1000
 _COLUMNS = (
     "m.id, m.shard, CAST(m.message_id AS text), m.topic, m.biz_id, m.key, m.priority, m.body, CAST(m.headers AS text), "
     "m.correlation_id, m.causation_id, m.traceparent, m.attempts, CAST(m.created_at AS text), CAST(m.deliver_at AS text), "
-    f"{{lasting}}, {_HELD}"
+    f"{{lasting}}, {_IS_BLOCKED}"
 )
 _LASTING = (
     "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
@@ -539,7 +539,7 @@ def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
     """In the types of the columns. SQLite keeps values of any type, once they are written by hand."""
     values = dict(zip(RelayedMessage._fields, row, strict=True))
     values.update(id=_uuid_text(values["id"]), body=_bytes(values["body"]))
-    values.update({name: bool(values[name]) for name in ("held", "is_secondary")})
+    values.update({name: bool(values[name]) for name in ("is_blocked", "is_secondary")})
     values.update({name: values[name] if type(values[name]) is int else 0 for name in ("priority", "attempts")})
     values.update({name: str(values[name]) for name in _NAMES})
     return list(values.values())

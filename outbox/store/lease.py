@@ -49,7 +49,7 @@ class Lease:
             if not self.take():
                 return None
             rows = claim_ready(self._alias, shards, limit, skipped).rows
-            self._rows().update(in_hand=[row.position for row in rows if not row.held])
+            self._rows().update(in_hand=[row.position for row in rows if not row.is_blocked])
             return rows
 
     def settle(self, settlement: Settlement) -> int:

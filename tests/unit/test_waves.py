@@ -27,7 +27,7 @@ def a_message(position, key=""):
         created="2026-03-01 00:00:00+00",
         deliver=None,
         lasting=None,
-        held=False,
+        is_blocked=False,
         is_secondary=False,
     )
 

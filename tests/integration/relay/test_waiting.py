@@ -379,7 +379,7 @@ class TestOvertaking:
         with transaction.atomic():
             rows = claiming.claim_ready("default", shards, 100).rows
 
-        assert [row.position for row in rows if not row.held] == [head.position, second.position]
+        assert [row.position for row in rows if not row.is_blocked] == [head.position, second.position]
 
     def test_messages_released_between_reading_the_shards_and_claiming_are_not_overtaken(self):
         first, second, third = some("1", "2", "3")
@@ -391,7 +391,7 @@ class TestOvertaking:
         with transaction.atomic():
             rows = claiming.claim_ready("default", shards, 100).rows
 
-        assert [row.position for row in rows if not row.held] == [first.position, second.position, third.position]
+        assert [row.position for row in rows if not row.is_blocked] == [first.position, second.position, third.position]
 
 
 class TestCostOfWaiting:
