@@ -284,7 +284,7 @@ class Pass:
             position=row.position,
             priority=row.priority,
             wire=row.wire,
-            lasting=row.lasting,
+            expires_in_seconds=row.expires_in_seconds,
             envelope=Envelope(
                 id=row.id,
                 topic=row.topic,

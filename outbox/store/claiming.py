@@ -53,8 +53,7 @@ class RelayedMessage(NamedTuple):
     Attributes:
         position: the row's id.
         attempts: failed or successful tries before this one.
-        lasting: seconds until it expires, counted from when it was read; None when it never does, infinite when `expires_at`
-            is damaged.
+        expires_in_seconds: counted from when it was read; None if it never expires, infinite if `expires_at` is damaged.
         is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
         is_secondary: it is in the secondary ready index, not in the stream.
         wire: the other protocol's form that it travels in (`kernel.wire`), or None.
@@ -75,7 +74,7 @@ class RelayedMessage(NamedTuple):
     attempts: int
     created: str
     deliver: str | None
-    lasting: float | None
+    expires_in_seconds: float | None
     is_blocked: bool
     is_secondary: bool
     wire: str | None = None
@@ -91,7 +90,7 @@ class RelayedMessage(NamedTuple):
 
     def expires_within(self, seconds: float) -> bool:
         """It may not be sent any more so long after it was read."""
-        return self.lasting is not None and self.lasting <= seconds
+        return self.expires_in_seconds is not None and self.expires_in_seconds <= seconds
 
     @property
     def headers(self) -> Mapping[str, Any]:
@@ -119,7 +118,7 @@ class RelayedMessage(NamedTuple):
         Raises:
             DamagedRow: it cannot be sent as it is.
         """
-        if self.lasting is not None and not math.isfinite(self.lasting):
+        if self.expires_in_seconds is not None and not math.isfinite(self.expires_in_seconds):
             raise DamagedRow("expires_at is not an instant")
         if self.priority > _HIGHEST_PRIORITY:
             raise DamagedRow(f"priority is {self.priority}, and no broker takes more than {_HIGHEST_PRIORITY}")
@@ -138,14 +137,14 @@ _LONGEST_WAIT_FOR_A_LOCK = 1000
 _COLUMNS = (
     "m.id, m.shard, CAST(m.message_id AS text), m.topic, m.biz_id, m.key, m.priority, m.body, CAST(m.headers AS text), "
     "m.correlation_id, m.causation_id, m.traceparent, m.attempts, CAST(m.created_at AS text), CAST(m.deliver_at AS text), "
-    f"{{lasting}}, {_IS_BLOCKED}"
+    f"{{expires_in}}, {_IS_BLOCKED}"
 )
-_LASTING = (
+_EXPIRES_IN_SECONDS = (
     "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
     "THEN CAST(EXTRACT(EPOCH FROM m.expires_at - {now}) AS float8) ELSE float8 'infinity' END"
 )
 """NULL where there is no expiry, which costs less than any value."""
-_LASTING_SQLITE = (
+_EXPIRES_IN_SECONDS_SQLITE = (
     "CASE WHEN m.expires_at IS NOT NULL THEN COALESCE((julianday(m.expires_at) - julianday({now})) * 86400, 9e999) END"
 )
 _LOOK = (
@@ -168,9 +167,9 @@ def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
     return _LOOK.format(shards=shards, live=table, now=at, retry_in=retry_in, probe_in=probe_in)
 
 
-def _of_a_shard(table: str, lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
+def _of_a_shard(table: str, expires_in: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
     """Queries for up to `each` ready messages of a shard: in the secondary index, and in its stream `above` a position."""
-    select = f"SELECT {_COLUMNS.format(lasting=lasting, live=table)}"
+    select = f"SELECT {_COLUMNS.format(expires_in=expires_in, live=table)}"
     of_it = f"m.wire FROM {table} m WHERE m.shard = {shard}{besides}"
     return [
         f"{select}, true, {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
@@ -180,7 +179,7 @@ def _of_a_shard(table: str, lasting: str, shard: object, above: object, each: st
 
 def _of_shards(shards: str, floors: str, each: str, besides: str = "") -> str:
     """The same of several, in one statement, so that what changes from one index to the other is seen in one of them."""
-    of_a_shard = _of_a_shard(LIVE_PART, _LASTING.format(now=_NOW), "s.shard", "s.above", each, besides)
+    of_a_shard = _of_a_shard(LIVE_PART, _EXPIRES_IN_SECONDS.format(now=_NOW), "s.shard", "s.above", each, besides)
     parts = " UNION ALL ".join(f"({part})" for part in of_a_shard)
     return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
 
@@ -509,10 +508,10 @@ def _read(
                 found = cursor.fetchall()
     else:
         # The open transaction is the only one that writes, so here several statements see the same.
-        lasting = _LASTING_SQLITE.format(now=now(connection))
+        expires_in = _EXPIRES_IN_SECONDS_SQLITE.format(now=now(connection))
         without = _BESIDES_SQLITE if skipped else ""
         besides = [json.dumps(list(skipped)), json.dumps([key for key in skipped.values() if key])] if skipped else []
-        parts = chain.from_iterable(_of_a_shard(TABLE, lasting, *one, "%s", without) for one in shards)
+        parts = chain.from_iterable(_of_a_shard(TABLE, expires_in, *one, "%s", without) for one in shards)
         with connection.cursor() as cursor:
             for part in parts:
                 cursor.execute(part, [*besides, each])

@@ -337,9 +337,12 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     (work_found, claim), (same_work_found, same_claim) = by_prepared, by_cursor
     assert len(claim.rows) == 2
     assert (work_found, claim.refused) == (same_work_found, same_claim.refused)
-    assert [row._replace(lasting=None) for row in claim.rows] == [row._replace(lasting=None) for row in same_claim.rows]
+    assert [row._replace(expires_in_seconds=None) for row in claim.rows] == [
+        row._replace(expires_in_seconds=None) for row in same_claim.rows
+    ]
     [(first, second), (none, none_either)] = sorted(
-        ((row.lasting, same.lasting) for row, same in zip(claim.rows, same_claim.rows, strict=True)), key=str
+        ((row.expires_in_seconds, same.expires_in_seconds) for row, same in zip(claim.rows, same_claim.rows, strict=True)),
+        key=str,
     )
     assert none is none_either is None
     assert HOUR.total_seconds() >= first >= second > 0, "what is left, and that is less each time"
