@@ -81,7 +81,7 @@ def topics_called(transition: Transition) -> set[str]:
     return {topic for topic, event, _ in registry if event in transition.targets}
 
 
-def note_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]) -> None:
+def record_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]) -> None:
     """Write, in the transaction that settled these messages, whom to tell what became of them."""
     wanted = list(registry)
     if not (wanted and message_ids):

@@ -34,7 +34,7 @@ from outbox.states import (
 from outbox.store.dialect import any_of, live
 from outbox.store.halving import change_apart, count_moved_of_others
 from outbox.store.pausing import pause_in_hand
-from outbox.store.pending_callbacks import note_calls, topics_called
+from outbox.store.pending_callbacks import record_calls, topics_called
 from outbox.store.transitions import Found, count_moved, delete, move
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
@@ -120,7 +120,7 @@ def settle(alias: str, settlement: Settlement) -> int:
     changed += count_moved(alias, HOLD, settlement.waiting)
     changed += sum(_fail(alias, failure, called) for failure in settlement.failed)
     changed += pause_in_hand(alias, settlement.paused)
-    note_calls(connections[alias], called)
+    record_calls(connections[alias], called)
     return changed
 
 
