@@ -193,7 +193,7 @@ def delete_days(alias: str, last: int, *, chunk: int) -> Iterator[int]:
     yield from _deleted(rows.filter(day__in=days_in_default), chunk) if days_in_default else ()
 
 
-def days_kept(alias: str, last: int) -> list[int]:
+def days_with_pending_callbacks(alias: str, last: int) -> list[int]:
     """Of the days up to the `last`, those of which a callback is still to be told."""
     pending = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY, day__lte=last).filter(_IS_PENDING)
     return sorted(set(pending.values_list("day", flat=True)))

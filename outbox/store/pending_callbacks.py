@@ -76,7 +76,7 @@ class CallLost(Exception):
     """Somebody else has taken over the call, or its transaction cannot commit."""
 
 
-def topics_called(transition: Transition) -> set[str]:
+def topics_with_callbacks(transition: Transition) -> set[str]:
     """The topics of which a callback wants to be told that a message has gone through this transition."""
     return {topic for topic, event, _ in registry if event in transition.targets}
 
@@ -172,16 +172,16 @@ def finish_call(call: DueCall) -> None:
         raise CallLost("it returned, but it had its transaction rolled back behind Django's back")
 
 
-def put_off_call(call: DueCall, error: str, rest: timedelta) -> bool:
-    """It failed: due again after `rest`. False: its row is gone, or somebody else has it."""
+def defer_call(call: DueCall, error: str, backoff: timedelta) -> bool:
+    """Record a failed call, which is due again after `backoff`. False: its row is deleted, or another process has it."""
     return bool(
         _rows(call.alias)
         .filter(pk=call.pending, attempts=call.number)
-        .update(available_at=DatabaseTime(rest), last_error=printable(error, ERROR_LENGTH))
+        .update(available_at=DatabaseTime(backoff), last_error=printable(error, ERROR_LENGTH))
     )
 
 
-def keep_call(call: DueCall, lease: timedelta, said: str) -> None:
+def extend_call_lease(call: DueCall, lease: timedelta, said: str) -> None:
     """It is still running: nobody else begins it before another `lease` is over.
 
     While its transaction is open the row is locked by that, and claims pass over it anyway. On SQLite nobody else writes then.

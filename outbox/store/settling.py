@@ -34,7 +34,7 @@ from outbox.states import (
 from outbox.store.dialect import any_of, live
 from outbox.store.halving import change_apart, count_moved_of_others
 from outbox.store.pausing import pause_in_hand
-from outbox.store.pending_callbacks import record_calls, topics_called
+from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.transitions import Found, count_moved, delete, move
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
@@ -133,7 +133,7 @@ def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> i
 def _publish_and_forget(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
     """Delete them, but for those whose callbacks will ask for them."""
     kept: set[int] = set()
-    if topics := topics_called(CONFIRM):
+    if topics := topics_with_callbacks(CONFIRM):
         messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
         kept = set(messages.values_list("pk", flat=True))
     forgotten = delete(alias, CONFIRM, [position for position in positions if position not in kept])
@@ -142,7 +142,7 @@ def _publish_and_forget(alias: str, positions: Sequence[int], called: list[uuid.
 
 def _settle(alias: str, transition: Transition, positions: Sequence[int], called: list[uuid.UUID], **options: Any) -> int:
     """How many rows changed; in `called` go those of which a callback may have to be told."""
-    if not topics_called(transition):
+    if not topics_with_callbacks(transition):
         return count_moved(alias, transition, positions, **options)
     moved = move(alias, transition, positions, **options)
     called += [message_id for _, message_id, *_ in moved]
