@@ -28,7 +28,7 @@ from outbox.states import LIVE, SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
 from outbox.store.claiming import BusyShard, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
-from outbox.store.scheduling import Place
+from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import (
@@ -539,7 +539,7 @@ def filled(state, count, *, key="''", due="now()"):
         )
 
 
-OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after a place", "newly scheduled"}
+OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after an offset", "newly scheduled"}
 """What is due is sorted when the statistics know of nothing that is."""
 
 
@@ -561,7 +561,7 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
         "promote what is due": lambda: settling.make_scheduled_ready("default", 1000),
         "promote what is due again": lambda: settling.make_retrying_ready("default", 1000),
         "upcoming": lambda: scheduling.upcoming("default", {}, HOUR, 500),
-        "upcoming after a place": lambda: scheduling.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
+        "upcoming after an offset": lambda: scheduling.upcoming("default", {TOPIC: Offset("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
         "fire": lambda: scheduling.fire("default", positions[:50]),  # by their ids, some pages for each
         "room": lambda: scheduling.count_secondary_ready("default", 2000),
