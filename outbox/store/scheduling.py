@@ -116,7 +116,7 @@ def fire(alias: str, positions: Sequence[int], refused: RefusedRows | None = Non
     Rows that another transaction has locked, for example to cancel them, are skipped.
 
     Args:
-        refused: the rows that the database refuses to change, which are skipped. With None such a row raises.
+        refused: the rows that the database refuses to change, which are skipped. With None its error is raised.
     """
     connection = connections[alias]
     if refused is not None and (skipped := refused.skipped()):

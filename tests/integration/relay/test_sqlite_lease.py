@@ -62,7 +62,7 @@ class TestLease:
 
         assert positions(take(ours)) == [message.position]
         assert take(theirs) is None
-        assert theirs.holder() == ours.holder() != "nobody"
+        assert theirs.holder() == ours.holder() != "another relay"
 
     def test_every_claim_renews_the_lease(self, ours, theirs):
         take(ours)
@@ -75,7 +75,7 @@ class TestLease:
         take(ours)
         ours.release()
 
-        assert theirs.holder() == "nobody"
+        assert theirs.holder() == "another relay"
         assert list(take(theirs)) == []
 
     def test_expired_lease_goes_to_the_next_relay(self, ours, theirs):
