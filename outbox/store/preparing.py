@@ -23,7 +23,7 @@ from outbox.store.dialect import live
 from outbox.store.transitions import Found, move
 
 _MOST_REPORTED = 500
-_NO_CHECKER = "no answer: no process that runs has a checker for its topic"
+_NO_CHECKER = "no answer: no running process has a checker for its topic"
 
 
 def commit_prepared(alias: str, position: int, *, reason: str = "") -> bool:
