@@ -341,7 +341,7 @@ class TestDelayLevel:
     def test_delay_level_beyond_the_longest_delay_is_refused(self, settings):
         settings.OUTBOX = {"DELAY_LEVELS": ["9999d"]}
 
-        with pytest.raises(InvalidMessage, match="the longest span"):
+        with pytest.raises(InvalidMessage, match="the longest duration"):
             published(delay_level=1)
 
 
