@@ -1,9 +1,9 @@
 """Executes the transitions that `outbox.states` declares: one guarded statement, and its entries in the trail.
 
-No other code changes the state of a message. The statement is an UPDATE, unless the transition settles or restores the message:
-then on PostgreSQL one statement deletes the row from one part of the table and inserts it into another. A statement that waits
-for the row then finds no row, as if its guard had found another state. An UPDATE of `day` would also move the row, but raise an
-error in the statements that wait for it.
+No other code changes the state of a message. The statement is an UPDATE, unless the transition moves the message into history
+or out of it: then on PostgreSQL one statement deletes the row from one part of the table and inserts it into another. A
+statement that waits for the row then finds no row, as if its guard had found another state. An UPDATE of `day` would also move
+the row, but raise an error in the statements that wait for it.
 """
 
 from __future__ import annotations
