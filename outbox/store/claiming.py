@@ -134,11 +134,18 @@ _NAMES = ("topic", "biz_id", "key", "correlation_id", "causation_id", "tracepare
 _NO_POSITION = 2**63
 _LONGEST_WAIT_FOR_A_LOCK = 1000
 """In milliseconds. A pass skips the shards and rows that another session has locked; it waits for locks of tables."""
-_COLUMNS = (
-    "m.id, m.shard, CAST(m.message_id AS text), m.topic, m.biz_id, m.key, m.priority, m.body, CAST(m.headers AS text), "
-    "m.correlation_id, m.causation_id, m.traceparent, m.attempts, CAST(m.created_at AS text), CAST(m.deliver_at AS text), "
-    f"{{expires_in}}, {_IS_BLOCKED}"
-)
+_READ_AS = {
+    "position": "m.id",
+    "id": "CAST(m.message_id AS text)",
+    "headers_json": "CAST(m.headers AS text)",
+    "created": "CAST(m.created_at AS text)",
+    "deliver": "CAST(m.deliver_at AS text)",
+    "expires_in_seconds": "{expires_in}",
+    "is_blocked": _IS_BLOCKED,
+    "is_secondary": "{{is_secondary}}",
+}
+_SELECT = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
+"""The fields of a `RelayedMessage`: columns of that name, or an expression."""
 _EXPIRES_IN_SECONDS = (
     "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
     "THEN CAST(EXTRACT(EPOCH FROM m.expires_at - {now}) AS float8) ELSE float8 'infinity' END"
@@ -169,11 +176,11 @@ def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
 
 def _of_a_shard(table: str, expires_in: str, shard: object, above: object, each: str, not_skipped: str = "") -> list[str]:
     """Queries for up to `each` ready messages of a shard: in the secondary index, and in its stream `above` a position."""
-    select = f"SELECT {_COLUMNS.format(expires_in=expires_in, live=table)}"
-    of_it = f"m.wire FROM {table} m WHERE m.shard = {shard}{not_skipped}"
+    select = _SELECT.format(expires_in=expires_in, live=table)
+    of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
-        f"{select}, true, {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+        f"{select.format(is_secondary='true')} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{select.format(is_secondary='false')} {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 

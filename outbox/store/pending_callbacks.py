@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
-from outbox.callbacks import Event, SettledMessage, registry
+from outbox.callbacks import SettledMessage, registry
 from outbox.database.connections import is_postgresql
 from outbox.database.faults import is_outage
 from outbox.database.now import DatabaseTime, now
@@ -230,24 +230,18 @@ def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:
 
 def _settled(pending: PendingCallback, alias: str) -> SettledMessage:
     message = pending.message
-    return SettledMessage(
-        event=cast("Event", pending.event),
-        error=pending.reason,
-        state=message.state,
-        using=alias,
-        id=message.message_id,
-        topic=message.topic,
-        biz_id=message.biz_id,
-        key=message.key,
-        payload=_payload(message),
-        headers=_headers(message),
-        correlation_id=message.correlation_id,
-        causation_id=message.causation_id,
-        attempts=message.attempts,
-        created_at=message.created_at,
-        settled_at=pending.settled_at,
-        call=pending.attempts,
-    )
+    of_the_call: dict[str, Any] = {
+        "event": pending.event,
+        "error": pending.reason,
+        "using": alias,
+        "id": message.message_id,
+        "payload": _payload(message),
+        "headers": _headers(message),
+        "settled_at": pending.settled_at,
+        "call": pending.attempts,
+    }
+    names = [field.name for field in fields(SettledMessage)]
+    return SettledMessage(**{name: of_the_call[name] if name in of_the_call else getattr(message, name) for name in names})
 
 
 def _headers(message: OutboxMessage) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
@@ -54,17 +55,17 @@ class NewRow(NamedTuple):
     expires_in: timedelta | None
 
     @property
+    def shard(self) -> int:
+        """A hash of its key or, without one, of its message id. All messages of a key are in one shard."""
+        return zlib.crc32(self.key.encode() or self.message_id.bytes) % SHARDS
+
+    @property
     def state(self) -> str:
         """The state in which it is inserted, unless it is prepared."""
         return _SCHEDULED if self.deliver_at is not None or self.delay else _READY
 
 
-def shard_of(row: NewRow) -> int:
-    """The shard of a message: a hash of its key or, without one, of its message id. All messages of a key are in one shard."""
-    return zlib.crc32(row.key.encode() or row.message_id.bytes) % SHARDS
-
-
-_COLUMNS = {
+_GIVEN = {
     "message_id": "uuid",
     "topic": "varchar",
     "biz_id": "varchar",
@@ -77,6 +78,9 @@ _COLUMNS = {
     "causation_id": "varchar",
     "traceparent": "varchar",
     "is_unique": "bool",
+}
+"""The columns that a `NewRow` has a value for, with the PostgreSQL type in which a COPY encodes each."""
+_COMPUTED = {
     "attempts": "int4",
     "last_error": "text",
     "created_at": "timestamptz",
@@ -85,8 +89,9 @@ _COLUMNS = {
     "expires_at": "timestamptz",
     "state": "varchar",
 }
-"""The inserted columns, with the PostgreSQL type in which a COPY encodes each."""
-
+_COLUMNS = _GIVEN | _COMPUTED
+_given = attrgetter(*_GIVEN)
+_HEADERS = [*_GIVEN].index("headers")
 _INTO = f"({', '.join(_COLUMNS)}) VALUES"
 _INTO_FORMED = f"({', '.join(_COLUMNS)}, wire) VALUES"
 _COPY = f"COPY {LIVE_PART} (id, {', '.join(_COLUMNS)}) FROM STDIN (FORMAT BINARY)"
@@ -208,46 +213,17 @@ def _copy(connection: BaseDatabaseWrapper, cursor: Any, rows: Sequence[NewRow]) 
 def _copied(row: NewRow, position: int, created_at: datetime) -> tuple[Any, ...]:
     deliver_at = row.deliver_at or (created_at + row.delay if row.delay else None)
     available_at = deliver_at or created_at
-    return (
-        position,
-        row.message_id,
-        row.topic,
-        row.biz_id,
-        row.key,
-        shard_of(row),
-        row.priority,
-        row.body,
-        "\x01" + row.headers,  # jsonb in binary form: the number of its format, and its text
-        row.correlation_id,
-        row.causation_id,
-        row.traceparent,
-        row.is_unique,
-        0,
-        "",
-        created_at,
-        deliver_at,
-        available_at,
-        available_at + row.expires_in if row.expires_in else None,
-        row.state,
-    )
+    given = list(_given(row))
+    given[_HEADERS] = "\x01" + row.headers  # jsonb in binary form: the number of its format, and its text
+    expires_at = available_at + row.expires_in if row.expires_in else None
+    return position, *given, 0, "", created_at, deliver_at, available_at, expires_at, row.state
 
 
 def _values(connection: BaseDatabaseWrapper, row: NewRow, check_after: timedelta | None = None) -> tuple[str, list[Any]]:
     """The row as an item of a VALUES list, and its parameters."""
-    parameters: list[Any] = [
-        row.message_id if connection.features.has_native_uuid_field else row.message_id.hex,
-        row.topic,
-        row.biz_id,
-        row.key,
-        shard_of(row),
-        row.priority,
-        row.body,
-        row.headers,
-        row.correlation_id,
-        row.causation_id,
-        row.traceparent,
-        row.is_unique,
-    ]
+    parameters: list[Any] = [*_given(row)]
+    if not connection.features.has_native_uuid_field:
+        parameters[0] = row.message_id.hex
     instant: str
     adapt: Callable[[Any], Any]
     due: Any
@@ -277,4 +253,4 @@ def _item(created: str, instant: str, check_at: str | None, *, is_scheduled: boo
     due = instant if is_scheduled else created
     instants = [created, due if is_scheduled else "NULL", check_at or due, instant if expires else "NULL"]
     state = _PREPARED if check_at else _SCHEDULED if is_scheduled else _READY
-    return f"({', '.join(['%s'] * 12)}, 0, '', {', '.join(instants)}, '{state}')"
+    return f"({', '.join(['%s'] * len(_GIVEN))}, 0, '', {', '.join(instants)}, '{state}')"
