@@ -1,4 +1,4 @@
-"""Restoring messages that were cancelled, have expired or are dead. They keep their positions and message ids."""
+"""Restore cancelled, expired, dead or retrying messages; their ids stay the same."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class _Callback:
 
     def keep(self) -> None:
         said = f"it was called at {self.called_at:%Y-%m-%d %H:%M:%S} UTC and has not returned yet"
-        pending_callbacks.keep_call(self.call, _lease(self.options), said)
+        pending_callbacks.extend_call_lease(self.call, _lease(self.options), said)
 
     def give_back(self) -> None:
         pending_callbacks.give_back_call(self.call)
@@ -126,7 +126,7 @@ def _defer(call: pending_callbacks.DueCall, error: BaseException, took: timedelt
         said += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
     delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
     drop_unusable_connections()
-    if not pending_callbacks.put_off_call(call, said, delay):
+    if not pending_callbacks.defer_call(call, said, delay):
         logger.warning(
             "The callback %s failed, but its row was deleted or claimed by another process meanwhile: %s.",
             call,

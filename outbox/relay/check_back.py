@@ -65,7 +65,7 @@ class Checks:
         """Log messages that no process asks about, as after a deployment without their checker."""
         every = self._options.CHECK_EVERY
         self._look_round_at = monotonic() + every.total_seconds()
-        for topic, count in preparing.note_unchecked(self._alias, checkers.topics(), every).items():
+        for topic, count in preparing.record_unchecked(self._alias, checkers.topics(), every).items():
             logger.warning(
                 "%d prepared messages of the topic %r wait for a checker: none is registered here, and no other process has "
                 "asked one for %s. Register one with @checker(%r), or decide about them in the admin.",
@@ -94,10 +94,10 @@ class _Check:
 
     def keep(self) -> None:
         said = f"no answer yet: its checker was asked at {self.asked_at:%Y-%m-%d %H:%M:%S} UTC and has not returned"
-        preparing.keep_check(self.alias, self.row.pk, self.options.CHECK_EVERY, said)
+        preparing.defer_check(self.alias, self.row.pk, self.options.CHECK_EVERY, said)
 
     def give_back(self) -> None:
-        preparing.ask_at_once(self.alias, self.row.pk)
+        preparing.make_check_due(self.alias, self.row.pk)
 
     def run(self) -> None:
         message = _half(self.row)
@@ -109,7 +109,7 @@ class _Check:
                 "The checker gave no answer about %s and is asked again: %s.", _named(message), describe(error), exc_info=True
             )
             drop_unusable_connections()
-            preparing.note_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
+            preparing.record_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
             return
         drop_unusable_connections()
         if answer is Answer.UNKNOWN:

@@ -126,12 +126,12 @@ class Housekeeper:
     def _report_kept(self) -> None:
         if monotonic() - self._reported_kept_at < _HELD_SECONDS:
             return
-        if kept := history.days_kept(self._alias, self._last):
+        if days := history.days_with_pending_callbacks(self._alias, self._last):
             self._reported_kept_at = monotonic()
             logger.warning(
                 "History of %s is older than OUTBOX['KEEP_HISTORY'] and stays, because callbacks of its messages are pending. "
                 "See outbox_status, or the pending callbacks in the admin.",
-                ", ".join(str(history.date_of(day)) for day in kept),
+                ", ".join(str(history.date_of(day)) for day in days),
             )
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> None:

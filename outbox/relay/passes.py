@@ -29,7 +29,7 @@ from outbox.relay.contention import Contention
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
-from outbox.store.claiming import Busy, DamagedRow, RelayedMessage
+from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
 from outbox.store.settling import Failure, SettledApart, Settlement
 
 logger = logging.getLogger(__name__)
@@ -115,14 +115,14 @@ class Pass:
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = lease.Lease(alias, 3 * options.BATCH_DEADLINE)
 
-    def run(self, busy: Sequence[Busy], limit: int) -> PassReport:
-        """Carry up to `limit` ready messages of those of the `busy` shards that are free.
+    def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
+        """Carry up to `limit` ready messages of those of the `shards` that are free.
 
         Raises:
             django.db.Error: the database failed; nothing is settled, everything in hand stays ready.
         """
         skipped = self.unsettled.skipped()
-        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(busy, limit, skipped)
+        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
         return replace(report, unsettled=len(skipped))
 
     def close(self) -> None:
@@ -130,14 +130,14 @@ class Pass:
         if not self._in_one_transaction:
             self._lease.release()
 
-    def _run_in_one_transaction(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         sent: tuple[_Batch, Settlement] | None = None
         begun_at = monotonic()
         try:
             with transaction.atomic(using=self._alias, durable=True):
                 claiming.bound_transaction(self._alias, self._longest)
                 begun_at = monotonic()
-                claim = claiming.claim_ready(self._alias, busy, limit, {**self.contention.skipped(), **unsettled})
+                claim = claiming.claim_ready(self._alias, shards, limit, {**self.contention.skipped(), **unsettled})
                 batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
                 sent = batch, (settlement := self._decide(batch))
                 settled = settling.settle(self._alias, settlement)
@@ -176,9 +176,9 @@ class Pass:
     def _longest(self) -> timedelta:
         return self._options.BATCH_DEADLINE + _MARGIN
 
-    def _run_by_lease(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(busy, limit, unsettled)
+        rows = self._lease.claim(shards, limit, unsettled)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
@@ -224,7 +224,7 @@ class Pass:
                 continue
             if self.topics.stops(row.topic, row.position):
                 batch.paused.setdefault(row.topic, []).append(row.position)
-            elif row.held or row.key in stopped_keys:
+            elif row.is_blocked or row.key in stopped_keys:
                 continue
             elif row.position in self._refused or self.topics.is_paused(row.topic):
                 batch.alone.append(row)
@@ -284,7 +284,7 @@ class Pass:
             position=row.position,
             priority=row.priority,
             wire=row.wire,
-            lasting=row.lasting,
+            expires_in_seconds=row.expires_in_seconds,
             envelope=Envelope(
                 id=row.id,
                 topic=row.topic,
@@ -334,7 +334,7 @@ class Pass:
         settlement = Settlement(
             published=published,
             expired=[row.position for row in batch.rows if row.expired],
-            waiting=[row.position for row in batch.rows if row.held and not (row.expired or row.topic in batch.paused)],
+            waiting=[row.position for row in batch.rows if row.is_blocked and not (row.expired or row.topic in batch.paused)],
             failed=[
                 *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
                 *(Failure(positions=[row], error=damage, retry_after=None) for row, damage in batch.damaged.items()),

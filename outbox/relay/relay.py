@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_REST_SECONDS = 0.01
 _LONGEST_CONTENDED_SECONDS = 0.1
-_PROMOTED_PER_ROUND = 1000
+_MADE_READY_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
@@ -89,7 +89,7 @@ class Relay:
         self._floors = Floors(self._shards, partial(claiming.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
-        self._more: Sequence[claiming.Busy] = ()
+        self._more: Sequence[claiming.BusyShard] = ()
         self._size = BatchSize(options.BATCH_SIZE)
         self._rest_seconds = _SHORTEST_REST_SECONDS
         self._alert_until = 0.0
@@ -187,31 +187,31 @@ class Relay:
         self._stop.wait(self._trouble.next_seconds())
 
     def _work(self, *, drain: bool) -> PassReport:
-        """Look; run a pass over what is ready; make ready what is to be retried, is due, or is no longer held."""
+        """Look; run a pass over what is ready; make ready what is to be retried, is due, or is no longer blocked."""
         if self._more:
-            busy, self._more = self._more, ()
+            shards, self._more = self._more, ()
             self._moved = 0
-            report = self._carry(busy)
+            report = self._carry(shards)
             self._pass.topics.store()
             return report
         # A relay beside this one that cannot reach the broker leaves its shards to us.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
-        sight = claiming.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
-        self._floors.end(sight)
+        found = claiming.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
+        self._floors.end(found)
         topics = self._pass.topics
-        topics.see(sight.paused)
-        report = self._carry(sight.busy) if sight.busy else PassReport()
+        topics.see(found.paused)
+        report = self._carry(found.shards) if found.shards else PassReport()
         topics.store()
         # A full pass has left more in the same shards, which the next pass need not look for.
-        self._more = sight.busy if report.published == self._size.now else ()
-        # Rows that are due and are not promoted are in the hands of another relay that promotes them.
-        self._retry_in, self._moved = sight.retry_in, 0
-        if sight.retry_in <= 0:
-            self._moved = settling.promote_rested(self._alias, _PROMOTED_PER_ROUND, self._stuck_retrying)
+        self._more = found.shards if report.published == self._size.now else ()
+        # Due rows that are not made ready here are locked by another relay, which makes them ready.
+        self._retry_in, self._moved = found.retry_in, 0
+        if found.retry_in <= 0:
+            self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_retrying)
             if self._stuck_retrying and not self._moved:
                 self._retry_in = _BESIDE_STUCK_SECONDS  # those hide when the next one is due
         if not self._timed:
-            self._moved += settling.promote_due(self._alias, _PROMOTED_PER_ROUND, self._stuck_scheduled)
+            self._moved += settling.make_scheduled_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_scheduled)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
         if made_ready := topics.make_ready(self._size.now // 2):
@@ -220,8 +220,8 @@ class Relay:
                 sibling.bell.ring()  # some of them are in its shards
         return report
 
-    def _carry(self, busy: Sequence[claiming.Busy]) -> PassReport:
-        wanted = self._share.of(busy)
+    def _carry(self, shards: Sequence[claiming.BusyShard]) -> PassReport:
+        wanted = self._share.of(shards)
         # Each shard costs at least the reading of one row.
         report = self._pass.run(wanted[: self._size.now] if self._size.is_reduced else wanted, self._size.now)
         self._share.note(report.refused)

@@ -60,7 +60,7 @@ class FrameWriter:
         """
         envelope = parcel.envelope
         body = envelope.body
-        expiration = b"" if parcel.lasting is None else _expiration(parcel.lasting)
+        expiration = b"" if parcel.expires_in_seconds is None else _expiration(parcel.expires_in_seconds)
         properties = b"".join(
             (
                 _pack_content(_BASIC, 0, len(body)),

@@ -128,7 +128,7 @@ class VirtualTransport:
             type=envelope.topic,
             delivery_mode="persistent",
             # In seconds; kombu writes milliseconds.
-            expiration=None if parcel.lasting is None else max(parcel.lasting, _LEAST_SECONDS),
+            expiration=None if parcel.expires_in_seconds is None else max(parcel.expires_in_seconds, _LEAST_SECONDS),
             retry=False,
         )
         return CONFIRMED

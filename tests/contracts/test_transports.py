@@ -204,7 +204,9 @@ def test_message_on_the_wire_equals_the_frozen_vector(broker, name, request):
     vector = json.loads(Path(VECTORS / f"{name}.json").read_text())
     url = request.getfixturevalue(broker)
     with Queue(url, vector["envelope"]["topic"]) as queue, connected(url) as transport:
-        transport.send([Parcel(position=1, envelope=envelope_of(vector), lasting=vector.get("lasting"))], soon())
+        transport.send(
+            [Parcel(position=1, envelope=envelope_of(vector), expires_in_seconds=vector.get("expires_in_seconds"))], soon()
+        )
         [message] = queue.take(1)
 
     assert message.headers == vector["headers"]

@@ -17,7 +17,7 @@ WRITE = "outbox.transports.amqp.AmqpTransport._write"
 AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
 SETTLE = "outbox.store.settling.settle"
 SETTLE_BY_LEASE = "outbox.store.lease.settle"
-NOTE_CALLS = "outbox.store.settling.note_calls"
+RECORD_CALLS = "outbox.store.settling.record_calls"
 MAKE_DAY, DROP_DAY = "outbox.store.history.make_day", "outbox.store.history.drop_day"
 PASS = "outbox.relay.passes.Pass.run"
 BEGIN_FRESH = "inbox.store.begin_fresh"
@@ -47,7 +47,7 @@ RELAY_POINTS = {
     "in the middle of a batch": (f"after {WRITE} 2", SOME),
     "everything sent, no confirm awaited": (f"before {AWAIT}", SOME),
     "confirmed, not settled": (f"before {SETTLE} once {SEND}", ALL),
-    "moved to history, callbacks not noted": (f"before {NOTE_CALLS} once {SEND}", ALL),
+    "moved to history, callbacks not noted": (f"before {RECORD_CALLS} once {SEND}", ALL),
     "settled, not committed": (f"after {SETTLE} once {SEND}", ALL),
     "committed": (f"after {PASS} once {SEND}", NONE),
 }

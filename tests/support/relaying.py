@@ -135,14 +135,14 @@ def one_pass(transport, *, limit=500, alias="default", **options):
     try:
         found = claiming.look(alias)
         single.topics.see(found.paused)
-        return single.run(found.busy, limit)
+        return single.run(found.shards, limit)
     finally:
         single.close()
 
 
 def in_hand(limit=500, alias="default"):
     """What a pass would have in hand, inside the open transaction."""
-    return claiming.claim_ready(alias, claiming.look(alias).busy, limit).rows
+    return claiming.claim_ready(alias, claiming.look(alias).shards, limit).rows
 
 
 def relay_for(url, stop, *, alias="default", shards=range(SHARDS), timed=False, **options):

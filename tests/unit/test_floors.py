@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outbox.relay.floors import Floors
-from outbox.store.claiming import Sight
+from outbox.store.claiming import WorkFound
 
 MOVE, FROM_THE_START, PART = 0.5, 2.0, 50
 """Seconds, seconds, and one part in this many of the time, which looks from the start may take: the module's constants."""
@@ -27,8 +27,8 @@ class Clock:
         self.now += seconds
 
 
-def sight(first=None):
-    return Sight(busy=(), first=first or {}, retry_in=math.inf)
+def looked(first=None):
+    return WorkFound(shards=(), first=first or {}, retry_in=math.inf)
 
 
 class LookingRelay:
@@ -49,7 +49,7 @@ class LookingRelay:
         self.clock.advance(after)
         from_the_start = self.floors.begin()
         self.clock.advance(taking)
-        self.floors.end(sight(first))
+        self.floors.end(looked(first))
         return from_the_start
 
     def reads(self, position, **found):
@@ -186,7 +186,7 @@ class TestLookFromTheStart:
                 relay.clock.advance(taking)
                 spent += taking
                 count += 1
-            relay.floors.end(sight())
+            relay.floors.end(looked())
 
         assert count >= 2
         # And one more, because the time that is looked at begins with one.
@@ -242,7 +242,7 @@ class FloorsAgainstTransactions(RuleBasedStateMachine):
         seen = {row for row in self.ready if from_the_start or row[0] > self.floors.now.get(row[1], 0)}
         if while_it_looks and self.open:
             self.end(data, commits=True)
-        self.floors.end(sight({shard: min(at for at, of in seen if of == shard) for shard in {of for _, of in seen}}))
+        self.floors.end(looked({shard: min(at for at, of in seen if of == shard) for shard in {of for _, of in seen}}))
         # Another relay may have taken any part of it, or it may have failed.
         taken = data.draw(st.sets(st.sampled_from(sorted(seen)))) if seen else set()
         for position, _ in taken:

@@ -35,9 +35,9 @@ values = st.one_of(
 )
 
 
-def a_parcel(body=b"{}", priority=0, lasting=None, **attributes):
+def a_parcel(body=b"{}", priority=0, expires_in_seconds=None, **attributes):
     envelope = Envelope(**{"id": "0198-id", "topic": "shop.order.placed", "source": "/shop", "body": body, **attributes})
-    return Parcel(position=1, envelope=envelope, priority=priority, lasting=lasting)
+    return Parcel(position=1, envelope=envelope, priority=priority, expires_in_seconds=expires_in_seconds)
 
 
 def encoded(parcel, frame_max=FRAME_MAX):
@@ -126,7 +126,7 @@ class TestExpiration:
         [(3600.0, "3600000"), (1.0019, "1001"), (0.001, "1"), (0.0004, "1"), (4_294_967.295, "4294967295")],
     )
     def test_the_expiration_is_the_remaining_time_in_whole_milliseconds(self, seconds, milliseconds):
-        parcel = a_parcel(lasting=seconds)
+        parcel = a_parcel(expires_in_seconds=seconds)
 
         assert encoded(parcel) == by_py_amqp(parcel, expiration=milliseconds)
         _, (_, header), _ = frames(encoded(parcel))
@@ -134,7 +134,7 @@ class TestExpiration:
 
     @pytest.mark.parametrize("seconds", [None, 4_294_967.296, 1e12])
     def test_no_expiration_is_sent_without_one_or_beyond_what_the_broker_can_represent(self, seconds):
-        assert encoded(a_parcel(lasting=seconds)) == by_py_amqp(a_parcel())
+        assert encoded(a_parcel(expires_in_seconds=seconds)) == by_py_amqp(a_parcel())
 
 
 class TestDecoding:

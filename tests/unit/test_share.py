@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from outbox.models import SHARDS
 from outbox.relay.share import Share
-from outbox.store.claiming import Busy
+from outbox.store.claiming import BusyShard
 
-ALL = [Busy(shard, 0) for shard in range(SHARDS)]
+ALL = [BusyShard(shard, 0) for shard in range(SHARDS)]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ class Simulated:
 
     def _claims(self, number):
         others = set().union(*(held for other, held in self.held.items() if other != number))
-        wanted = {busy.shard for busy in self.shares[number].of(ALL)}
+        wanted = {one.shard for one in self.shares[number].of(ALL)}
         self.shares[number].note(len(wanted & others))
         self.held[number] = wanted - others
         if self.held[number]:
@@ -80,7 +80,7 @@ def test_a_single_relay_takes_all_shards_from_its_first_pass_on():
     share = Share(SHARDS)
 
     for _ in range(5):
-        assert {busy.shard for busy in share.of(ALL)} == set(range(SHARDS))
+        assert {one.shard for one in share.of(ALL)} == set(range(SHARDS))
         share.note(0)
 
 
@@ -139,18 +139,18 @@ def test_a_relay_that_is_always_refused_still_tries_some_shards():
     assert 1 <= len(share.of(ALL)) <= SHARDS // 4
 
 
-@given(refused=st.lists(st.integers(0, SHARDS), max_size=50), busy=st.integers(0, SHARDS))
+@given(refused=st.lists(st.integers(0, SHARDS), max_size=50), shards=st.integers(0, SHARDS))
 @settings(max_examples=100, deadline=None)
-def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, busy):
+def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, shards):
     share = Share(SHARDS)
     for number in refused:
         share.note(number)
 
-    asked = share.of(ALL[:busy])
+    asked = share.of(ALL[:shards])
 
-    assert set(asked) <= set(ALL[:busy])
+    assert set(asked) <= set(ALL[:shards])
     assert len(set(asked)) == len(asked)
-    assert bool(asked) == bool(busy)
+    assert bool(asked) == bool(shards)
 
 
 def test_every_shard_is_tried_sooner_or_later():
@@ -158,6 +158,6 @@ def test_every_shard_is_tried_sooner_or_later():
     for _ in range(20):
         share.note(1)
 
-    asked = {busy.shard for _ in range(500) for busy in share.of(ALL)}
+    asked = {one.shard for _ in range(500) for one in share.of(ALL)}
 
     assert asked == set(range(SHARDS))

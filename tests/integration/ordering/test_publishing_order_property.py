@@ -162,8 +162,8 @@ class TestKnownWaysToOvertake:
 
         with connected(peer.url) as transport:
             single = Pass("default", transport, quick())
-            single.run(found.busy, 500)
-            single.run(claiming.look("default").busy, 500)
+            single.run(found.shards, 500)
+            single.run(claiming.look("default").shards, 500)
 
         assert arrived(peer, first, second) == ids([first, second])
 
@@ -616,8 +616,8 @@ def mutated(function, what, instead):
 
 def held_by(patch, condition):
     """A message waits on this condition instead. What is read by is put together when the module is imported."""
-    assert claiming._HELD in claiming._COLUMNS
-    patch.setattr(claiming, "_COLUMNS", claiming._COLUMNS.replace(claiming._HELD, condition))
+    assert claiming._IS_BLOCKED in claiming._COLUMNS
+    patch.setattr(claiming, "_COLUMNS", claiming._COLUMNS.replace(claiming._IS_BLOCKED, condition))
     read = f"outbox_read_{zlib.crc32(condition.encode())}", ["int[]", "bigint[]", "bigint"]
     patch.setattr(claiming, "_READ_PREPARED", PreparedStatement(*read, claiming._of_shards("$1", "$2", "$3")))
 
@@ -635,12 +635,12 @@ MUTATIONS = {
     "failure does not block its key": lambda patch: patch.setattr(
         Pass, "_send", mutated(Pass._send, "stopped_keys.update", "set().update")
     ),
-    "dead does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'dead'", "")),
-    "waiting does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'waiting'", "")),
+    "dead does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'dead'", "")),
+    "waiting does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'waiting'", "")),
 }
 
 OF_PAUSED_TOPICS = {
-    "paused does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'paused'", "")),
+    "paused does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'paused'", "")),
     "messages are paused although their topic is resumed": lambda patch: patch.setattr(
         settling, "pause_in_hand", mutated(pausing.pause_in_hand, "for (topic,) in cursor.fetchall()", "for topic in positions")
     ),

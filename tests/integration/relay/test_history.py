@@ -185,10 +185,10 @@ class TestWhereAMessageIs:
         with connection.execute_wrapper(note), transaction.atomic():
             publish(TOPIC, {})
             publish_many([Draft(TOPIC, {})] * 20)
-            busy = claiming.look("default").busy
-            rows = claiming.claim_ready("default", busy, 500).rows
-            settling.promote_due("default", 10)
-            settling.promote_rested("default", 10)
+            shards = claiming.look("default").shards
+            rows = claiming.claim_ready("default", shards, 500).rows
+            settling.make_scheduled_ready("default", 10)
+            settling.make_retrying_ready("default", 10)
             settling.release_waiting("default", keys=10, each=10)
             settling.settle("default", Settlement(published=[rows[0].position], waiting=[rows[1].position]))
 

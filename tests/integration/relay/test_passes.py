@@ -137,7 +137,7 @@ class TestFailedAttempt:
         answering(peer, bad="nack")
         one_pass(transport)
         set_columns(message, available_at=DatabaseTime())
-        settling.promote_rested("default", 10)
+        settling.make_retrying_ready("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -401,7 +401,7 @@ class TestOrder:
         answering(peer, k1="nack")
         one_pass(transport)
         OutboxMessage.objects.filter(state=State.RETRYING).update(available_at=DatabaseTime())
-        settling.promote_rested("default", 10)
+        settling.make_retrying_ready("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -472,7 +472,7 @@ def test_pass_publishes_the_messages_of_its_own_database_only(peer):
     mine, theirs = published(), published(using="other")
     with connected(peer.url) as transport:
         single = Pass("default", transport, quick())
-        single.run(claiming.look("default").busy, 10)
+        single.run(claiming.look("default").shards, 10)
         single.close()
 
     assert ids(peer.published) == [str(mine.id)]

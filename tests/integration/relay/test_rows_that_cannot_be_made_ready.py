@@ -155,19 +155,19 @@ class TestManyRows:
         for _ in range(120):
             backed_off(published())
         with refused(where="NEW.state = 'ready'"), pytest.raises(Error, match="cursed"):
-            settling.promote_rested("default", 1000, RefusedRows())
+            settling.make_retrying_ready("default", 1000, RefusedRows())
 
     def test_refused_row_is_left_out_for_a_while(self):
         [bad], others = among_others(backed_off)
         rows = RefusedRows()
         with refused(where=NOT_READY):
-            assert settling.promote_rested("default", 1000, rows) == len(others)
+            assert settling.make_retrying_ready("default", 1000, rows) == len(others)
             assert [*rows.skipped()] == [row_of(bad).pk]
             others[0:1] = [published()]
             backed_off(others[0])
-            assert settling.promote_rested("default", 1000, rows) == 1
-        assert settling.promote_rested("default", 1000, rows) == 0, "it is not due again"
-        assert settling.promote_rested("default", 1000) == 1
+            assert settling.make_retrying_ready("default", 1000, rows) == 1
+        assert settling.make_retrying_ready("default", 1000, rows) == 0, "it is not due again"
+        assert settling.make_retrying_ready("default", 1000) == 1
 
 
 class TestOnPostgreSQL:

@@ -88,7 +88,7 @@ class TestWaitingMessages:
         assert one_pass(transport, **NEVER).settled == 49
         assert states() == [State.RETRYING, *[State.WAITING] * 49]
         assert one_pass(transport).claimed == 0
-        assert claiming.look("default").busy == []
+        assert claiming.look("default").shards == []
         assert arrived(peer) == ["0"]
 
     def test_waiting_messages_have_no_attempt_counted(self, peer, transport):
@@ -372,26 +372,26 @@ class TestOvertaking:
     def test_head_restored_between_reading_the_shards_and_claiming_is_not_overtaken(self, before):
         head, second = some("head", "next")
         set_columns(head, state=before, available_at=DatabaseTime(HOUR))
-        busy = claiming.look("default").busy
-        assert busy, "the second is ready"
+        shards = claiming.look("default").shards
+        assert shards, "the second is ready"
 
         assert restoring.restore("default", head.position)
         with transaction.atomic():
-            rows = claiming.claim_ready("default", busy, 100).rows
+            rows = claiming.claim_ready("default", shards, 100).rows
 
-        assert [row.position for row in rows if not row.held] == [head.position, second.position]
+        assert [row.position for row in rows if not row.is_blocked] == [head.position, second.position]
 
     def test_messages_released_between_reading_the_shards_and_claiming_are_not_overtaken(self):
         first, second, third = some("1", "2", "3")
         for message in (first, second):
             set_columns(message, state=State.WAITING)
-        busy = claiming.look("default").busy
+        shards = claiming.look("default").shards
 
         assert release() == 2
         with transaction.atomic():
-            rows = claiming.claim_ready("default", busy, 100).rows
+            rows = claiming.claim_ready("default", shards, 100).rows
 
-        assert [row.position for row in rows if not row.held] == [first.position, second.position, third.position]
+        assert [row.position for row in rows if not row.is_blocked] == [first.position, second.position, third.position]
 
 
 class TestCostOfWaiting:

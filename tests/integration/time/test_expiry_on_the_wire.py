@@ -83,7 +83,7 @@ def test_expiration_property_of_a_retried_message_is_the_time_left(rabbitmq_url)
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
 def test_rabbitmq_moves_an_expired_message_to_the_dead_letter_exchange(rabbitmq_url, kind):
     dead_letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead.letters"}
-    parcel = Parcel(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"), lasting=0.0001)
+    parcel = Parcel(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"), expires_in_seconds=0.0001)
     with (
         Queue(rabbitmq_url, "nothing.else", "dead.letters") as dead_letter_queue,
         Queue(rabbitmq_url, **{"x-queue-type": kind}, **dead_letters) as queue,

@@ -39,7 +39,7 @@ def expired():
 
 def came_due(message):
     set_columns(message, deliver_at=DatabaseTime(), available_at=DatabaseTime())
-    assert settling.promote_due("default", 10) + settling.promote_rested("default", 10) == 1
+    assert settling.make_scheduled_ready("default", 10) + settling.make_retrying_ready("default", 10) == 1
 
 
 def failed(message, retry_after):
