@@ -23,7 +23,7 @@ from outbox import signals
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
-from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome, Sent, Transport, Verdict
+from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.unsettled import Unsettled
@@ -84,7 +84,7 @@ class _Batch:
         paused: by topic, what was not sent because the topic is paused.
         alone: to be sent one by one, after everything else: the broker is expected to close the connection over them.
         forbidden: topics that the broker does not permit, with its reason.
-        parcels: by position, what is sent.
+        outgoing: by position, what is sent.
         damaged: by position, why nothing can be sent.
     """
 
@@ -93,7 +93,7 @@ class _Batch:
     paused: dict[str, list[int]] = field(default_factory=dict)
     alone: list[RelayedMessage] = field(default_factory=list)
     forbidden: dict[str, str] = field(default_factory=dict)
-    parcels: dict[int, Parcel] = field(default_factory=dict)
+    outgoing: dict[int, OutgoingMessage] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
     broken: str | None = None
     suspicious: bool = False
@@ -248,7 +248,7 @@ class Pass:
             if monotonic() > deadline:
                 batch.suspicious = searching
                 break
-            sent = self._transmit([batch.parcels[row.position] for row in part], deadline)
+            sent = self._transmit([batch.outgoing[row.position] for row in part], deadline)
             batch.verdicts.update(sent.verdicts)
             batch.forbidden.update(_forbidden(part, sent.verdicts))
             if sent.suspects:
@@ -257,30 +257,30 @@ class Pass:
             elif sent.broken is not None:
                 batch.broken, batch.suspicious = sent.broken, sent.suspicious or searching
 
-    def _transmit(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
+    def _transmit(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         try:
             self._transport.connect()
         except BrokerUnavailable as error:
             return Sent(broken=str(error))
-        return self._transport.send(parcels, deadline)
+        return self._transport.send(messages, deadline)
 
     def _formed(self, rows: Iterable[RelayedMessage], batch: _Batch) -> list[RelayedMessage]:
-        """Those that a message can be made of, which is in `batch.parcels`; a row that was damaged by hand is refused alone."""
+        """Build the outgoing messages in `batch.outgoing`; return their rows. A row that was damaged by hand is refused."""
         formed: list[RelayedMessage] = []
         for row in rows:
             try:
-                batch.parcels[row.position] = self._parcel(row)
+                batch.outgoing[row.position] = self._outgoing_message(row)
             except DamagedRow as damage:
                 batch.damaged[row.position] = f"its row is damaged: {damage}. Correct the row, then restore the message"
             else:
                 formed.append(row)
         return formed
 
-    def _parcel(self, row: RelayedMessage) -> Parcel:
+    def _outgoing_message(self, row: RelayedMessage) -> OutgoingMessage:
         row.require_undamaged()
         headers = dict(row.headers)
         replayed = headers.pop(REPLAY_HEADER, None) is not None
-        return Parcel(
+        return OutgoingMessage(
             position=row.position,
             priority=row.priority,
             wire=row.wire,

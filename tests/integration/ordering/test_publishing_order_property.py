@@ -317,10 +317,10 @@ class Actor:
         relay = self.machine.new_relay()
         send = relay._transport.send
 
-        def gated(parcels, deadline):
+        def gated(messages, deadline):
             self.stop_at("before send")
             # The time that others took while this one stood at a gate is none of the schedule's.
-            return send(parcels, monotonic() + LATE_SECONDS)
+            return send(messages, monotonic() + LATE_SECONDS)
 
         relay._transport.send = gated
         return relay
