@@ -391,14 +391,14 @@ class Pass:
                 message.attempts + 1,
                 failure.error,
             )
-            _tell(signals.message_dead if dead else signals.message_retrying, message, error=failure.error)
+            _send_signal(signals.message_dead if dead else signals.message_retrying, message, error=failure.error)
         for topic, count in Counter(by_position[position].topic for position in settlement.expired).items():
             logger.warning("%d messages of %s have expired before they could be published.", count, topic)
         for position in settlement.expired:
-            _tell(signals.message_expired, by_position[position])
+            _send_signal(signals.message_expired, by_position[position])
         if heard:
             for position in settlement.published:
-                _tell(signals.message_published, by_position[position])
+                _send_signal(signals.message_published, by_position[position])
 
 
 def _keys(rows: Iterable[RelayedMessage]) -> dict[int, str]:
@@ -436,7 +436,7 @@ def _failures(settlement: Settlement) -> Iterator[tuple[Failure, int]]:
     return ((failure, position) for failure in settlement.failed for position in failure.positions)
 
 
-def _tell(signal: Signal, message: RelayedMessage, **extra: object) -> None:
+def _send_signal(signal: Signal, message: RelayedMessage, **extra: object) -> None:
     try:
         signal.send_robust(sender=RelayedMessage, message=message, **extra)
     except BaseException:
