@@ -52,7 +52,7 @@ class Contention:
             self._locked = {}
         return self._locked
 
-    def met(self, claim: Claim) -> int:
+    def record(self, claim: Claim) -> int:
         """Note what a claim could not take, and report it when it is time; how many rows are skipped."""
         now = monotonic()
         if claim.locked:

@@ -146,7 +146,7 @@ class Pass:
                 raise
             self.unsettled.failed()
             return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
-        skipped = self.contention.met(claim)
+        skipped = self.contention.record(claim)
         report = self._report(batch, settlement, settled)
         return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=skipped)
 
