@@ -80,7 +80,7 @@ class PausedTopics:
         """What of such a topic is not stopped is a probe."""
         return topic in self._paused
 
-    def note(self, taken: Iterable[str], refused: Iterable[tuple[str, str]], forbidden: Mapping[str, str]) -> None:
+    def record(self, taken: Iterable[str], refused: Iterable[tuple[str, str]], forbidden: Mapping[str, str]) -> None:
         """What the broker said in a pass.
 
         Args:

@@ -318,7 +318,7 @@ class Pass:
                 published.append(row.position)
             else:
                 failed.setdefault((verdict, row.attempts + 1), []).append(row)
-        self.topics.note(
+        self.topics.record(
             taken=[row.topic for row in batch.rows if _is_confirmed(row, batch.verdicts)],
             refused=[
                 (row.topic, verdict.reason)

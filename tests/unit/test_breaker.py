@@ -81,12 +81,12 @@ def topics(clock, stored):
 
 def refuse(topics, count, topic=BAD, taken=()):
     """A pass in which the broker refuses so many messages."""
-    topics.note(taken, [(topic, WHY)] * count, {})
+    topics.record(taken, [(topic, WHY)] * count, {})
     topics.store()
 
 
 def forbid(topics, topic=BAD):
-    topics.note([], [], {topic: FORBIDDEN})
+    topics.record([], [], {topic: FORBIDDEN})
     topics.store()
 
 
@@ -281,7 +281,7 @@ class BreakerAgainstModel(RuleBasedStateMachine):
     )
     def a_pass_ends(self, accepted, refused):
         seen = {topic for topic in self.TOPICS if self.topics.is_paused(topic)}
-        self.topics.note(
+        self.topics.record(
             [topic for topic, count in accepted.items() for _ in range(count)],
             [(topic, WHY) for topic, count in refused.items() for _ in range(count)],
             {},
