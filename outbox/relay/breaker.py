@@ -64,7 +64,7 @@ class PausedTopics:
         self._looked_at = 0.0
         self._sweep_at = 0.0
 
-    def see(self, paused: Iterable[TopicPause]) -> None:
+    def update(self, paused: Iterable[TopicPause]) -> None:
         """What a look found; it holds for the pass that follows."""
         found = list(paused)
         self._looked_at = monotonic()

@@ -199,7 +199,7 @@ class Relay:
         sight = claiming.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
         self._floors.end(sight)
         topics = self._pass.topics
-        topics.see(sight.paused)
+        topics.update(sight.paused)
         report = self._carry(sight.busy) if sight.busy else PassReport()
         topics.store()
         # A full pass has left more in the same shards, which the next pass need not look for.

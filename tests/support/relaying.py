@@ -134,7 +134,7 @@ def one_pass(transport, *, limit=500, alias="default", **options):
     single = Pass(alias, transport, quick(**options))
     try:
         found = claiming.look(alias)
-        single.topics.see(found.paused)
+        single.topics.update(found.paused)
         return single.run(found.busy, limit)
     finally:
         single.close()

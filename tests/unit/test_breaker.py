@@ -91,7 +91,7 @@ def forbid(topics, topic=BAD):
 
 
 def see(topics, topic=BAD, *, in_trial=(), is_resuming=False, probe_in=math.inf):
-    topics.see([TopicPause(topic, frozenset(in_trial), is_resuming, probe_in)])
+    topics.update([TopicPause(topic, frozenset(in_trial), is_resuming, probe_in)])
 
 
 def warnings(caplog, words):
@@ -205,7 +205,7 @@ class TestPausedTopic:
         assert topics.seconds_left() == math.inf
 
     def test_one_resuming_topic_at_a_time_gets_its_next_batch(self, topics, stored):
-        topics.see([TopicPause(name, frozenset(), True, math.inf) for name in (BAD, GOOD)])
+        topics.update([TopicPause(name, frozenset(), True, math.inf) for name in (BAD, GOOD)])
 
         assert topics.make_ready(100) == 100
         [(topic, most)] = stored.resumed
@@ -273,7 +273,7 @@ class BreakerAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def look(self):
-        self.topics.see([TopicPause(topic, frozenset([7]), False, math.inf) for topic in self.stored.paused])
+        self.topics.update([TopicPause(topic, frozenset([7]), False, math.inf) for topic in self.stored.paused])
 
     @rule(
         accepted=st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 3)),
