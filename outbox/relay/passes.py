@@ -167,7 +167,7 @@ class Pass:
             return settling.settle_apart(self._alias, settlement.of(locked), _keys(batch.rows))
 
     def _report_apart(self, batch: _Batch, apart: SettledApart, error: Error) -> PassReport:
-        self.unsettled.note(apart, batch.rows)
+        self.unsettled.record(apart, batch.rows)
         if len(apart.refused) > 1 and not apart.settlement.positions:
             raise error
         return self._report(batch, apart.settlement, apart.changed)

@@ -25,8 +25,8 @@ class StuckRows(RefusedRows):
         self._component = component
         self._reminder = reminder or Reminder()
 
-    def note(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
-        super().note(refused, keys)
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+        super().record(refused, keys)
         if refused and self._reminder.is_due():
             position, error = next(iter(refused.items()))
             logger.error(

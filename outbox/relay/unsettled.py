@@ -67,7 +67,7 @@ class Unsettled:
         free = set(apart.settlement.positions)
         for position in free & known:
             self._refused.forget(position)
-        self.note(apart, rows)
+        self.record(apart, rows)
         left = {row.position for row in rehearsed} - free
         if not left <= known:
             self.failed()
@@ -75,12 +75,12 @@ class Unsettled:
             raise new[0]
         return claiming.in_order(rows, {row.position for row in rows} - left) if left else rows
 
-    def note(self, apart: SettledApart, rows: Sequence[RelayedMessage]) -> None:
+    def record(self, apart: SettledApart, rows: Sequence[RelayedMessage]) -> None:
         """Skip what was refused, and report it when it is time."""
         if not apart.refused:
             return
         by_position = {row.position: row for row in rows}
-        self._refused.note(apart.refused, {row.position: row.key for row in rows})
+        self._refused.record(apart.refused, {row.position: row.key for row in rows})
         if self._reminder.is_due():
             position, error = next(iter(apart.refused.items()))
             self._report(by_position[position], error)
