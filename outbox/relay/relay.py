@@ -224,7 +224,7 @@ class Relay:
         wanted = self._share.of(busy)
         # Each shard costs at least the reading of one row.
         report = self._pass.run(wanted[: self._size.now] if self._size.is_reduced else wanted, self._size.now)
-        self._share.note(report.refused)
+        self._share.record(report.refused)
         self._floors.saw(report.highest)
         return report
 

@@ -61,7 +61,7 @@ class Simulated:
     def _claims(self, number):
         others = set().union(*(held for other, held in self.held.items() if other != number))
         wanted = {busy.shard for busy in self.shares[number].of(ALL)}
-        self.shares[number].note(len(wanted & others))
+        self.shares[number].record(len(wanted & others))
         self.held[number] = wanted - others
         if self.held[number]:
             took = self._after(self.PASS, number)
@@ -81,7 +81,7 @@ def test_a_single_relay_takes_all_shards_from_its_first_pass_on():
 
     for _ in range(5):
         assert {busy.shard for busy in share.of(ALL)} == set(range(SHARDS))
-        share.note(0)
+        share.record(0)
 
 
 @pytest.mark.parametrize("relays", [2, 3, 4, 5])
@@ -134,7 +134,7 @@ def test_the_remaining_relay_takes_over_the_shards_of_one_that_left():
 def test_a_relay_that_is_always_refused_still_tries_some_shards():
     share = Share(SHARDS)
     for _ in range(100):
-        share.note(SHARDS)
+        share.record(SHARDS)
 
     assert 1 <= len(share.of(ALL)) <= SHARDS // 4
 
@@ -144,7 +144,7 @@ def test_a_relay_that_is_always_refused_still_tries_some_shards():
 def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, busy):
     share = Share(SHARDS)
     for number in refused:
-        share.note(number)
+        share.record(number)
 
     asked = share.of(ALL[:busy])
 
@@ -156,7 +156,7 @@ def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, busy):
 def test_every_shard_is_tried_sooner_or_later():
     share = Share(SHARDS)
     for _ in range(20):
-        share.note(1)
+        share.record(1)
 
     asked = {busy.shard for _ in range(500) for busy in share.of(ALL)}
 
