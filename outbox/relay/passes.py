@@ -212,7 +212,7 @@ class Pass:
                 break
             passed = monotonic() - begun_at
             sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
-            self._carry(batch, self._formed(sendable, batch), deadline)
+            self._send_wave(batch, self._formed(sendable, batch), deadline)
             stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, batch.verdicts))
         return batch
 
@@ -234,7 +234,7 @@ class Pass:
             if row.key:
                 stopped_keys.add(row.key)
 
-    def _carry(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float) -> None:
+    def _send_wave(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float) -> None:
         """Send `rows`. When the broker closes the connection because of one of them, find it by halving, and send the others.
 
         What follows of a topic that turns out to be forbidden is not sent. A search that cannot be ended here goes on with

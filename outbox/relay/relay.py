@@ -170,7 +170,7 @@ class Relay:
             return None
         self._database.over()
         self._trouble.reset()
-        self._note(report)
+        self._record(report)
         in_other_hands = report.refused or report.skipped or report.waits_for
         self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or in_other_hands)
         return report
@@ -191,7 +191,7 @@ class Relay:
         if self._more:
             busy, self._more = self._more, ()
             self._moved = 0
-            report = self._carry(busy)
+            report = self._run_pass(busy)
             self._pass.topics.store()
             return report
         # A relay beside this one that cannot reach the broker leaves its shards to us.
@@ -200,7 +200,7 @@ class Relay:
         self._floors.end(sight)
         topics = self._pass.topics
         topics.update(sight.paused)
-        report = self._carry(sight.busy) if sight.busy else PassReport()
+        report = self._run_pass(sight.busy) if sight.busy else PassReport()
         topics.store()
         # A full pass has left more in the same shards, which the next pass need not look for.
         self._more = sight.busy if report.published == self._size.now else ()
@@ -220,7 +220,7 @@ class Relay:
                 sibling.bell.ring()  # some of them are in its shards
         return report
 
-    def _carry(self, busy: Sequence[claiming.Busy]) -> PassReport:
+    def _run_pass(self, busy: Sequence[claiming.Busy]) -> PassReport:
         wanted = self._share.of(busy)
         # Each shard costs at least the reading of one row.
         report = self._pass.run(wanted[: self._size.now] if self._size.is_reduced else wanted, self._size.now)
@@ -238,7 +238,7 @@ class Relay:
         self._release_at = now + (_SHORTEST_REST_SECONDS if released else in_vain)
         return released
 
-    def _note(self, report: PassReport) -> None:
+    def _record(self, report: PassReport) -> None:
         self.published += report.published
         self._heartbeat.published(report.published)
         if report.overdue:
