@@ -82,7 +82,7 @@ class _Batch:
 
     Attributes:
         paused: by topic, what was not sent because the topic is paused.
-        alone: to be sent one by one, after everything else: the broker is expected to close the connection over them.
+        one_by_one: to be sent one by one, after everything else: the broker is expected to close the connection over them.
         forbidden: topics that the broker does not permit, with its reason.
         outgoing: by position, what is sent.
         damaged: by position, why nothing can be sent.
@@ -91,7 +91,7 @@ class _Batch:
     rows: Sequence[RelayedMessage]
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     paused: dict[str, list[int]] = field(default_factory=dict)
-    alone: list[RelayedMessage] = field(default_factory=list)
+    one_by_one: list[RelayedMessage] = field(default_factory=list)
     forbidden: dict[str, str] = field(default_factory=dict)
     outgoing: dict[int, OutgoingMessage] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Pass:
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
         stopped_keys: set[str] = set()
         in_waves = waves(self._sendable(batch))[:_MOST_WAVES]
-        for wave in [*in_waves, *([row] for row in batch.alone)]:
+        for wave in [*in_waves, *([row] for row in batch.one_by_one)]:
             if batch.broken is not None or monotonic() > deadline:
                 break
             passed = monotonic() - begun_at
@@ -227,7 +227,7 @@ class Pass:
             elif row.held or row.key in stopped_keys:
                 continue
             elif row.position in self._refused or self.topics.is_paused(row.topic):
-                batch.alone.append(row)
+                batch.one_by_one.append(row)
             else:
                 yield row
                 continue
