@@ -92,7 +92,7 @@ class _Callback:
     def run(self) -> None:
         _call(self.call, self.options)
 
-    def keep(self) -> None:
+    def extend_claim(self) -> None:
         said = f"it was called at {self.called_at:%Y-%m-%d %H:%M:%S} UTC and has not returned yet"
         pending_callbacks.keep_call(self.call, _lease(self.options), said)
 

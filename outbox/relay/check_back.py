@@ -92,7 +92,7 @@ class _Check:
     def group(self) -> str:
         return self.row.topic
 
-    def keep(self) -> None:
+    def extend_claim(self) -> None:
         said = f"no answer yet: its checker was asked at {self.asked_at:%Y-%m-%d %H:%M:%S} UTC and has not returned"
         preparing.keep_check(self.alias, self.row.pk, self.options.CHECK_EVERY, said)
 
