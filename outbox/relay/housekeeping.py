@@ -36,7 +36,7 @@ _DAYS_AHEAD = 3
 _CHUNK = 500
 _PAUSE_SECONDS = 0.02
 """After each chunk that was deleted: on SQLite, publishers get the write lock in between."""
-_HELD_SECONDS = 24 * 3600.0
+_PENDING_REPORT_SECONDS = 24 * 3600.0
 _OWNER = (
     "housekeeping of %r: the database user of this relay may not make or drop partitions of history (%s). Messages are relayed "
     "all the same; history goes on in its default partition, and old rows are deleted one by one. Make that user the owner of "
@@ -53,7 +53,7 @@ class Housekeeper:
         self._lease = lease.Lease(alias, _LEASE, name="housekeeping")
         self._errors = Reminder()
         self._refusals = Reminder()
-        self._reported_kept_at = -inf
+        self._reported_pending_at = -inf
 
     def run(self, stop: StopRequest) -> None:
         try:
@@ -79,7 +79,7 @@ class Housekeeper:
             if claiming.claims_by_locks(self._alias):
                 self._make_days()
                 self._drop_days()
-            self._report_kept()
+            self._report_pending_days()
             self._delete(history.delete_days(self._alias, self._last, chunk=_CHUNK), stop)
             old = older_entries(TrailEntry, self._alias, self._options.TRAIL_RETENTION)
             self._delete(delete_in_chunks(old, by="at", chunk=_CHUNK), stop)
@@ -123,15 +123,15 @@ class Housekeeper:
                 raise
             return False
 
-    def _report_kept(self) -> None:
-        if monotonic() - self._reported_kept_at < _HELD_SECONDS:
+    def _report_pending_days(self) -> None:
+        if monotonic() - self._reported_pending_at < _PENDING_REPORT_SECONDS:
             return
-        if kept := history.days_kept(self._alias, self._last):
-            self._reported_kept_at = monotonic()
+        if pending := history.days_kept(self._alias, self._last):
+            self._reported_pending_at = monotonic()
             logger.warning(
                 "History of %s is older than OUTBOX['KEEP_HISTORY'] and stays, because callbacks of its messages are pending. "
                 "See outbox_status, or the pending callbacks in the admin.",
-                ", ".join(str(history.date_of(day)) for day in kept),
+                ", ".join(str(history.date_of(day)) for day in pending),
             )
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> None:
