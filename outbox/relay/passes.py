@@ -346,15 +346,15 @@ class Pass:
 
     def _failure(self, rows: Sequence[RelayedMessage], attempt: int, verdict: Verdict) -> Failure:
         if verdict.outcome in _NEVER_DEAD:
-            rest: timedelta | None = self._options.unroutable_retry.delay(attempt)
+            delay: timedelta | None = self._options.unroutable_retry.delay(attempt)
         elif self._options.retry.exhausted(attempt):
-            rest = None
+            delay = None
         else:
-            rest = self._options.retry.delay(attempt)
+            delay = self._options.retry.delay(attempt)
         return Failure(
             positions=[row.position for row in rows],
             error=verdict.reason,
-            retry_after=rest,
+            retry_after=delay,
             # Of what is tried for ever the trail tells no more than of what is not.
             matters=attempt <= self._options.MAX_ATTEMPTS,
         )
@@ -412,7 +412,7 @@ def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[
     and is confirmed before the next connection is lost. Then come the halves of the suspects, and what follows.
     """
     suspects = set(sent.suspects)
-    first = next(place for place, row in enumerate(rows) if row.position in suspects)
+    first = next(index for index, row in enumerate(rows) if row.position in suspects)
     unknown = [[row for row in part if row.position not in sent.verdicts] for part in (rows[:first], rows[first:])]
     before, after = unknown
     suspected = [row for row in after if row.position in suspects]

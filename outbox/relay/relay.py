@@ -38,7 +38,7 @@ from outbox.store import claiming, settling
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_REST_SECONDS = 0.01
+_SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_CONTENDED_SECONDS = 0.1
 _PROMOTED_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
@@ -91,14 +91,14 @@ class Relay:
         self._release_at = 0.0
         self._more: Sequence[claiming.Busy] = ()
         self._size = BatchSize(options.BATCH_SIZE)
-        self._rest_seconds = _SHORTEST_REST_SECONDS
+        self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = 0.0
         self._broker = Outage("the broker")
         self._refusals = refusals or Reminder()
         self._errors = errors or Reminder()
         self._database = Outage("the database")
         self._trouble = Pause()
-        self._contended = Pause(first_seconds=_SHORTEST_REST_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
+        self._contended = Pause(first_seconds=_SHORTEST_POLL_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
         self._waits_for = ""
         self._running = False
         self._retry_in = math.inf
@@ -121,7 +121,7 @@ class Relay:
                 if drain and self._idle:
                     break
                 worked |= not self._idle
-                self._rest(report)
+                self._wait(report)
         finally:
             self._finish()
         return worked
@@ -155,7 +155,7 @@ class Relay:
             elif is_collision(error):
                 if is_lock_timeout(error):
                     self._pass.contention.timed_out()
-                self._stop.wait(_SHORTEST_REST_SECONDS)
+                self._stop.wait(_SHORTEST_POLL_SECONDS)
             elif is_canceled(error) and self._size.now > 1:
                 self._size.overdue(error)
             elif is_missing(error) and not drain:
@@ -234,8 +234,8 @@ class Relay:
             self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE, refused=self._stuck_waiting
         )
         now = monotonic()
-        in_vain = max(_RELEASE_SECONDS, 2 * self._rest_seconds, _RELEASING_SHARE * (now - begun_at))
-        self._release_at = now + (_SHORTEST_REST_SECONDS if released else in_vain)
+        in_vain = max(_RELEASE_SECONDS, 2 * self._poll_seconds, _RELEASING_SHARE * (now - begun_at))
+        self._release_at = now + (_SHORTEST_POLL_SECONDS if released else in_vain)
         return released
 
     def _record(self, report: PassReport) -> None:
@@ -275,7 +275,7 @@ class Relay:
             logger.error('The broker refuses OUTBOX["BROKER_URL"], %s: %s. %s', shown, reason, REFUSAL_REMEDY)
         self._stop.wait(self._broker.enter())
 
-    def _rest(self, report: PassReport) -> None:
+    def _wait(self, report: PassReport) -> None:
         is_contended = bool(report.refused or report.skipped or report.unsettled)
         if not is_contended:
             self._contended.reset()
@@ -291,16 +291,16 @@ class Relay:
         if report.locked:
             return  # what lies behind them is read next
         # Another relay ends its pass in a moment. A transaction of another kind may hold a shard, or a row, for long.
-        wait = self._contended.next_seconds() if is_contended else min(self._rest_seconds, self._retry_in)
-        if self.bell.wait(min(wait, max(self._pass.topics.seconds_left(), _SHORTEST_REST_SECONDS)), self._stop):
+        wait = self._contended.next_seconds() if is_contended else min(self._poll_seconds, self._retry_in)
+        if self.bell.wait(min(wait, max(self._pass.topics.seconds_left(), _SHORTEST_POLL_SECONDS)), self._stop):
             self._be_alert()
         elif monotonic() > self._alert_until:
-            self._rest_seconds = min(self._rest_seconds * 2, self._options.poll_seconds(connected=self.bell.is_connected))
+            self._poll_seconds = min(self._poll_seconds * 2, self._options.poll_seconds(connected=self.bell.is_connected))
 
     def _be_alert(self) -> None:
         """Something came; more may, and the publisher's next ring may be withheld."""
         now = monotonic()
-        self._rest_seconds = _SHORTEST_REST_SECONDS
+        self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = now + ALERT_SECONDS
         self._release_at = min(self._release_at, now + _RELEASE_SECONDS)
 
