@@ -129,7 +129,7 @@ class TestLockedRow:
 
         assert rate < 100
         [report] = reports(caplog, LOCKED)
-        assert report.startswith("2 ready messages are not sent")
+        assert report.startswith("relay: 2 ready messages are not sent")
         assert f"(pid {pid}); the first is message {messages[0].id} ({TOPIC}, biz-id order-0)" in report
         assert "pg_terminate_backend()" in report
 
@@ -205,7 +205,7 @@ class TestHeldShard:
 
         [report] = reports(caplog, HELD)
         shard = OutboxMessage.objects.get(pk=message.position).shard
-        assert report.startswith(f"The ready messages of 1 of 64 shards ({shard}) are not sent")
+        assert report.startswith(f"relay: the ready messages of 1 of 64 shards ({shard}) are not sent")
         assert re.search(r"another session \(pid \d+\)", report)
         assert "cancel()" in report
         assert "pg_terminate_backend()" in report
