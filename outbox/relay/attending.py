@@ -291,11 +291,11 @@ class Attendant:
         """Run a thread that logs calls beyond their limit. It uses no database, because the database may hang, too."""
         done = threading.Event()
 
-        def look() -> None:
+        def report() -> None:
             while not done.wait(min(self._limit / 4, 1.0)):
                 self._report_overdue(awake())
 
-        thread = threading.Thread(target=look, name=f"{self._name}-reports", daemon=True)
+        thread = threading.Thread(target=report, name=f"{self._name}-reports", daemon=True)
         thread.start()
         try:
             yield

@@ -49,7 +49,7 @@ class Timetable:
         return sum(map(len, self._due.values()))
 
     @property
-    def burdened(self) -> Collection[str]:
+    def due_topics(self) -> Collection[str]:
         """The topics that have due messages."""
         return self._due.keys()
 
@@ -77,7 +77,7 @@ class Timetable:
         self._cut = still_full | {topic for topic, count in brought.items() if count >= self._room(topic)}
         self._read.update({one.topic: (one.at, one.position) for one in found})
         if len(self._read) > _MANY_TOPICS:
-            self._read = {topic: place for topic, place in self._read.items() if topic in self._in_hand}
+            self._read = {topic: offset for topic, offset in self._read.items() if topic in self._in_hand}
         self.take(found, now)
 
     def take(self, found: Iterable[Upcoming], now: float) -> None:
