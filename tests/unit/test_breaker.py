@@ -138,7 +138,7 @@ class TestRefusals:
 
         assert [*stored.paused] == [BAD]
 
-    def test_refusals_that_could_not_be_stored_are_not_forgotten_for_good(self, topics, stored, monkeypatch):
+    def test_topic_is_paused_by_later_refusals_when_earlier_ones_could_not_be_stored(self, topics, stored, monkeypatch):
         def fail(*_):
             raise RuntimeError
 
@@ -234,7 +234,7 @@ class TestLog:
 
         assert not caplog.records
 
-    def test_lane_that_comes_second_reports_nothing(self, topics, clock, caplog):
+    def test_lane_that_finds_a_topic_paused_by_another_lane_reports_nothing(self, topics, clock, caplog):
         beside = PausedTopics("default")
         for lane in (topics, beside):
             forbid(lane)

@@ -79,12 +79,12 @@ def frames(data):
 class TestHeadersOfRabbitMQ:
     @pytest.mark.parametrize("name", ["CC", "BCC"])
     @pytest.mark.parametrize("value", ["copy", 1, True])
-    def test_header_for_copies_that_is_no_list_is_refused(self, name, value):
+    def test_cc_or_bcc_header_that_is_not_a_list_is_refused(self, name, value):
         """RabbitMQ would close the channel over it."""
         with pytest.raises(ValueError, match=name):
             encoded(a_message(headers={name: value}))
 
-    def test_header_in_other_letters_is_the_publishers_own(self):
+    def test_header_named_cc_in_lower_case_is_sent_as_given(self):
         assert b"cc" in encoded(a_message(headers={"cc": "copy"}))
 
 

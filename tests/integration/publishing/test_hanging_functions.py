@@ -171,7 +171,7 @@ def test_database_ends_the_transaction_of_a_callback_that_takes_too_long_and_it_
         assert not PendingCallback.objects.exists()
 
 
-def test_database_outage_is_no_failed_attempt_of_a_callback(relay, gate, begun):
+def test_database_outage_does_not_count_as_a_failed_attempt_of_a_callback(relay, gate, begun):
     with relay() as process:
         published(WAITING, biz_id="waiting")
         process.until(lambda: begun()["waiting"])

@@ -242,7 +242,7 @@ class TestEndOfAConnection:
             (404, "NOT_FOUND - no exchange 'outbox' in vhost '/'"),
         ],
     )
-    def test_exchange_that_is_forbidden_or_missing_is_no_fault_of_a_message(self, peer, transport, code, reason):
+    def test_forbidden_or_missing_exchange_is_not_attributed_to_a_message(self, peer, transport, code, reason):
         peer.script = lambda message: [partial(peer.close_channel, code, reason)]
 
         sent = transport.send(messages(1), soon())

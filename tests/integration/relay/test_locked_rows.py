@@ -94,7 +94,7 @@ class TestLockedRow:
         assert sorted(ids(arrived)) == sorted(ids([locked, *others, later])), "each of them once"
 
     @pytest.mark.parametrize("place", [0, 1, 2], ids=["head", "middle", "last"])
-    def test_later_messages_of_its_key_do_not_overtake_a_locked_one(self, rabbitmq_url, place):
+    def test_later_messages_of_its_key_do_not_overtake_a_locked_message(self, rabbitmq_url, place):
         messages = [published(key="a") for _ in range(3)]
         with Queue(rabbitmq_url) as queue, ExitStack() as lock:
             lock.enter_context(locked_rows([messages[place]]))
@@ -121,7 +121,7 @@ class TestLockedRow:
             assert sorted(ids(queue.take_all())) == sorted(ids(others))
             assert state_of(behind) == State.READY
 
-    def test_locked_rows_are_asked_for_some_ten_times_a_second_and_reported_once_with_the_remedy(self, rabbitmq_url, caplog):
+    def test_locked_rows_are_read_some_ten_times_a_second_and_reported_once_with_the_remedy(self, rabbitmq_url, caplog):
         messages = [published(biz_id=f"order-{n}") for n in range(2)]
         with Queue(rabbitmq_url), locked_rows(messages) as pid, relaying(rabbitmq_url):
             wait_until(lambda: reports(caplog, LOCKED))

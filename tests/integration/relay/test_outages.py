@@ -243,7 +243,7 @@ class TestMessageThatClosesTheChannel:
         peer.script = script
         return peer
 
-    def test_message_that_closes_the_channel_dies_alone_and_the_others_are_published(self, closing_peer):
+    def test_message_that_closes_the_channel_is_dead_and_the_others_are_published(self, closing_peer):
         poison, *others = [published(payload="poison" if n == 0 else n) for n in range(12)]
         set_columns(poison, attempts=2)
 

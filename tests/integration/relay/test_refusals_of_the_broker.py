@@ -204,7 +204,7 @@ class TestForbiddenExchange:
 
 
 class TestRefusedMessage:
-    def test_message_that_is_too_large_for_the_broker_dies_alone(self, relay, rabbitmq_server, rabbitmq_url):
+    def test_message_too_large_for_the_broker_is_dead_and_all_others_are_published(self, relay, rabbitmq_server, rabbitmq_url):
         with (
             bodies_of_at_most(rabbitmq_server, 20_000),
             Queue(rabbitmq_url, "open.#") as queue,
