@@ -28,7 +28,7 @@ class Clock:
 
 
 class Store:
-    """What is written of paused topics, without a database."""
+    """The stored pauses, without a database."""
 
     def __init__(self):
         self.paused = {}
@@ -80,7 +80,7 @@ def topics(clock, stored):
 
 
 def refuse(topics, count, topic=BAD, taken=()):
-    """A pass in which the broker refuses so many messages."""
+    """A pass in which the broker refuses `count` messages."""
     topics.record(taken, [(topic, WHY)] * count, {})
     topics.store()
 
@@ -255,7 +255,7 @@ class TestLog:
 
 
 class BreakerAgainstModel(RuleBasedStateMachine):
-    """The specification of what is paused and resumed as a plain model, for two topics at the same time."""
+    """A plain model of the specification: which topics are paused and resumed, for two topics at the same time."""
 
     TOPICS = (BAD, GOOD)
 

@@ -80,7 +80,7 @@ class TestHeadersOfRabbitMQ:
     @pytest.mark.parametrize("name", ["CC", "BCC"])
     @pytest.mark.parametrize("value", ["copy", 1, True])
     def test_cc_or_bcc_header_that_is_not_a_list_is_refused(self, name, value):
-        """RabbitMQ would close the channel over it."""
+        """RabbitMQ would close the channel because of it."""
         with pytest.raises(ValueError, match=name):
             encoded(a_message(headers={name: value}))
 

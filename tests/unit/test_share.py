@@ -22,7 +22,7 @@ def fixed_random_seed():
 class Simulated:
     """Relays on one table whose shards always have work, in milliseconds of a simulated clock.
 
-    A relay looks, locks the shards that it can, holds them for a pass and releases them; one that got none waits a moment.
+    A relay finds work, locks the shards that it can, holds them for a pass and releases them. Without any, it waits a moment.
     """
 
     LOOK, PASS, BACKOFF = 2.0, 25.0, 5.0
@@ -98,7 +98,7 @@ def test_several_relays_get_equal_shares(relays):
 
 @pytest.mark.parametrize("relays", [2, 3, 4, 5])
 def test_several_relays_work_at_the_same_time(relays):
-    """Relays that take turns in having all shards have equal shares, too, and gain nothing by it."""
+    """Relays that take turns in holding all shards also have equal shares, but do not work at the same time."""
     simulated = Simulated(relays)
     simulated.runs(seconds=5)
     simulated.runs(seconds=30)

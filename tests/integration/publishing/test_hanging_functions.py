@@ -1,4 +1,4 @@
-"""Checkers and callbacks that hang: each is reported once and holds up nothing but its own."""
+"""Checkers and callbacks that hang: each is reported once and delays only its own messages or calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gate(tmp_path):
 
 @pytest.fixture
 def begun(tmp_path):
-    """How often a function was begun for which biz-id."""
+    """The number of calls of a function, by biz-id."""
 
     def counted():
         place = tmp_path / "runs"
@@ -59,7 +59,7 @@ def begun(tmp_path):
 
 @pytest.fixture
 def relay(process_environment, peer, tmp_path):
-    """Start `outbox_relay` with these options; spans are in seconds."""
+    """Start `outbox_relay` with these options; durations are in seconds."""
     environment = {
         **process_environment,
         "DJANGO_SETTINGS_MODULE": "tests.support.apps.stalling.settings",
@@ -86,7 +86,7 @@ def effects():
 
 
 def wait_until_claimed_anew(half, times):
-    """Its next check was put off so many times."""
+    """Wait until its check was claimed again this many times."""
     seen = set()
     wait_until(lambda: seen.add(row_of(half).available_at) or len(seen) > times)
 

@@ -20,7 +20,7 @@ from tests.support.servers.private import free_port
 A_MOMENT = 0.3
 """A deadline for a broker that answers nothing at all."""
 LONGER_THAN_A_STALL = 3.0
-"""For one that answers some and never pauses."""
+"""A deadline for a broker that answers some messages and never pauses."""
 
 CONFIRMED, RETURNED, NACKED, REFUSED = (
     PublishOutcome.CONFIRMED,
@@ -272,7 +272,7 @@ class TestEndOfAConnection:
 
 class TestSilence:
     def test_broker_that_sends_only_heartbeats_is_given_up_at_the_deadline(self):
-        """Each heartbeat restarts the timeout of py-amqp's own confirms, so they may wait for ever."""
+        """Each heartbeat restarts the timeout of py-amqp's own confirms, so they may wait forever."""
         with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
             peer.script = lambda message: [partial(peer.ack, message)] if message.tag == 1 else []
 

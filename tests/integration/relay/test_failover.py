@@ -45,7 +45,7 @@ def second():
 
 @pytest.fixture
 def silent_broker():
-    """It accepts connections, as a half-dead host does, and never answers."""
+    """A server that accepts connections and never answers, as a half-dead host does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//"
 

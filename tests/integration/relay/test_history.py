@@ -1,4 +1,4 @@
-"""History apart from the queue: where a message is kept, who waits for whom, and how a day of it ends."""
+"""History is stored apart from live messages: partitions, concurrent sessions, unique messages and housekeeping."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DAY = timedelta(days=1)
 
 @pytest.fixture
 def add_callback():
-    """Have a callback called when a message of a topic is published."""
+    """Register a callback for published messages of a topic."""
     names = []
 
     def register(topic):
@@ -49,8 +49,8 @@ def add_callback():
 
 def connection_parameters():
     settings = connection.settings_dict
-    place = {"host": settings["HOST"], "port": settings["PORT"], "dbname": settings["NAME"]}
-    return {**place, "user": settings["USER"], "password": settings["PASSWORD"] or None}
+    server = {"host": settings["HOST"], "port": settings["PORT"], "dbname": settings["NAME"]}
+    return {**server, "user": settings["USER"], "password": settings["PASSWORD"] or None}
 
 
 def execute(statement, *parameters):
@@ -60,7 +60,7 @@ def execute(statement, *parameters):
 
 
 def settled(message):
-    """As a relay does it."""
+    """Settle the message as a relay does."""
     with transaction.atomic():
         assert settling.settle("default", Settlement(published=[message.position])) == 1
     return message
@@ -80,7 +80,7 @@ def part_of(message):
 
 @contextmanager
 def a_session(statement="SELECT 1"):
-    """Another session, in whose open transaction this was executed."""
+    """Another session with an open transaction that has executed the statement."""
     with psycopg.connect(**connection_parameters()) as other:
         other.execute(statement)
         yield other
@@ -178,11 +178,11 @@ class TestWhereAMessageIs:
             published()
         seen = []
 
-        def note(execute, sql, params, many, context):
+        def record(execute, sql, params, many, context):
             seen.append(sql)
             return execute(sql, params, many, context)
 
-        with connection.execute_wrapper(note), transaction.atomic():
+        with connection.execute_wrapper(record), transaction.atomic():
             publish(TOPIC, {})
             publish_many([Draft(TOPIC, {})] * 20)
             busy = claiming.look("default").busy
@@ -277,7 +277,7 @@ class TestWhoWaits:
 
     @pytest.mark.parametrize("end", ["commit", "rollback"])
     def test_cancel_waits_for_a_concurrent_settle_and_returns_the_resulting_state(self, end):
-        """It locks the row that is moved away, and finds no error but the message where it is now."""
+        """It waits for the lock of the row that is moved, and then finds the message in its new partition."""
         message = published()
         answers = []
         with a_settle_of(message) as settles, in_threads(lambda: answers.append(cancel(message.id))):
@@ -294,7 +294,7 @@ class TestWhoWaits:
 @contextmanager
 def a_settle_of(message):
     """Another transaction that has moved the message to history; call it with "commit" or "rollback"."""
-    ended, told = threading.Event(), []
+    ended, outcome = threading.Event(), []
     begun = threading.Event()
 
     def settle():
@@ -302,10 +302,10 @@ def a_settle_of(message):
             settling.settle("default", Settlement(published=[message.position]))
             begun.set()
             assert ended.wait(60)
-            transaction.set_rollback(told == ["rollback"])
+            transaction.set_rollback(outcome == ["rollback"])
 
     def end(how):
-        told.append(how)
+        outcome.append(how)
         ended.set()
 
     with in_threads(settle):
@@ -601,7 +601,7 @@ def a_user_who_owns_nothing():
 
 class TestKeepNothing:
     @pytest.fixture(autouse=True)
-    def _kept_not(self, settings):
+    def _without_keep_history(self, settings):
         settings.OUTBOX = {"KEEP_HISTORY": None, "TRAIL": "all"}
 
     @every_database

@@ -1,4 +1,4 @@
-"""Rows and shards that another session holds: nothing else stops, nothing is sent in vain, and it is reported once.
+"""Another session has locked rows or shards: other messages are sent, locked ones are not, and it is reported once.
 
 Only PostgreSQL has more than one writer.
 """
@@ -51,7 +51,7 @@ def held_shard(message):
 
 
 def transactions_per_second(seconds=MEASURED_SECONDS):
-    """Of this database, over so many seconds."""
+    """Transactions of this database, measured for this many seconds."""
 
     def count():
         with connection.cursor() as cursor:
@@ -64,7 +64,7 @@ def transactions_per_second(seconds=MEASURED_SECONDS):
 
 
 def transactions_per_second_of_the_relay():
-    """Measured while the relay asks: a stall of the whole machine may take all of a measurement."""
+    """Measured while the relay polls. A stall of the machine may last for a whole measurement, so the test repeats it."""
     return wait_until(lambda: (rate := transactions_per_second()) > 1 and rate)
 
 

@@ -1,4 +1,4 @@
-"""A topic that an operator or the circuit breaker has paused: what happens to its messages, to others, and what it costs."""
+"""Topics paused by an operator or by the circuit breaker: the effect on their messages and on others, and the cost."""
 
 import threading
 from collections import Counter
@@ -82,13 +82,13 @@ def the_pause(topic=BAD):
 
 
 def refused_by_breaker(topic=BAD, **columns):
-    """As the circuit breaker has left it."""
+    """The row of a topic that the circuit breaker has paused."""
     given = {"probe_at": DatabaseTime(HOUR), "pause_seconds": 1.0, "reason": "nacked", **columns}
     return PausedTopic.objects.create(topic=topic, paused_at=DatabaseTime(), **given)
 
 
 def pass_by(seconds):
-    """What is tested is that nothing happens for so long."""
+    """The test is that nothing happens for this long."""
     until = monotonic() + seconds
     wait_until(lambda: monotonic() > until)
 
@@ -487,7 +487,7 @@ class TestConcurrency:
         assert the_pause().paused_by == "ada"
 
     def test_row_is_not_deleted_while_a_pass_makes_messages_paused(self):
-        """The pass has looked before the topic was resumed."""
+        """The pass has read the paused topics before the topic was resumed."""
         message = published(BAD)
         pause(BAD)
         position = row_of(message).pk

@@ -1,4 +1,4 @@
-"""A row that the database refuses to make ready: the others become ready, and it is reported with its remedy."""
+"""The database refuses to make a row ready: the others become ready, and the row is reported with its remedy."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""A row that the database refuses to change: its neighbours go on, each is sent once, and it is reported with its remedy."""
+"""The database refuses to change a row: the others are sent once each, and the row is reported with its remedy."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ def lines(caplog):
 
 
 def pass_by(seconds):
-    """What is tested is that nothing happens for so long."""
+    """The test is that nothing happens for this long."""
     until = monotonic() + seconds
     wait_until(lambda: monotonic() > until)
 

@@ -1,4 +1,4 @@
-"""Priority is kept on every way back to ready, and no message is published after it has expired."""
+"""A message that becomes ready again keeps its priority, and no message is published after it has expired."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def install_from_environment() -> None:
 
 
 def patch(name: str, decorate: Any) -> None:
-    """Replace a function by its dotted name. A name that is gone is an error: the test would prove nothing."""
+    """Replace a function by its dotted name. A missing name is an error, because the test would prove nothing."""
     owner, attribute = _owner(name)
     setattr(owner, attribute, decorate(getattr(owner, attribute)))
 

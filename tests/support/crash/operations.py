@@ -109,7 +109,7 @@ class Producer:
             try:
                 self._tally[act()] += 1
             except (DatabaseError, InterfaceError):
-                # Committed or not, nobody can say; the oracle can.
+                # The producer cannot know whether it was committed; the oracle does.
                 self._tally["unknown"] += 1
                 with suppress(DatabaseError, InterfaceError):
                     connection.close()
@@ -249,7 +249,7 @@ class Producer:
         self._prepare(name).rollback()
 
     def _forgotten(self, name: str) -> str:
-        """As if the process had died: nobody decides but the checker."""
+        """As if the process had died: only the checker decides."""
         self._prepare(name)
         if self._choice.random() < 0.5:
             return "forgotten before it took place"

@@ -1,4 +1,4 @@
-"""What the broker was given, in the order in which it was given: a queue that nobody consumes before the end.
+"""The messages that the broker received, in their order: a queue that has no consumer before the end.
 
 The load is written in transactions of many messages, most of them with a key and all of those with strict_order: so the order
 of a key is that of its rows, and whoever came first must have arrived first.
@@ -44,7 +44,7 @@ class Witness:
             arrived.append(message.properties["message_id"])
 
         with kombu.Connection(self._url, transport_options=CONFIRMED) as broker:
-            # It comes after all that is there, so nobody has to guess from a silence that nothing more will come.
+            # It arrives after all other messages, so no silence has to be interpreted as the end.
             broker.Producer().publish({}, routing_key=self._queue.name, message_id=end)
             with kombu.Consumer(broker, [self._queue], callbacks=[note], no_ack=True, accept=["json"]):
                 while arrived[-1:] != [end]:
@@ -71,7 +71,7 @@ class Witness:
 
 
 def write(number: int, *, chance: random.Random | None = None, padding: int = 0) -> None:
-    """Commit so many messages in one transaction: three of four with a key."""
+    """Commit this many messages in one transaction; three of four have a key."""
     chance = chance or random.Random(number)
     keys = [chance.choice(KEYS) if chance.random() < 0.75 else "" for _ in range(number)]
     with transaction.atomic():

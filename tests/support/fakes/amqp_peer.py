@@ -43,7 +43,7 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True)
 class Published:
-    """A message as it arrived. The tag counts from 1 in each life of a channel; it is 0 outside confirm mode."""
+    """A message as it arrived. The tag counts from 1 on each opened channel; it is 0 outside confirm mode."""
 
     tag: int
     exchange: str
@@ -131,7 +131,7 @@ class FakeAmqpPeer:
     # What the broker says
 
     def hold(self) -> None:
-        """Answer no message from now on, unless told to by hand."""
+        """From now on answer a message only when the test calls a method for it."""
         self.script, self.ack_all_automatically = None, False
 
     def ack(self, tag: int | Published, multiple: bool = False) -> bool:
