@@ -343,7 +343,7 @@ def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_a
     """Relays are alternately terminated and killed for 15 seconds; then three stay, and each gets its share."""
     relays = [world.relay(), world.relay()]
     ends = Counter()
-    with load.writing(world.seed, rest_seconds=0.1):
+    with load.writing(world.seed, pause_seconds=0.1):
         deadline = time.monotonic() + 15
         while time.monotonic() < deadline or min(ends[signal.SIGTERM], ends[signal.SIGKILL]) < 3:
             victim = relays.pop(0)

@@ -194,7 +194,7 @@ def test_sigterm_waits_for_a_callback_that_returns_within_the_shutdown_grace(rel
         published(WAITING, biz_id="waiting")
         process.until(lambda: begun()["waiting"])
         process.terminate()
-        process.until(lambda: "Stopping" in process.said())
+        process.until(lambda: "relay: stopping" in process.said())
         gate.unlink()
 
         assert process.ends() == 0

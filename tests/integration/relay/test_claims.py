@@ -739,13 +739,13 @@ def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_r
     aside = sorted((row for row in rows if row.aside), key=lambda row: (-row.priority, row.position))
     stream = [row for row in rows if not row.aside]
 
-    kept = claiming._without_overtakers([*aside[:each], *stream[:each]], each)
+    claimed = claiming._without_overtakers([*aside[:each], *stream[:each]], each)
 
-    in_hand = {row.position for row in kept}
-    for row in kept:
+    in_hand = {row.position for row in claimed}
+    for row in claimed:
         earlier = {other.position for other in rows if row.key and other.key == row.key and other.position < row.position}
         assert earlier <= in_hand
-    assert kept or not rows, "and at least one message is claimed"
+    assert claimed or not rows, "and at least one message is claimed"
 
 
 def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):

@@ -93,17 +93,17 @@ class TestLockedRow:
         assert ids(arrived)[-1] == str(locked.id)
         assert sorted(ids(arrived)) == sorted(ids([locked, *others, later])), "each of them once"
 
-    @pytest.mark.parametrize("place", [0, 1, 2], ids=["head", "middle", "last"])
-    def test_later_messages_of_its_key_do_not_overtake_a_locked_message(self, rabbitmq_url, place):
+    @pytest.mark.parametrize("index", [0, 1, 2], ids=["head", "middle", "last"])
+    def test_later_messages_of_its_key_do_not_overtake_a_locked_message(self, rabbitmq_url, index):
         messages = [published(key="a") for _ in range(3)]
         with Queue(rabbitmq_url) as queue, ExitStack() as lock:
-            lock.enter_context(locked_rows([messages[place]]))
+            lock.enter_context(locked_rows([messages[index]]))
             with relaying(rabbitmq_url, relays=2):
                 others = [published(key="b")]
-                wait_until(lambda: all(state_of(one) == State.PUBLISHED for one in (*others, *messages[:place])))
+                wait_until(lambda: all(state_of(one) == State.PUBLISHED for one in (*others, *messages[:index])))
                 others.append(published(key="b"))
                 wait_until(lambda: state_of(others[-1]) == State.PUBLISHED)
-                assert {state_of(later) for later in messages[place:]} == {State.READY}
+                assert {state_of(later) for later in messages[index:]} == {State.READY}
                 lock.close()
                 wait_until(lambda: state_of(messages[-1]) == State.PUBLISHED)
             arrived = [one for one in ids(queue.take_all()) if one not in ids(others)]

@@ -88,24 +88,24 @@ class TestOneRow:
             pass_by(2.5)
             assert ids(queue.take_all()).count(str(bad.id)) == 1
 
-    @pytest.mark.parametrize("place", [0, 1, 2], ids=["head", "middle", "last"])
-    def test_later_messages_of_its_key_do_not_overtake_a_message_that_cannot_be_settled(self, rabbitmq_url, place):
-        messages = [published(key="a", biz_id=POISON if number == place else None) for number in range(3)]
+    @pytest.mark.parametrize("index", [0, 1, 2], ids=["head", "middle", "last"])
+    def test_later_messages_of_its_key_do_not_overtake_a_message_that_cannot_be_settled(self, rabbitmq_url, index):
+        messages = [published(key="a", biz_id=POISON if number == index else None) for number in range(3)]
         other = published(key="b")
         with Queue(rabbitmq_url) as queue:
             with refused(), relaying(rabbitmq_url):
-                wait_until(lambda: all_published([other, *messages[:place]]))
+                wait_until(lambda: all_published([other, *messages[:index]]))
                 messages.append(published(key="a"))
                 later = published(key="b")
                 wait_until(lambda: all_published([later]))
-                assert {state_of(one) for one in messages[place:]} == {State.READY}
+                assert {state_of(one) for one in messages[index:]} == {State.READY}
                 first = [one for one in ids(queue.take_all()) if one not in ids([other, later])]
                 cleared()
                 wait_until(lambda: all_published(messages))
             again = [one for one in ids(queue.take_all()) if one not in ids([other, later])]
 
         assert first == ids(messages[:3])
-        assert again == ids(messages[place:]), "what was sent after it is sent after it again"
+        assert again == ids(messages[index:]), "what was sent after it is sent after it again"
 
     def test_other_messages_are_handed_over_by_the_local_transport(self, handles, caplog):
         handles(lambda message: None, topic=TOPIC, name="tests.local")

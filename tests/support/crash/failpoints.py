@@ -38,7 +38,7 @@ def install_from_environment() -> None:
         assert only.keys() <= {"once", "in"}, order
         patch(name, _failing(ACTIONS[action], when, nth, _counted(**only)))
     if place := os.environ.get("DELIVERIES"):
-        patch("kombu.messaging.Consumer._receive_callback", _noting_deliveries(Path(place)))
+        patch("kombu.messaging.Consumer._receive_callback", _recording_deliveries(Path(place)))
 
 
 def patch(name: str, decorate: Any) -> None:
@@ -47,7 +47,7 @@ def patch(name: str, decorate: Any) -> None:
     setattr(owner, attribute, decorate(getattr(owner, attribute)))
 
 
-def note(variable: str, line: str) -> None:
+def record(variable: str, line: str) -> None:
     """Append a line to the file that an environment variable names; nothing, when there is none."""
     if place := os.environ.get(variable):
         append(Path(place), line)
@@ -102,7 +102,7 @@ def _failing(act: Callable[[], object], when: str, nth: int, counted: Callable[[
     return decorate
 
 
-def _noting_deliveries(place: Path) -> Any:
+def _recording_deliveries(place: Path) -> Any:
     def decorate(function: Any) -> Any:
         @functools.wraps(function)
         def noting(consumer: Any, message: Any) -> Any:

@@ -103,7 +103,7 @@ class Producer:
         self._kinds = kinds
         self._later: list[tuple[float, int, Callable[[], str]]] = []
 
-    def run(self, enough: threading.Event, rest_seconds: float) -> None:
+    def run(self, enough: threading.Event, pause_seconds: float) -> None:
         while not enough.is_set():
             act = self._next()
             try:
@@ -114,7 +114,7 @@ class Producer:
                 with suppress(DatabaseError, InterfaceError):
                     connection.close()
                 enough.wait(0.1)
-            enough.wait(rest_seconds)
+            enough.wait(pause_seconds)
         connection.close()
 
     def _next(self) -> Callable[[], str]:

@@ -40,13 +40,13 @@ class Witness:
         arrived: list[str] = []
         end = str(uuid.uuid4())
 
-        def note(body: Any, message: Any) -> None:
+        def record(body: Any, message: Any) -> None:
             arrived.append(message.properties["message_id"])
 
         with kombu.Connection(self._url, transport_options=CONFIRMED) as broker:
             # It arrives after all other messages, so no silence has to be interpreted as the end.
             broker.Producer().publish({}, routing_key=self._queue.name, message_id=end)
-            with kombu.Consumer(broker, [self._queue], callbacks=[note], no_ack=True, accept=["json"]):
+            with kombu.Consumer(broker, [self._queue], callbacks=[record], no_ack=True, accept=["json"]):
                 while arrived[-1:] != [end]:
                     broker.drain_events(timeout=PATIENCE_SECONDS)
         return arrived[:-1]
@@ -79,12 +79,12 @@ def write(number: int, *, chance: random.Random | None = None, padding: int = 0)
 
 
 @contextmanager
-def writing(seed: int, *, writers: int = 2, number: int = 40, rest_seconds: float = 0.03) -> Iterator[None]:
+def writing(seed: int, *, writers: int = 2, number: int = 40, pause_seconds: float = 0.03) -> Iterator[None]:
     """Writers at work for the length of the block; some of what they write is rolled back."""
     enough = threading.Event()
 
     def work(chance: random.Random) -> None:
-        while not enough.wait(rest_seconds):
+        while not enough.wait(pause_seconds):
             with suppress(DatabaseError, InterfaceError), transaction.atomic():
                 write(number, chance=chance)
                 transaction.set_rollback(chance.random() < 0.1)

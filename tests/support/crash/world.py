@@ -207,14 +207,14 @@ class World:
 
     @contextmanager
     def load(
-        self, producers: int = 2, rest_seconds: float = 0.03, kinds: Mapping[str, int] = operations.PLAIN
+        self, producers: int = 2, pause_seconds: float = 0.03, kinds: Mapping[str, int] = operations.PLAIN
     ) -> Iterator[Counter[str]]:
         """Producers at work for the length of the block; what they did, by outcome."""
         enough = threading.Event()
         tally: Counter[str] = Counter()
         threads = [
             threading.Thread(
-                target=operations.Producer(tally, random.Random(f"{self.seed}-{n}"), kinds).run, args=[enough, rest_seconds]
+                target=operations.Producer(tally, random.Random(f"{self.seed}-{n}"), kinds).run, args=[enough, pause_seconds]
             )
             for n in range(producers)
         ]
