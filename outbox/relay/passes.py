@@ -1,9 +1,9 @@
 """One pass of the relay: claim, send, settle.
 
 A pass is one short transaction. The database releases its shard locks when the connection ends, so a killed relay frees its
-shards at once and a frozen relay settles nothing. A row is settled only after the broker has confirmed the message; a crash in
-between sends it again and never loses it. On a database with one writer a lease replaces the locks, and the pass is three short
-transactions.
+shards at once, and a relay that was frozen past its deadline settles nothing. A row is settled only after the broker has
+confirmed the message; a crash in between sends it again and never loses it. On a database with one writer a lease replaces the
+locks, and the pass is three short transactions.
 
 This module contains no SQL (see `store`) and knows no broker (see `transports`).
 """
@@ -188,7 +188,7 @@ class Pass:
         try:
             return self._settle_by_lease(batch, settlement)
         except lease.LeaseLost:
-            logger.warning("relay: lost its lease during a pass; nothing is settled, %d messages are sent again.", len(rows))
+            logger.warning("relay: lost its lease during a pass and settled nothing; %d messages are sent again.", len(rows))
             return PassReport(claimed=len(rows), broken=batch.broken)
 
     def _settle_by_lease(self, batch: _Batch, settlement: Settlement) -> PassReport:
@@ -202,7 +202,7 @@ class Pass:
         return self._report(batch, settlement, settled)
 
     def _send(self, rows: Sequence[RelayedMessage], begun_at: float) -> _Batch:
-        # The deadline counts from before the claim, so that a relay that was frozen after it sends nothing.
+        # Counted from before the claim, so that the time in which a relay was frozen after it counts, too.
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
         stopped_keys: set[str] = set()
