@@ -1,13 +1,13 @@
 """A process that ends itself at a named point, without a line of it in the product.
 
 FAILPOINT is "<kill|stop|sleep> <before|after> <function> [<n-th call>] [once <function>] [in <thread>]", each function by its
-dotted name, wherever it lives: ours, kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it
-runs any more: no `finally`, no rollback, no goodbye to the broker. Or SIGSTOP, and then it stands still until it is woken. Or
-only the calling thread sleeps, for ever. Loops run in several threads: with `once` only the calls of a thread that has begun
-the other function count, with `in` only those of the thread of that name.
+dotted name, in this product, kombu or py-amqp. At that call the process sends itself SIGKILL, so that none of its code runs any
+more: no `finally`, no rollback, no close of the connection. Or it sends itself SIGSTOP and is frozen until SIGCONT. Or only the
+calling thread sleeps, forever. Loops run in several threads: with `once` only the calls of a thread that has begun the other
+function count, with `in` only those of the thread of that name.
 
-DELIVERIES is a file to which a consumer appends the message id of every delivery before anything of ours has seen it, and
-RUNS one for every call of the handler; so a test knows what arrived, whatever the database says.
+DELIVERIES is a file to which a consumer appends the message id of every delivery before the product processes it, and RUNS one
+for every call of the handler; so a test knows what arrived, independently of the database.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What producers do: business changes, each with its message, of every kind that the outbox offers.
+"""The operations of producers: business changes, each with its message, of every kind that the outbox offers.
 
-An operation is named in the transaction of its business change, and whatever else is true of its message (cancelled, not before
-an instant) is named in the transaction that makes it true. These rows are all that the oracle knows.
+An operation writes its name in the transaction of its business change. Any further fact about its message (cancelled, not
+before an instant) is written in the transaction that makes it true. The oracle knows these rows only.
 """
 
 from __future__ import annotations

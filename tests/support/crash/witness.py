@@ -1,7 +1,7 @@
 """The messages that the broker received, in their order: a queue that has no consumer before the end.
 
 The load is written in transactions of many messages, most of them with a key and all of those with strict_order: so the order
-of a key is that of its rows, and whoever came first must have arrived first.
+of a key is that of its rows, and an earlier message must have arrived first.
 """
 
 from __future__ import annotations
