@@ -115,7 +115,7 @@ class TestExpiredMessage:
         assert row.settled_at is not None
         assert expired == [row.pk]
         logged = [record.getMessage() for record in caplog.get_records("call")]
-        assert f"1 messages of {row.topic} have expired before they could be published." in logged
+        assert f"relay: 1 messages of {row.topic} have expired before they could be published." in logged
 
     def test_expired_message_is_not_sent_when_it_becomes_due_late(self, peer):
         expiring, alive = (published(biz_id=biz_id, delay=HOUR, expires_in=HOUR) for biz_id in ("expiring", "alive"))
