@@ -58,7 +58,7 @@ class Verdict:
 CONFIRMED = Verdict(PublishOutcome.CONFIRMED)
 
 
-class Parcel(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """An outgoing message.
 
     Attributes:
@@ -125,8 +125,8 @@ class Transport(Protocol):
             BrokerUnavailable: the broker cannot be used now.
         """
 
-    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
-        """Send `parcels` in order and wait for the broker's answers until `deadline` (`clock.monotonic`).
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+        """Send `messages` in order and wait for the broker's answers until `deadline` (`clock.monotonic`).
 
         A broken connection is part of the answer, not an exception.
         """

@@ -26,6 +26,6 @@ class Share:
         """The shards to try next, chosen at random so that relays seldom conflict and no shard is always last."""
         return random.sample(shards, min(len(shards), self._most))
 
-    def note(self, refused: int) -> None:
+    def record(self, refused: int) -> None:
         """Record that `refused` of the tried shards were claimed by others."""
         self._most = max(self._most // 2, _LEAST) if refused else min(self._most + _STEP, self._shards)

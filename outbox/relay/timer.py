@@ -185,8 +185,8 @@ class Timer:
     def _sweep(self) -> None:
         """Load overdue messages that are not in the wheel: committed late, rescheduled earlier, or skipped by a clock step."""
         began_at = monotonic()
-        burdened = {topic: Offset("", 0, 0) for topic in self._table.burdened}
-        found = scheduling.upcoming(self._alias, burdened, -_OVERDUE, OF_A_TOPIC)
+        due_topics = {topic: Offset("", 0, 0) for topic in self._table.due_topics}
+        found = scheduling.upcoming(self._alias, due_topics, -_OVERDUE, OF_A_TOPIC)
         now = monotonic()
         self._table.take_overdue(found, now)
         is_quiet = self.bell.is_connected and now >= self._quiet_at

@@ -49,7 +49,7 @@ class Timetable:
         return sum(map(len, self._due.values()))
 
     @property
-    def burdened(self) -> Collection[str]:
+    def due_topics(self) -> Collection[str]:
         """The topics that have due messages."""
         return self._due.keys()
 

@@ -92,7 +92,7 @@ def change_apart(
 
 
 def change_others(alias: str, positions: Sequence[int], change: Callable[[Sequence[int]], int], refused: RefusedRows) -> Apart:
-    """`change_apart`, with a record of the refused rows; inside an open transaction.
+    """`change_apart`, recording what is refused; inside an open transaction.
 
     Raises:
         django.db.Error: none of many rows can be changed, so the cause is not one row.
@@ -101,7 +101,7 @@ def change_others(alias: str, positions: Sequence[int], change: Callable[[Sequen
     keys = dict(named.values_list("pk", "key"))
     apart = change_apart(alias, positions, change, keys)
     refused.retried(apart.refused, positions)
-    refused.note(apart.refused, keys)
+    refused.record(apart.refused, keys)
     if apart.refused and not apart.done and len(positions) >= _MOST_TRIES:
         raise next(iter(apart.refused.values()))
     return apart

@@ -22,7 +22,7 @@ def fixed_random_seed():
 class Simulated:
     """Relays on one table whose shards always have work, in milliseconds of a simulated clock.
 
-    A relay looks, locks the shards that it can, holds them for a pass and releases them; one that got none waits a moment.
+    A relay finds work, locks the shards that it can, holds them for a pass and releases them. Without any, it waits a moment.
     """
 
     LOOK, PASS, BACKOFF = 2.0, 25.0, 5.0
@@ -61,7 +61,7 @@ class Simulated:
     def _claims(self, number):
         others = set().union(*(held for other, held in self.held.items() if other != number))
         wanted = {one.shard for one in self.shares[number].of(ALL)}
-        self.shares[number].note(len(wanted & others))
+        self.shares[number].record(len(wanted & others))
         self.held[number] = wanted - others
         if self.held[number]:
             took = self._after(self.PASS, number)
@@ -81,7 +81,7 @@ def test_a_single_relay_takes_all_shards_from_its_first_pass_on():
 
     for _ in range(5):
         assert {one.shard for one in share.of(ALL)} == set(range(SHARDS))
-        share.note(0)
+        share.record(0)
 
 
 @pytest.mark.parametrize("relays", [2, 3, 4, 5])
@@ -98,7 +98,7 @@ def test_several_relays_get_equal_shares(relays):
 
 @pytest.mark.parametrize("relays", [2, 3, 4, 5])
 def test_several_relays_work_at_the_same_time(relays):
-    """Relays that take turns in having all shards have equal shares, too, and gain nothing by it."""
+    """Relays that take turns in holding all shards also have equal shares, but do not work at the same time."""
     simulated = Simulated(relays)
     simulated.runs(seconds=5)
     simulated.runs(seconds=30)
@@ -134,7 +134,7 @@ def test_the_remaining_relay_takes_over_the_shards_of_one_that_left():
 def test_a_relay_that_is_always_refused_still_tries_some_shards():
     share = Share(SHARDS)
     for _ in range(100):
-        share.note(SHARDS)
+        share.record(SHARDS)
 
     assert 1 <= len(share.of(ALL)) <= SHARDS // 4
 
@@ -144,7 +144,7 @@ def test_a_relay_that_is_always_refused_still_tries_some_shards():
 def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, shards):
     share = Share(SHARDS)
     for number in refused:
-        share.note(number)
+        share.record(number)
 
     asked = share.of(ALL[:shards])
 
@@ -156,7 +156,7 @@ def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, shards):
 def test_every_shard_is_tried_sooner_or_later():
     share = Share(SHARDS)
     for _ in range(20):
-        share.note(1)
+        share.record(1)
 
     asked = {one.shard for _ in range(500) for one in share.of(ALL)}
 

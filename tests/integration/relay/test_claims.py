@@ -58,7 +58,7 @@ HOUR = timedelta(hours=1)
 
 
 def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
-    """A high-water mark would skip for ever the message that commits second."""
+    """A high-water mark would never find the message that commits second."""
     first_has_its_id, second_has_committed = threading.Event(), threading.Event()
     written = {}
 
@@ -520,11 +520,11 @@ class TestIndexes:
 
 
 OF_EACH_KIND = 400_000
-"""So many that a statement which reads all of one kind, or one index of them, reads more than a thousand pages."""
+"""Enough rows that a statement which reads all rows of one state, or all of one index, reads more than a thousand pages."""
 
 
 def filled(state, count, *, key="''", due="now()"):
-    """So many rows, by one statement of the server's."""
+    """Insert this many rows by one statement in the server."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT COALESCE(max(id), 0) FROM outbox_outboxmessage")
         [already] = cursor.fetchone()
@@ -540,11 +540,11 @@ def filled(state, count, *, key="''", due="now()"):
 
 
 OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after an offset", "newly scheduled"}
-"""What is due is sorted when the statistics know of nothing that is."""
+"""Statements that sort due rows if the statistics know of none."""
 
 
 def pages_by_statement(*, by_index=False, may_sort=frozenset()):
-    """How many pages each statement of the relay reads; with `by_index`, it must find its rows by an index, in order."""
+    """The number of pages that each statement of a relay reads; with `by_index` it must find its rows in order by an index."""
     with transaction.atomic():
         shards = claiming.look("default").shards
         rows = claiming.claim_ready("default", shards, 500).rows
@@ -592,7 +592,7 @@ def of_the_table(node):
 
 
 def measured(action):
-    """What the server did for every statement of `action` that touches the outbox."""
+    """The executed plan of each statement of `action` that reads or writes the outbox."""
     plans = []
 
     def explain(execute, sql, params, many, context):
@@ -630,7 +630,7 @@ class TestPinnedVacuumHorizon:
             yield reader
 
     def pages_by_pass(self, passes, *, with_floors):
-        """What looking and reading cost in each of so many passes, each of which publishes what it has in hand."""
+        """The pages read by each pass for finding work and reading rows. Each pass publishes the rows that it reads."""
         clock = [0.0]
         floors = Floors(range(64), partial(claiming.writers, "default"), lambda: clock[0])
         floors.end(claiming.look("default", from_the_start=floors.begin()))

@@ -120,7 +120,7 @@ class TestFailedAttempt:
         assert ("retrying", bad.position, row.last_error) in signals_sent
         assert "was not published at attempt 1" in caplog.text
 
-    def test_look_says_in_how_many_seconds_the_next_message_is_tried_again(self, peer, transport):
+    def test_look_returns_the_seconds_until_the_next_retry(self, peer, transport):
         assert claiming.look("default").retry_in == math.inf
         later, sooner = some("later", "sooner")
         answering(peer, later="nack", sooner="nack")

@@ -215,7 +215,7 @@ class TestRelay:
 
         assert (report.claimed, report.settled, report.published) == (1, 0, 0)
         assert state_of(message) == State.READY
-        assert "overslept its lease" in caplog.text
+        assert "lost its lease during a pass" in caplog.text
 
     def test_relay_does_not_hold_the_write_lock_while_it_sends(self, peer):
         published(biz_id="first")

@@ -1,4 +1,4 @@
-"""Behind a failed head the messages of its key become waiting, cost no pass anything, and go on in order afterwards."""
+"""Messages behind the failed head of their key become waiting, cost later passes nothing, and are then sent in order."""
 
 import random
 import threading
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 HOUR = timedelta(hours=1)
 NEVER = {"RETRY_BASE": HOUR, "RETRY_CAP": HOUR}
-"""A failed head stays where it is while the test looks."""
+"""A failed head is not retried within the test."""
 
 
 def some(*names, key="k", **options):
@@ -206,7 +206,7 @@ class TestEndOfWaiting:
         assert [state_of(message) for message in others] == [State.WAITING] * 2
 
     def test_dead_message_among_waiting_ones_holds_only_those_behind_it(self, peer, transport):
-        """Those before it are released."""
+        """The messages before it are released."""
         head, (a, dead, b) = behind_a_failed_head(peer, transport, "a", "dead", "b")
         set_columns(dead, state=State.DEAD, settled_at=DatabaseTime())
         move(head, State.READY)
@@ -395,7 +395,7 @@ class TestOvertaking:
 
 
 class TestCostOfWaiting:
-    """By the rows that PostgreSQL counts."""
+    """Measured by the rows that PostgreSQL counts."""
 
     def test_later_passes_read_no_waiting_rows(self, peer, transport):
         with transaction.atomic():
