@@ -23,7 +23,7 @@ from inbox.store.rows import TwinBusy
 from outbox.database.faults import is_about_values
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
-from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Parcel, PublishOutcome, Sent, Verdict
+from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +40,12 @@ class LocalTransport:
     def connect(self) -> None:
         pass
 
-    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         verdicts: dict[int, Verdict] = {}
-        for parcel in parcels:
+        for message in messages:
             if monotonic() > deadline:
                 break
-            verdicts[parcel.position] = self._send_one(parcel)
+            verdicts[message.position] = self._send_one(message)
         transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
 
@@ -58,11 +58,11 @@ class LocalTransport:
     def companions(self) -> Sequence[Companion]:
         return self._runner, RunnerHeartbeats(self._runner)
 
-    def _send_one(self, parcel: Parcel) -> Verdict:
+    def _send_one(self, message: OutgoingMessage) -> Verdict:
         # A savepoint each: one bad row must not fail the batch.
         try:
             with transaction.atomic(using=self._alias):
-                return self._hand_over(parcel)
+                return self._hand_over(message)
         except TwinBusy:
             return Verdict(PublishOutcome.UNKNOWN, "an earlier copy is being run right now")
         except DatabaseError as error:
@@ -76,9 +76,9 @@ class LocalTransport:
         """Those that cannot be handed to, because they write to another database."""
         return [handler for handler in handlers if handler.using != self._alias]
 
-    def _hand_over(self, parcel: Parcel) -> Verdict:
-        envelope = parcel.envelope
-        if parcel.wire is not None:
+    def _hand_over(self, message: OutgoingMessage) -> Verdict:
+        envelope = message.envelope
+        if message.wire is not None:
             return Verdict(
                 PublishOutcome.REFUSED,
                 f"{envelope.topic} is in the form of another protocol, and local:// hands over to this service's own handlers; "

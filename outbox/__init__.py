@@ -73,7 +73,7 @@ __all__ = [
     "resume",
 ]
 
-_PLACES = {
+_MODULES = {
     "outbox.checkers": {"Answer", "HalfMessage", "checker"},
     "outbox.errors": {
         "AlreadyDecided",
@@ -100,11 +100,11 @@ _PLACES = {
         "reschedule",
     },
 }
-"""Where the public names are that are not in `outbox.api`."""
+"""The modules of the public names that are not in `outbox.api`."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'outbox' has no attribute {name!r}")
-    place = next((place for place, names in _PLACES.items() if name in names), "outbox.api")
-    return getattr(import_module(place), name)
+    module = next((module for module, names in _MODULES.items() if name in names), "outbox.api")
+    return getattr(import_module(module), name)

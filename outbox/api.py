@@ -51,7 +51,7 @@ class PublishedMessage:
         id: the message id, the same on every resend.
         topic: as given.
         biz_id: as given, or the message id.
-        position: the row's place in the outbox; grows with every insert on one database.
+        position: the row's id; grows with every insert on one database.
         created: False when `unique=True` found an earlier message and wrote nothing.
         state: of the message when `publish` returned: "ready" or "scheduled" for a new one; for an earlier one that was found
             also "retrying", "waiting", "paused", "published" or "dead".
@@ -114,7 +114,7 @@ def publish(
             is written is the instant, so that a level that is changed later moves no message.
         deliver_at: deliver no earlier than this aware instant.
         expires_in: once it has been due for this long it is not delivered any more; its state becomes `expired`.
-        unique: at most one message per (topic, biz_id) that is published or may still be, as long as it is kept
+        unique: at most one message per (topic, biz_id) that is published or may still be, as long as it is retained
             (`OUTBOX["KEEP_HISTORY"]` after it was published): a second call writes nothing and returns the first, with its
             state. After one that was cancelled or has expired, a new one is written.
         strict_order: the order of the key is the order of the commits: another transaction that publishes this key with
@@ -269,7 +269,7 @@ def new_row(draft: Draft, message_id: uuid.UUID) -> writing.NewRow:
         is_unique=_flag("unique", draft.unique),
         delay=at if isinstance(at, timedelta) else None,
         deliver_at=at if isinstance(at, datetime) else None,
-        expires_in=_span("expires_in", draft.expires_in),
+        expires_in=_duration("expires_in", draft.expires_in),
     )
 
 
@@ -379,7 +379,7 @@ def _flag(argument: str, value: object) -> bool:
     return value
 
 
-def _span(argument: str, value: timedelta | None) -> timedelta | None:
+def _duration(argument: str, value: timedelta | None) -> timedelta | None:
     if value is None:
         return None
     if not isinstance(value, timedelta):
@@ -387,7 +387,7 @@ def _span(argument: str, value: timedelta | None) -> timedelta | None:
     if value < timedelta() or (argument == "expires_in" and not value):
         raise InvalidMessage(f"{argument} is {value!r}: it must not lie in the past.")
     if value > _LONGEST:
-        raise InvalidMessage(f"{argument} is {value!r}: the longest span is {_LONGEST.days} days.")
+        raise InvalidMessage(f"{argument} is {value!r}: the longest duration is {_LONGEST.days} days.")
     return value
 
 
@@ -396,7 +396,7 @@ _EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def due(delay: timedelta | None, delay_level: str | int | None, deliver_at: datetime | None) -> timedelta | datetime | None:
-    """When a message is to be delivered: after a span, at an instant, or None: now.
+    """When to deliver a message: a duration from now, an instant, or None for now.
 
     Raises:
         InvalidMessage: it cannot be, or there is more than one.
@@ -407,7 +407,7 @@ def due(delay: timedelta | None, delay_level: str | int | None, deliver_at: date
         )
     if deliver_at is not None:
         return _instant(deliver_at)
-    return _span("delay", delay if delay_level is None else _level(delay_level))
+    return _duration("delay", delay if delay_level is None else _level(delay_level))
 
 
 def _level(level: str | int) -> timedelta:
@@ -418,7 +418,7 @@ def _level(level: str | int) -> timedelta:
         return list(delays.values())[level - 1]
     raise InvalidMessage(
         f"delay_level is {_short(level)}: it must be 1 to {len(delays)} or one of OUTBOX['DELAY_LEVELS'], {', '.join(delays)}. "
-        "Any other span is a delay=timedelta(…)."
+        "For any other delay use delay=timedelta(…)."
     )
 
 

@@ -1,4 +1,4 @@
-"""SQL expressions that transitions write into columns of a message. All instants are those of the database's clock."""
+"""SQL expressions that transitions write into the columns of a message. All instants are from the database's clock."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MOST_ATTEMPTS = 2**31 - 2
 NOW = DatabaseTime()
 
 NOW_SECONDARY = DatabaseTime(timedelta(milliseconds=1))
-"""When a message that becomes ready now is due. It must differ from `created_at`, because messages whose two instants are equal
-belong to the stream, whose readers may be past their place. SQLite counts in milliseconds."""
+"""The due time of a message that becomes ready now. It must differ from `created_at`, because a message with equal instants is
+in the stream, where the floor of a relay may be above it. SQLite stores milliseconds."""
 
 IS_AHEAD = Q(deliver_at__gt=NOW)
-"""Its own time of delivery is still to come."""
+"""Its delivery time is in the future."""
 
-# A number at the end of its type, written by hand, must not fail the others of its batch.
+# A number at the limit of its type, written by hand, must not fail the other messages of the batch.
 ONE_MORE_ATTEMPT = Case(When(attempts__gte=_MOST_ATTEMPTS, then=F("attempts")), default=F("attempts") + 1)
 
 _INSTANTS = (FIRST_INSTANT, LAST_INSTANT)
@@ -38,7 +38,7 @@ _HAS_INSTANTS = Q(expires_at__range=_INSTANTS, available_at__range=_INSTANTS, cr
 
 
 def after(duration: timedelta) -> Case:
-    """The instant so long from now, or that of its expiry if that comes first: until then it holds back its key."""
+    """The instant `duration` from now, or the expiry of the message if that is earlier: until then it blocks its key."""
     then = DatabaseTime(duration)
     return Case(When(expires_at__lt=then, then=F("expires_at")), default=then, output_field=DateTimeField())
 
@@ -48,15 +48,15 @@ def instant(due: datetime | timedelta) -> Combinable:
     return DatabaseTime(due) if isinstance(due, timedelta) else Value(due, output_field=DateTimeField())
 
 
-def as_long_from(due: Combinable) -> Case:
-    """When a message expires that is due at that instant, and is to last as long as it did from when it was due before.
+def same_time_to_expiry(due: Combinable) -> Case:
+    """The expiry of a message with the new due time `due`, such that the time from due to expiry stays the same.
 
-    A restored one keeps its old `deliver_at`; how long it lasts counts from when it became available.
+    A restored message still has its old `deliver_at`, so for it this time is counted from `available_at`.
     """
     was_restored = Q(headers__has_key=REPLAY_HEADER, expires_at__gt=F("available_at"))
     since = Case(When(was_restored, then=F("available_at")), default=Coalesce("deliver_at", "created_at"))
     again = ExpressionWrapper(due + (F("expires_at") - since), output_field=DateTimeField())
-    # With the instants of a row that was damaged by hand the database cannot calculate; they stay.
+    # The database cannot calculate with the instants of a row that was damaged by hand, so its expiry is unchanged.
     return Case(When(_HAS_INSTANTS, then=again), default=F("expires_at"), output_field=DateTimeField())
 
 
@@ -64,11 +64,11 @@ DAY_OF_NOW = {
     "postgresql": "CAST(floor(EXTRACT(EPOCH FROM statement_timestamp()) / 86400) AS int)",
     "sqlite": "CAST(julianday('now') - 2440587.5 AS int)",
 }
-"""The day that it is, counted from 1970-01-01 UTC, by `connection.vendor`."""
+"""The present day, in days since 1970-01-01 UTC, by `connection.vendor`."""
 
 
 class Today(Func):
-    """The day that it is by the database's clock, as `OutboxMessage.day` has it."""
+    """The present day by the database's clock, in the form of `OutboxMessage.day`."""
 
     output_field = IntegerField()
     arity = 0
@@ -81,10 +81,10 @@ class Today(Func):
 
 
 class MarkedAsReplayed(Func):
-    """The headers with the mark that an operator has had the message sent again.
+    """The headers with a header that marks the message as replayed by an operator.
 
-    It stands with the other headers, where publishers cannot set such a name: a column of its own would be read with every
-    message. Headers that are not an object were damaged by hand, and are left for a person to correct.
+    Publishers cannot set a header of this name. A separate column would be read with every message. Headers that are not a JSON
+    object were damaged by hand, and are unchanged.
     """
 
     output_field = JSONField()

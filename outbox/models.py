@@ -11,13 +11,13 @@ from outbox.kernel.text import NAME_LENGTH
 from outbox.states import FIRST_DAY, LIVE, SETTLED, State
 
 SHARDS = 64
-"""Slices of the outbox. Fixed at insert, so changing it would break the order of keys in flight."""
+"""Number of shards. A row's shard is fixed at insert, so a change of this number would break the order of keys in flight."""
 
 
 class OutboxMessage(models.Model):
-    """A message written in the transaction of its business change: live until it is settled, history from then on.
+    """A message, inserted in the transaction of its business change: live until it is settled, history from then on.
 
-    On PostgreSQL the table is partitioned by `day`: what is live is one partition, and each day of history another, see
+    On PostgreSQL the table is partitioned by `day`: one partition for live messages, and one for each day of history, see
     `store.history`. On SQLite it is a plain table.
     """
 
@@ -32,7 +32,7 @@ class OutboxMessage(models.Model):
     state = models.CharField(max_length=12, choices=State, default=State.READY)
     body = models.BinaryField()
     headers = ReadableJSONField(default=dict)
-    wire = models.TextField("form on the wire", null=True, editable=False)  # noqa: DJ001 - NULL says that the form is ours
+    wire = models.TextField("wire format", null=True, editable=False)  # noqa: DJ001 - NULL is the outbox's own format
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
@@ -43,7 +43,7 @@ class OutboxMessage(models.Model):
     available_at = InstantField("due at")
     expires_at = InstantField(null=True)
     settled_at = InstantField(null=True)
-    # The day on which it was settled, counted from 1970-01-01 UTC; LIVE before that.
+    # The day on which it was settled, in days since 1970-01-01 UTC; LIVE until then.
     day = models.PositiveIntegerField(default=LIVE, db_default=LIVE, editable=False)
 
     class Meta:
@@ -51,12 +51,12 @@ class OutboxMessage(models.Model):
         default_permissions = ("view",)
         permissions = (
             ("cancel_outboxmessage", "Can cancel a message that is not published"),
-            ("reschedule_outboxmessage", "Can reschedule a message that is not published, or have it sent now"),
+            ("reschedule_outboxmessage", "Can reschedule a message that is not published, or publish it now"),
             ("restore_outboxmessage", "Can restore a cancelled, expired, dead or retrying message"),
             ("decide_outboxmessage", "Can decide about a prepared message"),
         )
         constraints = (
-            # Whoever changes a state by hand is told to change the day as well: it says where the row is kept.
+            # A state that is changed by hand must match the day, which determines the partition of the row.
             models.CheckConstraint(
                 condition=Q(day=LIVE) & ~Q(state__in=SETTLED) | Q(day__gte=FIRST_DAY, state__in=SETTLED),
                 name="outbox_settled_has_day",
@@ -68,25 +68,25 @@ class OutboxMessage(models.Model):
             ),
         )
         indexes = (
-            # Ready from the start and of no priority: a stream that only grows at its end, so a reader may remember its place.
+            # The stream: ready since the insert, and without priority. It grows only at its end, so a reader can keep a floor.
             models.Index(
                 fields=["shard", "id"],
                 name="outbox_stream",
                 condition=Q(state="ready", priority=0, available_at=models.F("created_at")),
             ),
-            # Everything else that is ready: prioritised, once delayed, retried, released.
+            # The secondary ready index, all other ready messages: prioritised, once delayed, retried, released.
             models.Index(
                 "shard",
                 models.F("priority").desc(),
                 "id",
-                name="outbox_aside",
+                name="outbox_ready_secondary",
                 condition=Q(state="ready") & (Q(priority__gt=0) | ~Q(available_at=models.F("created_at"))),
             ),
             models.Index(fields=["available_at", "id"], name="outbox_due", condition=Q(state="scheduled")),
-            models.Index(fields=["available_at", "id"], name="outbox_rested", condition=Q(state="retrying")),
-            # What the timing wheel reads, topic by topic, so that a burst of one does not hide the others.
+            models.Index(fields=["available_at", "id"], name="outbox_retrying", condition=Q(state="retrying")),
+            # For the timing wheel, which reads topic by topic, so that a burst of one does not hide the others.
             models.Index(fields=["topic", "available_at", "id"], name="outbox_schedule", condition=Q(state="scheduled")),
-            # By state first: what is stuck, and long due, must not lie in the way of the next check.
+            # The state is first: stuck messages, which are long overdue, must not be read before the next due check.
             models.Index(
                 fields=["state", "available_at", "id"],
                 name="outbox_undecided",
@@ -97,10 +97,10 @@ class OutboxMessage(models.Model):
                 name="outbox_holding",
                 condition=Q(state__in=["retrying", "dead", "paused", "waiting"]) & ~Q(key=""),
             ),
-            # Of a paused topic: the oldest messages to try or to resume, and is there one that will be tried again?
+            # For a paused topic: the oldest messages to probe or to resume, and whether one of its messages is retrying.
             models.Index(fields=["state", "topic", "id"], name="outbox_paused", condition=Q(state__in=["paused", "retrying"])),
             models.Index(fields=["topic", "biz_id"], name="outbox_biz_id"),
-            # For SQLite. On PostgreSQL the partitions take its place, and it indexes nothing.
+            # For SQLite. On PostgreSQL it is empty: the live partition has no such row, and history is partitioned by day.
             models.Index(fields=["day"], name="outbox_day", condition=Q(day__gte=FIRST_DAY)),
         )
 
@@ -109,7 +109,7 @@ class OutboxMessage(models.Model):
 
 
 class ScheduledMessage(OutboxMessage):
-    """A message that waits for its time, for the admin's page of them."""
+    """A scheduled message, for its own page in the admin."""
 
     class Meta:
         proxy = True
@@ -118,7 +118,7 @@ class ScheduledMessage(OutboxMessage):
 
 
 class PreparedMessage(OutboxMessage):
-    """A message whose business has not said yet whether it happened, for the admin's page of them."""
+    """A prepared or stuck message, for its own page in the admin."""
 
     class Meta:
         proxy = True
@@ -127,21 +127,21 @@ class PreparedMessage(OutboxMessage):
 
 
 class PausedTopic(models.Model):
-    """A topic that no relay sends messages of, because the broker refuses them or an operator has said so.
+    """A topic whose messages no relay sends, because the broker refuses them or an operator has paused the topic.
 
-    All relays share these rows. Only a relay deletes one, when no message of the topic is paused any more.
+    All relays share these rows. Only a relay deletes a row, when no message of the topic is paused any more.
     """
 
     id = models.BigAutoField(primary_key=True)
     topic = models.CharField(max_length=NAME_LENGTH, unique=True)
     paused_by = models.CharField(max_length=NAME_LENGTH, default="")
-    """Who; empty when the circuit breaker did."""
+    """The operator who paused it; empty for the circuit breaker."""
     reason = models.TextField("why", default="", blank=True)
     paused_at = models.DateTimeField("since")
-    probe_at = models.DateTimeField("next try", null=True)
-    """When the next messages are tried; NULL when none are, because a person has paused the topic."""
-    pause_seconds = models.FloatField("length of the pause", default=0.0)
-    in_trial = models.JSONField("positions that may be sent", default=list)
+    probe_at = models.DateTimeField("next probe", null=True)
+    """When the next probes, or the next batch of a resumed topic, are due; NULL while an operator has paused the topic."""
+    pause_seconds = models.FloatField("pause in seconds", default=0.0)
+    in_trial = models.JSONField("positions made ready last", default=list)
     is_resuming = models.BooleanField(default=False)
 
     class Meta:
@@ -157,9 +157,9 @@ class PausedTopic(models.Model):
 
 
 class TrailEntry(models.Model):
-    """One transition of one message: written in the transaction of the transition, and never changed.
+    """One transition of one message, inserted in the transaction of the transition and never changed.
 
-    It outlives its message, so it is tied to it by the message id alone.
+    It may be retained longer than its message, so it refers to it only by the message id, without a foreign key.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -184,11 +184,11 @@ class TrailEntry(models.Model):
 
 
 class PendingCallback(models.Model):
-    """That the project wants to be told what became of a message, and has not been yet. The row goes when it has."""
+    """A callback that is to be called for a settled message. The row is deleted when the callback has returned."""
 
     id = models.BigAutoField(primary_key=True)
-    # By the message id, which finds it wherever it is. No constraint: on PostgreSQL none can refer to a partitioned table
-    # without a unique index on all of it. What deletes messages leaves those that have a pending callback.
+    # Refers to the message id, which is the same in every partition. There is no constraint, because on PostgreSQL a foreign
+    # key needs a unique index on the whole partitioned table. Messages with a pending callback are not deleted.
     message = models.ForeignKey(OutboxMessage, to_field="message_id", on_delete=models.DO_NOTHING, db_constraint=False)
     event = models.CharField(max_length=12)
     settled_at = InstantField("settled")
@@ -202,7 +202,7 @@ class PendingCallback(models.Model):
         verbose_name = "pending callback"
         default_permissions = ("view",)
         permissions = (
-            ("run_pendingcallback", "Can have a pending callback called now"),
+            ("run_pendingcallback", "Can make a pending callback due now"),
             ("discard_pendingcallback", "Can discard a pending callback"),
         )
         indexes = (models.Index(fields=["available_at", "id"], name="outbox_callback_due"),)
@@ -212,8 +212,10 @@ class PendingCallback(models.Model):
 
 
 class RelayLease(models.Model):
-    """Who does what one relay does alone, until when: relaying where the database has one writer (SQLite), and what it has in
-    hand; turning the timing wheel."""
+    """A lease on work of a single relay: relaying on SQLite, the timing wheel on PostgreSQL, and housekeeping.
+
+    `in_hand` has the positions of the messages that the relay of a SQLite database has claimed.
+    """
 
     name = models.CharField(primary_key=True, max_length=32)
     token = models.UUIDField()
@@ -229,7 +231,7 @@ class RelayLease(models.Model):
 
 
 class RelayHeartbeat(models.Model):
-    """One running relay, as it last said of itself. For people only: no promise depends on it."""
+    """The last heartbeat of one relay, for operators only: no guarantee depends on it."""
 
     id = models.UUIDField(primary_key=True)
     host = models.CharField(max_length=NAME_LENGTH)
@@ -238,7 +240,7 @@ class RelayHeartbeat(models.Model):
     started_at = models.DateTimeField("started")
     beat_at = models.DateTimeField("last heartbeat")
     last_pass_at = models.DateTimeField("last successful pass", null=True)
-    published = models.PositiveBigIntegerField("published since its start", default=0)
+    published = models.PositiveBigIntegerField("published since start", default=0)
     rate = models.FloatField("messages per second", default=0.0)
     waits_for = models.CharField(max_length=NAME_LENGTH, default="", blank=True)
 

@@ -146,7 +146,7 @@ class Half:
             self.commit()
             return
         try:
-            preparing.ask_at_once(self._using, self._position)
+            preparing.make_check_due(self._using, self._position)
         except (DatabaseError, InterfaceError) as unavailable:
             # The caller must get the exception of the block. The check then happens at its regular time.
             logger.info(

@@ -1,4 +1,4 @@
-"""Bringing back what was cancelled, has expired or is dead: an UPDATE in place of the messages' own rows."""
+"""Restore cancelled, expired, dead or retrying messages; their ids stay the same."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The states of an outbox message, and every transition between them: each declared once, as data.
+"""The states of an outbox message and all transitions between them, each declared once, as data.
 
 `store.transitions` executes them. The API, the relay, the admin, the commands and the table of states in the documentation use
-these declarations, so a transition means the same wherever it comes from.
+these declarations, so a transition has the same effect in all of them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outbox.expressions import (
     MarkedAsReplayed,
     Today,
     after,
-    as_long_from,
     instant,
+    same_time_to_expiry,
 )
 
 
 class State(TextChoices):
-    """Where a message is in its life."""
+    """The state of a message."""
 
     PREPARED = "prepared"
     STUCK = "stuck"
@@ -44,27 +44,27 @@ class State(TextChoices):
 
 
 IN_TROUBLE = (State.RETRYING, State.DEAD)
-"""States in which a message stops its key: the later ones become *waiting*."""
+"""States in which a message has failed. Later messages of its key become *waiting*."""
 
 HOLDING_KEY = (*IN_TROUBLE, State.PAUSED, State.WAITING)
-"""States in which a message holds back the later ones of its key."""
+"""States in which a message blocks the later ones of its key."""
 
 SETTLED = (State.PUBLISHED, State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
-"""States in which nothing more happens by itself. A transition into one of them makes the message history: it sets `day` to the
-day that it is, and one out of them sets it to `LIVE`."""
+"""States without an automatic next step, whose messages are history. A transition into one of them sets `day` to the present
+day; a transition out of them sets it to `LIVE`."""
 
 LIVE = 0
 """The `day` of a message that is not settled."""
 
 FIRST_DAY = LIVE + 1
-"""The first `day` of history. PostgreSQL and SQLite leave out what is live with `day >= 1`, and not with `day > 0`."""
+"""The first `day` of history. The planners of PostgreSQL and SQLite exclude live rows for `day >= 1`, but not for `day > 0`."""
 
 GIVEN_UP = (State.EXPIRED, State.CANCELLED, State.ROLLED_BACK)
-"""States of a message that was not published and will not be by itself. It no longer stands in the way of another one that is
-published with `unique=True` under its topic and biz-id."""
+"""States of a message that was not published, and is not published without an operator. Another message with its topic and
+biz-id can be published with `unique=True`."""
 
 UNDECIDED = (State.PREPARED, State.STUCK)
-"""States in which it is not known whether the business has happened."""
+"""States in which it is not known whether the effect of a prepared message has happened."""
 
 
 def _nothing() -> Mapping[str, Any]:
@@ -73,15 +73,16 @@ def _nothing() -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """One way from some states to others.
+    """A transition from some states to others.
 
     Attributes:
-        sources: the states it leads from. A row in any other state is left alone.
-        targets: the state it leads to; two, when the database's clock decides which.
-        when: what makes it happen, for the documentation.
-        columns: what it writes besides the state, by column: values or expressions. Its parameters are what an execution gives.
-        state: the expression that chooses among several targets.
-        recorded: is it written to the trail with `OUTBOX["TRAIL"] = "decisions"`? With "all", every transition is.
+        sources: the states that it leads from. A row in any other state is not changed.
+        targets: the state that it leads to; two states if the database's clock decides between them.
+        when: its cause, for the documentation.
+        columns: returns the values or expressions that it writes, by column, without the state. Its parameters are those of an
+            execution.
+        state: the expression that chooses between two targets.
+        recorded: whether the trail records it with `OUTBOX["TRAIL"] = "decisions"`. With "all" every transition is recorded.
     """
 
     name: str
@@ -97,7 +98,7 @@ _SCHEDULED_OR_READY = Case(When(IS_AHEAD, then=Value(State.SCHEDULED.value)), de
 _DUE = Case(When(IS_AHEAD, then=F("deliver_at")), default=NOW_SECONDARY)
 
 
-# By the relay, for what it has in hand.
+# By the relay, for messages that it has claimed.
 
 CONFIRM = Transition(
     name="confirm",
@@ -111,7 +112,7 @@ RETRY = Transition(
     name="retry",
     sources=(State.READY,),
     targets=(State.RETRYING,),
-    when="nacked or refused, attempts left; or unroutable, or of a topic that the broker forbids",
+    when="nacked or refused, with attempts left; or unroutable; or the broker forbids its topic",
     columns=lambda error, delay: {"attempts": ONE_MORE_ATTEMPT, "last_error": error, "available_at": after(delay)},
 )
 PAUSE = Transition(
@@ -143,13 +144,13 @@ HOLD = Transition(
     recorded=False,
 )
 
-# By the relay, for what waits.
+# By the relay, for messages that become due, are resumed or are no longer blocked.
 
 FIRE = Transition(
     name="fire",
     sources=(State.SCHEDULED,),
     targets=(State.READY,),
-    when="its time has come",
+    when="it is due",
     recorded=False,
 )
 TRY_AGAIN = Transition(
@@ -163,7 +164,7 @@ RESUME = Transition(
     name="resume",
     sources=(State.PAUSED,),
     targets=(State.READY,),
-    when="its topic is resumed, or it is one of the messages that are tried to find out whether it can be",
+    when="its topic is resumed, or it is a probe of its topic",
     columns=lambda: {"available_at": NOW_SECONDARY},
     recorded=False,
 )
@@ -189,7 +190,7 @@ CANCEL = Transition(
 
 def _rescheduled(due: datetime | timedelta) -> Mapping[str, Any]:
     at = instant(due)
-    return {"attempts": 0, "deliver_at": at, "available_at": at, "expires_at": as_long_from(at)}
+    return {"attempts": 0, "deliver_at": at, "available_at": at, "expires_at": same_time_to_expiry(at)}
 
 
 _NOT_STARTED = (State.SCHEDULED, State.READY, State.RETRYING, State.WAITING, State.PAUSED)
@@ -211,13 +212,13 @@ RESTORE = Transition(
     name="restore",
     sources=(State.CANCELLED, State.EXPIRED, State.DEAD, State.RETRYING),
     targets=(State.SCHEDULED, State.READY),
-    when="[`restore()`](how-to/delayed-messages.md#bring-it-back), or an operator: for its time, or now when that has passed",
+    when="[`restore()`](how-to/delayed-messages.md#bring-it-back), or an operator: `scheduled` while its time is in the future",
     state=_SCHEDULED_OR_READY,
-    # Its deliver_at stays: the inbox counts a message's age from it, and a copy of an old one must not look young.
+    # deliver_at is unchanged: the inbox computes the age of a message from it, which a restore must not reset.
     columns=lambda: {
         "attempts": 0,
         "available_at": _DUE,
-        "expires_at": Case(When(IS_AHEAD, then=F("expires_at")), default=as_long_from(NOW)),
+        "expires_at": Case(When(IS_AHEAD, then=F("expires_at")), default=same_time_to_expiry(NOW)),
         "settled_at": None,
         "day": LIVE,
         "headers": MarkedAsReplayed(),
@@ -230,7 +231,7 @@ COMMIT = Transition(
     name="commit",
     sources=UNDECIDED,
     targets=(State.SCHEDULED, State.READY),
-    when="its business has happened: `scheduled` while its time is ahead",
+    when="its effect has happened: `scheduled` while its time is in the future",
     state=_SCHEDULED_OR_READY,
     columns=lambda: {"attempts": 0, "last_error": "", "available_at": _DUE, "settled_at": None},
 )
@@ -238,7 +239,7 @@ ROLL_BACK = Transition(
     name="roll back",
     sources=UNDECIDED,
     targets=(State.ROLLED_BACK,),
-    when="its business has not happened and never will",
+    when="its effect has not happened and never will",
     columns=lambda: {"last_error": "", "available_at": NOW, "settled_at": NOW, "day": Today()},
 )
 GIVE_UP = Transition(

@@ -24,7 +24,7 @@ SILENCE_SECONDS = 30.0
 def main() -> None:
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
     from outbox.kernel.clock import monotonic  # noqa: PLC0415
-    from outbox.kernel.transport import Parcel, PublishOutcome  # noqa: PLC0415
+    from outbox.kernel.transport import OutgoingMessage, PublishOutcome  # noqa: PLC0415
     from outbox.transports import open_transport  # noqa: PLC0415
 
     count, per_second = int(sys.argv[1]), float(sys.argv[2])
@@ -35,8 +35,8 @@ def main() -> None:
     for first in range(0, count, PER_BATCH):
         time.sleep(max(0.0, began + first / per_second - time.monotonic()))
         numbers = range(first, min(first + PER_BATCH, count))
-        parcels = [Parcel(position=number, envelope=envelope(number, many_customers(number))) for number in numbers]
-        answer = transport.send(parcels, monotonic() + SILENCE_SECONDS)
+        messages = [OutgoingMessage(position=number, envelope=envelope(number, many_customers(number))) for number in numbers]
+        answer = transport.send(messages, monotonic() + SILENCE_SECONDS)
         confirmed += sum(verdict.outcome is PublishOutcome.CONFIRMED for verdict in answer.verdicts.values())
     seconds = time.monotonic() - began
     transport.close()

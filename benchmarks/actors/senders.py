@@ -94,20 +94,20 @@ def _lane(envelopes: Sequence[Envelope], ready: threading.Barrier) -> tuple[floa
     """When it began and ended, after its first batch."""
     from outbox.conf import outbox_options  # noqa: PLC0415 - needs Django
     from outbox.kernel.clock import monotonic  # noqa: PLC0415
-    from outbox.kernel.transport import Parcel, PublishOutcome, Sent  # noqa: PLC0415
+    from outbox.kernel.transport import OutgoingMessage, PublishOutcome, Sent  # noqa: PLC0415
     from outbox.transports import open_transport  # noqa: PLC0415
 
     options = outbox_options()
-    parcels = [Parcel(position=position, envelope=envelope) for position, envelope in enumerate(envelopes)]
-    starts = range(UNTIMED, len(parcels), options.BATCH_SIZE)
-    batches = [parcels[start : start + options.BATCH_SIZE] for start in starts]
+    messages = [OutgoingMessage(position=position, envelope=envelope) for position, envelope in enumerate(envelopes)]
+    starts = range(UNTIMED, len(messages), options.BATCH_SIZE)
+    batches = [messages[start : start + options.BATCH_SIZE] for start in starts]
     opened = open_transport(options.BROKER_URL, alias="default", exchange=options.EXCHANGE)
     opened.connect()
 
     def send(batch: Sequence[Any]) -> Sent:
         return opened.send(batch, monotonic() + SILENCE_SECONDS)
 
-    answers = [send(parcels[:UNTIMED])]
+    answers = [send(messages[:UNTIMED])]
     ready.wait()
     began = time.perf_counter()
     answers += map(send, batches)

@@ -66,7 +66,7 @@ class RefusedMessages(RefusedRows):
 
     def skip(self, row: int, error: BaseException) -> None:
         """Leave it alone for a while, and report it when it is time."""
-        self.note({row: error})
+        self.record({row: error})
         if self._reminder.is_due():
             logger.error(
                 "runner: the database %r refuses to change the rows of %d stored messages, so they cannot be run; the first is "

@@ -202,7 +202,7 @@ def _ringing(transition: Callable[..., bool], **given: Any) -> Transition:
 
 def _ask_again(alias: str, position: int, *, reason: str) -> bool:
     """Resume the checks of a stuck message; for one that is not stuck, make the next check due at once."""
-    return preparing.resume(alias, position, reason=reason) or preparing.ask_at_once(alias, position)
+    return preparing.resume(alias, position, reason=reason) or preparing.make_check_due(alias, position)
 
 
 def _in_words(due: timedelta | datetime) -> str:

@@ -191,7 +191,7 @@ class OutboxMessageAdmin(DecidingAdmin):
         body = row.body.encode() if isinstance(row.body, str) else bytes(row.body)
         return as_payload(body, str(content_type or JSON)).as_html()
 
-    @admin.display(description="form on the wire")
+    @admin.display(description="wire format")
     def form_text(self, row: Any) -> SafeString:
         """For a message in the format of another protocol: its exchange, routing key, properties and headers."""
         form = _form_of(row)

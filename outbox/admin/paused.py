@@ -139,7 +139,7 @@ class PausedTopicAdmin(ActingAdmin):
     def reason_text(self, row: Any) -> SafeString:
         return as_text(row.reason).as_html()
 
-    @admin.display(description="next try")
+    @admin.display(description="next probe")
     def next_try(self, row: Any) -> SafeString:
         if row.probe_at is None or row.is_resuming:
             return format_html("{}", NOTHING)

@@ -23,7 +23,7 @@ def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
 
 
 @contextmanager
-def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
+def lock_timeout(alias: str, duration: timedelta) -> Iterator[None]:
     """Set PostgreSQL's lock_timeout for the block, inside the open transaction, and restore it afterwards.
 
     It is restored also if the block raises. After a failed statement PostgreSQL accepts no SET; the rollback of the enclosing
@@ -36,7 +36,7 @@ def lock_timeout(alias: str, span: timedelta) -> Iterator[None]:
     with connection.cursor() as cursor:
         cursor.execute("SELECT current_setting('lock_timeout')")
         (before,) = cursor.fetchone()
-        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{int(span.total_seconds() * 1000)}ms"])
+        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{int(duration.total_seconds() * 1000)}ms"])
         try:
             yield
         finally:

@@ -52,7 +52,7 @@ class RefusedRows:
         self._due = [position for _, position in due[: self._at_once]]
         return {position: one.key for position, one in self._refused.items() if position not in self._due}
 
-    def note(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
         """Skip the refused rows for a while."""
         now = monotonic()
         for position in refused:

@@ -58,7 +58,7 @@ class Verdict:
 CONFIRMED = Verdict(PublishOutcome.CONFIRMED)
 
 
-class Parcel(NamedTuple):
+class OutgoingMessage(NamedTuple):
     """An outgoing message.
 
     Attributes:
@@ -66,14 +66,14 @@ class Parcel(NamedTuple):
         priority: the broker's message priority.
         wire: the text of a `kernel.wire.Wire`, for a message that is not sent as a CloudEvent: then only the id and the body of
             the envelope are sent.
-        lasting: seconds until the broker expires it; None if it never expires, or if `wire` has the expiration.
+        expires_in_seconds: seconds until the broker expires it; None if it never expires, or if `wire` has the expiration.
     """
 
     position: int
     envelope: Envelope
     priority: int = 0
     wire: str | None = None
-    lasting: float | None = None
+    expires_in_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,8 @@ class Transport(Protocol):
             BrokerUnavailable: the broker cannot be used now.
         """
 
-    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
-        """Send `parcels` in order and wait for the broker's answers until `deadline` (`clock.monotonic`).
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+        """Send `messages` in order and wait for the broker's answers until `deadline` (`clock.monotonic`).
 
         A broken connection is part of the answer, not an exception.
         """

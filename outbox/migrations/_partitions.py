@@ -1,12 +1,12 @@
 """The table of messages: partitioned on PostgreSQL, plain elsewhere. See docs/adr/0038-history.md.
 
     outbox_outboxmessage                      all messages, by day
-      outbox_outboxmessage_live               day 0: what is not settled; Django's own table, with all its indexes
-      outbox_outboxmessage_history            what is settled
-        outbox_outboxmessage_2026_11_22       a day of it, made and dropped by the relay's housekeeping
-        outbox_outboxmessage_history_default  a day that has no partition of its own
+      outbox_outboxmessage_live               day 0: messages that are not settled; Django's own table, with all its indexes
+      outbox_outboxmessage_history            settled messages
+        outbox_outboxmessage_2026_11_22       one day of them, created and dropped by the relay's housekeeping
+        outbox_outboxmessage_history_default  days without their own partition
 
-History has a parent of its own, so that making and dropping a day locks neither the table nor what is live.
+History is partitioned again, so that creating and dropping a day locks neither the table nor the live partition.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 AUTOVACUUM = {
-    # A table that every message passes through needs its vacuum by the number of dead rows, not by a part of its size, and
-    # at full speed: what waits for it is the relay.
+    # Every message is inserted into this table and deleted from it. It needs a vacuum after a number of dead rows, not after a
+    # fraction of its size; and at full speed, because dead rows slow down the relay.
     "autovacuum_vacuum_scale_factor": 0,
     "autovacuum_vacuum_threshold": 5000,
     "autovacuum_vacuum_cost_delay": 0,
@@ -32,7 +32,7 @@ SETTLED = "state IN ('published', 'expired', 'cancelled', 'rolled_back')"
 
 
 def partitioning(table: str) -> list[str]:
-    """What makes a partition of Django's table, and the table around it."""
+    """The statements that make Django's table the live partition of a partitioned table."""
     live, history, sequence = f"{table}_live", f"{table}_history", f"{table}_id_seq"
     return [
         # An identity column cannot be that of a partition (before PostgreSQL 17), so the ids come from a plain sequence.
@@ -43,16 +43,16 @@ def partitioning(table: str) -> list[str]:
         f"ALTER SEQUENCE {sequence} OWNED BY {table}.id",
         f"ALTER TABLE {table} ATTACH PARTITION {live} FOR VALUES FROM (0) TO (1)",
         f"ALTER TABLE {live} SET ({', '.join(f'{name} = {value}' for name, value in AUTOVACUUM.items())})",
-        # A query for any other state leaves history out because of this constraint, and a settled row that is made ready by
-        # hand, without its day, is refused instead of forgotten.
+        # Because of this constraint a query for other states excludes history, and a settled row that is made ready by hand
+        # without its day is refused, instead of never being sent.
         f"CREATE TABLE {history} PARTITION OF {table} (CONSTRAINT outbox_history_is_settled CHECK ({SETTLED})) "
         "FOR VALUES FROM (1) TO (MAXVALUE) PARTITION BY RANGE (day)",
         f"CREATE INDEX outbox_history_message_id ON {history} (message_id)",
         f"CREATE INDEX outbox_history_biz_id ON {history} (topic, biz_id)",
-        # What was published is found by its names. By its id only what may be restored has to be found fast.
+        # A published message is found by its message id or biz-id. Only messages that can be restored need a fast search by id.
         f"CREATE INDEX outbox_history_given_up ON {history} (id) WHERE state <> 'published'",
         f"CREATE INDEX outbox_history_id ON {history} USING brin (id) WITH (pages_per_range = 32, autosummarize = on)",
-        # It sees also what a transaction with an older snapshot does not, see `store.unique`.
+        # It also detects messages that a transaction with an older snapshot cannot see, see `store.unique`.
         f"CREATE UNIQUE INDEX outbox_history_unique ON {history} (topic, biz_id, day) WHERE is_unique AND state = 'published'",
         f"CREATE TABLE {history}_default PARTITION OF {history} DEFAULT",
     ]
@@ -75,7 +75,7 @@ class CreateMessages(migrations.CreateModel):
 
 
 def partition_plain_table(connection: BaseDatabaseWrapper, table: str) -> None:
-    """Where Django has created the table without migrations, as for a test that is run without them."""
+    """Partition a table that Django has created without migrations, for example for tests that run without them."""
     with connection.cursor() as cursor, transaction.atomic(using=connection.alias):
         cursor.execute("SELECT relkind = 'r' FROM pg_class WHERE oid = to_regclass(%s)", [table])
         if cursor.fetchone() == (True,):

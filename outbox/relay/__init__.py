@@ -1,1 +1,1 @@
-"""The relay: the process that carries committed messages to the broker."""
+"""The relay: the process that sends committed messages to the broker."""

@@ -59,7 +59,7 @@ class Call(Protocol):
             django.db.Error: the database became unavailable, and no result was stored.
         """
 
-    def keep(self) -> None:
+    def extend_claim(self) -> None:
         """Extend the claim of a running call, so that no other process begins it."""
 
     def give_back(self) -> None:
@@ -71,7 +71,7 @@ class _Running:
     call: Call
     since: float = field(default_factory=awake)
     thread: int | None = None
-    kept_at: float = field(default_factory=monotonic)
+    extended_at: float = field(default_factory=monotonic)
     reported_at: float | None = None
 
     @property
@@ -107,7 +107,7 @@ class Attendant:
         self._most = threads
         self._each = max(threads - 1, 1)
         self._limit = limit.total_seconds()
-        self._kept_seconds = self._limit / 4
+        self._extend_seconds = self._limit / 4
         self._grace = grace.total_seconds()
         self._changing = threading.Lock()
         self._running: list[_Running] = []
@@ -134,7 +134,7 @@ class Attendant:
             with self._reporting():
                 while not stop:
                     found = self._hand_out(stop)
-                    if found or self._bell.wait(min(poll_seconds, self._kept_seconds), stop):
+                    if found or self._bell.wait(min(poll_seconds, self._extend_seconds), stop):
                         poll_seconds = _SHORTEST_POLL_SECONDS
                     else:
                         poll_seconds = min(2 * poll_seconds, _LONGEST_POLL_SECONDS)
@@ -177,7 +177,7 @@ class Attendant:
         room, full = self._room()
         try:
             drop_unusable_connections()
-            self._keep_claims()
+            self._extend_claims()
             self._give_back_interrupted()
             if not room:
                 return ()
@@ -206,12 +206,12 @@ class Attendant:
         most_of_one = max((number for group, number in counted.items() if group not in full), default=0)
         return min(free, self._each - most_of_one), full
 
-    def _keep_claims(self) -> None:
+    def _extend_claims(self) -> None:
         now = monotonic()
         for running in list(self._running):
-            if now - running.kept_at >= self._kept_seconds:
-                running.kept_at = now
-                running.call.keep()
+            if now - running.extended_at >= self._extend_seconds:
+                running.extended_at = now
+                running.call.extend_claim()
 
     def _give_back_interrupted(self) -> None:
         while self._interrupted:
@@ -291,11 +291,11 @@ class Attendant:
         """Run a thread that logs calls beyond their limit. It uses no database, because the database may hang, too."""
         done = threading.Event()
 
-        def look() -> None:
+        def report() -> None:
             while not done.wait(min(self._limit / 4, 1.0)):
                 self._report_overdue(awake())
 
-        thread = threading.Thread(target=look, name=f"{self._name}-reports", daemon=True)
+        thread = threading.Thread(target=report, name=f"{self._name}-reports", daemon=True)
         thread.start()
         try:
             yield

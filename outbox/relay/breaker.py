@@ -1,14 +1,14 @@
-"""Topics that are paused: because the broker refuses them, or because an operator has said so.
+"""Paused topics: those that the broker refuses, and those that an operator has paused.
 
-A queue that is full or missing refuses every message of its topic, and a relay that tries them all in turn does nothing else
-(a circuit breaker: Michael Nygard, "Release It!", 2007). After some refusals in a row without one success the relay pauses the
-topic. After the pause a few of its messages are made ready and tried. When they are refused, too, the pause is doubled; when
-one is taken, the topic is resumed, in batches. A topic that the broker *forbids* is paused at the first refusal, because each
-one costs the connection.
+A full or missing queue refuses every message of its topic, and a relay that tries all of them does nothing else. This is the
+circuit breaker against that (Michael Nygard, "Release It!", 2007). After some refusals in a row, without a success, the relay
+pauses the topic. After the pause it makes a few messages of the topic ready and sends them as probes. If the broker refuses
+them, the pause is doubled; if it accepts one, the topic is resumed, in batches. A topic that the broker *forbids* is paused at
+the first refusal, because each refusal costs the connection.
 
-What is paused is stored in the database (`store.pausing`), so that relays learn it from each other with their next look, and
-another relay goes on where one has ended. An operator's pause is a row of the same table, which no relay tries and only an
-operator ends. Only the count of refusals is in memory, one lane's own.
+Pauses are stored in the database (`store.pausing`), so that every relay reads them with its next query for work, and another
+relay continues when one ends. An operator's pause is a row of the same table. No relay probes it, and only an operator ends
+it. Only the number of refusals is in memory, separately for each lane.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ _FORBIDDEN = (
     "Permit the relay's user to write to it (rabbitmqctl set_topic_permissions or set_permissions), or cancel its messages: %s"
 )
 _RESUMED = "relay: topic %r resumed: the broker takes its messages again"
-_STRANDED = "relay: topic %r resumed: some of its messages were paused, and it was not; was its row deleted by hand?"
+_STRANDED = (
+    "relay: topic %r resumed: it had paused messages, but no row in outbox_pausedtopic, which may have been deleted by hand"
+)
 
 
 def _spread() -> float:
-    """The probes of many topics must not come at once: each of a forbidden topic costs the connection."""
+    """A random factor that separates the probes of topics, because each probe of a forbidden topic costs the connection."""
     return random.uniform(0.5, 1.0)
 
 
 class PausedTopics:
-    """The paused topics, as one lane knows them: what is not sent, what is tried, and what the broker says of them."""
+    """The paused topics as one lane knows them: which messages are not sent, which are probes, and the broker's answers."""
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
@@ -64,27 +66,27 @@ class PausedTopics:
         self._looked_at = 0.0
         self._sweep_at = 0.0
 
-    def see(self, paused: Iterable[TopicPause]) -> None:
-        """What a look found; it holds for the pass that follows."""
+    def update(self, paused: Iterable[TopicPause]) -> None:
+        """Replace the paused topics by those that a query found; they are valid for the next pass."""
         found = list(paused)
         self._looked_at = monotonic()
         self._paused = {one.topic: one for one in found if not one.is_resuming}
         self._resuming = [one.topic for one in found if one.is_resuming]
 
     def stops(self, topic: str, position: int) -> bool:
-        """Is this message not to be sent, because its topic is paused?"""
+        """Must this message not be sent, because its topic is paused?"""
         paused = self._paused.get(topic)
         return paused is not None and position not in paused.in_trial
 
     def is_paused(self, topic: str) -> bool:
-        """What of such a topic is not stopped is a probe."""
+        """Is the topic paused? Its messages that are not stopped are probes."""
         return topic in self._paused
 
-    def note(self, taken: Iterable[str], refused: Iterable[tuple[str, str]], forbidden: Mapping[str, str]) -> None:
-        """What the broker said in a pass.
+    def record(self, taken: Iterable[str], refused: Iterable[tuple[str, str]], forbidden: Mapping[str, str]) -> None:
+        """Record the broker's answers of one pass.
 
         Args:
-            taken: the topics of the messages that it took.
+            taken: the topics of the messages that it accepted.
             refused: topic and reason of each message that it refused because of its topic.
             forbidden: the topics that it does not permit, with its reason.
         """
@@ -103,7 +105,10 @@ class PausedTopics:
         self._answered.update({topic: (reason, True) for topic, reason in forbidden.items()})
 
     def store(self) -> None:
-        """Pause, pause for longer or resume topics by what was noted. What cannot be stored now is noted again later."""
+        """Pause topics, prolong their pauses or resume them, by the recorded answers.
+
+        If the database fails, these answers are forgotten, and the next ones are recorded.
+        """
         taken, self._taken = self._taken, set()
         answered, self._answered = self._answered, {}
         for topic in taken:
@@ -125,7 +130,7 @@ class PausedTopics:
             logger.warning(_REFUSED, topic, refusals, reason, _LONGEST_PAUSE_SECONDS)
 
     def make_ready(self, most: int) -> int:
-        """Make ready what is to be tried, and the next messages of a topic that is resumed, up to `most`; how many."""
+        """Make due probes ready, and up to `most` messages of a topic that is being resumed; return their number."""
         moved = 0
         since = monotonic() - self._looked_at
         due = [topic for topic, one in self._paused.items() if one.probe_in <= since]
@@ -140,7 +145,7 @@ class PausedTopics:
         return moved
 
     def seconds_left(self) -> float:
-        """How long until messages of a paused topic are to be tried; infinite when none are."""
+        """Seconds until the next probes; infinite if there are none."""
         soonest = min((one.probe_in for one in self._paused.values()), default=math.inf)
         return max(0.0, soonest - (monotonic() - self._looked_at))
 

@@ -92,9 +92,9 @@ class _Callback:
     def run(self) -> None:
         _call(self.call, self.options)
 
-    def keep(self) -> None:
-        said = f"it was called at {self.called_at:%Y-%m-%d %H:%M:%S} UTC and has not returned yet"
-        pending_callbacks.keep_call(self.call, _lease(self.options), said)
+    def extend_claim(self) -> None:
+        reason = f"it was called at {self.called_at:%Y-%m-%d %H:%M:%S} UTC and has not returned yet"
+        pending_callbacks.extend_call_lease(self.call, _lease(self.options), reason)
 
     def give_back(self) -> None:
         pending_callbacks.give_back_call(self.call)
@@ -120,19 +120,19 @@ def _call(call: pending_callbacks.DueCall, options: OutboxOptions) -> None:
 
 
 def _defer(call: pending_callbacks.DueCall, error: BaseException, took: timedelta, options: OutboxOptions) -> None:
-    said = f"{type(error).__name__}: {describe(error)}"
+    reason = f"{type(error).__name__}: {describe(error)}"
     if took >= options.CALLBACK_TIMEOUT:
         limit = options.CALLBACK_TIMEOUT.total_seconds()
-        said += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
+        reason += f" (it took {took.total_seconds():.1f} s, and CALLBACK_TIMEOUT is {limit:g} s)"
     delay = _AFTER_A_COLLISION if is_collision(error) else options.retry.delay(call.number)
     drop_unusable_connections()
-    if not pending_callbacks.put_off_call(call, said, delay):
+    if not pending_callbacks.defer_call(call, reason, delay):
         logger.warning(
             "The callback %s failed, but its row was deleted or claimed by another process meanwhile: %s.",
             call,
-            said,
+            reason,
             exc_info=error,
         )
         return
     level = logging.ERROR if options.retry.exhausted(call.number) else logging.WARNING
-    logger.log(level, "The callback %s failed and is called again: %s.", call, said, exc_info=error)
+    logger.log(level, "The callback %s failed and is called again: %s.", call, reason, exc_info=error)

@@ -51,21 +51,21 @@ class Checks:
     def __init__(self, alias: str, options: OutboxOptions) -> None:
         self._alias = alias
         self._options = options
-        self._look_round_at = 0.0
+        self._report_unchecked_at = 0.0
 
     def claim(self, most: int, without: Collection[str]) -> list[_Check]:
         """Claim up to `most` checks, except for the topics `without`, so that no other process makes them."""
-        if monotonic() >= self._look_round_at:
-            self._look_round()
+        if monotonic() >= self._report_unchecked_at:
+            self._report_unchecked()
         topics = [topic for topic in checkers.topics() if topic not in without]
         due = preparing.claim_checks(self._alias, topics, most, self._options.CHECK_EVERY)
         return [_Check(self._alias, self._options, row, utcnow()) for row in due]
 
-    def _look_round(self) -> None:
-        """Log messages that no process asks about, as after a deployment without their checker."""
+    def _report_unchecked(self) -> None:
+        """Log prepared messages that no process checks, as after a deployment without their checker."""
         every = self._options.CHECK_EVERY
-        self._look_round_at = monotonic() + every.total_seconds()
-        for topic, count in preparing.note_unchecked(self._alias, checkers.topics(), every).items():
+        self._report_unchecked_at = monotonic() + every.total_seconds()
+        for topic, count in preparing.record_unchecked(self._alias, checkers.topics(), every).items():
             logger.warning(
                 "%d prepared messages of the topic %r wait for a checker: none is registered here, and no other process has "
                 "asked one for %s. Register one with @checker(%r), or decide about them in the admin.",
@@ -92,12 +92,12 @@ class _Check:
     def group(self) -> str:
         return self.row.topic
 
-    def keep(self) -> None:
-        said = f"no answer yet: its checker was asked at {self.asked_at:%Y-%m-%d %H:%M:%S} UTC and has not returned"
-        preparing.keep_check(self.alias, self.row.pk, self.options.CHECK_EVERY, said)
+    def extend_claim(self) -> None:
+        reason = f"no answer yet: its checker was asked at {self.asked_at:%Y-%m-%d %H:%M:%S} UTC and has not returned"
+        preparing.defer_check(self.alias, self.row.pk, self.options.CHECK_EVERY, reason)
 
     def give_back(self) -> None:
-        preparing.ask_at_once(self.alias, self.row.pk)
+        preparing.make_check_due(self.alias, self.row.pk)
 
     def run(self) -> None:
         message = _half(self.row)
@@ -109,7 +109,7 @@ class _Check:
                 "The checker gave no answer about %s and is asked again: %s.", _named(message), describe(error), exc_info=True
             )
             drop_unusable_connections()
-            preparing.note_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
+            preparing.record_no_answer(self.alias, self.row.pk, f"no answer: {type(error).__name__}: {describe(error)}")
             return
         drop_unusable_connections()
         if answer is Answer.UNKNOWN:
@@ -138,15 +138,15 @@ class _Check:
 
     def _count(self, message: HalfMessage) -> None:
         limit = self.options.CHECK_LIMIT
-        said = f"its checker answered unknown, {message.checks + 1} of {limit} times"
-        state = preparing.count_unknown(self.alias, self.row.pk, message.checks, limit, said)
+        reason = f"its checker answered unknown, {message.checks + 1} of {limit} times"
+        state = preparing.count_unknown(self.alias, self.row.pk, message.checks, limit, reason)
         if state == State.STUCK:
             logger.error(
                 "The prepared %s is stuck: %s. Find out what happened, then run outbox_resume_checks, or decide in the admin.",
                 _named(message),
-                said,
+                reason,
             )
-            signals.message_stuck.send_robust(sender=HalfMessage, message=message, error=said)
+            signals.message_stuck.send_robust(sender=HalfMessage, message=message, error=reason)
 
 
 def _half(row: OutboxMessage) -> HalfMessage:

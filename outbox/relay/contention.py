@@ -1,10 +1,10 @@
-"""What other sessions have locked: skipped without being read again and again, and reported once a minute.
+"""Locks of other sessions on rows and shards. The relay skips locked rows for a moment, and reports locks once a minute.
 
 A ready row that another session has locked cannot be settled, so it is not sent. The relay remembers it for a second and reads
-what lies behind it, except for the later messages of its key, which must not overtake it.
+the rows after it, except for the later messages of its key, which must not overtake it.
 
-A shard that is taken belongs to another relay as a rule, and is free again in a moment. One that is held for longer than any
-pass lasts is held by a transaction of another kind, such as one that called `cancel()` and has not ended.
+A locked shard usually belongs to another relay, and is free again in a moment. A shard that is locked for longer than any pass
+lasts is held by a transaction of another kind, such as one that called `cancel()` and has not ended.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from outbox.store.claiming import Claim, RelayedMessage
 logger = logging.getLogger(__name__)
 
 _REMEMBERED_SECONDS = 1.0
-"""Since the last one was found."""
+"""Since the last locked row was found."""
 _REMEMBERED_AT_MOST_SECONDS = 10.0
-"""Since the first one was found, while more and more are."""
+"""Since the first locked row was found, while more are found."""
 _REPORT_SECONDS = 60.0
 
 
 class Contention:
-    """What one relay cannot take.
+    """The locks that one relay has found.
 
     Args:
-        longest_pass: a relay holds a shard no longer than that.
+        longest_pass: maximum time that a relay holds a shard.
     """
 
     def __init__(self, alias: str, longest_pass: timedelta) -> None:
@@ -45,15 +45,15 @@ class Contention:
         self._report_rows_at = self._report_tables_at = self._look_for_holders_at = 0.0
 
     def skipped(self) -> Mapping[int, str]:
-        """The positions of the rows that are locked, with the keys of their messages. They are forgotten from time to time."""
+        """The positions of the locked rows, with the keys of their messages. They are forgotten from time to time."""
         now = monotonic()
         if self._locked and now >= min(self._last_found_at + _REMEMBERED_SECONDS, self._found_at + _REMEMBERED_AT_MOST_SECONDS):
             self._locked_before = set(self._locked)
             self._locked = {}
         return self._locked
 
-    def met(self, claim: Claim) -> int:
-        """Note what a claim could not take, and report it when it is time; how many rows are skipped."""
+    def record(self, claim: Claim) -> int:
+        """Record the locks that a claim found, and report them if a report is due; return the number of skipped rows."""
         now = monotonic()
         if claim.locked:
             self._remember(claim.locked, now)
@@ -63,21 +63,21 @@ class Contention:
         return len(self._locked)
 
     def timed_out(self) -> None:
-        """A pass did not get a lock, and was rolled back: report which session lets nobody write the tables, if one does."""
+        """A pass timed out waiting for a lock: report the session that has locked the tables, if there is one."""
         now = monotonic()
         if now < self._report_tables_at:
             return
         try:
             pids = claiming.table_lockers(self._alias)
         except Error as error:
-            logger.debug("The session that has locked the tables was not found: %s", error)
+            logger.debug("relay: the session that has locked the tables was not found: %s", error)
             return
         if not pids:
             return
         self._report_tables_at = now + _REPORT_SECONDS
         logger.warning(
-            "No message is sent, because another session (pid %s) has locked the outbox's tables against writing, as CREATE "
-            "INDEX does without CONCURRENTLY. All go on when its transaction ends: commit it, or end it by "
+            "relay: no message is sent, because another session (pid %s) has locked the outbox's tables against writing, as "
+            "CREATE INDEX does without CONCURRENTLY. Sending continues when its transaction ends: commit it, or end it by "
             "pg_terminate_backend().",
             ", ".join(map(str, pids)),
         )
@@ -87,7 +87,7 @@ class Contention:
             self._found_at = now
         self._last_found_at = now
         self._locked.update((row.position, row.key) for row in locked)
-        # A row that was found locked once may have been so for a moment.
+        # A row that was found locked only once may have been locked for a moment.
         if now >= self._report_rows_at and (again := [row for row in locked if row.position in self._locked_before]):
             self._report_rows_at = now + _REPORT_SECONDS
             self._report_rows(again)
@@ -95,9 +95,9 @@ class Contention:
     def _report_rows(self, locked: Sequence[RelayedMessage]) -> None:
         pids = claiming.lockers(self._alias, [row.position for row in locked])
         logger.warning(
-            "%d ready messages are not sent, because another session has locked their rows (%s); the first is message %s (%s, "
-            "biz-id %s). They and the later messages of their keys go on when its transaction ends: commit it, or end it by "
-            "pg_terminate_backend().",
+            "relay: %d ready messages are not sent, because another session has locked their rows (%s); the first is message "
+            "%s (%s, biz-id %s). They and the later messages of their keys are sent when its transaction ends: commit it, or "
+            "end it by pg_terminate_backend().",
             len(locked),
             f"pid {', '.join(map(str, pids))}" if pids else "pid unknown",
             locked[0].id,
@@ -109,9 +109,9 @@ class Contention:
         holders = claiming.shard_holders(self._alias, self._longest_pass)
         for holder in holders:
             logger.warning(
-                "The ready messages of %d of %d shards (%s) are not sent, because the transaction of another session (pid %d) "
-                "has held them for %d s, such as one that called cancel(). They go on when it ends: commit it, or end it by "
-                "pg_terminate_backend().",
+                "relay: the ready messages of %d of %d shards (%s) are not sent, because the transaction of another session "
+                "(pid %d) has held them for %d s, such as one that called cancel(). They are sent when it ends: commit it, or "
+                "end it by pg_terminate_backend().",
                 len(holder.shards),
                 SHARDS,
                 ", ".join(map(str, holder.shards)),

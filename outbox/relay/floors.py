@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from outbox.kernel.clock import monotonic
-from outbox.store.claiming import Sight
+from outbox.store.claiming import WorkFound
 
 _MOVE_SECONDS = 0.5
 _LOOK_FROM_THE_START_SECONDS = 2.0
@@ -66,16 +66,16 @@ class Floors:
             self._move_at = self._begun_at + _MOVE_SECONDS
         return self._begun_at >= self._look_from_the_start_at
 
-    def end(self, sight: Sight) -> None:
+    def end(self, found: WorkFound) -> None:
         """End the query with its result."""
         now = self._clock()
         if self._begun_at >= self._look_from_the_start_at:
             self._look_from_the_start_at = now + max(_LOOK_FROM_THE_START_SECONDS, _LOOKING_SHARE * (now - self._begun_at))
-            if any(position <= self._floors.get(shard, 0) for shard, position in sight.first.items()):
+            if any(position <= self._floors.get(shard, 0) for shard, position in found.first.items()):
                 self.forget()
         if self._candidate and not self._must_end:
             self._floors = {
-                shard: min(self._candidate, sight.first.get(shard, self._candidate + 1) - 1) for shard in self._shards
+                shard: min(self._candidate, found.first.get(shard, self._candidate + 1) - 1) for shard in self._shards
             }
             self._candidate = 0
         if not self._candidate and self._seen > self._reached and now >= self._move_at:

@@ -106,8 +106,8 @@ class Heartbeat:
     def _beat(self, now: float) -> None:
         with self._counting:
             published, passed_at = self._published, self._passed_at
-        said = {"published": published, "rate": self._rate(now, published), "waits_for": self._reason()}
-        if said == self._written and now < self._written_at + UNCHANGED_SECONDS:
+        columns = {"published": published, "rate": self._rate(now, published), "waits_for": self._reason()}
+        if columns == self._written and now < self._written_at + UNCHANGED_SECONDS:
             return
         try:
             heartbeats.relays.write(
@@ -115,7 +115,7 @@ class Heartbeat:
                 self._identity,
                 running_for=timedelta(seconds=now - self._started_at),
                 last_pass_at=None if passed_at is None else timedelta(seconds=max(now - passed_at, 0)),
-                **said,
+                **columns,
             )
             if now >= self._forget_at:
                 self._forget_at = now + FORGET_SECONDS
@@ -123,7 +123,7 @@ class Heartbeat:
         except Error as error:
             self._failed(error)
         else:
-            self._written, self._written_at, self._failing = said, now, False
+            self._written, self._written_at, self._failing = columns, now, False
 
     def _reason(self) -> str:
         """What the process waits for, if all of its running loops wait; else ""."""

@@ -1,10 +1,10 @@
-"""Housekeeping beside the relay: partitions are made ahead, what is older than `KEEP_HISTORY` goes, and the old trail with it.
+"""Housekeeping beside the relay: make partitions ahead, drop history older than `KEEP_HISTORY`, and delete the old trail.
 
-One relay process does it, by a lease, a round every minute. Each step is a transaction of its own that can be repeated, so a
-process may be killed between any two, and two that do it at once do not disturb each other. No message depends on it: without
-a partition of its own a day is in the default one.
+One relay process does this, by a lease, once a minute. Each step is a transaction of its own that can be repeated, so a process
+may be killed between two steps, and two processes that do it at once do not disturb each other. No message depends on it: the
+history of a day without a partition is in the default partition.
 
-Nothing here ends a relay, or holds one up: a step that fails is reported, with its remedy, and tried again with the next round.
+No step ends or delays a relay. A failed step is reported with its remedy, and tried again in the next round.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _LEASE = timedelta(seconds=180)
 _DAYS_AHEAD = 3
 _CHUNK = 500
 _PAUSE_SECONDS = 0.02
-"""After each chunk that was deleted: on SQLite, publishers get the write lock in between."""
-_HELD_SECONDS = 24 * 3600.0
+"""After each deleted chunk, so that publishers on SQLite get the write lock in between."""
+_PENDING_REPORT_SECONDS = 24 * 3600.0
 _OWNER = (
-    "housekeeping of %r: the database user of this relay may not make or drop partitions of history (%s). Messages are relayed "
-    "all the same; history goes on in its default partition, and old rows are deleted one by one. Make that user the owner of "
-    "the tables of the outbox, with the right to create tables in their schema."
+    "housekeeping of %r: the database user of this relay may not make or drop partitions of history (%s). Messages are "
+    "relayed; new history is in its default partition, and old rows are deleted one by one. Make that user the owner of the "
+    "tables of the outbox, with the right to create tables in their schema."
 )
 
 
@@ -53,25 +53,25 @@ class Housekeeper:
         self._lease = lease.Lease(alias, _LEASE, name="housekeeping")
         self._errors = Reminder()
         self._refusals = Reminder()
-        self._reported_kept_at = -inf
+        self._reported_pending_at = -inf
 
     def run(self, stop: StopRequest) -> None:
         try:
             while not stop:
                 self._round(stop)
                 stop.wait(_ROUND_SECONDS)
-            self._lease_given_up()
+            self._release_lease()
         finally:
             connections.close_all()
 
     def drain(self, stop: StopRequest) -> int:
-        """One round. Nothing that is relayed comes of it."""
+        """Do one round; return 0, because it makes no message ready."""
         self._round(stop)
-        self._lease_given_up()
+        self._release_lease()
         return 0
 
     def _round(self, stop: StopRequest) -> None:
-        """Every step that is due, unless another process does it."""
+        """Do every step, unless another process holds the lease."""
         try:
             drop_unusable_connections()
             if not self._lease.take():
@@ -79,7 +79,7 @@ class Housekeeper:
             if claiming.claims_by_locks(self._alias):
                 self._make_days()
                 self._drop_days()
-            self._report_kept()
+            self._report_pending_days()
             self._delete(history.delete_days(self._alias, self._last, chunk=_CHUNK), stop)
             old = older_entries(TrailEntry, self._alias, self._options.TRAIL_RETENTION)
             self._delete(delete_in_chunks(old, by="at", chunk=_CHUNK), stop)
@@ -93,9 +93,9 @@ class Housekeeper:
                 logger.exception("Unexpected error in the housekeeping of %r; it is tried again.", self._alias)
 
     def _make_days(self) -> None:
-        today, there = history.day_of(self._alias), set(history.days(self._alias))
+        today, existing = history.day_of(self._alias), set(history.days(self._alias))
         for day in range(today, today + _DAYS_AHEAD + 1):
-            if day not in there:
+            if day not in existing:
                 self._attempt(history.make_day, day)
 
     def _drop_days(self) -> None:
@@ -105,11 +105,11 @@ class Housekeeper:
 
     @property
     def _last(self) -> int:
-        """The last day that is wholly older than is kept."""
+        """The last day that is older than the retention from beginning to end."""
         return history.day_of(self._alias, self._options.keeps) - 1
 
     def _attempt(self, change: Callable[[str, int], object], day: int) -> bool:
-        """Make or drop the partition of a day. What stands in the way is reported, and may be gone with the next round."""
+        """Make or drop the partition of a day. If that is impossible now, log why; the next round tries again."""
         try:
             return bool(change(self._alias, day))
         except DatabaseError as error:
@@ -117,21 +117,21 @@ class Housekeeper:
                 if self._refusals.is_due():
                     logger.warning(_OWNER, self._alias, describe(error))
             elif is_collision(error) or is_canceled(error):
-                # A transaction that reads or writes history is open, for example. To wait for it would hold up the relays.
+                # For example, a transaction that reads or writes history is open. Waiting for it would delay the relays.
                 logger.debug("History of %s is in use: %s", history.date_of(day), error)
             elif sqlstate_of(error) != history.CHECK_VIOLATION:
                 raise
             return False
 
-    def _report_kept(self) -> None:
-        if monotonic() - self._reported_kept_at < _HELD_SECONDS:
+    def _report_pending_days(self) -> None:
+        if monotonic() - self._reported_pending_at < _PENDING_REPORT_SECONDS:
             return
-        if kept := history.days_kept(self._alias, self._last):
-            self._reported_kept_at = monotonic()
+        if pending := history.days_with_pending_callbacks(self._alias, self._last):
+            self._reported_pending_at = monotonic()
             logger.warning(
-                "History of %s is older than OUTBOX['KEEP_HISTORY'] and stays, because callbacks of its messages are pending. "
-                "See outbox_status, or the pending callbacks in the admin.",
-                ", ".join(str(history.date_of(day)) for day in kept),
+                "housekeeping: history of %s is older than OUTBOX['KEEP_HISTORY'] and is not dropped, because callbacks of its "
+                "messages are pending. See outbox_status, or the pending callbacks in the admin.",
+                ", ".join(str(history.date_of(day)) for day in pending),
             )
 
     def _delete(self, chunks: Iterator[int], stop: StopRequest) -> None:
@@ -144,7 +144,7 @@ class Housekeeper:
                     break
                 renew_at = monotonic() + _ROUND_SECONDS
 
-    def _lease_given_up(self) -> None:
+    def _release_lease(self) -> None:
         try:
             self._lease.release()
         except (DatabaseError, InterfaceError) as error:
@@ -152,5 +152,5 @@ class Housekeeper:
 
 
 def housekeepers(alias: str, options: OutboxOptions) -> Sequence[Housekeeper]:
-    """What does it beside a relay; nothing inside the transaction of a test, which makes no partitions."""
+    """The housekeeper of a relay process; none inside the transaction of a test, which makes no partitions."""
     return () if connections[alias].in_atomic_block else (Housekeeper(alias, options),)

@@ -1,11 +1,11 @@
 """One pass of the relay: claim, send, settle.
 
-A pass is one short transaction. Its shard locks die with the connection that holds them, so a relay that is killed frees its
-shards at once and a relay that overslept settles nothing. The broker is asked to confirm every message before its row is
-settled; a crash in between sends some messages again, never none. Where the database has one writer, a lease takes the place
-of the locks and the pass is three short transactions instead.
+A pass is one short transaction. The database releases its shard locks when the connection ends, so a killed relay frees its
+shards at once, and a relay that was frozen past its deadline settles nothing. A row is settled only after the broker has
+confirmed the message; a crash in between sends it again and never loses it. On a database with one writer a lease replaces the
+locks, and the pass is three short transactions.
 
-This module knows neither SQL (`store`) nor any broker (`transports`).
+This module contains no SQL (see `store`) and knows no broker (see `transports`).
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from outbox import signals
 from outbox.conf import OutboxOptions
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import REPLAY_HEADER, Envelope
-from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome, Sent, Transport, Verdict
+from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome, Sent, Transport, Verdict
 from outbox.relay.breaker import PausedTopics
 from outbox.relay.contention import Contention
 from outbox.relay.unsettled import Unsettled
 from outbox.relay.waves import waves
 from outbox.store import claiming, halving, lease, settling
-from outbox.store.claiming import Busy, DamagedRow, RelayedMessage
+from outbox.store.claiming import BusyShard, DamagedRow, RelayedMessage
 from outbox.store.settling import Failure, SettledApart, Settlement
 
 logger = logging.getLogger(__name__)
 
 _MARGIN = timedelta(seconds=2)
-"""What the database grants a pass beyond its deadline, for settling."""
+"""Time that the database grants a pass beyond its deadline, for settling."""
 _MOST_WAVES = 100
-"""So that one hot key does not keep the other keys of its shard waiting for long; its next messages go with the next pass."""
+"""A limit, so that one hot key delays the other keys of its shard only briefly; its next messages are in the next pass."""
 _TOPICS_FAULT = (PublishOutcome.NACKED, PublishOutcome.RETURNED)
 _NEVER_DEAD = (PublishOutcome.RETURNED, PublishOutcome.FORBIDDEN)
-"""Its queue, or the permission, may come with the next deploy."""
+"""The queue, or the permission, may come with the next deployment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassReport:
-    """What one pass did.
+    """The result of one pass.
 
     Attributes:
-        claimed: rows in hand; 0 means there was nothing to do.
-        refused: shards that somebody else was working on.
-        locked: messages that were found not to be free, because other sessions have locked their rows.
-        skipped: of such messages, those that are not even read for a moment.
-        unsettled: messages that are not read for a while, because the database refuses to change their rows.
-        settled: rows whose outcome is written down.
+        claimed: number of claimed rows; 0 means that there was nothing to do.
+        refused: number of shards that another session has locked.
+        locked: number of messages whose rows were found locked by other sessions.
+        skipped: number of such messages that are not read for a moment.
+        unsettled: number of messages that are not read for a while, because the database refuses to change their rows.
+        settled: number of rows whose outcome is stored.
         published: of these, confirmed.
-        broken: why the broker connection is gone, or None; also None when that was one message's fault and which is known.
-        suspicious: send fewer next time.
-        overdue: reading the rows has taken so long that none was sent.
-        waits_for: who holds the lease that this relay would need, or "".
-        highest: the highest position in hand.
+        broken: why the connection to the broker was lost, or None; also None if one message caused it and was identified.
+        suspicious: the next pass should send fewer messages.
+        overdue: reading the rows took so long that none was sent.
+        waits_for: the holder of the lease that this relay needs, or "".
+        highest: the highest claimed position.
     """
 
     claimed: int = 0
@@ -78,22 +78,22 @@ class PassReport:
 
 @dataclass
 class _Batch:
-    """What the broker has said so far of the rows in hand.
+    """The claimed rows, and the broker's answers so far.
 
     Attributes:
-        paused: by topic, what was not sent because the topic is paused.
-        alone: to be sent one by one, after everything else: the broker is expected to close the connection over them.
+        paused: by topic, the positions that were not sent because the topic is paused.
+        one_by_one: rows to be sent one by one after all others, because the broker is expected to close the connection.
         forbidden: topics that the broker does not permit, with its reason.
-        parcels: by position, what is sent.
-        damaged: by position, why nothing can be sent.
+        outgoing: the messages to send, by position.
+        damaged: by position, why the row cannot be sent.
     """
 
     rows: Sequence[RelayedMessage]
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     paused: dict[str, list[int]] = field(default_factory=dict)
-    alone: list[RelayedMessage] = field(default_factory=list)
+    one_by_one: list[RelayedMessage] = field(default_factory=list)
     forbidden: dict[str, str] = field(default_factory=dict)
-    parcels: dict[int, Parcel] = field(default_factory=dict)
+    outgoing: dict[int, OutgoingMessage] = field(default_factory=dict)
     damaged: dict[int, str] = field(default_factory=dict)
     broken: str | None = None
     suspicious: bool = False
@@ -111,33 +111,33 @@ class Pass:
         self._refused: set[int] = set()
         self.contention = Contention(alias, self._longest)
         self.unsettled = Unsettled(alias)
-        # Handing over inside the pass's own transaction needs no lease: the writer's lock of SQLite covers it.
+        # Handing over inside the pass's own transaction needs no lease, because SQLite's write lock covers it.
         self._in_one_transaction = claiming.claims_by_locks(alias) or transport.capabilities.transactional
         self._lease = lease.Lease(alias, 3 * options.BATCH_DEADLINE)
 
-    def run(self, busy: Sequence[Busy], limit: int) -> PassReport:
-        """Carry up to `limit` ready messages of those of the `busy` shards that are free.
+    def run(self, shards: Sequence[BusyShard], limit: int) -> PassReport:
+        """Relay up to `limit` ready messages of those of the `shards` shards that are free.
 
         Raises:
-            django.db.Error: the database failed; nothing is settled, everything in hand stays ready.
+            django.db.Error: the database failed; nothing is settled, and all claimed messages stay ready.
         """
         skipped = self.unsettled.skipped()
-        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(busy, limit, skipped)
+        report = (self._run_in_one_transaction if self._in_one_transaction else self._run_by_lease)(shards, limit, skipped)
         return replace(report, unsettled=len(skipped))
 
     def close(self) -> None:
-        """Give up the right to relay, so that another takes over at once."""
+        """Release the lease, so that another relay takes over at once."""
         if not self._in_one_transaction:
             self._lease.release()
 
-    def _run_in_one_transaction(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_in_one_transaction(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         sent: tuple[_Batch, Settlement] | None = None
         begun_at = monotonic()
         try:
             with transaction.atomic(using=self._alias, durable=True):
                 claiming.bound_transaction(self._alias, self._longest)
                 begun_at = monotonic()
-                claim = claiming.claim_ready(self._alias, busy, limit, {**self.contention.skipped(), **unsettled})
+                claim = claiming.claim_ready(self._alias, shards, limit, {**self.contention.skipped(), **unsettled})
                 batch = self._send(self.unsettled.settleable(claim.rows), begun_at)
                 sent = batch, (settlement := self._decide(batch))
                 settled = settling.settle(self._alias, settlement)
@@ -146,28 +146,28 @@ class Pass:
                 raise
             self.unsettled.failed()
             return self._report_apart(sent[0], self._settle_apart(*sent, begun_at, error), error)
-        skipped = self.contention.met(claim)
+        skipped = self.contention.record(claim)
         report = self._report(batch, settlement, settled)
         return replace(report, refused=len(claim.refused), locked=len(claim.locked), skipped=skipped)
 
     def _settle_apart(self, batch: _Batch, settlement: Settlement, begun_at: float, error: Error) -> SettledApart:
-        """The database has rolled the pass back over some row: settle the others, so that they are not sent again.
+        """Settle the other rows after the database rolled the pass back because of one, so that they are not sent again.
 
-        Their locks are gone as well. Another relay may have them by now, and then they are its own.
+        The rollback has also released their locks. Rows that another relay has claimed since are left to that relay.
         """
         if self._transport.capabilities.transactional:
-            # Sending was rolled back, too.
+            # The messages were rolled back, too.
             return SettledApart(settlement=Settlement(), changed=0, refused={})
         with transaction.atomic(using=self._alias, durable=True):
             claiming.bound_transaction(self._alias, self._longest)
             locked = claiming.lock_again(self._alias, batch.rows)
-            # Once locked they cannot change any more; they may have before, if this process was frozen.
+            # Locked rows no longer change. They may have changed before, if this process was frozen.
             if monotonic() > begun_at + self._longest.total_seconds():
                 raise error
             return settling.settle_apart(self._alias, settlement.of(locked), _keys(batch.rows))
 
     def _report_apart(self, batch: _Batch, apart: SettledApart, error: Error) -> PassReport:
-        self.unsettled.note(apart, batch.rows)
+        self.unsettled.record(apart, batch.rows)
         if len(apart.refused) > 1 and not apart.settlement.positions:
             raise error
         return self._report(batch, apart.settlement, apart.changed)
@@ -176,9 +176,9 @@ class Pass:
     def _longest(self) -> timedelta:
         return self._options.BATCH_DEADLINE + _MARGIN
 
-    def _run_by_lease(self, busy: Sequence[Busy], limit: int, unsettled: Mapping[int, str]) -> PassReport:
+    def _run_by_lease(self, shards: Sequence[BusyShard], limit: int, unsettled: Mapping[int, str]) -> PassReport:
         begun_at = monotonic()
-        rows = self._lease.claim(busy, limit, unsettled)
+        rows = self._lease.claim(shards, limit, unsettled)
         if rows is None:
             return PassReport(waits_for=self._lease.holder())
         if not rows:
@@ -188,7 +188,7 @@ class Pass:
         try:
             return self._settle_by_lease(batch, settlement)
         except lease.LeaseLost:
-            logger.warning("This relay overslept its lease and settled nothing; the %d messages are sent again.", len(rows))
+            logger.warning("relay: lost its lease during a pass and settled nothing; %d messages are sent again.", len(rows))
             return PassReport(claimed=len(rows), broken=batch.broken)
 
     def _settle_by_lease(self, batch: _Batch, settlement: Settlement) -> PassReport:
@@ -202,43 +202,43 @@ class Pass:
         return self._report(batch, settlement, settled)
 
     def _send(self, rows: Sequence[RelayedMessage], begun_at: float) -> _Batch:
-        # Counted from before the claim: a relay that was frozen after it must not wake up with its time still ahead.
+        # Counted from before the claim, so that the time in which a relay was frozen after it counts, too.
         deadline = begun_at + self._options.BATCH_DEADLINE.total_seconds()
         batch = _Batch(rows, overdue=bool(rows) and monotonic() > deadline)
         stopped_keys: set[str] = set()
         in_waves = waves(self._sendable(batch))[:_MOST_WAVES]
-        for wave in [*in_waves, *([row] for row in batch.alone)]:
+        for wave in [*in_waves, *([row] for row in batch.one_by_one)]:
             if batch.broken is not None or monotonic() > deadline:
                 break
             passed = monotonic() - begun_at
             sendable = [row for row in wave if row.key not in stopped_keys and not row.expires_within(passed)]
-            self._carry(batch, self._formed(sendable, batch), deadline)
+            self._send_wave(batch, self._formed(sendable, batch), deadline)
             stopped_keys.update(row.key for row in wave if row.key and not _is_confirmed(row, batch.verdicts))
         return batch
 
     def _sendable(self, batch: _Batch) -> Iterator[RelayedMessage]:
-        """Those that may be sent together. What stops because of its topic, or is sent alone, stops its key."""
+        """The rows that may be sent together. A row that is paused, or is sent one by one, stops its key."""
         stopped_keys: set[str] = set()
         for row in batch.rows:
             if row.expired:
                 continue
             if self.topics.stops(row.topic, row.position):
                 batch.paused.setdefault(row.topic, []).append(row.position)
-            elif row.held or row.key in stopped_keys:
+            elif row.is_blocked or row.key in stopped_keys:
                 continue
             elif row.position in self._refused or self.topics.is_paused(row.topic):
-                batch.alone.append(row)
+                batch.one_by_one.append(row)
             else:
                 yield row
                 continue
             if row.key:
                 stopped_keys.add(row.key)
 
-    def _carry(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float) -> None:
-        """Send `rows`. When the broker closes the connection because of one of them, find it by halving, and send the others.
+    def _send_wave(self, batch: _Batch, rows: Sequence[RelayedMessage], deadline: float) -> None:
+        """Send `rows`. If the broker closes the connection because of one of them, find it by halving, and send the others.
 
-        What follows of a topic that turns out to be forbidden is not sent. A search that cannot be ended here goes on with
-        smaller batches.
+        The remaining messages of a topic that turns out to be forbidden are not sent. A search that does not end before the
+        deadline continues in the next passes, which send fewer messages.
         """
         parts, searching = [rows], False
         while parts and batch.broken is None:
@@ -248,7 +248,7 @@ class Pass:
             if monotonic() > deadline:
                 batch.suspicious = searching
                 break
-            sent = self._transmit([batch.parcels[row.position] for row in part], deadline)
+            sent = self._transmit([batch.outgoing[row.position] for row in part], deadline)
             batch.verdicts.update(sent.verdicts)
             batch.forbidden.update(_forbidden(part, sent.verdicts))
             if sent.suspects:
@@ -257,34 +257,34 @@ class Pass:
             elif sent.broken is not None:
                 batch.broken, batch.suspicious = sent.broken, sent.suspicious or searching
 
-    def _transmit(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
+    def _transmit(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         try:
             self._transport.connect()
         except BrokerUnavailable as error:
             return Sent(broken=str(error))
-        return self._transport.send(parcels, deadline)
+        return self._transport.send(messages, deadline)
 
     def _formed(self, rows: Iterable[RelayedMessage], batch: _Batch) -> list[RelayedMessage]:
-        """Those that a message can be made of, which is in `batch.parcels`; a row that was damaged by hand is refused alone."""
+        """Build the messages in `batch.outgoing`; return their rows. Rows that were damaged by hand are in `batch.damaged`."""
         formed: list[RelayedMessage] = []
         for row in rows:
             try:
-                batch.parcels[row.position] = self._parcel(row)
+                batch.outgoing[row.position] = self._outgoing_message(row)
             except DamagedRow as damage:
                 batch.damaged[row.position] = f"its row is damaged: {damage}. Correct the row, then restore the message"
             else:
                 formed.append(row)
         return formed
 
-    def _parcel(self, row: RelayedMessage) -> Parcel:
+    def _outgoing_message(self, row: RelayedMessage) -> OutgoingMessage:
         row.require_undamaged()
         headers = dict(row.headers)
         replayed = headers.pop(REPLAY_HEADER, None) is not None
-        return Parcel(
+        return OutgoingMessage(
             position=row.position,
             priority=row.priority,
             wire=row.wire,
-            lasting=row.lasting,
+            expires_in_seconds=row.expires_in_seconds,
             envelope=Envelope(
                 id=row.id,
                 topic=row.topic,
@@ -303,10 +303,10 @@ class Pass:
         )
 
     def _decide(self, batch: _Batch) -> Settlement:
-        """Turn the broker's words into transitions.
+        """Turn the broker's answers into transitions.
 
-        An unknown outcome (deadline, closed channel) leaves its row ready: the message may be in the broker already, and a
-        second copy is what the inbox is for. Losing it is what nothing is for.
+        A message with an unknown outcome (deadline, closed channel) stays ready. The broker may already have it, and the inbox
+        suppresses the second copy.
         """
         published: list[int] = []
         failed: dict[tuple[Verdict, int], list[RelayedMessage]] = {}
@@ -318,7 +318,7 @@ class Pass:
                 published.append(row.position)
             else:
                 failed.setdefault((verdict, row.attempts + 1), []).append(row)
-        self.topics.note(
+        self.topics.record(
             taken=[row.topic for row in batch.rows if _is_confirmed(row, batch.verdicts)],
             refused=[
                 (row.topic, verdict.reason)
@@ -334,7 +334,7 @@ class Pass:
         settlement = Settlement(
             published=published,
             expired=[row.position for row in batch.rows if row.expired],
-            waiting=[row.position for row in batch.rows if row.held and not (row.expired or row.topic in batch.paused)],
+            waiting=[row.position for row in batch.rows if row.is_blocked and not (row.expired or row.topic in batch.paused)],
             failed=[
                 *(self._failure(rows, attempt, verdict) for (verdict, attempt), rows in failed.items()),
                 *(Failure(positions=[row], error=damage, retry_after=None) for row, damage in batch.damaged.items()),
@@ -346,16 +346,16 @@ class Pass:
 
     def _failure(self, rows: Sequence[RelayedMessage], attempt: int, verdict: Verdict) -> Failure:
         if verdict.outcome in _NEVER_DEAD:
-            rest: timedelta | None = self._options.unroutable_retry.delay(attempt)
+            delay: timedelta | None = self._options.unroutable_retry.delay(attempt)
         elif self._options.retry.exhausted(attempt):
-            rest = None
+            delay = None
         else:
-            rest = self._options.retry.delay(attempt)
+            delay = self._options.retry.delay(attempt)
         return Failure(
             positions=[row.position for row in rows],
             error=verdict.reason,
-            retry_after=rest,
-            # Of what is tried for ever the trail tells no more than of what is not.
+            retry_after=delay,
+            # A message that is retried without limit leaves no more trail entries than any other.
             matters=attempt <= self._options.MAX_ATTEMPTS,
         )
 
@@ -379,11 +379,11 @@ class Pass:
         for failure, position in _failures(settlement):
             message = by_position[position]
             dead = failure.retry_after is None
-            # That a topic is forbidden is reported once, with the reason.
+            # A forbidden topic is reported once, with the reason.
             level = logging.DEBUG if message.topic in batch.forbidden else logging.WARNING
             logger.log(
                 logging.ERROR if dead else level,
-                "Message %s (%s, biz-id %s) %s at attempt %d: %s.",
+                "relay: message %s (%s, biz-id %s) %s at attempt %d: %s.",
                 message.id,
                 message.topic,
                 message.biz_id,
@@ -391,14 +391,14 @@ class Pass:
                 message.attempts + 1,
                 failure.error,
             )
-            _tell(signals.message_dead if dead else signals.message_retrying, message, error=failure.error)
+            _send_signal(signals.message_dead if dead else signals.message_retrying, message, error=failure.error)
         for topic, count in Counter(by_position[position].topic for position in settlement.expired).items():
-            logger.warning("%d messages of %s have expired before they could be published.", count, topic)
+            logger.warning("relay: %d messages of %s have expired before they could be published.", count, topic)
         for position in settlement.expired:
-            _tell(signals.message_expired, by_position[position])
+            _send_signal(signals.message_expired, by_position[position])
         if heard:
             for position in settlement.published:
-                _tell(signals.message_published, by_position[position])
+                _send_signal(signals.message_published, by_position[position])
 
 
 def _keys(rows: Iterable[RelayedMessage]) -> dict[int, str]:
@@ -406,13 +406,13 @@ def _keys(rows: Iterable[RelayedMessage]) -> dict[int, str]:
 
 
 def _parts_without(rows: Sequence[RelayedMessage], sent: Sent) -> list[Sequence[RelayedMessage]]:
-    """What to send after `sent`, the last part first.
+    """The parts to send after `sent`, in reverse order.
 
-    The broker has read what comes before the first suspect, but its confirms are lost with the connection. So that goes first,
-    and is confirmed before the next connection is lost. Then come the halves of the suspects, and what follows.
+    The broker has read the messages before the first suspect, but their confirms were lost with the connection. They are sent
+    first, so that they are confirmed before the next connection is lost. Then come the halves of the suspects, and the rest.
     """
     suspects = set(sent.suspects)
-    first = next(place for place, row in enumerate(rows) if row.position in suspects)
+    first = next(index for index, row in enumerate(rows) if row.position in suspects)
     unknown = [[row for row in part if row.position not in sent.verdicts] for part in (rows[:first], rows[first:])]
     before, after = unknown
     suspected = [row for row in after if row.position in suspects]
@@ -436,9 +436,9 @@ def _failures(settlement: Settlement) -> Iterator[tuple[Failure, int]]:
     return ((failure, position) for failure in settlement.failed for position in failure.positions)
 
 
-def _tell(signal: Signal, message: RelayedMessage, **extra: object) -> None:
+def _send_signal(signal: Signal, message: RelayedMessage, **extra: object) -> None:
     try:
         signal.send_robust(sender=RelayedMessage, message=message, **extra)
     except BaseException:
-        # send_robust lets SystemExit through, and the state is committed.
-        logger.exception("A receiver of an outbox signal tried to end the process.")
+        # send_robust does not catch SystemExit, and the state is already committed.
+        logger.exception("relay: a receiver of an outbox signal tried to end the process; the relay continues.")

@@ -1,7 +1,7 @@
-"""The relay's loop: reach the broker, look, run a pass, make rested and waiting rows ready, rest when there is nothing to do.
+"""The relay's loop: connect to the broker, find work, run a pass, make retrying and waiting messages ready, wait if idle.
 
-Nothing here may end the loop but a stop request: an absent broker or database is waited for, and an unexpected error is
-logged and met with a pause.
+Only a stop request ends the loop. It waits for an unavailable broker or database. After an unexpected error, which it logs, it
+pauses and continues.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from outbox.store import claiming, settling
 
 logger = logging.getLogger(__name__)
 
-_SHORTEST_REST_SECONDS = 0.01
+_SHORTEST_POLL_SECONDS = 0.01
 _LONGEST_CONTENDED_SECONDS = 0.1
-_PROMOTED_PER_ROUND = 1000
+_MADE_READY_PER_ROUND = 1000
 _KEYS_RELEASED_PER_ROUND = 200
 _RELEASED_AT_ONCE = 100
 _RELEASE_SECONDS = 0.2
 _BESIDE_STUCK_SECONDS = 1.0
 _RELEASING_SHARE = 20
-"""Looking in vain for keys to release takes at most one part in this many of the time."""
+"""Queries that find no key to release take at most one part in this many of the time (1/20)."""
 
 
 class Relay:
-    """Carries the messages of one database, or of some of its shards, over one transport until asked to stop.
+    """Relays the messages of one database, or of some of its shards, over one transport until asked to stop.
 
     Args:
-        timed: a timer beside it makes ready what was scheduled; without one the relay does it, less exactly.
-        refusals: says when to report that the broker refuses this service; relays of one process share it.
-        errors: says when to report an unexpected error; relays of one process share it.
+        timed: a timer beside the relay makes scheduled messages ready; without one the relay does so, less exactly.
+        refusals: decides when to report that the broker refuses this service; the relays of one process share it.
+        errors: decides when to report an unexpected error; the relays of one process share it.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class Relay:
         self._floors = Floors(self._shards, partial(claiming.writers, alias))
         self._share = Share(len(self._shards))
         self._release_at = 0.0
-        self._more: Sequence[claiming.Busy] = ()
+        self._more: Sequence[claiming.BusyShard] = ()
         self._size = BatchSize(options.BATCH_SIZE)
-        self._rest_seconds = _SHORTEST_REST_SECONDS
+        self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = 0.0
         self._broker = Outage("the broker")
         self._refusals = refusals or Reminder()
         self._errors = errors or Reminder()
         self._database = Outage("the database")
         self._trouble = Pause()
-        self._contended = Pause(first_seconds=_SHORTEST_REST_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
+        self._contended = Pause(first_seconds=_SHORTEST_POLL_SECONDS / 2, cap_seconds=_LONGEST_CONTENDED_SECONDS)
         self._waits_for = ""
         self._running = False
         self._retry_in = math.inf
@@ -107,7 +107,7 @@ class Relay:
         self.published = 0
 
     def run(self, *, drain: bool = False) -> bool:
-        """Relay until asked to stop or, with `drain`, until nothing is ready or due. Was there anything to do?"""
+        """Relay until asked to stop or, with `drain`, until nothing is ready or due; return whether there was any work."""
         worked = False
         self._running = True
         try:
@@ -121,20 +121,20 @@ class Relay:
                 if drain and self._idle:
                     break
                 worked |= not self._idle
-                self._rest(report)
+                self._wait(report)
         finally:
             self._finish()
         return worked
 
     @property
     def is_working(self) -> bool:
-        """Does it go round, and reach both the database and the broker?"""
+        """Is the loop running, with both the database and the broker available?"""
         return self._running and not self._broker.ongoing and not self._database.ongoing
 
     def _round(self, *, drain: bool) -> PassReport | None:
-        """One turn of the loop; None when it met an outage and has already waited.
+        """Do one turn of the loop. If it fails, wait as the error requires and return None.
 
-        An unexpected error is survived by a relay that runs for ever, and raised by one that drains.
+        An unexpected error is logged, or raised with `drain`.
         """
         try:
             self._transport.connect()
@@ -155,7 +155,7 @@ class Relay:
             elif is_collision(error):
                 if is_lock_timeout(error):
                     self._pass.contention.timed_out()
-                self._stop.wait(_SHORTEST_REST_SECONDS)
+                self._stop.wait(_SHORTEST_POLL_SECONDS)
             elif is_canceled(error) and self._size.now > 1:
                 self._size.overdue(error)
             elif is_missing(error) and not drain:
@@ -166,52 +166,52 @@ class Relay:
             else:
                 if drain:
                     raise
-                self._survive(error)
+                self._log_and_pause(error)
             return None
         self._database.over()
         self._trouble.reset()
-        self._note(report)
-        in_other_hands = report.refused or report.skipped or report.waits_for
-        self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or in_other_hands)
+        self._record(report)
+        is_held_elsewhere = report.refused or report.skipped or report.waits_for
+        self._idle = not (self._retry_in <= 0 or self._moved or report.claimed or is_held_elsewhere)
         return report
 
-    def _survive(self, error: Exception) -> None:
-        """An unexpected error: report it, and pause."""
+    def _log_and_pause(self, error: Exception) -> None:
+        """Handle an unexpected error."""
         if self._errors.is_due():
             logger.error(
                 "Unexpected error in the relay: a pass over %r failed. Its messages stay ready.", self._alias, exc_info=error
             )
-        if not self._pass.unsettled.is_doubtful:  # else nothing is sent that could not be settled
+        if not self._pass.unsettled.is_doubtful:  # else only messages that can be settled are sent
             self._size.failed()
         self._transport.close()
         self._stop.wait(self._trouble.next_seconds())
 
     def _work(self, *, drain: bool) -> PassReport:
-        """Look; run a pass over what is ready; make ready what is to be retried, is due, or is no longer held."""
+        """Find work; run a pass over it; make messages ready that are to be retried, are due, or are no longer held back."""
         if self._more:
-            busy, self._more = self._more, ()
+            shards, self._more = self._more, ()
             self._moved = 0
-            report = self._carry(busy)
+            report = self._run_pass(shards)
             self._pass.topics.store()
             return report
-        # A relay beside this one that cannot reach the broker leaves its shards to us.
+        # While a sibling does not work, this relay takes its shards, too.
         among = self._shards if all(sibling.is_working for sibling in self.siblings) else range(SHARDS)
-        sight = claiming.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
-        self._floors.end(sight)
+        found = claiming.look(self._alias, self._floors.now, among, from_the_start=self._floors.begin())
+        self._floors.end(found)
         topics = self._pass.topics
-        topics.see(sight.paused)
-        report = self._carry(sight.busy) if sight.busy else PassReport()
+        topics.update(found.paused)
+        report = self._run_pass(found.shards) if found.shards else PassReport()
         topics.store()
-        # A full pass has left more in the same shards, which the next pass need not look for.
-        self._more = sight.busy if report.published == self._size.now else ()
-        # Rows that are due and are not promoted are in the hands of another relay that promotes them.
-        self._retry_in, self._moved = sight.retry_in, 0
-        if sight.retry_in <= 0:
-            self._moved = settling.promote_rested(self._alias, _PROMOTED_PER_ROUND, self._stuck_retrying)
+        # After a full pass the same shards have more messages, so the next pass needs no query for shards.
+        self._more = found.shards if report.published == self._size.now else ()
+        # If due rows are not made ready, another relay has locked them and makes them ready.
+        self._retry_in, self._moved = found.retry_in, 0
+        if found.retry_in <= 0:
+            self._moved = settling.make_retrying_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_retrying)
             if self._stuck_retrying and not self._moved:
-                self._retry_in = _BESIDE_STUCK_SECONDS  # those hide when the next one is due
+                self._retry_in = _BESIDE_STUCK_SECONDS  # the stuck rows hide when the next one is due
         if not self._timed:
-            self._moved += settling.promote_due(self._alias, _PROMOTED_PER_ROUND, self._stuck_scheduled)
+            self._moved += settling.make_scheduled_ready(self._alias, _MADE_READY_PER_ROUND, self._stuck_scheduled)
         if monotonic() >= self._release_at or (drain and not report.settled):
             self._moved += self._release()
         if made_ready := topics.make_ready(self._size.now // 2):
@@ -220,11 +220,11 @@ class Relay:
                 sibling.bell.ring()  # some of them are in its shards
         return report
 
-    def _carry(self, busy: Sequence[claiming.Busy]) -> PassReport:
-        wanted = self._share.of(busy)
-        # Each shard costs at least the reading of one row.
+    def _run_pass(self, shards: Sequence[claiming.BusyShard]) -> PassReport:
+        wanted = self._share.of(shards)
+        # A pass reads at least one row of each shard.
         report = self._pass.run(wanted[: self._size.now] if self._size.is_reduced else wanted, self._size.now)
-        self._share.note(report.refused)
+        self._share.record(report.refused)
         self._floors.saw(report.highest)
         return report
 
@@ -234,11 +234,11 @@ class Relay:
             self._alias, keys=_KEYS_RELEASED_PER_ROUND, each=_RELEASED_AT_ONCE, refused=self._stuck_waiting
         )
         now = monotonic()
-        in_vain = max(_RELEASE_SECONDS, 2 * self._rest_seconds, _RELEASING_SHARE * (now - begun_at))
-        self._release_at = now + (_SHORTEST_REST_SECONDS if released else in_vain)
+        idle_seconds = max(_RELEASE_SECONDS, 2 * self._poll_seconds, _RELEASING_SHARE * (now - begun_at))
+        self._release_at = now + (_SHORTEST_POLL_SECONDS if released else idle_seconds)
         return released
 
-    def _note(self, report: PassReport) -> None:
+    def _record(self, report: PassReport) -> None:
         self.published += report.published
         self._heartbeat.published(report.published)
         if report.overdue:
@@ -256,7 +256,7 @@ class Relay:
             self._heartbeat.passed()
         elif report.waits_for != self._waits_for:
             logger.warning(
-                "SQLite takes one relay at a time and %s is it; this one waits until that one ends.", report.waits_for
+                "relay: SQLite takes one relay at a time, and %s is running; this one waits until it ends.", report.waits_for
             )
             self._waits_for = report.waits_for
 
@@ -266,7 +266,7 @@ class Relay:
             self._heartbeat.beat()
         if not self._broker.ongoing:
             for sibling in self.siblings:
-                sibling.bell.ring()  # it takes over our shards
+                sibling.bell.ring()  # it takes over this relay's shards
         if not refused:
             self._broker.wait(reason, self._stop)
             return
@@ -275,7 +275,7 @@ class Relay:
             logger.error('The broker refuses OUTBOX["BROKER_URL"], %s: %s. %s', shown, reason, REFUSAL_REMEDY)
         self._stop.wait(self._broker.enter())
 
-    def _rest(self, report: PassReport) -> None:
+    def _wait(self, report: PassReport) -> None:
         is_contended = bool(report.refused or report.skipped or report.unsettled)
         if not is_contended:
             self._contended.reset()
@@ -289,18 +289,18 @@ class Relay:
             return
         self._transport.idle()
         if report.locked:
-            return  # what lies behind them is read next
-        # Another relay ends its pass in a moment. A transaction of another kind may hold a shard, or a row, for long.
-        wait = self._contended.next_seconds() if is_contended else min(self._rest_seconds, self._retry_in)
-        if self.bell.wait(min(wait, max(self._pass.topics.seconds_left(), _SHORTEST_REST_SECONDS)), self._stop):
+            return  # the next pass reads the messages after them
+        # Another relay soon ends its pass. Any other transaction may hold a shard or a row for a long time.
+        wait = self._contended.next_seconds() if is_contended else min(self._poll_seconds, self._retry_in)
+        if self.bell.wait(min(wait, max(self._pass.topics.seconds_left(), _SHORTEST_POLL_SECONDS)), self._stop):
             self._be_alert()
         elif monotonic() > self._alert_until:
-            self._rest_seconds = min(self._rest_seconds * 2, self._options.poll_seconds(connected=self.bell.is_connected))
+            self._poll_seconds = min(self._poll_seconds * 2, self._options.poll_seconds(connected=self.bell.is_connected))
 
     def _be_alert(self) -> None:
-        """Something came; more may, and the publisher's next ring may be withheld."""
+        """Poll often for a moment, because more messages may follow and the publisher may withhold its next ring."""
         now = monotonic()
-        self._rest_seconds = _SHORTEST_REST_SECONDS
+        self._poll_seconds = _SHORTEST_POLL_SECONDS
         self._alert_until = now + ALERT_SECONDS
         self._release_at = min(self._release_at, now + _RELEASE_SECONDS)
 
@@ -308,11 +308,11 @@ class Relay:
         self._running = False
         self._watchdog.leave()
         if self._stop:
-            logger.info("Stopping: finishing what is in hand. Signal again to end at once.")
+            logger.info("relay: stopping; it finishes the current pass first. Signal again to end at once.")
         try:
             self._pass.close()
         except (DatabaseError, InterfaceError) as error:
             logger.debug("The lease was not released: %s", error)
         self._transport.close()
-        if not connections[self._alias].in_atomic_block:  # as it is in a test
+        if not connections[self._alias].in_atomic_block:  # as in a test
             connections[self._alias].close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from outbox.store.claiming import Busy
+from outbox.store.claiming import BusyShard
 
 _LEAST = 8
 _STEP = 4
@@ -22,10 +22,10 @@ class Share:
     def __init__(self, shards: int) -> None:
         self._shards = self._most = shards
 
-    def of(self, busy: Sequence[Busy]) -> list[Busy]:
+    def of(self, shards: Sequence[BusyShard]) -> list[BusyShard]:
         """The shards to try next, chosen at random so that relays seldom conflict and no shard is always last."""
-        return random.sample(busy, min(len(busy), self._most))
+        return random.sample(shards, min(len(shards), self._most))
 
-    def note(self, refused: int) -> None:
+    def record(self, refused: int) -> None:
         """Record that `refused` of the tried shards were claimed by others."""
         self._most = max(self._most // 2, _LEAST) if refused else min(self._most + _STEP, self._shards)

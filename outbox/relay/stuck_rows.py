@@ -1,4 +1,4 @@
-"""Rows that the database refuses to make ready: left out while the others go on, and reported once a minute."""
+"""Rows that the database refuses to make ready: skipped while the others are made ready, and reported once a minute."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RETRIED_AT_ONCE = 10
 
 
 class StuckRows(RefusedRows):
-    """Those that one loop could not make ready in one way."""
+    """The rows that one loop could not make ready by one transition."""
 
     def __init__(self, alias: str, component: str, reminder: Reminder | None = None) -> None:
         super().__init__(at_once=_RETRIED_AT_ONCE)
@@ -25,13 +25,13 @@ class StuckRows(RefusedRows):
         self._component = component
         self._reminder = reminder or Reminder()
 
-    def note(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
-        super().note(refused, keys)
+    def record(self, refused: Mapping[int, BaseException], keys: Mapping[int, str] = NO_KEYS) -> None:
+        super().record(refused, keys)
         if refused and self._reminder.is_due():
             position, error = next(iter(refused.items()))
             logger.error(
                 "%s: the database refuses to change the rows of %d messages, so they cannot be made ready; the first is row "
-                "%d: %s. %s They are tried again every %.0f s at least; all others go on.",
+                "%d: %s. %s They are tried again every %.0f s at least; all others continue.",
                 self._component,
                 len(self),
                 position,

@@ -37,7 +37,7 @@ from outbox.kernel.retry import Pause
 from outbox.relay.stuck_rows import StuckRows
 from outbox.relay.timetable import OF_A_TOPIC, Timetable
 from outbox.store import claiming, lease, scheduling
-from outbox.store.scheduling import Place
+from outbox.store.scheduling import Offset
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Timer:
 
     def _load(self) -> None:
         """Load the messages that have come within the horizon."""
-        found = scheduling.upcoming(self._alias, self._table.places(), self._options.horizon, OF_A_TOPIC)
+        found = scheduling.upcoming(self._alias, self._table.offsets(), self._options.horizon, OF_A_TOPIC)
         now = monotonic()
         self._table.read_on(found, now)
         horizon = self._options.horizon.total_seconds()
@@ -185,8 +185,8 @@ class Timer:
     def _sweep(self) -> None:
         """Load overdue messages that are not in the wheel: committed late, rescheduled earlier, or skipped by a clock step."""
         began_at = monotonic()
-        burdened = {topic: Place("", 0, 0) for topic in self._table.burdened}
-        found = scheduling.upcoming(self._alias, burdened, -_OVERDUE, OF_A_TOPIC)
+        due_topics = {topic: Offset("", 0, 0) for topic in self._table.due_topics}
+        found = scheduling.upcoming(self._alias, due_topics, -_OVERDUE, OF_A_TOPIC)
         now = monotonic()
         self._table.take_overdue(found, now)
         is_quiet = self.bell.is_connected and now >= self._quiet_at
@@ -215,7 +215,7 @@ class Timer:
         if not self._room and now >= self._ask_for_room_at:
             batch = self._options.BATCH_SIZE
             enough = _PASSES_IN_HAND * batch
-            ready = scheduling.ready_aside(self._alias, enough + 1)
+            ready = scheduling.count_secondary_ready(self._alias, enough + 1)
             if ready <= enough:
                 self._room = _PASSES_AHEAD * batch - ready
             if ready <= enough / 2:

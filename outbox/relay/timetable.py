@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 
 from outbox.relay.wheel import TimingWheel
-from outbox.store.scheduling import Place, Upcoming
+from outbox.store.scheduling import Offset, Upcoming
 
 OF_A_TOPIC = 5_000
 """Maximum messages of one topic held at a time, so that a burst neither fills the memory nor hides other topics."""
@@ -49,7 +49,7 @@ class Timetable:
         return sum(map(len, self._due.values()))
 
     @property
-    def burdened(self) -> Collection[str]:
+    def due_topics(self) -> Collection[str]:
         """The topics that have due messages."""
         return self._due.keys()
 
@@ -63,21 +63,21 @@ class Timetable:
         """The last position that was seen a moment ago. Rows after it may have been committed since."""
         return self._newest[0][1]
 
-    def places(self) -> dict[str, Place]:
-        """The offset and the room of each topic that has been read."""
-        return {topic: Place(at, position, self._room(topic)) for topic, (at, position) in self._read.items()}
+    def offsets(self) -> dict[str, Offset]:
+        """The offset of each topic that has been read, with the number of messages there is room for."""
+        return {topic: Offset(at, position, self._room(topic)) for topic, (at, position) in self._read.items()}
 
     def _room(self, topic: str) -> int:
         return max(OF_A_TOPIC - self._in_hand[topic], 0)
 
     def read_on(self, found: Sequence[Upcoming], now: float) -> None:
-        """Take the rows that were found after `places()`."""
+        """Take the rows that were found after `offsets()`."""
         brought = Counter(one.topic for one in found)
         still_full = {topic for topic in self._cut if not self._room(topic)}
         self._cut = still_full | {topic for topic, count in brought.items() if count >= self._room(topic)}
         self._read.update({one.topic: (one.at, one.position) for one in found})
         if len(self._read) > _MANY_TOPICS:
-            self._read = {topic: place for topic, place in self._read.items() if topic in self._in_hand}
+            self._read = {topic: offset for topic, offset in self._read.items() if topic in self._in_hand}
         self.take(found, now)
 
     def take(self, found: Iterable[Upcoming], now: float) -> None:

@@ -1,8 +1,8 @@
-"""Rows that the database refuses to change: found by halves, skipped while the others go on, and reported once a minute.
+"""Rows that the database refuses to change: found by halving, skipped while others are sent, and reported once a minute.
 
-The broker has such a message when this is found out, so sending it again makes a copy of it each time. Therefore it is settled
-in a rehearsal first, which is rolled back, and sent only when that succeeds. In the meantime the relay reads what lies behind
-it, except for the later messages of its key, which must not overtake it.
+The relay learns of a refusal after it has sent the message, so each further try would send another copy. Therefore it first
+settles such a row in a rehearsal, which is rolled back, and sends the message only if that succeeds. Meanwhile it reads the
+rows after it, except for the later messages of its key, which must not overtake it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from outbox.store.settling import SettledApart
 logger = logging.getLogger(__name__)
 
 _DOUBTFUL_SECONDS = 10.0
-"""Since the last row was found that cannot be settled."""
+"""Since the last row that could not be settled was found."""
 WHAT_REFUSES = (
     "Look for a trigger, a constraint or a damaged index of outbox_outboxmessage that refuses it, and remove the cause."
 )
 
 
 class Unsettled:
-    """What one relay could not settle."""
+    """The rows that one relay could not settle."""
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
@@ -45,19 +45,19 @@ class Unsettled:
         return self._refused.skipped()
 
     def failed(self) -> None:
-        """Some rows could not be settled: rehearse the next passes before they send."""
+        """Some rows could not be settled: rehearse the rows of the next passes before sending them."""
         self._doubtful_until = monotonic() + _DOUBTFUL_SECONDS
 
     @property
     def is_doubtful(self) -> bool:
-        """Is every row to be rehearsed?"""
+        """Must every row be rehearsed?"""
         return monotonic() < self._doubtful_until
 
     def settleable(self, rows: Sequence[RelayedMessage]) -> Sequence[RelayedMessage]:
-        """Those that may be sent: what was refused before, or every row after a pass that failed, is rehearsed.
+        """The rows that may be sent. Rows that were refused before, or all rows after a failed pass, are rehearsed first.
 
         Raises:
-            django.db.Error: none of several rows can be settled, which is the database's trouble.
+            django.db.Error: none of several rows can be settled, so the cause is the database and not a row.
         """
         known = {row.position for row in rows if row.position in self._refused}
         rehearsed = rows if self.is_doubtful else [row for row in rows if row.position in known]
@@ -67,7 +67,7 @@ class Unsettled:
         free = set(apart.settlement.positions)
         for position in free & known:
             self._refused.forget(position)
-        self.note(apart, rows)
+        self.record(apart, rows)
         left = {row.position for row in rehearsed} - free
         if not left <= known:
             self.failed()
@@ -75,12 +75,12 @@ class Unsettled:
             raise new[0]
         return claiming.in_order(rows, {row.position for row in rows} - left) if left else rows
 
-    def note(self, apart: SettledApart, rows: Sequence[RelayedMessage]) -> None:
-        """Skip what was refused, and report it when it is time."""
+    def record(self, apart: SettledApart, rows: Sequence[RelayedMessage]) -> None:
+        """Skip the refused rows, and report them if a report is due."""
         if not apart.refused:
             return
         by_position = {row.position: row for row in rows}
-        self._refused.note(apart.refused, {row.position: row.key for row in rows})
+        self._refused.record(apart.refused, {row.position: row.key for row in rows})
         if self._reminder.is_due():
             position, error = next(iter(apart.refused.items()))
             self._report(by_position[position], error)
@@ -89,7 +89,7 @@ class Unsettled:
         logger.error(
             "relay: the database refuses to change the rows of %d messages, so they cannot be settled; the first is message %s "
             "(%s, biz-id %s): %s. %s They stay ready and are tried again every %.0f s at least, without being sent meanwhile; "
-            "the later messages of their keys wait, and all others go on.",
+            "the later messages of their keys wait, and all others are sent.",
             len(self._refused),
             first.id,
             first.topic,

@@ -1,10 +1,10 @@
-"""All SQL of the outbox. Every function is named for its transition and carries its guard.
+"""All SQL of the outbox. Each function is named for its transition and contains the guard of the transition.
 
-Two databases are spoken to, PostgreSQL and SQLite, and they differ in one thing that matters: who may relay.
+PostgreSQL and SQLite are supported. They differ in which process may relay:
 
-- On PostgreSQL relays are equals. A pass takes transaction-scoped advisory locks on some *shards*; the server frees them the
-  moment the transaction or the connection ends, so a killed relay holds nothing and a relay that overslept finds its
-  transaction gone. Nothing here outlives a transaction, so a transaction-pooling proxy may stand in between.
-- SQLite has one writer. There one relay holds a *lease* with a token, and works in short transactions so that the write lock
-  is never held while a broker is waited for.
+- On PostgreSQL all relays are equal. A pass takes transaction-scoped advisory locks on some *shards*. The server releases them
+  when the transaction or the connection ends, so a killed relay holds no lock, and a relay that was frozen finds that its
+  transaction has ended. No state outlives a transaction, so a transaction-pooling proxy may be in between.
+- SQLite has one writer. One relay holds a *lease* with a token, and works in short transactions, so that it does not hold the
+  write lock while it waits for a broker.
 """

@@ -1,9 +1,9 @@
-"""What a pass of the relay reads: which shards have work, and the ready messages of those it could lock.
+"""The queries of a pass: which shards have work, and the ready messages of the shards that it has locked.
 
-Ready messages lie in two partial indexes. The *stream* has those that were ready when they were written and have no priority;
-it grows at its end only, so a reader may begin where it left off (its *floor*) instead of wading through the dead versions of
-everything already published. Everything else (prioritised, once delayed, retried, released) lies *aside* and is always read
-from its beginning.
+Ready messages are in two partial indexes. The *stream* contains those that were ready when they were inserted and have no
+priority. It grows only at its end, so a reader starts at its *floor* and skips the dead versions of published messages. The
+*secondary ready index* contains all others (prioritised, once delayed, retried, released), and is always read from its
+beginning.
 """
 
 from __future__ import annotations
@@ -33,31 +33,30 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _STREAM = "m.state = 'ready' AND m.priority = 0 AND m.available_at = m.created_at"
-ASIDE = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
-_HELD = (
+SECONDARY = "m.state = 'ready' AND (m.priority > 0 OR NOT (m.available_at = m.created_at))"
+_IS_BLOCKED = (
     "m.key <> '' AND EXISTS (SELECT 1 FROM {{live}} e WHERE e.key = m.key AND e.id < m.id AND e.key <> '' "
     "AND e.state IN ({states}))"
 ).format(states=", ".join(f"'{state}'" for state in HOLDING_KEY))
 
 
 class DamagedRow(ValueError):
-    """A column of a row holds what `publish()` never writes, so the message cannot be sent: which column, and what it holds."""
+    """A column has a value that `publish()` never writes, so the message cannot be sent. The text names column and value."""
 
 
 class RelayedMessage(NamedTuple):
-    """A ready row in the hands of one relay.
+    """A ready row that a relay has claimed.
 
-    As the database gave it: what a relay only passes on is parsed when somebody asks. So a row that was damaged by hand can be
-    read together with others; `require_undamaged` and the parsed values raise `DamagedRow`.
+    The values are as the database returned them, and are parsed on first use. So a row that was damaged by hand can be read
+    together with others; `require_undamaged` and the parsed values raise `DamagedRow`.
 
     Attributes:
         position: the row's id.
-        attempts: failed or successful tries before this one.
-        lasting: seconds until it expires, counted from when it was read; None when it never does, infinite when `expires_at`
-            is damaged.
-        held: an earlier message of its key failed or waits; it may not be sent yet.
-        aside: it is not in the stream.
-        wire: the other protocol's form that it travels in (`kernel.wire`), or None.
+        attempts: failed or successful attempts before this one.
+        expires_in_seconds: counted from when it was read; None if it never expires, infinite if `expires_at` is damaged.
+        is_blocked: an earlier message of its key is retrying, dead, paused or waiting, so it must not be sent yet.
+        is_secondary: it is in the secondary ready index, not in the stream.
+        wire: the wire format of another protocol (`kernel.wire`), or None.
     """
 
     position: int
@@ -75,9 +74,9 @@ class RelayedMessage(NamedTuple):
     attempts: int
     created: str
     deliver: str | None
-    lasting: float | None
-    held: bool
-    aside: bool
+    expires_in_seconds: float | None
+    is_blocked: bool
+    is_secondary: bool
     wire: str | None = None
 
     @property
@@ -86,12 +85,12 @@ class RelayedMessage(NamedTuple):
 
     @property
     def expired(self) -> bool:
-        """It may not be sent any more."""
+        """Had it expired when it was read?"""
         return self.expires_within(0.0)
 
     def expires_within(self, seconds: float) -> bool:
-        """It may not be sent any more so long after it was read."""
-        return self.lasting is not None and self.lasting <= seconds
+        """Does it expire within this time after it was read?"""
+        return self.expires_in_seconds is not None and self.expires_in_seconds <= seconds
 
     @property
     def headers(self) -> Mapping[str, Any]:
@@ -114,12 +113,12 @@ class RelayedMessage(NamedTuple):
         return _instant("deliver_at", self.deliver) if self.deliver is not None else None
 
     def require_undamaged(self) -> None:
-        """Check what is not parsed on the way to the broker.
+        """Check the values that sending does not parse.
 
         Raises:
-            DamagedRow: it cannot be sent as it is.
+            DamagedRow: the message cannot be sent.
         """
-        if self.lasting is not None and not math.isfinite(self.lasting):
+        if self.expires_in_seconds is not None and not math.isfinite(self.expires_in_seconds):
             raise DamagedRow("expires_at is not an instant")
         if self.priority > _HIGHEST_PRIORITY:
             raise DamagedRow(f"priority is {self.priority}, and no broker takes more than {_HIGHEST_PRIORITY}")
@@ -129,33 +128,40 @@ class RelayedMessage(NamedTuple):
 
 _UUID_LENGTH = 36
 _HIGHEST_PRIORITY = 255
-"""An octet in AMQP."""
+"""AMQP encodes it as one octet."""
 _SHOWN = 100
 _NAMES = ("topic", "biz_id", "key", "correlation_id", "causation_id", "traceparent")
 _NO_POSITION = 2**63
 _LONGEST_WAIT_FOR_A_LOCK = 1000
-"""In milliseconds. Only somebody who changes rows by hand makes a pass wait."""
-_COLUMNS = (
-    "m.id, m.shard, CAST(m.message_id AS text), m.topic, m.biz_id, m.key, m.priority, m.body, CAST(m.headers AS text), "
-    "m.correlation_id, m.causation_id, m.traceparent, m.attempts, CAST(m.created_at AS text), CAST(m.deliver_at AS text), "
-    f"{{lasting}}, {_HELD}"
-)
-_LASTING = (
+"""In milliseconds. A pass skips the shards and rows that another session has locked; it waits for locks of tables."""
+_READ_AS = {
+    "position": "m.id",
+    "id": "CAST(m.message_id AS text)",
+    "headers_json": "CAST(m.headers AS text)",
+    "created": "CAST(m.created_at AS text)",
+    "deliver": "CAST(m.deliver_at AS text)",
+    "expires_in_seconds": "{expires_in}",
+    "is_blocked": _IS_BLOCKED,
+    "is_secondary": "{{is_secondary}}",
+}
+_SELECT = f"SELECT {', '.join(_READ_AS.get(name, f'm.{name}') for name in RelayedMessage._fields)}"
+"""The fields of a `RelayedMessage`: columns of that name, or an expression."""
+_EXPIRES_IN_SECONDS = (
     "CASE WHEN m.expires_at IS NULL THEN NULL WHEN isfinite(m.expires_at) "
     "THEN CAST(EXTRACT(EPOCH FROM m.expires_at - {now}) AS float8) ELSE float8 'infinity' END"
 )
-"""NULL where there is no expiry, which costs less than any value."""
-_LASTING_SQLITE = (
+"""NULL without an expiry: NULL costs less than any value."""
+_EXPIRES_IN_SECONDS_SQLITE = (
     "CASE WHEN m.expires_at IS NOT NULL THEN COALESCE((julianday(m.expires_at) - julianday({now})) * 86400, 9e999) END"
 )
 _LOOK = (
-    # Each in the order of its index, because a bare EXISTS may be planned as a scan of everything published.
+    # Each subquery is in the order of its index: PostgreSQL may plan a bare EXISTS as a scan of all published rows.
     "WITH shards(shard, floor) AS ({shards}) SELECT shard, "
     f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {_STREAM} AND m.id > shards.floor ORDER BY m.id LIMIT 1), "
-    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT 1), "
+    f"(SELECT m.id FROM {{live}} m WHERE m.shard = shards.shard AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT 1), "
     "(SELECT CASE WHEN m.available_at <= {now} THEN 0 ELSE {retry_in} END FROM {live} m WHERE m.state = 'retrying' "
     "ORDER BY m.available_at, m.id LIMIT 1), NULL, NULL, NULL, NULL FROM shards "
-    # With it which topics are paused, so that nobody asks for them alone.
+    # The paused topics are read by the same statement, which saves a round trip.
     "UNION ALL SELECT NULL, NULL, NULL, NULL, p.topic, CASE WHEN p.is_resuming THEN '[]' ELSE CAST(p.in_trial AS text) END, "
     f"CAST(p.is_resuming AS integer), {{probe_in}} FROM {PAUSED_TOPICS} p"
 )
@@ -168,19 +174,19 @@ def _look(shards: str, table: str, at: str, until: str = _UNTIL) -> str:
     return _LOOK.format(shards=shards, live=table, now=at, retry_in=retry_in, probe_in=probe_in)
 
 
-def _of_a_shard(table: str, lasting: str, shard: object, above: object, each: str, besides: str = "") -> list[str]:
-    """What finds up to `each` of its ready messages: those aside, and those of its stream `above` a position."""
-    select = f"SELECT {_COLUMNS.format(lasting=lasting, live=table)}"
-    of_it = f"m.wire FROM {table} m WHERE m.shard = {shard}{besides}"
+def _of_a_shard(table: str, expires_in: str, shard: object, above: object, each: str, not_skipped: str = "") -> list[str]:
+    """Queries for up to `each` ready messages of a shard: in the secondary index, and in its stream `above` a position."""
+    select = _SELECT.format(expires_in=expires_in, live=table)
+    of_it = f"FROM {table} m WHERE m.shard = {shard}{not_skipped}"
     return [
-        f"{select}, true, {of_it} AND {ASIDE} ORDER BY m.priority DESC, m.id LIMIT {each}",
-        f"{select}, false, {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
+        f"{select.format(is_secondary='true')} {of_it} AND {SECONDARY} ORDER BY m.priority DESC, m.id LIMIT {each}",
+        f"{select.format(is_secondary='false')} {of_it} AND {_STREAM} AND m.id > {above} ORDER BY m.id LIMIT {each}",
     ]
 
 
-def _of_shards(shards: str, floors: str, each: str, besides: str = "") -> str:
-    """The same of several, in one statement, so that what changes from one index to the other is seen in one of them."""
-    of_a_shard = _of_a_shard(LIVE_PART, _LASTING.format(now=_NOW), "s.shard", "s.above", each, besides)
+def _of_shards(shards: str, floors: str, each: str, not_skipped: str = "") -> str:
+    """The same for several shards in one statement, so that a row that moves from one index to the other is seen in one."""
+    of_a_shard = _of_a_shard(LIVE_PART, _EXPIRES_IN_SECONDS.format(now=_NOW), "s.shard", "s.above", each, not_skipped)
     parts = " UNION ALL ".join(f"({part})" for part in of_a_shard)
     return f"SELECT m.* FROM unnest({shards}::int[], {floors}::bigint[]) AS s(shard, above) CROSS JOIN LATERAL ({parts}) m"
 
@@ -195,14 +201,14 @@ _LOOK_PREPARED = PreparedStatement(
 _READ_PREPARED = PreparedStatement(
     "outbox_read", ["int[]", "bigint[]", "bigint"], _of_shards("$1", "$2", "$3"), most_runs=PLANNED_SINGLY
 )
-_BESIDES = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
-_BESIDES_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
+_NOT_SKIPPED = " AND m.id <> ALL(%s::bigint[]) AND m.key <> ALL(%s::text[])"
+_NOT_SKIPPED_SQLITE = " AND m.id NOT IN (SELECT value FROM json_each(%s)) AND m.key NOT IN (SELECT value FROM json_each(%s))"
 _LOCK_ROWS = f"SELECT m.id FROM {LIVE_PART} m WHERE m.id = ANY({{positions}}) AND m.state = 'ready' FOR UPDATE SKIP LOCKED"
 _LOCK_ROWS_PREPARED = PreparedStatement(
     "outbox_lock_rows", ["bigint[]"], _LOCK_ROWS.format(positions="$1"), most_runs=PLANNED_SINGLY
 )
 _LOCKERS = (
-    # A transaction that has locked or changed a row is named by the row's xmax, unless several have.
+    # The row's xmax is the transaction that has locked or changed it, unless several transactions have locked it.
     f"SELECT DISTINCT l.pid FROM {LIVE_PART} m JOIN pg_locks l ON l.locktype = 'transactionid' AND l.transactionid = m.xmax "
     "AND l.granted AND l.pid IS NOT NULL WHERE m.id = ANY(%s::bigint[])"
 )
@@ -222,20 +228,20 @@ _SHARD_HOLDERS = (
 )
 
 
-class Busy(NamedTuple):
-    """A shard that has ready messages, and the position above which its stream is to be read."""
+class BusyShard(NamedTuple):
+    """A shard that has ready messages, and the position above which to read its stream."""
 
     shard: int
     above: int
 
 
 class TopicPause(NamedTuple):
-    """A topic that is paused.
+    """A paused topic.
 
     Attributes:
-        in_trial: positions that are to be sent, to find out whether the broker takes them.
-        is_resuming: its messages are made ready again, and are sent as any others.
-        probe_in: seconds until the next messages are to be tried; infinite when none are.
+        in_trial: the positions of its probes, which are sent to find out whether the broker takes them.
+        is_resuming: its messages are being made ready again, and are sent like all others.
+        probe_in: seconds until the next probes; infinite if none are due.
     """
 
     topic: str
@@ -245,17 +251,17 @@ class TopicPause(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """What a look at the table found.
+class WorkFound:
+    """Ready messages, retries and paused topics, as one query found them.
 
     Attributes:
-        busy: the shards that have ready messages.
-        first: by shard, the first position of what was found in its stream.
-        retry_in: seconds until the next message is tried again after a failure, 0 when one is due; infinite when none waits.
-        paused: the topics that are paused.
+        shards: the shards that have ready messages.
+        first: by shard, the first position found in its stream.
+        retry_in: seconds until the next retry is due; 0 if one is due now, infinite if no message is retrying.
+        paused: the paused topics.
     """
 
-    busy: Sequence[Busy]
+    shards: Sequence[BusyShard]
     first: Mapping[int, int]
     retry_in: float
     paused: Sequence[TopicPause] = ()
@@ -263,12 +269,12 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """Messages in hand.
+    """The messages that a pass has claimed.
 
     Attributes:
         rows: in the order to send them in. On PostgreSQL they are locked until the transaction ends, so they can be settled.
-        refused: shards that somebody else was working on.
-        locked: messages that are not in hand, because another session has locked their rows.
+        refused: shards that another relay, or another transaction, has locked.
+        locked: ready messages that were not claimed, because another session has locked their rows.
     """
 
     rows: Sequence[RelayedMessage] = ()
@@ -286,29 +292,33 @@ def claims_by_locks(alias: str) -> bool:
 
 def look(
     alias: str, floors: Mapping[int, int] | None = None, among: Iterable[int] = range(SHARDS), *, from_the_start: bool = False
-) -> Sight:
-    """Which shards `among` these have something ready above their `floors`, or anything at all? When is the next retry? Which
-    topics are paused?
+) -> WorkFound:
+    """Find the shards that have ready messages, the time of the next retry, and the paused topics.
 
-    Read only and without locks: an idle relay must not take SQLite's write lock, nor open transactions.
+    It reads only, without locks: an idle relay must not take SQLite's write lock, nor open transactions.
+
+    Args:
+        floors: by shard, the position above which to read its stream.
+        among: the shards to query.
+        from_the_start: read the streams from their first row, whatever the floors are.
     """
     connection = connections[alias]
     floors = floors or {}
-    shards = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
+    above = {shard: 0 if from_the_start else floors.get(shard, 0) for shard in among}
     if is_usable(connection):
-        found = _LOOK_PREPARED.fetch(connection, [array_of(shards), array_of(shards.values())])
+        found = _LOOK_PREPARED.fetch(connection, [array_of(above), array_of(above.values())])
     else:
-        values = "VALUES " + ", ".join(map(str, shards.items()))
+        values = "VALUES " + ", ".join(map(str, above.items()))
         until = _UNTIL if is_postgresql(connection) else _UNTIL_SQLITE
         with connection.cursor() as cursor:
             cursor.execute(_look(values, live(connection), now(connection), until), [])
             found = cursor.fetchall()
     of_shards = [row[:4] for row in found if row[0] is not None]
     first = {shard: position for shard, position, _, _ in of_shards if position is not None}
-    busy = [
-        Busy(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
-        for shard, _, aside, _ in of_shards
-        if shard in first or aside is not None
+    shards = [
+        BusyShard(shard, min(floors.get(shard, 0), first.get(shard, _NO_POSITION) - 1))
+        for shard, _, secondary, _ in of_shards
+        if shard in first or secondary is not None
     ]
     retry_in = of_shards[0][3]
     paused = [
@@ -316,13 +326,13 @@ def look(
         for shard, *_, topic, in_trial, is_resuming, probe_in in found
         if shard is None
     ]
-    return Sight(busy=busy, first=first, retry_in=math.inf if retry_in is None else retry_in, paused=paused)
+    return WorkFound(shards=shards, first=first, retry_in=math.inf if retry_in is None else retry_in, paused=paused)
 
 
 def writers(alias: str) -> frozenset[str]:
-    """The other transactions that have drawn a position and have not ended, by virtual id.
+    """The virtual ids of the other open transactions that have drawn a position.
 
-    PostgreSQL's nextval() locks the sequence before it draws, and the lock is given up when what the transaction wrote has
+    PostgreSQL's nextval() locks the sequence before it draws a number. The lock is released when the transaction's rows have
     become visible.
     """
     connection = connections[alias]
@@ -331,7 +341,7 @@ def writers(alias: str) -> frozenset[str]:
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT DISTINCT virtualtransaction FROM pg_locks WHERE locktype = 'relation' "
-            # A sequence that is not the column's own cannot be found; then everybody who writes anything is waited for.
+            # If the column does not own its sequence, the sequence cannot be found, and every writing transaction counts.
             "AND COALESCE(relation = pg_get_serial_sequence(%s, 'id')::regclass, true) "
             "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
             "AND mode = 'RowExclusiveLock' AND granted AND pid IS DISTINCT FROM pg_backend_pid()",
@@ -341,62 +351,62 @@ def writers(alias: str) -> frozenset[str]:
 
 
 def require_writable(alias: str) -> None:
-    """Change nothing, by a statement that a standby and a read-only database refuse: a round with nothing to do only reads.
+    """Execute an UPDATE of no rows, which a standby and a read-only database refuse. A round without work only reads.
 
     Raises:
-        django.db.Error: it is not writable now.
+        django.db.Error: the database is not writable now.
     """
     with connections[alias].cursor() as cursor:
         cursor.execute(f"UPDATE {live(connections[alias])} SET state = state WHERE false")
 
 
 def bound_transaction(alias: str, longest: timedelta) -> None:
-    """Let the server end the open transaction when its owner sleeps or hangs: a zombie relay must not settle anything.
+    """Let the server end the open transaction when the relay is frozen or hangs: such a relay must not settle anything.
 
-    Its first statement, which also sees to the isolation level: with REPEATABLE READ the claim's statements would share a
-    snapshot, whatever the project's default is. And it takes the locks on tables that settling takes, because what cannot be
-    settled, while an index is created for instance, must not be sent. A pass finds everything by an index: without statistics
-    of a new backlog, PostgreSQL would take the table for small and read all of it.
+    It must be the transaction's first statement, because it sets the isolation level: with REPEATABLE READ the statements of
+    the claim would share a snapshot. It takes the table locks that settling takes: messages that cannot be settled, for example
+    while an index is created, must not be sent. It disables sequential scans: without statistics of a new backlog, PostgreSQL
+    would estimate the table as small and read all of it.
 
     Raises:
         django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
     """
-    # Inside the transaction of a test it would outlive the pass.
+    # In the transaction of a test the settings would remain after the pass.
     if not is_postgresql(connections[alias]) or len(connections[alias].atomic_blocks) > 1:
         return
-    span = int(longest.total_seconds() * 1000)
-    for_a_lock = min(span, _LONGEST_WAIT_FOR_A_LOCK)
+    milliseconds = int(longest.total_seconds() * 1000)
+    for_a_lock = min(milliseconds, _LONGEST_WAIT_FOR_A_LOCK)
     with connections[alias].cursor() as cursor:
         cursor.execute(
             "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-            f"SET LOCAL idle_in_transaction_session_timeout = {span}; "
-            f"SET LOCAL statement_timeout = {span}; SET LOCAL lock_timeout = {for_a_lock}; "
+            f"SET LOCAL idle_in_transaction_session_timeout = {milliseconds}; "
+            f"SET LOCAL statement_timeout = {milliseconds}; SET LOCAL lock_timeout = {for_a_lock}; "
             "SET LOCAL enable_seqscan = off; "
             f"LOCK TABLE {', '.join(_WRITTEN_BY_A_PASS)} IN ROW EXCLUSIVE MODE"
         )
 
 
-def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED) -> Claim:
-    """Take those of the `busy` shards that are free, for the rest of the open transaction, and lock their ready messages.
+def claim_ready(alias: str, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED) -> Claim:
+    """Lock those of the `shards` that are free until the open transaction ends, and lock their ready messages.
 
-    Several statements on purpose: a snapshot taken before the locks could still show rows that the shards' previous holder has
-    published meanwhile. The order is the order to send in: by priority, then by position.
+    It is more than one statement on purpose: a snapshot from before the locks could still contain rows that the previous holder
+    of a shard has published since. The messages are in the order to send them in: by priority, then by position.
 
     Args:
-        skipped: positions not to read, with their keys, of which nothing is read either.
+        skipped: positions not to read, with their keys. No message of these keys is read.
     """
     connection = connections[alias]
-    locked = _lock(connection, busy)
-    refused = [one.shard for one in busy if one not in locked]
+    locked = _lock(connection, shards)
+    refused = [one.shard for one in shards if one not in locked]
     if not locked:
         return Claim(refused=refused)
     each = -(-limit // len(locked))
     rows = _read(connection, locked, each, skipped)
     counted = Counter(row.shard for row in rows)
     if 2 * len(rows) < limit and (cut := [one for one in locked if counted[one.shard] >= each]):
-        # A few shards have the backlog, as with one hot key: theirs is the room that the others left.
-        rest = [row for row in rows if counted[row.shard] < each]
-        rows = rest + _read(connection, cut, (limit - len(rest)) // len(cut), skipped)
+        # A few shards have the backlog, for example of one hot key: they get what the others leave of the limit.
+        others = [row for row in rows if counted[row.shard] < each]
+        rows = others + _read(connection, cut, (limit - len(others)) // len(cut), skipped)
     rows = sorted(rows, key=lambda row: (-row.priority, row.position))[:limit]
     free = _lock_rows(connection, rows)
     if len(free) == len(rows):
@@ -406,7 +416,7 @@ def claim_ready(alias: str, busy: Sequence[Busy], limit: int, skipped: Mapping[i
 
 
 def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
-    """The positions of those that can be locked in another transaction than that of their claim, and are ready as they were."""
+    """Lock messages in another transaction than that of their claim; the positions that are still ready and unchanged."""
     connection = connections[alias]
     positions = _lock_rows(connection, rows)
     condition, among = any_of(connection, list(positions))
@@ -416,24 +426,24 @@ def lock_again(alias: str, rows: Sequence[RelayedMessage]) -> frozenset[int]:
     return frozenset(row.position for row in rows if attempts.get(row.position) == row.attempts)
 
 
-def _lock(connection: BaseDatabaseWrapper, busy: Sequence[Busy]) -> list[Busy]:
+def _lock(connection: BaseDatabaseWrapper, shards: Sequence[BusyShard]) -> list[BusyShard]:
     if not is_postgresql(connection):
-        # The writer's lock of the open transaction, or the lease, already covers every shard.
-        return list(busy)
+        # The write lock of the open transaction, or the lease, covers every shard.
+        return list(shards)
     with connection.cursor() as cursor:
         cursor.execute(
             f"SELECT shard FROM unnest(%s::int[]) AS s(shard) WHERE pg_try_advisory_xact_lock({LOCK_SPACE}, shard)",
-            [[one.shard for one in busy]],
+            [[one.shard for one in shards]],
         )
         locked = {shard for (shard,) in cursor.fetchall()}
-    return [one for one in busy if one.shard in locked]
+    return [one for one in shards if one.shard in locked]
 
 
 def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) -> frozenset[int]:
-    """The positions of those that are ready and that no other session has locked; they are locked from now on.
+    """Lock the rows that are still ready, and skip those that another session has locked; the locked positions.
 
     Raises:
-        django.db.Error: the server is a standby or read-only (25006). So nothing is sent that could not be settled.
+        django.db.Error: the server is a standby or read-only (25006). So no message is sent that could not be settled.
     """
     positions = [row.position for row in rows]
     if not (positions and is_postgresql(connection)):
@@ -446,37 +456,37 @@ def _lock_rows(connection: BaseDatabaseWrapper, rows: Sequence[RelayedMessage]) 
 
 
 def in_order(rows: Sequence[RelayedMessage], free: Collection[int]) -> list[RelayedMessage]:
-    """The `free` ones, of each key those that come before the first that is not: the later ones must not overtake it."""
+    """The rows that are `free`, without those behind a row of their key that is not: they must not overtake it."""
     stopped: set[str] = set()
-    kept: list[RelayedMessage] = []
+    claimed: list[RelayedMessage] = []
     for row in rows:
         if row.position not in free:
             stopped.add(row.key)
         elif not row.key or row.key not in stopped:
-            kept.append(row)
-    return kept
+            claimed.append(row)
+    return claimed
 
 
 def lockers(alias: str, positions: Sequence[int]) -> list[int]:
-    """The server processes whose transactions have locked these rows, as far as PostgreSQL tells."""
+    """The pids of the sessions that have locked these rows, as far as PostgreSQL reports them."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_LOCKERS, [array_of(positions)])
         return sorted(pid for (pid,) in cursor.fetchall())
 
 
 def table_lockers(alias: str) -> list[int]:
-    """The server processes whose transactions let nobody write the tables that a pass writes."""
+    """The pids of the sessions whose table locks conflict with the writes of a pass."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_TABLE_LOCKERS, [list(_WRITTEN_BY_A_PASS)])
         return sorted(pid for (pid,) in cursor.fetchall())
 
 
 class ShardHolder(NamedTuple):
-    """A transaction that has held some shards for too long to be a pass of a relay.
+    """A transaction that has held locks on shards for longer than a pass of a relay may last.
 
     Attributes:
-        pid: its server process.
-        seconds: since it began.
+        pid: of its session.
+        seconds: its age.
     """
 
     pid: int
@@ -485,61 +495,61 @@ class ShardHolder(NamedTuple):
 
 
 def shard_holders(alias: str, longer_than: timedelta) -> list[ShardHolder]:
-    """The transactions that hold shards and began so long ago."""
+    """The transactions that hold locks on shards and are older than this."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_SHARD_HOLDERS, [longer_than.total_seconds()])
         return list(map(ShardHolder._make, cursor.fetchall()))
 
 
 def _read(
-    connection: BaseDatabaseWrapper, shards: Sequence[Busy], each: int, skipped: Mapping[int, str]
+    connection: BaseDatabaseWrapper, shards: Sequence[BusyShard], each: int, skipped: Mapping[int, str]
 ) -> list[RelayedMessage]:
-    """Up to `each` messages of either index of every shard."""
+    """Up to `each` messages of each shard from each of the two indexes."""
     found: list[Any] = []
-    besides: list[Any] = []
+    excluded: list[Any] = []
     if is_postgresql(connection):
         given: list[Any] = [array_of(one.shard for one in shards), array_of(one.above for one in shards), each]
         if is_usable(connection) and not skipped:
             found = _READ_PREPARED.fetch(connection, given)
         else:
-            besides = [array_of(skipped), [key for key in skipped.values() if key]] if skipped else []
+            excluded = [array_of(skipped), [key for key in skipped.values() if key]] if skipped else []
             with connection.cursor() as cursor:
-                statement = _of_shards("%s", "%s", "%s", _BESIDES if skipped else "")
-                cursor.execute(statement, [*given[:2], *besides, each, *besides, each])
+                statement = _of_shards("%s", "%s", "%s", _NOT_SKIPPED if skipped else "")
+                cursor.execute(statement, [*given[:2], *excluded, each, *excluded, each])
                 found = cursor.fetchall()
     else:
-        # The open transaction is the only one that writes, so here several statements see the same.
-        lasting = _LASTING_SQLITE.format(now=now(connection))
-        without = _BESIDES_SQLITE if skipped else ""
-        besides = [json.dumps(list(skipped)), json.dumps([key for key in skipped.values() if key])] if skipped else []
-        parts = chain.from_iterable(_of_a_shard(TABLE, lasting, *one, "%s", without) for one in shards)
+        # No other transaction writes meanwhile, so several statements see the same rows.
+        expires_in = _EXPIRES_IN_SECONDS_SQLITE.format(now=now(connection))
+        not_skipped = _NOT_SKIPPED_SQLITE if skipped else ""
+        excluded = [json.dumps(list(skipped)), json.dumps([key for key in skipped.values() if key])] if skipped else []
+        parts = chain.from_iterable(_of_a_shard(TABLE, expires_in, *one, "%s", not_skipped) for one in shards)
         with connection.cursor() as cursor:
             for part in parts:
-                cursor.execute(part, [*besides, each])
+                cursor.execute(part, [*excluded, each])
                 found += map(_from_sqlite, cursor.fetchall())
     return _without_overtakers(list(map(RelayedMessage._make, found)), each)
 
 
 def _without_overtakers(rows: list[RelayedMessage], each: int) -> list[RelayedMessage]:
-    """Leave out messages whose key may have an earlier one in the part of the other index that was not read."""
-    if not any(row.aside for row in rows):
+    """Leave out messages whose key may have an earlier message in the unread part of the other index."""
+    if not any(row.is_secondary for row in rows):
         return rows
-    last_read = {(row.shard, row.aside): row for row in rows}
+    last_read = {(row.shard, row.is_secondary): row for row in rows}
     cut_at: dict[int, int] = {}
-    for part, count in Counter((row.shard, row.aside) for row in rows).items():
+    for part, count in Counter((row.shard, row.is_secondary) for row in rows).items():
         if count >= each:
             last = last_read[part]
-            # What is prioritised has no key, and is read before everything that has one.
+            # A prioritised message has no key, and is read before all messages that have one.
             position = 0 if last.priority else last.position
             cut_at[last.shard] = min(cut_at.get(last.shard, position), position)
     return [row for row in rows if not row.key or row.position <= cut_at.get(row.shard, row.position)]
 
 
 def _from_sqlite(row: Sequence[Any]) -> Sequence[Any]:
-    """In the types of the columns. SQLite keeps values of any type, once they are written by hand."""
+    """Convert the values to the types of the columns. SQLite stores a value of any type that was written by hand."""
     values = dict(zip(RelayedMessage._fields, row, strict=True))
     values.update(id=_uuid_text(values["id"]), body=_bytes(values["body"]))
-    values.update({name: bool(values[name]) for name in ("held", "aside")})
+    values.update({name: bool(values[name]) for name in ("is_blocked", "is_secondary")})
     values.update({name: values[name] if type(values[name]) is int else 0 for name in ("priority", "attempts")})
     values.update({name: str(values[name]) for name in _NAMES})
     return list(values.values())
@@ -561,7 +571,7 @@ def _instant(column: str, text: str) -> datetime:
         instant = datetime.fromisoformat(text)
         if instant.tzinfo is None:
             return instant.replace(tzinfo=UTC)
-        # In UTC, so that the first and the last day of the calendar overflow here.
+        # Converted to UTC here, so that instants of the first and last day of the calendar overflow here.
         return instant if instant.tzinfo is UTC else instant.astimezone(UTC)
     except (ValueError, OverflowError) as error:
         raise DamagedRow(f"{column} is {text[:_SHOWN]!r}, which is not an instant of the years 1 to 9999") from error

@@ -1,4 +1,4 @@
-"""What the modules of the store share: the tables, and small differences between the databases."""
+"""The names of the tables, and small differences between the databases, for all modules of the store."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 TABLE = OutboxMessage._meta.db_table
-"""All messages. On PostgreSQL a statement that names it locks history, too, so what is done for each message names a part."""
+"""All messages. On PostgreSQL a statement that names this table also locks history, so frequent statements name one part."""
 LIVE_PART = f"{TABLE}_live"
-"""On PostgreSQL: what is not settled."""
+"""On PostgreSQL: the messages that are not settled."""
 HISTORY = f"{TABLE}_history"
-"""On PostgreSQL: what is settled, in a partition for each day."""
+"""On PostgreSQL: the settled messages, in one partition for each day."""
 COLUMNS = [str(field.column) for field in OutboxMessage._meta.concrete_fields]
-"""All of a message."""
+"""All columns of a message."""
 PAUSED_TOPICS = PausedTopic._meta.db_table
 LOCK_SPACE = zlib.crc32(TABLE.encode()) - 2**31
 """First key of every advisory lock of the outbox; the second is the shard."""
 
 
 def live(connection: BaseDatabaseWrapper) -> str:
-    """The table to name for messages that are not settled: alone on PostgreSQL, with the others on SQLite."""
+    """The table of the messages that are not settled: the live partition on PostgreSQL, the whole table on SQLite."""
     return LIVE_PART if is_postgresql(connection) else TABLE
 
 
@@ -41,9 +41,9 @@ def today(connection: BaseDatabaseWrapper) -> str:
 
 
 def each_topic(messages: str) -> str:
-    """A query for the topics of `messages`, a FROM item `m` with its WHERE: every `name` once.
+    """A query for the distinct topics of `messages`, a FROM item `m` with its WHERE; the column is `name`.
 
-    A loose index scan: the index gives each topic after the one before, in a step for each topic and not for each message.
+    It is a loose index scan: one index lookup for each topic, not for each message.
     """
     return (
         f"WITH RECURSIVE topics(name) AS (SELECT (SELECT min(m.topic) FROM {messages}) UNION ALL "
@@ -53,21 +53,21 @@ def each_topic(messages: str) -> str:
 
 
 def any_of(connection: BaseDatabaseWrapper, values: Sequence[int]) -> tuple[str, Any]:
-    """A condition "is one of these numbers" and its one parameter, however many they are."""
+    """A condition "is one of these numbers", and its single parameter."""
     if is_postgresql(connection):
         return "= ANY(%s::bigint[])", array_of(values)
     return "IN (SELECT value FROM json_each(%s))", json.dumps(list(values))
 
 
 def some_uuids(connection: BaseDatabaseWrapper, values: Iterable[uuid.UUID]) -> tuple[str, str]:
-    """A table of these ids, in their order, whose one column is `id`, and its one parameter."""
+    """A FROM item with these ids in their order, in the column `id`, and its single parameter."""
     if is_postgresql(connection):
         return "unnest(%s::uuid[]) given(id)", array_of(values)
     return "(SELECT value AS id FROM json_each(%s)) given", json.dumps([value.hex for value in values])
 
 
 def array_of(values: Iterable[int] | Iterable[uuid.UUID]) -> str:
-    """An array as PostgreSQL writes it. psycopg's dumper of lists costs more than what these are for."""
+    """An array in PostgreSQL's text format. psycopg's adaptation of lists takes longer than the queries that use it."""
     return f"{{{','.join(map(str, values))}}}"
 
 

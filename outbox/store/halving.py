@@ -1,7 +1,7 @@
-"""Rows that the database refuses to change: a trigger or a damaged index raises for one of them, and the others must go on.
+"""Rows that the database refuses to change, because a trigger or a damaged index raises for them.
 
-A change of many rows that failed is made in parts, which are halved down to the rows that are refused. What was refused is left
-out for a while, longer each time.
+A change of many rows that failed is repeated in parts, which are halved down to the refused rows, so that the other rows are
+changed. Refused rows are skipped for some time, longer after each refusal.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from outbox.store.transitions import Found, count_moved
 
 _SEVERAL = 2
 _MOST_TRIES = 100
-"""Savepoints that look for the rows that are refused; the rest is left for the next time."""
+"""Maximum number of savepoints of one search for refused rows; the remaining rows are left for the next search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Apart:
-    """What became of a change that was made in parts.
+    """The result of a change in parts.
 
     Attributes:
-        changed: how many rows have changed.
+        changed: the number of changed rows.
         done: the positions of the parts that succeeded.
-        refused: by position, why the database does not change that row.
+        refused: by position, the error of each refused row.
     """
 
     changed: int
@@ -41,24 +41,24 @@ class Apart:
 
 
 def may_be_halved(error: BaseException, rows: int) -> bool:
-    """So many rows could not be changed: may some of them be changed?"""
-    # What took too long is tried with fewer first.
+    """A change of this many rows failed: may a change of some of them succeed?"""
+    # After a canceled statement the caller tries fewer rows first.
     return may_be_of_a_row(error) and not is_missing(error) and not (is_canceled(error) and rows > 1)
 
 
 def change_apart(
     alias: str, positions: Sequence[int], change: Callable[[Sequence[int]], int], keys: Mapping[int, str]
 ) -> Apart:
-    """`change` in parts, which are halved down to the rows that the database refuses; inside an open transaction.
+    """Call `change` for parts of the positions, halved down to the refused rows; inside an open transaction.
 
-    The later rows of their keys are left as well, because they come after them.
+    Later rows of the keys of refused rows are not changed either, to keep their order.
 
     Args:
-        change: of some of the `positions`; how many rows have changed.
+        change: changes the rows at some of the `positions`, and returns the number of changed rows.
         keys: of the messages, by position.
 
     Raises:
-        django.db.Error: an error that is not of these rows.
+        django.db.Error: an error that these rows do not cause.
     """
     connection = connections[alias]
     if is_postgresql(connection):
@@ -92,26 +92,26 @@ def change_apart(
 
 
 def change_others(alias: str, positions: Sequence[int], change: Callable[[Sequence[int]], int], refused: RefusedRows) -> Apart:
-    """`change_apart`, noting what is refused; inside an open transaction.
+    """`change_apart`, recording what is refused; inside an open transaction.
 
     Raises:
-        django.db.Error: none of many rows can be changed, which is the database's trouble.
+        django.db.Error: none of many rows can be changed, so the cause is not one row.
     """
     named = OutboxMessage.objects.using(alias).filter(pk__in=positions).exclude(key="")
     keys = dict(named.values_list("pk", "key"))
     apart = change_apart(alias, positions, change, keys)
     refused.retried(apart.refused, positions)
-    refused.note(apart.refused, keys)
+    refused.record(apart.refused, keys)
     if apart.refused and not apart.done and len(positions) >= _MOST_TRIES:
         raise next(iter(apart.refused.values()))
     return apart
 
 
 def count_moved_of_others(alias: str, transition: Transition, found: Found, refused: RefusedRows | None) -> int:
-    """`count_moved` of what is found; when the database refuses some of it, of the others.
+    """`count_moved` of the rows found, without those that the database refuses to change.
 
     Args:
-        refused: gets to know of those; None raises instead.
+        refused: records those rows. With None their error is raised.
     """
     try:
         with undone_if_refused(alias):
@@ -127,7 +127,7 @@ def count_moved_of_others(alias: str, transition: Transition, found: Found, refu
 
 
 def found_apart(alias: str, found: Found, change: Callable[[Sequence[int]], int], refused: RefusedRows) -> Apart:
-    """`change_others` of what a query finds and locks, in a transaction of its own if none is open."""
+    """`change_others` of the rows that a query finds and locks, in its own transaction if none is open."""
     connection = connections[alias]
     locking = found.locking if is_postgresql(connection) else ""
     with transaction.atomic(using=alias):
@@ -138,5 +138,5 @@ def found_apart(alias: str, found: Found, change: Callable[[Sequence[int]], int]
 
 
 def undone_if_refused(alias: str) -> AbstractContextManager[object]:
-    """A savepoint, if a transaction is open; a statement alone needs none."""
+    """A savepoint if a transaction is open; in autocommit mode a failed statement needs none."""
     return transaction.atomic(using=alias) if connections[alias].in_atomic_block else nullcontext()

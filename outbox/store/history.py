@@ -1,13 +1,13 @@
-"""What is settled: how much there is, and its end.
+"""History, the settled messages: counting, partitions and deletion.
 
-On PostgreSQL history is in partitions, one for each day of settling. They are made some days ahead and dropped as a whole, by
-the relay's housekeeping; a row of a day that has no partition is in the default one. Making or dropping one needs history for
-itself for a moment, and waits for that no longer than `_LONGEST_WAIT`, because what settles messages waits behind it. Nothing
-that publishes does: what is live has another parent.
+On PostgreSQL history has one partition for each day of settling. The relay's housekeeping creates partitions some days ahead
+and drops old ones; a row of a day without a partition is in the default partition. Creating or dropping one locks history
+exclusively for a moment. It waits for that lock for at most `_LONGEST_WAIT`, because settling waits behind it. Publishing does
+not wait, because the live partition has another parent.
 
-On SQLite history is the rows whose `day` is not `LIVE`, and they are deleted, a few at a time.
+On SQLite history is the rows whose `day` is not `LIVE`. They are deleted in small transactions.
 
-A message of which a callback is still to be told stays, and with it its day.
+A message with a pending callback is not deleted, and its day is not dropped.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _BEGINNING = uuid.UUID(int=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """How many messages there are in each state; every state is named.
+    """The number of messages in each state; `states` has every state.
 
     Attributes:
-        oldest_waiting: the due time of the message that has waited longest past it, or None when none waits.
-        estimated: the states of which PostgreSQL's statistics tell how many, because to count them would take long.
+        oldest_waiting: the due time of the message that is longest overdue; None if none is due.
+        estimated: the states whose number is an estimate from PostgreSQL's statistics, because counting would take long.
     """
 
     states: dict[str, int]
@@ -64,7 +64,7 @@ class Counts:
 
 
 def count_states(alias: str) -> Counts:
-    """What is live is counted. What is history is counted while it is small, and estimated from then on."""
+    """Count the live messages. History is counted while it is small, and estimated when it is large."""
     connection = connections[alias]
     rows = OutboxMessage.objects.using(alias)
     if not is_postgresql(connection) or _size(connection) <= _COUNTED_EXACTLY_BYTES:
@@ -76,7 +76,7 @@ def count_states(alias: str) -> Counts:
 
 
 def _counted(rows: QuerySet[OutboxMessage]) -> Counts:
-    """All of it by one scan."""
+    """Count all rows by one scan."""
     found = rows.values_list("state").annotate(Count("id"), oldest=Min("available_at", filter=_WAITING)).order_by()
     counted = {state: (count, oldest) for state, count, oldest in found}
     return Counts(
@@ -92,13 +92,13 @@ def _size(connection: BaseDatabaseWrapper) -> int:
 
 
 def _estimate(cursor: Any, state: State) -> int:
-    """As the planner does: the density of each partition when it was last looked at, and its size now."""
+    """The planner's estimate: the density of each partition at its last ANALYZE or VACUUM, times its present size."""
     cursor.execute(f"EXPLAIN (FORMAT JSON) SELECT FROM {HISTORY} WHERE state = %s", [state.value])
     return int(cursor.fetchone()[0][0]["Plan"]["Plan Rows"])
 
 
 def days(alias: str) -> list[int]:
-    """The days that have a partition of their own, the oldest first."""
+    """The days that have their own partition, the oldest first."""
     with connections[alias].cursor() as cursor:
         cursor.execute(_DAYS)
         named = [_DAY.fullmatch(name.rpartition(".")[2]) for (name,) in cursor.fetchall()]
@@ -106,7 +106,7 @@ def days(alias: str) -> list[int]:
 
 
 def day_of(alias: str, ago: timedelta = timedelta()) -> int:
-    """Which day it is, or was so long ago, by the database's clock."""
+    """The present day by the database's clock, or the day `ago` before now."""
     connection = connections[alias]
     with connection.cursor() as cursor:
         if is_postgresql(connection):
@@ -125,28 +125,28 @@ def date_of(day: int) -> date:
 
 
 def make_day(alias: str, day: int) -> None:
-    """Make the partition of this day, unless there is one.
+    """Create the partition of this day, unless it exists.
 
     Raises:
-        django.db.Error: history was in use for too long; the default partition is too large to be read; the user may not
-            create tables; or the default partition has rows of this day already, and then they stay there.
+        django.db.Error: history was locked for too long; the default partition is too large to be read in time; the user may
+            not create tables; or the default partition already has rows of this day, which stay there.
     """
     with transaction.atomic(using=alias), lock_timeout(alias, _LONGEST_WAIT), connections[alias].cursor() as cursor:
-        cursor.execute(_ALONE)  # two that find none would both make one
-        # The default partition is read, to see that it has no row of this day.
+        cursor.execute(_ALONE)  # two transactions that find no partition would both create one
+        # PostgreSQL reads the default partition, to check that it has no row of this day.
         cursor.execute("SELECT set_config('statement_timeout', %s, true)", [f"{_LONGEST_READ.total_seconds():.0f}s"])
         cursor.execute(f"CREATE TABLE IF NOT EXISTS {_name(day)} PARTITION OF {HISTORY} FOR VALUES FROM ({day}) TO ({day + 1})")
 
 
 def drop_day(alias: str, day: int) -> bool:
-    """Drop the partition of this day. False: there is none, or a callback is still to be told of one of its messages.
+    """Drop the partition of this day. False: it does not exist, or one of its messages has a pending callback.
 
     Raises:
-        django.db.Error: history was in use for too long, or the user does not own the tables.
+        django.db.Error: history was locked for too long, or the user does not own the tables.
     """
     name = _name(day)
     with transaction.atomic(using=alias), lock_timeout(alias, _LONGEST_WAIT), connections[alias].cursor() as cursor:
-        # In the order in which every statement locks them, and before it is asked: none of its messages is restored meanwhile.
+        # Parent before partition, as every statement locks them, and before the query: no message is restored meanwhile.
         cursor.execute(_ALONE)
         cursor.execute(f"SELECT to_regclass('{name}')")
         if cursor.fetchone() == (None,):
@@ -164,9 +164,9 @@ def _name(day: int) -> str:
 
 
 def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
-    """Delete what was settled so long ago; yields how many went with each step.
+    """Delete the messages that were settled longer ago than this; yields the number of rows deleted by each step.
 
-    Whole days are dropped, where that is possible at once. The others go in small transactions.
+    Whole days are dropped where that is possible at once. Other rows are deleted in small transactions.
     """
     if is_postgresql(connections[alias]):
         for day in days(alias):
@@ -176,14 +176,14 @@ def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> It
 
 
 def purgeable(alias: str, older_than: timedelta) -> int:
-    """How many rows `purge_settled` would delete."""
+    """The number of rows that `purge_settled` would delete."""
     return _old(alias).filter(settled_at__lt=DatabaseTime(-older_than)).count()
 
 
 def delete_days(alias: str, last: int, *, chunk: int) -> Iterator[int]:
-    """Delete the rows of all days up to the `last`; yields how many went with each small transaction.
+    """Delete the rows of all days up to `last`; yields the number of rows deleted by each small transaction.
 
-    On PostgreSQL only those that are in no partition of their own day.
+    On PostgreSQL it deletes only rows of the default partition.
     """
     rows = _old(alias).filter(day__lte=last)
     if not is_postgresql(connections[alias]):
@@ -193,14 +193,14 @@ def delete_days(alias: str, last: int, *, chunk: int) -> Iterator[int]:
     yield from _deleted(rows.filter(day__in=days_in_default), chunk) if days_in_default else ()
 
 
-def days_kept(alias: str, last: int) -> list[int]:
-    """Of the days up to the `last`, those of which a callback is still to be told."""
+def days_with_pending_callbacks(alias: str, last: int) -> list[int]:
+    """The days up to `last` of which a message has a pending callback."""
     pending = OutboxMessage.objects.using(alias).filter(day__gte=FIRST_DAY, day__lte=last).filter(_IS_PENDING)
     return sorted(set(pending.values_list("day", flat=True)))
 
 
 def may_make_days(alias: str) -> bool:
-    """May the user of this connection make and drop partitions?"""
+    """May the user of this connection create and drop partitions?"""
     with connections[alias].cursor() as cursor:
         cursor.execute(
             "SELECT pg_has_role(relowner, 'USAGE') AND has_schema_privilege(relnamespace, 'CREATE') FROM pg_class "
@@ -217,19 +217,19 @@ def _old(alias: str) -> QuerySet[OutboxMessage]:
 
 
 def _deleted(rows: QuerySet[OutboxMessage], chunk: int) -> Iterator[int]:
-    """Along an index: on PostgreSQL each chunk begins where the last one ended, so that it does not read what was deleted."""
+    """Delete along an index: on PostgreSQL each chunk starts after the last one, so that it does not read the deleted rows."""
     if not is_postgresql(connections[rows.db]):
         yield from delete_in_chunks(rows, by="day", chunk=chunk)
         return
     last = _BEGINNING
     while ids := list(rows.filter(message_id__gt=last).order_by("message_id").values_list("message_id", flat=True)[:chunk]):
         last = ids[-1]
-        # Asked once more: one that was restored meanwhile may be settled anew, with a callback that is still to be told.
+        # With all conditions again: a message restored meanwhile may be settled again, with a new pending callback.
         yield rows.filter(message_id__in=ids).delete()[0]
 
 
 def _dropped(alias: str, day: int) -> int:
-    """How many rows went with this day; 0 when it could not be dropped, and its rows are to be deleted."""
+    """Drop this day; the number of its rows. 0: it could not be dropped, so its rows have to be deleted."""
     with connections[alias].cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {_name(day)}")
         count: int = cursor.fetchone()[0]

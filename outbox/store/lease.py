@@ -1,4 +1,4 @@
-"""A lease with a fencing token: for the one relay of a SQLite database, and for the one timer of any database."""
+"""A lease with a fencing token, for work of one process: relaying on SQLite, the timer on PostgreSQL, and housekeeping."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from outbox.database.now import DatabaseTime
 from outbox.kernel.identity import process_name
 from outbox.kernel.text import NAME_LENGTH
 from outbox.models import RelayLease
-from outbox.store.claiming import NOTHING_SKIPPED, Busy, RelayedMessage, claim_ready
+from outbox.store.claiming import NOTHING_SKIPPED, BusyShard, RelayedMessage, claim_ready
 from outbox.store.settling import SettledApart, Settlement, settle, settle_apart
 
 
 class LeaseLost(Exception):
-    """The lease expired while this relay was suspended; another relay may own the claimed messages now."""
+    """The lease expired, for example while this process was suspended. Another relay may have claimed its messages."""
 
 
 class Lease:
     """The right of one process to do some work until an instant.
 
-    The lease `relay`, for a database with one writer, is renewed by every claim. The lease `timer` is for turning the wheel.
+    The lease `relay`, for a database with one writer, is renewed by each claim. Its token is a fencing token: settling checks
+    the token first, so a relay whose lease has expired settles nothing.
 
-    The token fences: a relay whose lease has expired settles nothing, because settling checks the token first.
+    Args:
+        duration: how long the lease lasts after it is taken or renewed.
+        name: of the lease.
     """
 
-    def __init__(self, alias: str, span: timedelta, *, name: str = "relay") -> None:
+    def __init__(self, alias: str, duration: timedelta, *, name: str = "relay") -> None:
         self._alias = alias
         self._name = name
-        self._span = span
+        self._duration = duration
         self._token = uuid.uuid4()
 
     def claim(
-        self, busy: Sequence[Busy], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
+        self, shards: Sequence[BusyShard], limit: int, skipped: Mapping[int, str] = NOTHING_SKIPPED
     ) -> Sequence[RelayedMessage] | None:
-        """Renew or take the lease and read ready rows of the `busy` shards; None while another relay holds it.
+        """Take or renew the lease, and claim ready messages of the `shards`; None while another relay holds the lease.
 
         Args:
             skipped: see `claim_ready`.
@@ -48,15 +51,15 @@ class Lease:
         with transaction.atomic(using=self._alias, durable=True):
             if not self.take():
                 return None
-            rows = claim_ready(self._alias, busy, limit, skipped).rows
-            self._rows().update(in_hand=[row.position for row in rows if not row.held])
+            rows = claim_ready(self._alias, shards, limit, skipped).rows
+            self._rows().update(in_hand=[row.position for row in rows if not row.is_blocked])
             return rows
 
     def settle(self, settlement: Settlement) -> int:
         """`settle`, if this process still holds the lease.
 
         Raises:
-            LeaseLost: it does not hold it; nothing was written.
+            LeaseLost: this process does not hold the lease; nothing was written.
         """
         with self._fenced():
             return settle(self._alias, settlement)
@@ -65,7 +68,7 @@ class Lease:
         """`settle_apart`, if this process still holds the lease.
 
         Raises:
-            LeaseLost: it does not hold it; nothing was written.
+            LeaseLost: this process does not hold the lease; nothing was written.
         """
         with self._fenced():
             return settle_apart(self._alias, settlement, keys)
@@ -82,11 +85,12 @@ class Lease:
         self._rows().filter(token=self._token).delete()
 
     def holder(self) -> str:
-        return self._rows().values_list("holder", flat=True).first() or "nobody"
+        """The name of the process that holds the lease."""
+        return self._rows().values_list("holder", flat=True).first() or "another relay"
 
     def take(self) -> bool:
-        """Renew the lease, or take it if it is free; False while another process holds it."""
-        mine = {"token": self._token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(self._span)}
+        """Take the lease, or renew it. False: another process holds it."""
+        mine = {"token": self._token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(self._duration)}
         free = Q(token=self._token) | Q(expires_at__lte=DatabaseTime())
         if self._rows().filter(free).update(**mine):
             return True

@@ -25,7 +25,7 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
     moments: list[Moment] = []
     standings: list[Standing] = []
     unknown = [f"The database {alias!r} is unavailable, and may contain more." for alias in unavailable]
-    kept_since = utcnow() - outbox_options().TRAIL_RETENTION
+    retained_since = utcnow() - outbox_options().TRAIL_RETENTION
     name = _as_id(message_id)
     for alias in having:
         if name is None:  # the outbox's ids are UUIDs
@@ -35,8 +35,8 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
         moments += _moments(alias, row, entries)
         if row is not None:
             standings.append(_standing(alias, row))
-            if row.created_at < kept_since:
-                unknown.append(f"What happened to it in the outbox before {kept_since:%Y-%m-%d} may be purged.")
+            if row.created_at < retained_since:
+                unknown.append(f"What happened to it in the outbox before {retained_since:%Y-%m-%d} may be purged.")
     if moments and not standings:
         unknown.append("Its row in the outbox has been purged; only its trail is left.")
     elif not moments:

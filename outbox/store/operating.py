@@ -1,4 +1,4 @@
-"""What operators and the business decide about messages and see of them: cancel, reschedule, count, purge."""
+"""The decisions of operators and of business code about messages: cancel and reschedule; and finding messages by name."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ OPERATORS_WAIT = timedelta(seconds=10)
 
 
 def cancel(alias: str, position: int, *, reason: str = "") -> bool:
-    """No relay sends it any more. False: too late, or in a relay's hands.
+    """Cancel a message, so that no relay sends it any more. False: it is too late, or a relay has claimed it.
 
-    A message whose last outcome is unknown may be in the broker already; nothing can call it back from there.
+    A message whose last outcome is unknown may already be in the broker, and cannot be removed from there.
 
     Args:
-        reason: for the trail: who did it.
+        reason: for the trail: who decided.
     """
     return _decide(alias, CANCEL, position, reason)
 
 
 def reschedule(alias: str, position: int, due: datetime | timedelta, *, reason: str = "") -> bool:
-    """Have it published at an instant, or so long from now; 0: now. False: see `cancel`.
+    """Change when a message is published: an instant, or a duration from now; 0 means now. False: see `cancel`.
 
-    Its attempts begin anew, and what time it had left from being due until it expires, it has again.
+    Its attempts are counted from 0 again. The time from its due time to its expiry stays the same.
 
     Args:
-        reason: for the trail: who did it. When it is due is added.
+        reason: for the trail: who decided. The new due time is appended.
     """
-    reason = "; ".join(filter(None, (reason, _told(due))))
+    reason = "; ".join(filter(None, (reason, _due_text(due))))
     return _decide(alias, RESCHEDULE, position, reason, due=due) if due else _decide(alias, PUBLISH_NOW, position, reason)
 
 
-def _told(due: datetime | timedelta) -> str:
+def _due_text(due: datetime | timedelta) -> str:
     if isinstance(due, datetime):
         return f"due {due.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
     return f"due in {due}" if due else "due now"
 
 
 def _decide(alias: str, transition: Transition, position: int, reason: str, **given: Any) -> bool:
-    """Move a message that is in no relay's hands; False: it is, or in no state that the transition leads from.
+    """Apply a transition to a message that no relay has claimed. False: one has, or the message is in another state.
 
-    What is not ready is in no relay's hands, and locking it is enough. For what is ready, a relay's pass over its shard is
-    waited for, and the shard kept from relays until the open transaction ends.
+    No relay can have claimed a message that is not ready, so locking its row is sufficient. If it is ready, this waits for the
+    relay's pass over its shard, and locks the shard until the open transaction ends.
     """
     decide = partial(move, alias, transition, [position], reason=reason, **given)
     not_ready = [state for state in transition.sources if state is not State.READY]
@@ -64,8 +64,8 @@ def _decide(alias: str, transition: Transition, position: int, reason: str, **gi
             if decide(only=not_ready):
                 transaction.savepoint_commit(before, using=alias)
                 return True
-            # One that became ready while its lock was waited for is locked all the same: a relay that has the shard would wait
-            # for the row, and this for the shard.
+            # Unlock a row that became ready while this waited for its lock: else a relay that has the shard waits for the row,
+            # and this transaction for the shard.
             transaction.savepoint_rollback(before, using=alias)
             return not _in_hand(alias, position) and bool(decide())
     except OperationalError as error:
@@ -75,9 +75,9 @@ def _decide(alias: str, transition: Transition, position: int, reason: str, **gi
 
 
 def named(alias: str, topic: str, biz_id: str, *, everywhere: bool = False) -> dict[int, str]:
-    """Position and state of the messages with this business name, in the order in which to lock them: by shard.
+    """Position and state of the messages with this topic and biz-id, in the order in which to lock them: by shard.
 
-    Of what is settled only if nothing is live, or `everywhere`: who reads history locks it until the transaction ends.
+    History is searched only if no live message is found, or with `everywhere`: reading it locks it until the transaction ends.
     """
     return _found(OutboxMessage.objects.using(alias).filter(topic=topic, biz_id=biz_id), everywhere=everywhere)
 
@@ -93,17 +93,17 @@ def _found(messages: QuerySet[OutboxMessage], *, everywhere: bool) -> dict[int, 
 
 
 def topics(alias: str) -> list[str]:
-    """The topics that there are messages of."""
+    """The topics of all messages."""
     with connections[alias].cursor() as cursor:
         cursor.execute(each_topic(f"{TABLE} m WHERE true"))
         return [name for (name,) in cursor.fetchall()]
 
 
 def _in_hand(alias: str, position: int) -> bool:
-    """Does a relay have this row right now? If not, none will take it until the open transaction ends."""
+    """Has a relay claimed this row? If not, no relay claims it until the open transaction ends."""
     connection = connections[alias]
     if is_postgresql(connection):
-        # A waiting lock request makes every later try-lock fail, so even a busy relay lets us in after its pass.
+        # A waiting lock request makes every later try-lock fail, so even a relay with a backlog lets this in after its pass.
         with connection.cursor() as cursor:
             cursor.execute(f"SELECT pg_advisory_xact_lock({LOCK_SPACE}, shard) FROM {LIVE_PART} WHERE id = %s", [position])
         return False

@@ -1,11 +1,11 @@
-"""Paused topics: a row for each, which all relays share, and the messages that become `paused` and `ready` again.
+"""Paused topics: one row for each, which all relays share, and the messages that become `paused` and `ready` again.
 
-A pass reads which topics are paused before it claims messages, so before it makes some `paused` it locks the row of their topic
-(KEY SHARE) and looks once more. Only a relay deletes such a row, under a lock that the other excludes, when it has seen in a
-statement of its own that no message of the topic is paused. So no message stays `paused` without the row. An operator's
-transaction changes rows and never deletes one; it holds up no pass, however long it is open.
+A pass reads the paused topics before it claims messages. So before it makes messages `paused`, it locks the row of their topic
+(KEY SHARE) and reads it again. Only a relay deletes such a row: under a conflicting lock, and after a separate statement has
+found no paused message of the topic. So no message stays `paused` without a row. An operator's transaction updates rows and
+never deletes one; it delays no pass, however long it is open.
 
-Nobody waits for a lock here, except an operator: what is locked is tried again in the relay's next round.
+Only an operator's transaction waits for a lock. A relay skips locked rows and tries again in its next round.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from outbox.kernel.refused_rows import RefusedRows
 from outbox.kernel.text import ERROR_LENGTH, printable
 from outbox.models import OutboxMessage, PausedTopic
 from outbox.states import LIVE, PAUSE, RESUME, State
-from outbox.store.claiming import ASIDE
+from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import PAUSED_TOPICS, each_topic, live
 from outbox.store.halving import change_others
 from outbox.store.transitions import count_moved
 
 _A_MOMENT = timedelta(milliseconds=100)
 _FIRST_RESUMED = 10
-"""Messages of the first batch that is resumed. Each following one is twice as large: a queue that takes a few messages and is
-full again costs few of them an attempt."""
+"""Size of the first batch of a resumed topic. Each further batch is twice as large: if the queue is full again after a few
+messages, only a few of them have used an attempt."""
 _MOST_RESUMED = 500
 _AT_LEAST_EVERY = timedelta(seconds=10)
-"""A batch is resumed although much of the last one is still ready, which may be because its rows cannot be changed."""
+"""After this time the next batch is resumed even if most of the last one is still ready: its rows may be unchangeable."""
 _ALL_BUT_ITS_TOPIC = ("paused_by", "reason", "paused_at", "probe_at", "pause_seconds", "in_trial", "is_resuming")
-_STRANDED = "Messages were paused, and their topic was not."
+_STRANDED = "Messages of the topic were paused, but its row was deleted."
 
 
 class FoundTopic(NamedTuple):
-    """How a topic was found when an operator changed it.
+    """The state of a paused topic before an operator changed it.
 
     Attributes:
-        paused_by: who had paused it; "" for the circuit breaker.
+        paused_by: the name of the operator who paused it; "" for the circuit breaker.
     """
 
     paused_by: str
@@ -53,7 +53,7 @@ class FoundTopic(NamedTuple):
 
 
 def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
-    """ready → paused for messages in hand, of topics that are still paused; how many. Inside the claim.
+    """Apply ready → paused to claimed messages of topics that are still paused; returns their number. Inside the claim.
 
     Args:
         positions: by topic.
@@ -70,7 +70,7 @@ def pause_in_hand(alias: str, positions: Mapping[str, Sequence[int]]) -> int:
 
 
 def pause_refused(alias: str, topic: str, reason: str, seconds: float, probe_after: timedelta) -> bool:
-    """Pause a topic because the broker refuses it. False: it is paused already, or another transaction is changing that."""
+    """Pause a topic because the broker refuses it. False: it is already paused, or another transaction has locked its row."""
     connection = connections[alias]
     instant = now(connection)
     given: list[Any] = [topic, printable(reason, ERROR_LENGTH), probe_after.total_seconds(), seconds]
@@ -92,15 +92,14 @@ def pause_refused(alias: str, topic: str, reason: str, seconds: float, probe_aft
 
 
 def begin_trial(alias: str, topic: str, most: int, next_after: float, refused: RefusedRows | None = None) -> int:
-    """paused → ready for the `most` oldest messages of a topic whose time to be tried has come; how many.
+    """Apply paused → ready to the `most` oldest messages of a topic whose next probe is due; returns their number.
 
-    Their positions are in its row, so that whichever relay has their shards sends them. A topic of which nothing is left is
-    paused no longer.
+    Their positions are written into the topic's row, so that the relays that claim their shards send them. The row is deleted
+    if the topic has no open message.
 
     Args:
-        next_after: the next ones are tried so many times the length of the pause from now, if nobody has said by then what
-            became of these.
-        refused: the rows that the database refuses to change. They are left out, and the others are changed; None raises.
+        next_after: the next probe is due after this many times the pause, unless a relay stores the result of this one before.
+        refused: the rows that the database refuses to change, which are skipped. With None their error is raised.
     """
     with transaction.atomic(using=alias):
         row = _locked(alias, topic, paused_by="", is_resuming=False, probe_at__lte=DatabaseTime())
@@ -115,10 +114,10 @@ def begin_trial(alias: str, topic: str, most: int, next_after: float, refused: R
 
 
 def prolong(alias: str, topic: str, reason: str, longest: float, next_after: float) -> str | None:
-    """The messages that were tried are refused: pause their topic twice as long, `longest` seconds at most.
+    """Double the pause of a topic whose probes were refused, up to `longest` seconds.
 
-    Once for each trial, however many relays had messages of it. Returns the reason until now; None when another relay has done
-    it, or nothing was tried.
+    It happens once for each set of probes, however many relays sent them. Returns the previous reason; None if another relay
+    has prolonged the pause, or no probe was sent.
     """
     with transaction.atomic(using=alias):
         row = _locked(alias, topic, paused_by="", is_resuming=False)
@@ -135,7 +134,7 @@ def prolong(alias: str, topic: str, reason: str, longest: float, next_after: flo
 
 
 def begin_resuming(alias: str, topic: str) -> bool:
-    """The broker takes messages of a refused topic again. False: it was not paused by the circuit breaker, or is locked."""
+    """Begin to resume a topic whose probe the broker took. False: the circuit breaker did not pause it, or it is locked."""
     with transaction.atomic(using=alias):
         row = _locked(alias, topic, paused_by="", is_resuming=False)
         if row is None:
@@ -145,10 +144,10 @@ def begin_resuming(alias: str, topic: str) -> bool:
 
 
 def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None = None) -> int:
-    """paused → ready for the next batch of a topic that is resumed, the oldest first; how many.
+    """Apply paused → ready to the next batch of a topic that is being resumed, the oldest first; returns the number.
 
-    Not before half of the last batch has left: what other topics have ready is sent between them. The topic is paused no longer
-    when none of its messages is.
+    It does nothing until half of the last batch is no longer ready, so that messages of other topics are sent in between. The
+    row is deleted when no message of the topic is paused.
 
     Args:
         refused: see `begin_trial`.
@@ -170,7 +169,7 @@ def resume_some(alias: str, topic: str, most: int, refused: RefusedRows | None =
 
 
 def resume_stranded(alias: str) -> list[str]:
-    """Begin to resume topics of which messages are `paused` and which are not; somebody has deleted their rows. Which."""
+    """Begin to resume topics that have paused messages but no row, because the row was deleted by hand; returns them."""
     connection = connections[alias]
     paused = each_topic(f"{live(connection)} m WHERE m.state = 'paused'")
     with connection.cursor() as cursor:
@@ -182,7 +181,7 @@ def resume_stranded(alias: str) -> list[str]:
 
 
 def paused_topics(alias: str) -> QuerySet[PausedTopic]:
-    """The paused topics, with how many `messages` of each are paused."""
+    """The paused topics, annotated with the number of their paused `messages`."""
     of_it = OutboxMessage.objects.filter(day=LIVE, topic=OuterRef("topic"), state=State.PAUSED).order_by()
     counted = Subquery(of_it.values("topic").annotate(messages=Count("pk")).values("messages"))
     rows = PausedTopic.objects.using(alias).annotate(messages=Coalesce(counted, 0), database_now=DatabaseTime())
@@ -190,10 +189,10 @@ def paused_topics(alias: str) -> QuerySet[PausedTopic]:
 
 
 def pause_topic(alias: str, topic: str, by: str, reason: str) -> FoundTopic | None:
-    """Pause a topic because a person says so; how it was found, None when it was not paused. In the open transaction."""
+    """Pause a topic for an operator, in the open transaction; its previous state, None if it was not paused."""
     found = _found(alias, topic)
     row = PausedTopic(topic=topic, paused_by=by, reason=printable(reason, ERROR_LENGTH), paused_at=DatabaseTime())
-    # Over what the circuit breaker may have written in between.
+    # It overwrites a row that the circuit breaker may have inserted in between.
     PausedTopic.objects.using(alias).bulk_create(
         [row], update_conflicts=True, unique_fields=["topic"], update_fields=_ALL_BUT_ITS_TOPIC
     )
@@ -201,7 +200,7 @@ def pause_topic(alias: str, topic: str, by: str, reason: str) -> FoundTopic | No
 
 
 def resume_topic(alias: str, topic: str) -> FoundTopic | None:
-    """Begin to resume a topic, whoever has paused it; how it was found, None when it was not. In the open transaction."""
+    """Begin to resume a topic for an operator, in the open transaction; its previous state, None if it was not paused."""
     found = _found(alias, topic)
     if found and not found.is_resuming:
         _begin_resuming(alias, topic)
@@ -218,7 +217,7 @@ def _found(alias: str, topic: str) -> FoundTopic | None:
 
 
 def _locked(alias: str, topic: str, **conditions: Any) -> Any:
-    """The row of the topic, if it meets the conditions and no other transaction has it."""
+    """Lock the row of the topic, if it meets the conditions and no other transaction has locked it."""
     is_late = ExpressionWrapper(Q(probe_at__lte=DatabaseTime()), output_field=BooleanField())
     rows = _rows(alias, topic).filter(**conditions).annotate(is_late=is_late)
     return rows.select_for_update(skip_locked=True).first()
@@ -242,11 +241,11 @@ def _ready(alias: str, positions: Sequence[int]) -> int:
 
 
 def _has_open(alias: str, row: PausedTopic) -> bool:
-    """Is there a message of the topic that is being tried, is to be tried again, or was and is not `paused` yet?"""
+    """Has the topic a ready probe, a retrying or paused message, or one in the secondary ready index?"""
     if _ready(alias, row.in_trial) or _has(alias, row.topic, State.RETRYING) or _has(alias, row.topic, State.PAUSED):
         return True
     with connections[alias].cursor() as cursor:
-        cursor.execute(f"SELECT 1 FROM {live(connections[alias])} m WHERE {ASIDE} AND m.topic = %s LIMIT 1", [row.topic])
+        cursor.execute(f"SELECT 1 FROM {live(connections[alias])} m WHERE {SECONDARY} AND m.topic = %s LIMIT 1", [row.topic])
         return cursor.fetchone() is not None
 
 

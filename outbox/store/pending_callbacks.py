@@ -1,8 +1,8 @@
-"""Callbacks that are still to be called: a row each, from the transaction that settled the message until it has returned.
+"""Pending callbacks: one row for each, from the transaction that settles the message until the callback has returned.
 
-To call one is two transactions. The first claims it until the end of a lease, so that nobody else begins it and that it is due
-again should its process die. The second deletes it and runs the callback; the number of its call is the fencing token. The
-second is bounded in the database, because nothing else ends a callback that hangs.
+A call is two transactions. The first claims the row for the duration of a lease, so that no other process begins the call, and
+the row is due again if the process dies. The second deletes the row and runs the callback; the number of the call is its
+fencing token. The database limits the duration of the second transaction, because nothing else ends a callback that hangs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
-from outbox.callbacks import Event, SettledMessage, registry
+from outbox.callbacks import SettledMessage, registry
 from outbox.database.connections import is_postgresql
 from outbox.database.faults import is_outage
 from outbox.database.now import DatabaseTime, now
@@ -42,7 +42,7 @@ class DueCall:
 
     Attributes:
         callback: its name.
-        number: which call this is, counted from 1; a call with a higher number has taken it over.
+        number: of this call, counted from 1; a call with a higher number has replaced it.
     """
 
     alias: str
@@ -57,13 +57,13 @@ class DueCall:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCalls:
-    """What is still to be told.
+    """The number of pending callbacks.
 
     Attributes:
-        pending: how many callbacks.
-        failing: of these, how many have failed, or were cut off, at least once.
-        unknown: of these, how many are of a name that this process's code does not know.
-        oldest: when the message was settled that has gone untold longest; None when there is none.
+        pending: all of them.
+        failing: those that have failed or been interrupted at least once.
+        unknown: those of a name that this process's code does not have.
+        oldest: when the message of the oldest one was settled; None if there is none.
     """
 
     pending: int
@@ -73,16 +73,16 @@ class PendingCalls:
 
 
 class CallLost(Exception):
-    """Somebody else has taken over the call, or its transaction cannot commit."""
+    """Another process has claimed the call, or its transaction cannot commit."""
 
 
-def topics_called(transition: Transition) -> set[str]:
-    """The topics of which a callback wants to be told that a message has gone through this transition."""
+def topics_with_callbacks(transition: Transition) -> set[str]:
+    """The topics that have a callback for this transition."""
     return {topic for topic, event, _ in registry if event in transition.targets}
 
 
-def note_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]) -> None:
-    """Write, in the transaction that settled these messages, whom to tell what became of them."""
+def record_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]) -> None:
+    """Insert the pending callbacks of these messages, in the transaction that settled them."""
     wanted = list(registry)
     if not (wanted and message_ids):
         return
@@ -95,16 +95,16 @@ def note_calls(connection: BaseDatabaseWrapper, message_ids: Sequence[uuid.UUID]
             f"WITH wanted(topic, event, callback) AS (VALUES {values}) "
             "SELECT m.message_id, wanted.event, m.settled_at, m.last_error, wanted.callback, 0, "
             f"{now(connection)}, '' FROM {TABLE} m JOIN wanted ON wanted.topic = m.topic AND wanted.event = m.state "
-            # Those that are published became history just now: today, or yesterday at midnight.
+            # Published messages have just become history: of today, or of yesterday if it was midnight in between.
             f"WHERE m.message_id IN (SELECT id FROM {ids}) AND m.day IN ({LIVE}, {day}, {day} - 1) ORDER BY m.id",
             [*(part for one in wanted for part in one), parameter],
         )
 
 
 def claim_calls(alias: str, limit: int, lease: timedelta, *, without: Collection[str] = ()) -> list[DueCall]:
-    """Take up to `limit` due callbacks of names that this process knows; nobody else begins them before `lease` is over.
+    """Claim up to `limit` due callbacks that this process's code has; no other process begins them before `lease` has ended.
 
-    Others stay for a process that knows them: in a deploy, the new one. So do those of the names in `without`.
+    Others stay due for a process that has them: during a deploy, the new one. So do those of the names in `without`.
     """
     names = [name for name in registry.names if name not in without]
     due = _rows(alias).filter(callback__in=names, available_at__lte=DatabaseTime()).order_by("available_at", "pk")
@@ -124,8 +124,8 @@ def claim_calls(alias: str, limit: int, lease: timedelta, *, without: Collection
 
 
 def bound_call(alias: str, longest: timedelta) -> None:
-    """Let the server end the open transaction of a callback that waits for something else, or for one statement, this long."""
-    # Inside the transaction of a test it would outlive the call.
+    """Let the server end the open transaction if it is idle, or executes one statement, for this long."""
+    # In the transaction of a test the settings would remain after the call.
     if not is_postgresql(connections[alias]) or len(connections[alias].atomic_blocks) > 1:
         return
     milliseconds = int(longest.total_seconds() * 1000)
@@ -136,28 +136,28 @@ def bound_call(alias: str, longest: timedelta) -> None:
 
 
 def begin_call(call: DueCall) -> SettledMessage:
-    """Delete the row, in the transaction that the callback is then run in; what to tell it.
+    """Delete the row, in the transaction in which the callback then runs; returns its argument.
 
-    On PostgreSQL the row is locked by that until the end, so a slow callback is not begun a second time while it runs.
+    On PostgreSQL this locks the row until the end, so no second call begins while a slow callback runs.
 
     Raises:
-        CallLost: somebody else has the call.
+        CallLost: another process has claimed the call.
     """
     ours = _rows(call.alias).filter(pk=call.pending, attempts=call.number)
     pending = ours.select_related("message").first()
     if pending is None or not ours.delete()[0]:
-        raise CallLost("somebody else had taken it over before it began")
+        raise CallLost("another process had claimed it before it began")
     return _settled(pending, call.alias)
 
 
 def finish_call(call: DueCall) -> None:
-    """The last statement of the transaction proves that it is still the one that began: the row is gone.
+    """Check with the last statement of the transaction that it is still the one that deleted the row.
 
-    A callback that swallows a database error, or ends the transaction behind Django's back, would otherwise lose its effect
-    without anybody being told.
+    Otherwise a callback that swallows a database error, or ends the transaction behind Django's back, would lose its effect
+    unnoticed.
 
     Raises:
-        CallLost: it was rolled back, or cannot commit.
+        CallLost: the transaction was rolled back, or cannot commit.
         django.db.Error: the database became unavailable, or ended the transaction.
     """
     try:
@@ -172,19 +172,19 @@ def finish_call(call: DueCall) -> None:
         raise CallLost("it returned, but it had its transaction rolled back behind Django's back")
 
 
-def put_off_call(call: DueCall, error: str, rest: timedelta) -> bool:
-    """It failed: due again after `rest`. False: its row is gone, or somebody else has it."""
+def defer_call(call: DueCall, error: str, backoff: timedelta) -> bool:
+    """Record a failed call, which is due again after `backoff`. False: its row is deleted, or another process has it."""
     return bool(
         _rows(call.alias)
         .filter(pk=call.pending, attempts=call.number)
-        .update(available_at=DatabaseTime(rest), last_error=printable(error, ERROR_LENGTH))
+        .update(available_at=DatabaseTime(backoff), last_error=printable(error, ERROR_LENGTH))
     )
 
 
-def keep_call(call: DueCall, lease: timedelta, said: str) -> None:
-    """It is still running: nobody else begins it before another `lease` is over.
+def extend_call_lease(call: DueCall, lease: timedelta, said: str) -> None:
+    """Renew the lease of a call that is still running, so that no other process begins it.
 
-    While its transaction is open the row is locked by that, and claims pass over it anyway. On SQLite nobody else writes then.
+    While its transaction is open the row is locked, and claims skip it anyway. On SQLite no other process writes then.
     """
     if not is_postgresql(connections[call.alias]):
         return
@@ -195,24 +195,24 @@ def keep_call(call: DueCall, lease: timedelta, said: str) -> None:
 
 
 def give_back_call(call: DueCall) -> None:
-    """The database became unavailable during the call: it does not count, and is due again."""
+    """Undo the claim of a call during which the database became unavailable: it is not counted, and is due again."""
     _rows(call.alias).filter(pk=call.pending, attempts=call.number).update(
         attempts=F("attempts") - 1, available_at=DatabaseTime(_AFTER_AN_OUTAGE)
     )
 
 
 def call_now(alias: str, pending: int) -> bool:
-    """Have it called as soon as a relay that knows it looks. False: it is gone, or is being called right now."""
+    """Make a callback due now. False: it does not exist any more, or is being called."""
     return _unless_in_hand(alias, pending, lambda row: row.update(available_at=DatabaseTime()))
 
 
 def discard_call(alias: str, pending: int) -> bool:
-    """It is not called any more. False: it is gone, or is being called right now."""
+    """Delete a pending callback. False: it does not exist any more, or is being called."""
     return _unless_in_hand(alias, pending, lambda row: row.delete()[0])
 
 
 def pending_calls(alias: str) -> PendingCalls:
-    """How many callbacks are still to be called, and how they fare."""
+    """Count the pending callbacks."""
     counted = _rows(alias).aggregate(
         pending=Count("pk"),
         failing=Count("pk", filter=~Q(last_error="") | Q(attempts__gt=1)),
@@ -230,28 +230,22 @@ def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:
 
 def _settled(pending: PendingCallback, alias: str) -> SettledMessage:
     message = pending.message
-    return SettledMessage(
-        event=cast("Event", pending.event),
-        error=pending.reason,
-        state=message.state,
-        using=alias,
-        id=message.message_id,
-        topic=message.topic,
-        biz_id=message.biz_id,
-        key=message.key,
-        payload=_payload(message),
-        headers=_headers(message),
-        correlation_id=message.correlation_id,
-        causation_id=message.causation_id,
-        attempts=message.attempts,
-        created_at=message.created_at,
-        settled_at=pending.settled_at,
-        call=pending.attempts,
-    )
+    of_the_call: dict[str, Any] = {
+        "event": pending.event,
+        "error": pending.reason,
+        "using": alias,
+        "id": message.message_id,
+        "payload": _payload(message),
+        "headers": _headers(message),
+        "settled_at": pending.settled_at,
+        "call": pending.attempts,
+    }
+    names = [field.name for field in fields(SettledMessage)]
+    return SettledMessage(**{name: of_the_call[name] if name in of_the_call else getattr(message, name) for name in names})
 
 
 def _headers(message: OutboxMessage) -> dict[str, Any]:
-    # Of a row that was damaged by hand they may be anything.
+    # In a row that was damaged by hand they may be any JSON value.
     headers = message.headers if isinstance(message.headers, dict) else {}
     return {name: value for name, value in headers.items() if name != REPLAY_HEADER}
 

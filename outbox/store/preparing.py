@@ -23,7 +23,7 @@ from outbox.store.dialect import live
 from outbox.store.transitions import Found, move
 
 _MOST_REPORTED = 500
-_NO_CHECKER = "no answer: no process that runs has a checker for its topic"
+_NO_CHECKER = "no answer: no running process has a checker for its topic"
 
 
 def commit_prepared(alias: str, position: int, *, reason: str = "") -> bool:
@@ -41,7 +41,7 @@ def resume(alias: str, position: int, *, reason: str = "") -> bool:
     return bool(move(alias, RESUME_CHECKS, [position], reason=reason))
 
 
-def ask_at_once(alias: str, position: int) -> bool:
+def make_check_due(alias: str, position: int) -> bool:
     """Make the check of a prepared message due now. False: it is not prepared."""
     return bool(_prepared(alias).filter(pk=position).update(available_at=DatabaseTime()))
 
@@ -61,7 +61,7 @@ def claim_checks(alias: str, topics: Collection[str], limit: int, every: timedel
     return found
 
 
-def keep_check(alias: str, position: int, every: timedelta, said: str) -> bool:
+def defer_check(alias: str, position: int, every: timedelta, said: str) -> bool:
     """Defer the next check to `every` from now, because the checker still runs. False: the message was decided meanwhile."""
     return bool(
         _prepared(alias).filter(pk=position).update(available_at=DatabaseTime(every), last_error=printable(said, ERROR_LENGTH))
@@ -74,7 +74,7 @@ def topics_unchecked(alias: str, topics: Collection[str]) -> list[str]:
     return sorted(others.values_list("topic", flat=True).distinct())
 
 
-def note_unchecked(alias: str, topics: Collection[str], overdue: timedelta) -> dict[str, int]:
+def record_unchecked(alias: str, topics: Collection[str], overdue: timedelta) -> dict[str, int]:
     """The number of messages per other topic whose check is overdue by `overdue`.
 
     Their check becomes due now, for a process that has the checker. If there is none, a later call finds them again.
@@ -101,7 +101,7 @@ def count_unknown(alias: str, position: int, seen: int, limit: int, said: str) -
     return State.STUCK if stuck else None
 
 
-def note_no_answer(alias: str, position: int, error: str) -> bool:
+def record_no_answer(alias: str, position: int, error: str) -> bool:
     """Record why a check gave no answer; this is not counted. False: the message is not prepared any more."""
     return bool(_prepared(alias).filter(pk=position).update(last_error=printable(error, ERROR_LENGTH)))
 

@@ -1,8 +1,7 @@
-"""Bringing messages back that were cancelled, have expired or are dead.
+"""Restore: make cancelled, expired, dead or retrying messages ready or scheduled again.
 
-It is one statement that moves the row: the same message id and position, so there is no moment at which a message is twice or
-nowhere. Who restores twice finds nothing to restore the second time, and who is killed half-way goes on by
-restoring again.
+One statement moves the row and leaves its message id and position unchanged, so the message exists exactly once at any moment.
+A second restore finds nothing to restore, and a restore that was killed is continued by repeating it.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _A_MOMENT = timedelta(milliseconds=100)
 
 
 def restored_by_default(*, by_id: bool) -> Collection[State]:
-    """What is restored when no states are given: what does not go on by itself, and retrying messages that are named by id."""
+    """The states to restore by default: those without an automatic next step, and with `by_id` retrying messages as well."""
     return RESTORE.sources if by_id else _ENDED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Which messages are to be restored, of those in one of the `states`. What is not given does not matter.
+    """The messages to restore: those in one of the `states` that meet all given conditions.
 
     Attributes:
-        since, until: of the instant at which they were cancelled, expired or died; `until` is not among them.
+        since, until: limits of the instant at which they were cancelled, expired or became dead; `until` is exclusive.
     """
 
     positions: Collection[int] | None = None
@@ -55,12 +54,12 @@ class Selection:
 
 
 class Restorable(NamedTuple):
-    """What a preview tells of one topic and state.
+    """The messages of one topic and state that a restore would affect.
 
     Attributes:
-        messages: how many.
-        overdue: of these, those that were due before now: restored, they go out at once.
-        oldest: when the first of them was cancelled, expired or died.
+        messages: their number.
+        overdue: the number of those whose delivery time has passed; once restored, they are sent at once.
+        oldest: when the first of them was cancelled, expired or became dead.
     """
 
     topic: str
@@ -72,12 +71,13 @@ class Restorable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What became of some messages.
+    """The result of a restore.
 
     Attributes:
-        ready, scheduled: how many of them are so now.
-        left: how many were left as they are, by reason: the state in which they cannot be restored; "overdue", when those were
-            not wanted; "locked", when somebody else is changing the message at this moment, or has deleted it.
+        ready, scheduled: the number of messages in this state now.
+        left: the number of unchanged messages by reason: a state from which they are not restored; "overdue", if these were
+            excluded; "replaced", if another unique message was published instead; "locked", if another transaction has locked
+            or deleted the message.
     """
 
     ready: int = 0
@@ -86,7 +86,7 @@ class Restored:
 
 
 def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
-    """What would be restored, by topic and state. Nothing is locked, so it is what it was a moment ago."""
+    """The messages that a restore would affect, by topic and state. They are not locked, so the result may be outdated."""
     groups = _chosen(alias, selection).exclude(IS_REPLACED).order_by("topic", "state").values_list("topic", "state")
     return [
         Restorable(topic, state, count, count - ahead, oldest)
@@ -97,12 +97,12 @@ def preview_restoring(alias: str, selection: Selection) -> list[Restorable]:
 
 
 def restorable(alias: str, selection: Selection) -> dict[int, uuid.UUID]:
-    """The messages to restore: position and message id, the oldest first."""
+    """The position and message id of the selected messages, the oldest first."""
     return dict(_chosen(alias, selection).order_by("pk").values_list("pk", "message_id"))
 
 
 def restore(alias: str, position: int, *, overdue: bool = True, reason: str = "") -> bool:
-    """`restore_some` of one, from whatever state that is possible. False: it was left as it is."""
+    """`restore_some` of one message, from each state that can be restored. False: it is unchanged."""
     restored = restore_some(alias, [position], states=RESTORE.sources, overdue=overdue, reason=reason)
     return bool(restored.ready + restored.scheduled)
 
@@ -115,16 +115,17 @@ def restore_some(
     overdue: bool = True,
     reason: str = "",
 ) -> Restored:
-    """Schedule them again while their `deliver_at` is ahead, or make them ready.
+    """Make messages scheduled if their `deliver_at` is in the future, or ready otherwise.
 
-    With a full set of attempts. One that becomes ready lasts as long again, until it expires, as it did from being due. From
-    now on it says of itself that it is sent again on purpose: an attempt may have reached the broker, whatever its state is.
+    Their attempts are counted from 0 again. For a message that becomes ready, the time from its due time to its expiry starts
+    again now. A header marks the messages as replayed by an operator, because an attempt may have reached the broker, whatever
+    their state is.
 
     Args:
         positions: at most some hundreds, because they are locked until the transaction ends.
-        states: of these only.
-        overdue: also those whose time has passed. Without it they are left.
-        reason: for the trail: who did it.
+        states: restore only from these.
+        overdue: whether to restore messages whose delivery time has passed.
+        reason: for the trail: who decided.
     """
     some = _Some(alias, positions, states, overdue, reason)
     try:
@@ -133,7 +134,7 @@ def restore_some(
     except OperationalError as error:
         if not is_collision(error):
             raise
-    # Another transaction has one of these rows locked for long, or the name of one. It alone is left.
+    # Another transaction has locked one of these rows, or its unique topic and biz-id, for long. Only that row is left.
     with transaction.atomic(using=alias), lock_timeout(alias, _A_MOMENT):
         return some.restored(skip_locked=True)
 
@@ -147,8 +148,8 @@ class _Some(NamedTuple):
 
     def restored(self, *, skip_locked: bool = False) -> Restored:
         rows = OutboxMessage.objects.using(self.alias).filter(pk__in=self.positions)
-        # What is published cannot be restored, and is not found by its position fast. Locked first: what moves a row does not
-        # tell which of these states it was in.
+        # A published message cannot be restored, and finding it by its position is slow. The rows are locked first, because the
+        # statement that moves a row does not return its previous state.
         locked = rows.exclude(state=State.PUBLISHED).select_for_update(skip_locked=skip_locked).order_by("pk")
         locked = locked.annotate(ahead=IS_AHEAD, replaced=IS_REPLACED)
         found: dict[str, list[int]] = {}
@@ -173,8 +174,11 @@ class _Some(NamedTuple):
         return Restored(ready=became[State.READY], scheduled=became[State.SCHEDULED], left=dict(+left))
 
     def _move_unless_replaced(self, positions: Sequence[int], was: State, *, may_wait: bool) -> tuple[list[Moved], int]:
-        """Those that were restored, and how many have been replaced by a concurrent `publish(unique=True)`: only the index sees
-        that. Each half is tried by itself then. What is neither is locked by such a transaction, which is still open."""
+        """Restore messages unless a concurrent `publish(unique=True)` replaced them; those restored, and the number replaced.
+
+        Only the unique index detects that; then each half is tried separately. The others are locked by such a transaction that
+        is still open.
+        """
         replaced = 0
         try:
             with transaction.atomic(using=self.alias):

@@ -1,8 +1,8 @@
-"""What the timer reads and does: which scheduled messages are due soon, and their becoming ready.
+"""The timer's queries: which scheduled messages are due soon; and the transition that makes them ready.
 
-Every topic is read by itself, along an index, from the place where it was left. So a burst of one topic hides no other, no row
-stops what lies behind it, and nobody wades through the dead versions of what has been made ready. The topics are found one by
-one from the last one backward, because the far end of each, unlike its near one, is alive.
+Each topic is read separately, along an index, from its offset. So a burst of one topic hides no other, a row that stays
+scheduled stops no later one, and no query reads the dead versions of rows that were made ready. The topics are found one by one
+from the last to the first: the last row of each topic is live, the first ones may be dead versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outbox.database.now import now, now_after
 from outbox.kernel.refused_rows import RefusedRows
 from outbox.models import SHARDS
 from outbox.states import FIRE
-from outbox.store.claiming import ASIDE
+from outbox.store.claiming import SECONDARY
 from outbox.store.dialect import LIVE_PART, TABLE, any_of, array_of, live
 from outbox.store.halving import found_apart, may_be_halved, undone_if_refused
 from outbox.store.transitions import Found, move
@@ -36,16 +36,16 @@ _TOPICS = (
 )
 
 
-class Place(NamedTuple):
-    """How far a topic's timetable has been read: up to the message `position`, which is due `at`; and how many more to read."""
+class Offset(NamedTuple):
+    """How far a topic has been read: up to the message `position`, due `at`. At most `limit` messages are read after it."""
 
     at: str
     position: int
-    room: int
+    limit: int
 
 
 class Upcoming(NamedTuple):
-    """A scheduled message, due in so many `seconds` by the database's clock: less than 0 when it is overdue."""
+    """A scheduled message, due in `seconds` by the database's clock; negative if it is overdue."""
 
     position: int
     topic: str
@@ -53,43 +53,43 @@ class Upcoming(NamedTuple):
     seconds: float
 
 
-def upcoming(alias: str, places: Mapping[str, Place], within: timedelta, each: int) -> list[Upcoming]:
-    """What is due `within` that span from now, of every topic the next after its place, or the first `each` if it has none."""
+def upcoming(alias: str, offsets: Mapping[str, Offset], within: timedelta, each: int) -> list[Upcoming]:
+    """The messages due `within` this time from now: of each topic those after its offset, or the first `each` without one."""
     connection = connections[alias]
     if is_postgresql(connection):
-        return _upcoming(connection, places, within, each)
+        return _upcoming(connection, offsets, within, each)
     with connection.cursor() as cursor:
         cursor.execute(f"{_TOPICS.format(live=TABLE)} SELECT topic FROM topics WHERE topic IS NOT NULL")
         topics = [topic for (topic,) in cursor.fetchall()]
         found: list[Upcoming] = []
         for topic in topics:
-            at, position, room = places.get(topic, Place("", 0, each))
+            at, position, limit = offsets.get(topic, Offset("", 0, each))
             cursor.execute(
                 f"SELECT m.id, m.topic, CAST(m.available_at AS text), {_seconds(connection)} FROM {TABLE} m WHERE {_SCHEDULED} "
                 "AND m.topic = %s AND (m.available_at, m.id) > (%s, %s) "
                 f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT %s",
-                [topic, at, position, within.total_seconds(), room],
+                [topic, at, position, within.total_seconds(), limit],
             )
             found += map(Upcoming._make, cursor.fetchall())
     return found
 
 
-def _upcoming(connection: BaseDatabaseWrapper, places: Mapping[str, Place], within: timedelta, each: int) -> list[Upcoming]:
+def _upcoming(connection: BaseDatabaseWrapper, offsets: Mapping[str, Offset], within: timedelta, each: int) -> list[Upcoming]:
     with connection.cursor() as cursor:
         cursor.execute(
             f"{_TOPICS.format(live=LIVE_PART)} SELECT m.id, topics.topic, CAST(m.available_at AS text), {_seconds(connection)} "
             "FROM topics "
-            "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS place(topic, at, id, room) "
-            f"ON place.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at FROM {LIVE_PART} m "
+            "LEFT JOIN unnest(%s::text[], %s::timestamptz[], %s::bigint[], %s::int[]) AS start(topic, at, id, most) "
+            f"ON start.topic = topics.topic CROSS JOIN LATERAL (SELECT m.id, m.available_at FROM {LIVE_PART} m "
             f"WHERE {_SCHEDULED} AND m.topic = topics.topic "
-            "AND (m.available_at, m.id) > (COALESCE(place.at, '-infinity'), COALESCE(place.id, 0)) "
-            f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(place.room, %s)) m "
+            "AND (m.available_at, m.id) > (COALESCE(start.at, '-infinity'), COALESCE(start.id, 0)) "
+            f"AND m.available_at <= {now_after(connection)} ORDER BY m.available_at, m.id LIMIT COALESCE(start.most, %s)) m "
             "WHERE topics.topic IS NOT NULL",
             [
-                list(places),
-                [place.at or "-infinity" for place in places.values()],
-                array_of(place.position for place in places.values()),
-                array_of(place.room for place in places.values()),
+                list(offsets),
+                [offset.at or "-infinity" for offset in offsets.values()],
+                array_of(offset.position for offset in offsets.values()),
+                array_of(offset.limit for offset in offsets.values()),
                 within.total_seconds(),
                 each,
             ],
@@ -98,7 +98,7 @@ def _upcoming(connection: BaseDatabaseWrapper, places: Mapping[str, Place], with
 
 
 def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta, limit: int) -> list[Upcoming]:
-    """What was written behind the position `after` and is due between so long ago and so soon, the first `limit`."""
+    """The first `limit` messages with a position above `after` that are due between `since` ago and `within` from now."""
     connection = connections[alias]
     with connection.cursor() as cursor:
         cursor.execute(
@@ -111,12 +111,12 @@ def newly_scheduled(alias: str, after: int, since: timedelta, within: timedelta,
 
 
 def fire(alias: str, positions: Sequence[int], refused: RefusedRows | None = None) -> set[int]:
-    """scheduled → ready for those of these whose time has come by the database's clock; which they were.
+    """Apply scheduled → ready to those of the messages that are due by the database's clock; returns their positions.
 
-    Those that somebody has locked, to cancel them perhaps, are left alone.
+    Rows that another transaction has locked, for example to cancel them, are skipped.
 
     Args:
-        refused: the rows that the database refuses to change. They are left out, and the others are changed; None raises.
+        refused: the rows that the database refuses to change, which are skipped. With None its error is raised.
     """
     connection = connections[alias]
     if refused is not None and (skipped := refused.skipped()):
@@ -124,11 +124,11 @@ def fire(alias: str, positions: Sequence[int], refused: RefusedRows | None = Non
     condition, parameter = any_of(connection, positions)
     due = f"id {condition} AND state = 'scheduled' AND available_at <= {now(connection)}"
     if is_postgresql(connection):
-        # To be found by their ids, and not by the index on what is due, which has all of a burst and all that was fired of it.
+        # So that the planner uses the primary key: the index of due times has all rows of a burst, and their dead versions.
         due = due.replace("available_at <=", "available_at + interval '0' <=")
     found = placed = Found(f"SELECT id FROM {live(connection)} WHERE {due}", [parameter])
     if is_postgresql(connection):
-        # Locked rows stay where they are, so they need not be found a second time.
+        # A locked row keeps its ctid, so the UPDATE need not search for it again.
         placed = Found(f"SELECT ctid FROM {LIVE_PART} WHERE {due}", [parameter], column="ctid")
     try:
         with undone_if_refused(alias):
@@ -147,22 +147,22 @@ def _fired(alias: str, rows: Sequence[int] | Found) -> set[int]:
     return {moved.position for moved in move(alias, FIRE, rows, reason="it is due")}
 
 
-def ready_aside(alias: str, limit: int) -> int:
-    """How many messages are ready that were not so from the start; counted up to `limit`."""
+def count_secondary_ready(alias: str, limit: int) -> int:
+    """The number of messages in the secondary ready index, counted up to `limit`."""
     connection = connections[alias]
-    aside = f"SELECT 1 FROM {live(connection)} m WHERE {ASIDE}"
+    secondary = f"SELECT 1 FROM {live(connection)} m WHERE {SECONDARY}"
     if is_postgresql(connection):
-        # Shard by shard, so that their index is read, and not the table.
-        of_a_shard = f"{aside} AND m.shard = s.shard LIMIT {limit:d}"
-        aside = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"
+        # Shard by shard, so that the planner reads the index and not the table.
+        of_a_shard = f"{secondary} AND m.shard = s.shard LIMIT {limit:d}"
+        secondary = f"SELECT 1 FROM generate_series(0, {SHARDS - 1}) s(shard) CROSS JOIN LATERAL ({of_a_shard}) m"
     with connection.cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM ({aside} LIMIT {limit:d}) counted")
+        cursor.execute(f"SELECT count(*) FROM ({secondary} LIMIT {limit:d}) counted")
         count: int = cursor.fetchone()[0]
     return count
 
 
 def _seconds(connection: BaseDatabaseWrapper) -> str:
-    """A number also of the instant `-infinity`, or of text that is no instant, which is as good as overdue."""
+    """Seconds until a message is due. `-infinity` and text that is not an instant, on SQLite, count as overdue."""
     if is_postgresql(connection):
         long_ago = f"{now(connection)} - interval '1 day'"
         return f"CAST(EXTRACT(epoch FROM GREATEST(m.available_at, {long_ago}) - {now(connection)}) AS float8)"

@@ -1,4 +1,4 @@
-"""What became of the messages of a batch, and the making ready of those that waited: the relay's transitions."""
+"""The relay's transitions: settling the messages of a batch, and making retrying, scheduled and waiting messages ready."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from outbox.states import (
 from outbox.store.dialect import any_of, live
 from outbox.store.halving import change_apart, count_moved_of_others
 from outbox.store.pausing import pause_in_hand
-from outbox.store.pending_callbacks import note_calls, topics_called
+from outbox.store.pending_callbacks import record_calls, topics_with_callbacks
 from outbox.store.transitions import Found, count_moved, delete, move
 
 _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
@@ -42,11 +42,11 @@ _HOLDING = ", ".join(f"'{state}'" for state in HOLDING_KEY)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Messages that failed together, with the same words after as many attempts.
+    """Messages that failed with the same error and the same number of attempts.
 
     Attributes:
-        retry_after: rest until the next attempt; None when it was the last.
-        matters: to a person who reads the trail; not when it only goes on as before.
+        retry_after: backoff until the next attempt; None if this attempt was the last.
+        matters: whether the trail records it; False if it only repeats the failure before.
     """
 
     positions: Sequence[int]
@@ -57,10 +57,10 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Settlement:
-    """What became of a batch: positions by outcome. A row named nowhere stays ready and is sent again.
+    """The outcomes of a batch: positions by outcome. A row without an outcome stays ready and is sent again.
 
     Attributes:
-        paused: by topic, which is paused; they were not sent.
+        paused: by paused topic, the messages that were not sent.
     """
 
     published: Sequence[int] = ()
@@ -75,12 +75,12 @@ class Settlement:
 
     @property
     def positions(self) -> list[int]:
-        """In their order."""
+        """All positions, in ascending order."""
         failed = (position for failure in self.failed for position in failure.positions)
         return sorted([*self.published, *self.expired, *self.waiting, *chain(*self.paused.values()), *failed])
 
     def of(self, chosen: Collection[int]) -> Settlement:
-        """What it says of these."""
+        """The outcomes of the `chosen` positions only."""
 
         def among(given: Sequence[int]) -> list[int]:
             return [position for position in given if position in chosen]
@@ -96,12 +96,12 @@ class Settlement:
 
 @dataclass(frozen=True, kw_only=True)
 class SettledApart:
-    """What became of a settlement that the database has refused as a whole.
+    """The result of settling in parts, after the database had refused the whole settlement.
 
     Attributes:
-        settlement: what of it is stored.
-        changed: how many rows have changed.
-        refused: by position, why the database does not change that row.
+        settlement: the outcomes that are stored.
+        changed: the number of changed rows.
+        refused: by position, the error of each refused row.
     """
 
     settlement: Settlement
@@ -110,7 +110,7 @@ class SettledApart:
 
 
 def settle(alias: str, settlement: Settlement) -> int:
-    """Store what became of a batch, inside the claim; how many rows changed.
+    """Store the outcomes of a batch, inside the claim's transaction; the number of changed rows.
 
     The claim has locked these rows, so no other session makes this wait.
     """
@@ -120,29 +120,29 @@ def settle(alias: str, settlement: Settlement) -> int:
     changed += count_moved(alias, HOLD, settlement.waiting)
     changed += sum(_fail(alias, failure, called) for failure in settlement.failed)
     changed += pause_in_hand(alias, settlement.paused)
-    note_calls(connections[alias], called)
+    record_calls(connections[alias], called)
     return changed
 
 
 def _publish(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
     if outbox_options().KEEP_HISTORY is None:
-        return _publish_and_forget(alias, positions, called)
+        return _publish_without_history(alias, positions, called)
     return _settle(alias, CONFIRM, positions, called)
 
 
-def _publish_and_forget(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
-    """Delete them, but for those whose callbacks will ask for them."""
-    kept: set[int] = set()
-    if topics := topics_called(CONFIRM):
+def _publish_without_history(alias: str, positions: Sequence[int], called: list[uuid.UUID]) -> int:
+    """Delete published messages, except those whose callbacks need them: these become history."""
+    with_callbacks: set[int] = set()
+    if topics := topics_with_callbacks(CONFIRM):
         messages = OutboxMessage.objects.using(alias).filter(day=LIVE, pk__in=positions, topic__in=topics)
-        kept = set(messages.values_list("pk", flat=True))
-    forgotten = delete(alias, CONFIRM, [position for position in positions if position not in kept])
-    return forgotten + _settle(alias, CONFIRM, sorted(kept), called)
+        with_callbacks = set(messages.values_list("pk", flat=True))
+    deleted = delete(alias, CONFIRM, [position for position in positions if position not in with_callbacks])
+    return deleted + _settle(alias, CONFIRM, sorted(with_callbacks), called)
 
 
 def _settle(alias: str, transition: Transition, positions: Sequence[int], called: list[uuid.UUID], **options: Any) -> int:
-    """How many rows changed; in `called` go those of which a callback may have to be told."""
-    if not topics_called(transition):
+    """Apply a transition; the number of changed rows. Messages whose topics may have a callback are added to `called`."""
+    if not topics_with_callbacks(transition):
         return count_moved(alias, transition, positions, **options)
     moved = move(alias, transition, positions, **options)
     called += [message_id for _, message_id, *_ in moved]
@@ -150,15 +150,15 @@ def _settle(alias: str, transition: Transition, positions: Sequence[int], called
 
 
 def settle_apart(alias: str, settlement: Settlement, keys: Mapping[int, str]) -> SettledApart:
-    """`settle` in parts, which are halved down to the rows that the database refuses; inside an open transaction.
+    """`settle` in parts, halved down to the rows that the database refuses to change; inside an open transaction.
 
-    The later rows of their keys are left as well, because they are to be sent again after them.
+    Later rows of the keys of refused rows are not settled either, so that they are sent again after them.
 
     Args:
         keys: of the messages, by position.
 
     Raises:
-        django.db.Error: an error that is not of these rows.
+        django.db.Error: an error that these rows do not cause.
     """
 
     def change(some: Sequence[int]) -> int:
@@ -169,7 +169,7 @@ def settle_apart(alias: str, settlement: Settlement, keys: Mapping[int, str]) ->
 
 
 def rehearse(alias: str, keys: Mapping[int, str]) -> SettledApart:
-    """What `settle_apart` would do if these were published. Nothing stays changed.
+    """The result that `settle_apart` would have if these messages were published; rolled back.
 
     Args:
         keys: of the messages, by position.
@@ -190,25 +190,25 @@ def _fail(alias: str, failure: Failure, called: list[uuid.UUID]) -> int:
     return _settle(alias, transition, failure.positions, called, reason=failure.error, recorded=failure.matters, **given)
 
 
-def promote_rested(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
-    """Try up to `limit` messages again whose backoff has ended; how many.
+def make_retrying_ready(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
+    """Apply retrying → ready to up to `limit` messages whose backoff has ended; returns their number.
 
     Args:
-        refused: the rows that the database refuses to change. They are left out, and the others are changed; None raises.
+        refused: the rows that the database refuses to change, which are skipped. With None their error is raised.
     """
-    return _promote(alias, TRY_AGAIN, limit, refused)
+    return _make_due_ready(alias, TRY_AGAIN, limit, refused)
 
 
-def promote_due(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
-    """Make up to `limit` messages ready whose time has come; how many. For a relay without a timer beside it.
+def make_scheduled_ready(alias: str, limit: int, refused: RefusedRows | None = None) -> int:
+    """Apply scheduled → ready to up to `limit` due messages; returns their number. For a relay without a timer.
 
     Args:
-        refused: see `promote_rested`.
+        refused: see `make_retrying_ready`.
     """
-    return _promote(alias, FIRE, limit, refused)
+    return _make_due_ready(alias, FIRE, limit, refused)
 
 
-def _promote(alias: str, transition: Transition, limit: int, refused: RefusedRows | None) -> int:
+def _make_due_ready(alias: str, transition: Transition, limit: int, refused: RefusedRows | None) -> int:
     connection = connections[alias]
     (source,) = transition.sources
     due, parameters = f"state = '{source}' AND available_at <= {now(connection)}", []
@@ -220,29 +220,31 @@ def _promote(alias: str, transition: Transition, limit: int, refused: RefusedRow
 
 
 def release_waiting(alias: str, *, keys: int, each: int, refused: RefusedRows | None = None) -> int:
-    """waiting → ready for up to `keys` keys whose head is out of trouble, the first `each` messages of every one; how many.
+    """Apply waiting → ready to the first `each` messages of up to `keys` keys that no message blocks; returns their number.
 
-    The keys are found one by one along the index, however many messages wait behind each.
+    The keys are found by one index lookup each, however many messages wait behind each.
 
     Args:
-        refused: see `promote_rested`; all of their keys is left.
+        refused: see `make_retrying_ready`; all messages of their keys are skipped.
     """
     connection = connections[alias]
     table = live(connection)
     holding = f"FROM {table} h WHERE h.state IN ({_HOLDING}) AND h.key <> ''"
     skipped = [key for key in refused.skipped().values() if key] if refused is not None else []
-    besides = ""
+    not_skipped = ""
     if skipped:
-        besides = " AND key <> ALL(%s)" if is_postgresql(connection) else " AND key NOT IN (SELECT value FROM json_each(%s))"
+        not_skipped = (
+            " AND key <> ALL(%s)" if is_postgresql(connection) else " AND key NOT IN (SELECT value FROM json_each(%s))"
+        )
     given: list[Any] = [skipped if is_postgresql(connection) else json.dumps(skipped)] if skipped else []
     with connection.cursor() as cursor:
         cursor.execute(
-            # The first of each key that is failed or waits, one key after the other along the index.
+            # The first failed, paused or waiting message of each key, one key after the other along the index.
             "WITH RECURSIVE heads(key, state) AS ("
             f"SELECT * FROM (SELECT h.key, h.state {holding} ORDER BY h.key, h.id LIMIT 1) head "
             f"UNION ALL SELECT next.key, next.state FROM heads JOIN {table} next ON next.id = "
             f"(SELECT h.id {holding} AND h.key > heads.key ORDER BY h.key, h.id LIMIT 1)) "
-            f"SELECT key FROM heads WHERE state = 'waiting'{besides} LIMIT %s",
+            f"SELECT key FROM heads WHERE state = 'waiting'{not_skipped} LIMIT %s",
             [*given, keys],
         )
         free = [key for (key,) in cursor.fetchall()]

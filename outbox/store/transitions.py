@@ -1,9 +1,9 @@
 """Executes the transitions that `outbox.states` declares: one guarded statement, and its entries in the trail.
 
-Nothing else changes the state of a message. The statement is an UPDATE, unless the transition settles the message, or brings
-it back: then on PostgreSQL the row is deleted from one part of the table and inserted into another, in one statement. What
-waits for the row finds none any more, as if its guard had found another state. An UPDATE of `day` would move the row as well,
-and end what waits for it with an error.
+No other code changes the state of a message. The statement is an UPDATE, unless the transition moves the message into history
+or out of it: then on PostgreSQL one statement deletes the row from one part of the table and inserts it into another. A
+statement that waits for the row then finds no row, as if its guard had found another state. An UPDATE of `day` would also move
+the row, but raise an error in the statements that wait for it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from django.db.models.sql.compiler import SQLCompiler
 
 _Values = Mapping[str, tuple[str, Sequence[Any]]]
-"""What is written, by column: SQL and its parameters."""
+"""The values to write, by column: SQL and its parameters."""
 _Write = Callable[[_Values], tuple[str, Sequence[Any]]]
 
 _written: dict[tuple[str, str, _Write], tuple[str, Sequence[Any]]] = {}
-"""What a transition writes, by kind of database and transition, where it is always the same: compiling it takes as long as
-executing it."""
+"""The compiled values of transitions without parameters, by database vendor and transition: compiling takes as long as
+executing."""
 
 
 class Found(NamedTuple):
-    """Which messages to move: what a query finds, all of it in the one state that the transition leads from.
+    """The messages to move, as a query that finds messages in the single source state of the transition.
 
-    They are locked where they are found, so that no condition is needed at the update, and found once: PostgreSQL may execute
-    a subquery with a LIMIT anew for every row of the other side of a join, each time locking and finding others, when its
-    statistics are of another time. An array it computes once.
+    The query locks the rows, so the UPDATE needs no condition. Its result is an array, because PostgreSQL computes an array
+    once. With outdated statistics it may execute a subquery with a LIMIT again for each row of the other side of a join, and
+    each time find and lock other rows.
 
     Attributes:
-        query: it selects `column`.
-        locking: how PostgreSQL locks what it finds; "" when the query says it itself.
+        query: selects `column`.
+        locking: PostgreSQL's locking clause; "" if the query contains it.
     """
 
     query: str
@@ -77,23 +77,22 @@ def move(
     recorded: bool | None = None,
     **given: Any,
 ) -> list[Moved]:
-    """Change the state of those of the messages that are in a state which the transition leads from; which they were.
+    """Apply a transition to those of the messages that are in one of its source states; returns the changed messages.
 
-    In the open transaction, or one of its own. Messages that another transaction has locked are waited for, unless a query has
-    left them out.
+    It uses the open transaction, or its own. It waits for rows that another transaction has locked, unless a query skips them.
 
     Args:
-        rows: positions, or a query that finds and locks them.
-        only: of these sources only.
+        rows: positions, or a query that finds and locks rows.
+        only: restricts the source states.
         reason: for the trail: who decided and why.
-        recorded: for this execution, in place of what the transition says.
-        given: what the transition's columns are computed from.
+        recorded: overrides `recorded` of the transition for this execution.
+        given: the parameters of the transition's columns.
     """
     if not rows:
         return []
     connection = connections[alias]
     sources = [source for source in transition.sources if only is None or source in only]
-    # Without a savepoint: whoever has opened a transaction undoes all of it.
+    # Without a savepoint: after an error the code that opened the transaction rolls all of it back.
     with transaction.atomic(using=alias, savepoint=False), connection.cursor() as cursor:
         moved: list[Moved] = []
         for was, its in _by_source(connection, rows, sources).items():
@@ -113,7 +112,7 @@ def count_moved(
     recorded: bool | None = None,
     **given: Any,
 ) -> int:
-    """How many `move` has changed, for a transition with one source; nothing is read that the trail does not need."""
+    """`move` for a transition with one source; the number of changed messages. It reads rows only if the trail needs them."""
     if not rows:
         return 0
     if is_recorded(decision=transition.recorded if recorded is None else recorded):
@@ -126,7 +125,7 @@ def count_moved(
 
 
 def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
-    """Delete messages instead of moving them through a transition with one source; how many. Their trail tells of it."""
+    """Delete messages instead of applying a transition with one source; their number. The trail records the transition."""
     (source,) = transition.sources
     (target,) = transition.targets
     connection = connections[alias]
@@ -137,15 +136,15 @@ def delete(alias: str, transition: Transition, rows: Sequence[int]) -> int:
             cursor.execute(statement, [parameter])
             return int(cursor.rowcount)
         cursor.execute(f"{statement} RETURNING id, message_id", [parameter])
-        gone = [Moved(position, as_uuid(name), source.value, target.value) for position, name in cursor.fetchall()]
-    _record(alias, gone, "")
-    return len(gone)
+        deleted = [Moved(position, as_uuid(name), source.value, target.value) for position, name in cursor.fetchall()]
+    _record(alias, deleted, "")
+    return len(deleted)
 
 
 def _by_source(
     connection: BaseDatabaseWrapper, rows: Sequence[int] | Found, sources: Sequence[State]
 ) -> Mapping[str, Sequence[int] | Found]:
-    """The rows by the state they are in. A statement does not tell which of several it was, so these are locked first."""
+    """The rows by their state. With several sources they are locked first: a statement does not return the previous state."""
     if len(sources) == 1:
         return {sources[0].value: rows}
     if isinstance(rows, Found):
@@ -175,7 +174,7 @@ def _statement(
         condition, parameter = any_of(connection, rows)
         condition, found = f"id {condition} AND state = '{was}'", [parameter]
     if not moves:
-        # By the name of the whole table the expressions know its columns.
+        # The expressions refer to the columns by the name of the whole table.
         return f"UPDATE {live(connection)} AS {TABLE} SET {written} WHERE {condition}{returning}", [*parameters, *found]
     source, target = (TABLE, LIVE_PART) if was in SETTLED else (LIVE_PART, HISTORY)
     return (
@@ -190,7 +189,7 @@ def _what(
     given: Mapping[str, Any],
     write: _Write,
 ) -> tuple[str, Sequence[Any]]:
-    """What the transition writes, as SQL and its parameters."""
+    """The values that the transition writes, as SQL and its parameters."""
     known = (connection.vendor, transition.name, write)
     if not given and known in _written:
         return _written[known]
@@ -214,7 +213,7 @@ def _value(query: UpdateQuery, compiler: SQLCompiler, name: str, value: Any) -> 
 
 
 def _as_updated(values: _Values) -> tuple[str, Sequence[Any]]:
-    """For an UPDATE: only what is written."""
+    """For an UPDATE: only the written columns."""
     return (
         ", ".join(f"{name} = {sql}" for name, (sql, _) in values.items()),
         [parameter for _, parameters in values.values() for parameter in parameters],

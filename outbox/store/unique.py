@@ -1,15 +1,15 @@
-"""Messages published with `unique=True`: of those with one topic and biz-id, at most one has not been given up.
+"""Messages published with `unique=True`: for each topic and biz-id at most one that is not expired, cancelled or rolled back.
 
-The index `outbox_unique_biz_id` guarantees this of what is live, whoever writes and however concurrently. An insert that meets
-such a message waits until the transaction that wrote it, or is giving it up or publishing it, has ended.
+The index `outbox_unique_biz_id` guarantees this for live messages, with any number of concurrent writers. An insert that
+conflicts with an uncommitted change waits until the other transaction has ended.
 
-On PostgreSQL a published message is history, where that index does not reach. So whoever has inserted a row, and met no other,
-asks history with another statement. The order makes it safe: from the moment when the row is in the index until its
-transaction ends, no other message with its name can become live, so what may be in history was there before. The statement
-that asks is younger, so it sees what was committed there.
+On PostgreSQL a published message is in history, which this index does not cover. So after an insert without a conflict, a
+second statement searches history. This order is safe: from the moment when the row is in the index until its transaction ends,
+no other message of this topic and biz-id can become live. So a message in history was committed before the second statement
+began, which therefore sees it.
 
-With REPEATABLE READ or SERIALIZABLE a statement sees no more than the transaction's first. There the index
-`outbox_history_unique` is asked: an insert, which is rolled back, meets what the transaction cannot see.
+With REPEATABLE READ or SERIALIZABLE the second statement has the snapshot of the first. There an insert into history, which is
+rolled back, conflicts in the index `outbox_history_unique` with a message that the transaction cannot see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 _GIVEN_UP = ", ".join(repr(state.value) for state in GIVEN_UP)
-# The condition of the index, word for word: SQLite infers the index from nothing else.
+# The exact condition of the index, because SQLite infers a partial index only from the same text.
 UNLESS_FOUND = f"ON CONFLICT (topic, biz_id) WHERE is_unique AND NOT (state IN ({_GIVEN_UP})) DO NOTHING"
 
 _PUBLISHED = (
@@ -46,7 +46,7 @@ _VISIBLE = (
     f"AND theirs.is_unique AND NOT (theirs.state IN ({_GIVEN_UP})))"
 )
 _DAYS = (
-    # What this transaction cannot see was settled after it began. A day more, for a statement that began before it.
+    # A message that this transaction cannot see was settled after it began; or a day earlier, by a statement that began before.
     "generate_series(CAST(floor(EXTRACT(EPOCH FROM transaction_timestamp()) / 86400) AS int) - 1, "
     f"{DAY_OF_NOW['postgresql']}) settled(day)"
 )
@@ -67,7 +67,7 @@ IS_REPLACED = Q(is_unique=True, state__in=GIVEN_UP) & Q(
         )
     )
 )
-"""It was given up, and another message has been published in its place. Of several that were given up, the last counts."""
+"""The message was given up, and another one with its topic and biz-id was published later or is not given up."""
 
 
 class UniqueMessage(NamedTuple):
@@ -77,10 +77,10 @@ class UniqueMessage(NamedTuple):
 
 
 def is_published_already(alias: str, positions: Sequence[int]) -> bool:
-    """Is there in history what one of these live messages, which were inserted just now, must not be beside?
+    """Is a unique message with the topic and biz-id of one of these newly inserted messages in history?
 
     Raises:
-        django.db.OperationalError: a serialization failure. There is, and this transaction can see it nowhere.
+        django.db.OperationalError: a serialization failure. There is one, which this transaction cannot see.
     """
     connection = connections[alias]
     if not is_postgresql(connection):
@@ -92,17 +92,17 @@ def is_published_already(alias: str, positions: Sequence[int]) -> bool:
 
 
 def require_unpublished(alias: str, positions: Sequence[int]) -> None:
-    """As the index of what is live, also for history.
+    """Enforce the unique index also for history.
 
     Raises:
-        django.db.IntegrityError, django.db.OperationalError: one of these live messages must not be beside a published one.
+        django.db.IntegrityError, django.db.OperationalError: the topic and biz-id of one of these messages were published.
     """
     if is_published_already(alias, positions):
         raise IntegrityError("a message with its topic and biz-id has been published")
 
 
 def _may_be_published(connection: BaseDatabaseWrapper, positions: Sequence[int]) -> bool:
-    """Would they meet no other in history? Asked by an insert that is rolled back."""
+    """Would an insert of these messages into history succeed? The insert is rolled back."""
     try:
         with transaction.atomic(using=connection.alias), connection.cursor() as cursor:
             cursor.execute(_PUBLISH, [array_of(positions)])
@@ -119,8 +119,8 @@ def _may_be_published(connection: BaseDatabaseWrapper, positions: Sequence[int])
 
 
 def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
-    """The message that an insert has met; None when it has been given up or purged since."""
-    # The last of several: a transaction with one snapshot still sees one that has been given up since it began.
+    """The message with which an insert conflicted; None if it has been given up or purged since."""
+    # The last of several: a transaction with one snapshot still sees a message that was given up after it began.
     found = (
         OutboxMessage.objects.using(alias)
         .filter(topic=topic, biz_id=biz_id, is_unique=True)
@@ -133,5 +133,5 @@ def find_unique(alias: str, topic: str, biz_id: str) -> UniqueMessage | None:
 
 
 def is_replaced(alias: str, position: int) -> bool:
-    """Was this message given up, and another one published in its place?"""
+    """Was this message given up, and another one with its topic and biz-id published?"""
     return OutboxMessage.objects.using(alias).filter(IS_REPLACED, pk=position).exists()

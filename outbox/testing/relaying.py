@@ -13,7 +13,16 @@ from django.utils.module_loading import import_string
 from outbox.api import in_transaction
 from outbox.conf import LOCAL_BROKER, outbox_options
 from outbox.kernel.broker import scheme_of
-from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Parcel, PublishOutcome, Sent, Transport, Verdict
+from outbox.kernel.transport import (
+    CONFIRMED,
+    Capabilities,
+    Companion,
+    OutgoingMessage,
+    PublishOutcome,
+    Sent,
+    Transport,
+    Verdict,
+)
 from outbox.kernel.wire import Wire
 from outbox.relay.service import serve
 from outbox.testing.environment import require_tests
@@ -89,10 +98,10 @@ class _TestTransport:
     def connect(self) -> None:
         pass
 
-    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
-        handed = self._handed_over(parcels, deadline)
-        verdicts = {parcel.position: handed.get(parcel.position, CONFIRMED) for parcel in parcels}
-        self.sent += [_sent(parcel) for parcel in parcels if verdicts[parcel.position].outcome is PublishOutcome.CONFIRMED]
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
+        handed = self._handed_over(messages, deadline)
+        verdicts = {message.position: handed.get(message.position, CONFIRMED) for message in messages}
+        self.sent += [_sent(message) for message in messages if verdicts[message.position].outcome is PublishOutcome.CONFIRMED]
         return Sent(verdicts=verdicts)
 
     def idle(self) -> None:
@@ -104,24 +113,24 @@ class _TestTransport:
     def companions(self) -> Sequence[Companion]:
         return () if self._local is None else self._local.companions()
 
-    def _handed_over(self, parcels: Sequence[Parcel], deadline: float) -> dict[int, Verdict]:
+    def _handed_over(self, messages: Sequence[OutgoingMessage], deadline: float) -> dict[int, Verdict]:
         if self._local is None:
             return {}
         if self._is_local:
-            return dict(self._local.send(parcels, deadline).verdicts)
+            return dict(self._local.send(messages, deadline).verdicts)
         # A broker also accepts messages for other services.
-        ours = [parcel for parcel in parcels if parcel.wire is None]
+        ours = [message for message in messages if message.wire is None]
         verdicts = self._local.send(ours, deadline).verdicts
         return {position: verdict for position, verdict in verdicts.items() if verdict.outcome is not PublishOutcome.RETURNED}
 
 
-def _sent(parcel: Parcel) -> SentMessage:
-    envelope = parcel.envelope
+def _sent(message: OutgoingMessage) -> SentMessage:
+    envelope = message.envelope
     return SentMessage(
         id=envelope.id,
         topic=envelope.topic,
         payload=decoded(envelope.body),
-        headers=envelope.to_headers() if parcel.wire is None else Wire.from_text(parcel.wire).headers,
+        headers=envelope.to_headers() if message.wire is None else Wire.from_text(message.wire).headers,
         body=envelope.body,
-        priority=parcel.priority,
+        priority=message.priority,
     )

@@ -35,7 +35,7 @@ from outbox.kernel.transport import (
     BrokerUnavailable,
     Capabilities,
     Companion,
-    Parcel,
+    OutgoingMessage,
     PublishOutcome,
     Sent,
     Verdict,
@@ -93,19 +93,19 @@ class AmqpTransport:
         if self._connection is None:
             self._open()
 
-    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         refused: dict[int, Verdict] = {}
         broken: str | None = None
         suspects: list[int] = []
         try:
-            broken = self._publish(parcels, deadline, refused) or self._await_confirms(deadline)
+            broken = self._publish(messages, deadline, refused) or self._await_confirms(deadline)
         except BROKER_FAILURES as error:
             broken = self._explained(error)
-            suspects = self._suspects(error, parcels)
+            suspects = self._suspects(error, messages)
             if len(suspects) == 1 and (_blames_a_destination(error) or len(self._tracker.unanswered) == 1):
                 refused[suspects[0]] = Verdict(_FAULTS[_code_of(error)], f"the broker refuses it: {broken}")
         # The tracker may hold a late ack of an earlier batch; those rows do not belong to this claim.
-        mine = {parcel.position for parcel in parcels}
+        mine = {message.position for message in messages}
         verdicts = {position: verdict for position, verdict in self._tracker.collect().items() if position in mine}
         verdicts.update(refused)
         if broken is None:
@@ -176,16 +176,16 @@ class AmqpTransport:
             except BROKER_FAILURES as error:
                 logger.debug("Discarding a broker connection: %s", describe(error))
 
-    def _publish(self, parcels: Sequence[Parcel], deadline: float, refused: dict[int, Verdict]) -> str | None:
+    def _publish(self, messages: Sequence[OutgoingMessage], deadline: float, refused: dict[int, Verdict]) -> str | None:
         buffer = bytearray()
         unconfirmed_bytes = 0
         missing: set[str] = set()
-        for parcel in parcels:
-            frames = self._encode(parcel, missing)
+        for message in messages:
+            frames = self._encode(message, missing)
             if isinstance(frames, Verdict):
-                refused[parcel.position] = frames
+                refused[message.position] = frames
                 continue
-            self._tracker.sent(parcel.position, parcel.envelope.id)
+            self._tracker.sent(message.position, message.envelope.id)
             buffer += frames
             if len(buffer) < _WRITE_BYTES:
                 continue
@@ -201,12 +201,12 @@ class AmqpTransport:
                 unconfirmed_bytes = 0
         return self._write(buffer, deadline)
 
-    def _encode(self, parcel: Parcel, missing: set[str]) -> bytes | Verdict:
+    def _encode(self, message: OutgoingMessage, missing: set[str]) -> bytes | Verdict:
         try:
-            if parcel.wire is None:
-                return self._frames.publish(parcel)
-            wire = Wire.from_text(parcel.wire)
-            frames = self._frames.publish_formed(parcel.envelope, wire)
+            if message.wire is None:
+                return self._frames.publish(message)
+            wire = Wire.from_text(message.wire)
+            frames = self._frames.publish_formed(message.envelope, wire)
         except Exception as error:  # noqa: BLE001 - a row written by another program may hold anything
             return Verdict(PublishOutcome.REFUSED, f"it cannot be encoded: {describe(error)}")
         if not self._exists(wire.exchange, missing):
@@ -292,7 +292,7 @@ class AmqpTransport:
     def _on_unblocked(self) -> None:
         self._blocked = None
 
-    def _suspects(self, error: Exception, parcels: Sequence[Parcel]) -> list[int]:
+    def _suspects(self, error: Exception, messages: Sequence[OutgoingMessage]) -> list[int]:
         """The positions of the messages that may have made the broker close the channel; empty for any other reason.
 
         RabbitMQ names the forbidden topic. It reads in order, so it stopped at the first message of that topic.
@@ -301,12 +301,12 @@ class AmqpTransport:
         if code not in _FAULTS or self._is_about_our_exchange(error):
             return []
         unanswered = set(self._tracker.unanswered)
-        sent = [parcel for parcel in parcels if parcel.position in unanswered]
+        sent = [message for message in messages if message.position in unanswered]
         if code == _NOT_FOUND:
             # An exchange of another protocol's message was deleted after the check.
-            sent = [parcel for parcel in sent if parcel.wire is not None]
-        named = [parcel for parcel in sent if f"topic '{parcel.envelope.topic}'" in str(error)]
-        return [parcel.position for parcel in named[:1] or sent]
+            sent = [message for message in sent if message.wire is not None]
+        named = [message for message in sent if f"topic '{message.envelope.topic}'" in str(error)]
+        return [message.position for message in named[:1] or sent]
 
     def _is_about_our_exchange(self, error: Exception) -> bool:
         """Is the project's exchange as a whole forbidden or missing, not a single topic?"""

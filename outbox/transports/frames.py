@@ -17,7 +17,7 @@ from amqp.basic_message import Message
 from amqp.serialization import dumps
 
 from outbox.kernel.envelope import COPIES, Envelope
-from outbox.kernel.transport import Parcel
+from outbox.kernel.transport import OutgoingMessage
 from outbox.kernel.wire import Wire
 
 _Headers = TypeVar("_Headers", bound=Mapping[str, Any])
@@ -51,16 +51,16 @@ class FrameWriter:
         self._method = lru_cache(maxsize=1024)(self._encode_method)
         self._exchange = exchange
 
-    def publish(self, parcel: Parcel) -> bytes:
-        """All frames of `parcel`, as a CloudEvent.
+    def publish(self, message: OutgoingMessage) -> bytes:
+        """All frames of `message`, as a CloudEvent.
 
         Raises:
             ValueError: a name is longer than AMQP's 255 bytes, the headers do not fit into one frame, or RabbitMQ would refuse
                 them.
         """
-        envelope = parcel.envelope
+        envelope = message.envelope
         body = envelope.body
-        expiration = b"" if parcel.lasting is None else _expiration(parcel.lasting)
+        expiration = b"" if message.expires_in_seconds is None else _expiration(message.expires_in_seconds)
         properties = b"".join(
             (
                 _pack_content(_BASIC, 0, len(body)),
@@ -69,7 +69,7 @@ class FrameWriter:
                 _short(_ENCODING),
                 _table(_checked(envelope.to_headers())),
                 _PERSISTENT,
-                bytes((parcel.priority,)),
+                bytes((message.priority,)),
                 expiration,
                 _text(envelope.id),
                 _short(envelope.topic),

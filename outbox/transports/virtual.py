@@ -23,7 +23,7 @@ from outbox.kernel.transport import (
     BrokerUnavailable,
     Capabilities,
     Companion,
-    Parcel,
+    OutgoingMessage,
     PublishOutcome,
     Sent,
     Verdict,
@@ -80,19 +80,19 @@ class VirtualTransport:
             raise (BrokerRefused if is_refusal(error) else BrokerUnavailable)(describe(error)) from error
         self._connection = connection
 
-    def send(self, parcels: Sequence[Parcel], deadline: float) -> Sent:
+    def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
         verdicts: dict[int, Verdict] = {}
         failures = self._failures(self._connection)
-        for parcel in parcels:
+        for message in messages:
             if monotonic() > deadline:
                 break
             try:
-                verdicts[parcel.position] = self._send_one(parcel)
+                verdicts[message.position] = self._send_one(message)
             except failures as error:
                 self.close()
                 return Sent(verdicts=verdicts, broken=describe(error))
             except Exception as error:  # noqa: BLE001 - the connection works, so this message cannot be sent
-                verdicts[parcel.position] = Verdict(PublishOutcome.REFUSED, f"it cannot be sent: {describe(error)}")
+                verdicts[message.position] = Verdict(PublishOutcome.REFUSED, f"it cannot be sent: {describe(error)}")
         return Sent(verdicts=verdicts)
 
     def idle(self) -> None:
@@ -109,10 +109,10 @@ class VirtualTransport:
     def companions(self) -> Sequence[Companion]:
         return ()
 
-    def _send_one(self, parcel: Parcel) -> Verdict:
-        envelope = parcel.envelope
-        if parcel.wire is not None:
-            return self._send_formed(envelope, Wire.from_text(parcel.wire))
+    def _send_one(self, message: OutgoingMessage) -> Verdict:
+        envelope = message.envelope
+        if message.wire is not None:
+            return self._send_formed(envelope, Wire.from_text(message.wire))
         if not self._is_routable(self._exchange.name, envelope.topic):
             return Verdict(
                 PublishOutcome.RETURNED,
@@ -128,7 +128,7 @@ class VirtualTransport:
             type=envelope.topic,
             delivery_mode="persistent",
             # In seconds; kombu writes milliseconds.
-            expiration=None if parcel.lasting is None else max(parcel.lasting, _LEAST_SECONDS),
+            expiration=None if message.expires_in_seconds is None else max(message.expires_in_seconds, _LEAST_SECONDS),
             retry=False,
         )
         return CONFIRMED

@@ -14,7 +14,7 @@ from inbox.models import InboxMessage
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope, from_delivery
-from outbox.kernel.transport import Parcel, PublishOutcome
+from outbox.kernel.transport import OutgoingMessage, PublishOutcome
 from outbox.states import State
 from outbox.transports import open_transport
 from tests.support.relaying import EXCHANGE, Queue, connected, drained, ids, outcomes, published, quick, row_of, soon, state_of
@@ -25,10 +25,10 @@ pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True
 ROUTED, UNROUTABLE = "contract.routed", "contract.unroutable"
 
 
-def a_parcel(position=1, topic=ROUTED, body=b'{"n":1}', **attributes):
+def a_message(position=1, topic=ROUTED, body=b'{"n":1}', **attributes):
     message_id = str(uuid.uuid4())
     values = {"source": "/tests", "created_at": datetime(2026, 3, 1, tzinfo=UTC), "biz_id": f"b{position}", **attributes}
-    return Parcel(position=position, envelope=Envelope(**{"id": message_id, "topic": topic, "body": body, **values}))
+    return OutgoingMessage(position=position, envelope=Envelope(**{"id": message_id, "topic": topic, "body": body, **values}))
 
 
 def _through_a_broker(url):
@@ -88,19 +88,19 @@ def transport(place):
 
 class TestEveryTransport:
     def test_sent_messages_are_confirmed_and_arrive_in_order(self, place, transport):
-        parcels = [a_parcel(position, body=f'{{"n":{position}}}'.encode()) for position in (7, 3, 9)]
+        messages = [a_message(position, body=f'{{"n":{position}}}'.encode()) for position in (7, 3, 9)]
 
-        sent = transport.send(parcels, soon())
+        sent = transport.send(messages, soon())
 
         assert outcomes(sent) == dict.fromkeys((7, 3, 9), PublishOutcome.CONFIRMED)
         assert sent.broken is None
         arrived = place.arrived(3)
-        assert [envelope.body for envelope in arrived] == [parcel.envelope.body for parcel in parcels], "in order"
-        assert [envelope.id for envelope in arrived] == [parcel.envelope.id for parcel in parcels]
+        assert [envelope.body for envelope in arrived] == [message.envelope.body for message in messages], "in order"
+        assert [envelope.id for envelope in arrived] == [message.envelope.id for message in messages]
         assert {envelope.topic for envelope in arrived} == {ROUTED}
 
     def test_key_and_biz_id_arrive_unchanged(self, place, transport):
-        transport.send([a_parcel(key="käufer-№4", biz_id="bestellung-🍰")], soon())
+        transport.send([a_message(key="käufer-№4", biz_id="bestellung-🍰")], soon())
 
         [envelope] = place.arrived(1)
         assert (envelope.key, envelope.biz_id) == ("käufer-№4", "bestellung-🍰")
@@ -120,12 +120,12 @@ class TestEveryTransport:
         "body", ['"ä 🍰"', "null", '{ "a" : 1 }', '"' + "x" * 200_000 + '"'], ids=["text", "null", "blanks", "big"]
     )
     def test_body_arrives_byte_for_byte(self, place, transport, body):
-        transport.send([a_parcel(body=body.encode())], soon())
+        transport.send([a_message(body=body.encode())], soon())
 
         assert [envelope.body for envelope in place.arrived(1)] == [body.encode()]
 
     def test_unroutable_message_is_returned_with_the_reason(self, place, transport):
-        sent = transport.send([a_parcel(1), a_parcel(2, UNROUTABLE), a_parcel(3)], soon())
+        sent = transport.send([a_message(1), a_message(2, UNROUTABLE), a_message(3)], soon())
 
         assert outcomes(sent) == {1: PublishOutcome.CONFIRMED, 2: PublishOutcome.RETURNED, 3: PublishOutcome.CONFIRMED}
         assert "unroutable" in sent.verdicts[2].reason
@@ -134,7 +134,7 @@ class TestEveryTransport:
         assert len(place.arrived(2)) == 2
 
     def test_messages_past_the_deadline_are_not_sent_and_have_no_verdict(self, place, transport):
-        sent = transport.send([a_parcel(1), a_parcel(2)], monotonic() - 1)
+        sent = transport.send([a_message(1), a_message(2)], monotonic() - 1)
 
         assert outcomes(sent) == {}
         assert place.arrived(0) == []
@@ -150,14 +150,14 @@ class TestEveryTransport:
         transport.idle()
         transport.connect()
 
-        assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
+        assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.CONFIRMED}
 
     def test_transport_can_be_closed_twice_and_connected_again(self, place, transport):
         transport.close()
         transport.close()
         transport.connect()
 
-        assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
+        assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.CONFIRMED}
 
     def test_idle_and_close_before_the_first_connect_leave_the_transport_usable(self, place):
         transport = open_transport(place.url, alias="default", exchange=EXCHANGE)
@@ -166,16 +166,16 @@ class TestEveryTransport:
         transport.close()
         transport.connect()
         try:
-            assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
+            assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.CONFIRMED}
             assert len(place.arrived(1)) == 1
         finally:
             transport.close()
 
     def test_message_sent_a_second_time_is_confirmed_again(self, place, transport):
         """A crash between the confirm and the commit sends it again with the same id."""
-        parcel = a_parcel()
+        message = a_message()
 
-        first, second = transport.send([parcel], soon()), transport.send([parcel], soon())
+        first, second = transport.send([message], soon()), transport.send([message], soon())
 
         assert outcomes(first) == outcomes(second) == {1: PublishOutcome.CONFIRMED}
 
@@ -205,7 +205,10 @@ def test_message_on_the_wire_equals_the_frozen_vector(broker, name, request):
     vector = json.loads(Path(VECTORS / f"{name}.json").read_text())
     url = request.getfixturevalue(broker)
     with Queue(url, vector["envelope"]["topic"]) as queue, connected(url) as transport:
-        transport.send([Parcel(position=1, envelope=envelope_of(vector), lasting=vector.get("lasting"))], soon())
+        transport.send(
+            [OutgoingMessage(position=1, envelope=envelope_of(vector), expires_in_seconds=vector.get("expires_in_seconds"))],
+            soon(),
+        )
         [message] = queue.take(1)
 
     assert message.headers == vector["headers"]

@@ -9,7 +9,7 @@ from tests.support.crash.world import World
 from tests.support.workers import migrate
 
 SECONDS = 300
-"""For a test that says nothing of its own: it starts many processes, and on a slow machine each of them takes long."""
+"""The default for a test: it starts many processes, each of which takes long on a slow machine."""
 
 mortal_database = mortal.mortal_database
 

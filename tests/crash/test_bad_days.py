@@ -108,7 +108,7 @@ def seconds_until(world, condition, what):
 
 @pytest.mark.parametrize("lane", LANES)
 def test_a_relay_is_killed_at_every_step_and_another_takes_over_at_once(world, witness, record_property, lane):
-    """Each victim stops with a batch in hand: the shards that it holds wait, the others go on. Then it is killed."""
+    """Each victim is frozen with a claimed batch: the shards that it holds wait, the others do not. Then it is killed."""
     survivor = working_relay(world, outbox=NEVER)
     took = {}
     for step, (point, holds) in STEPS.items():
@@ -280,7 +280,7 @@ def test_a_broken_connection_to_the_broker_loses_nothing_and_stops_no_other_rela
 
 @pytest.mark.parametrize("fault", ["cut", "half-open", "no replies"])
 def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_relay(world, witness, fault):
-    """A relay whose database never answers cannot be told apart from a slow one: its watchdog ends it, the others go on."""
+    """A relay whose database never answers looks like a slow relay: its watchdog ends it, and the others continue."""
     outbox = SOON if fault == "cut" else {**SOON, "WATCHDOG": 8}
     with FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy:
         other = working_relay(world, outbox=SOON)
@@ -311,13 +311,13 @@ def test_a_broken_connection_to_the_database_loses_nothing_and_stops_no_other_re
 
 
 def published_by(relays):
-    """By process id, as their heartbeats report."""
+    """Messages published, by process id, as the heartbeats report."""
     pids = [relay.process.pid for relay in relays]
     return dict(RelayHeartbeat.objects.filter(pid__in=pids).values_list("pid", "published"))
 
 
 class Backlog:
-    """Writes whenever little is left, for the length of the block, so that relays are never idle."""
+    """Publishes during the block whenever few messages are left, so that relays are never idle."""
 
     def __init__(self, least=3_000):
         self._least = least
@@ -343,7 +343,7 @@ def test_relays_that_join_and_leave_every_second_lose_nothing_and_share_fairly_a
     """Relays are alternately terminated and killed for 15 seconds; then three stay, and each gets its share."""
     relays = [world.relay(), world.relay()]
     ends = Counter()
-    with load.writing(world.seed, rest_seconds=0.1):
+    with load.writing(world.seed, pause_seconds=0.1):
         deadline = time.monotonic() + 15
         while time.monotonic() < deadline or min(ends[signal.SIGTERM], ends[signal.SIGKILL]) < 3:
             victim = relays.pop(0)
@@ -396,7 +396,7 @@ def test_a_new_relay_gets_its_share_of_a_full_backlog(world, witness, record_pro
 
 
 def handled_by(consumers):
-    """How many effects each of them has had, by process id, as the effects themselves say."""
+    """The number of effects of each consumer, by the process id in the effects."""
     by_pid = Counter(int(detail.partition(":")[0]) for detail in Effect.objects.values_list("detail", flat=True))
     return {consumer.process.pid: by_pid[consumer.process.pid] for consumer in consumers}
 
@@ -409,7 +409,7 @@ def declared(world):
 
 
 def test_consumers_that_join_take_their_part_of_a_backlog(world, record_property):
-    """Two are started beside the one at work, while the queue is long. They declare nothing that is not there."""
+    """Two consumers start beside a running one while the queue is long. They declare nothing new."""
     few_in_hand = {"PREFETCH": 10, "CONCURRENCY": 2}
     first = world.listening(inbox=few_in_hand)
     relay = world.relay()

@@ -11,13 +11,13 @@ from outbox.models import RelayLease
 from outbox.store import history
 from tests.support.apps.effects.models import Effect
 
-# Names of ours change; a name that is gone fails the test at once, see `failpoints.patch`.
+# Names in the product change; a missing name fails the test at once, see `failpoints.patch`.
 SEND = "outbox.transports.amqp.AmqpTransport.send"
 WRITE = "outbox.transports.amqp.AmqpTransport._write"
 AWAIT = "outbox.transports.amqp.AmqpTransport._await_confirms"
 SETTLE = "outbox.store.settling.settle"
 SETTLE_BY_LEASE = "outbox.store.lease.settle"
-NOTE_CALLS = "outbox.store.settling.note_calls"
+RECORD_CALLS = "outbox.store.settling.record_calls"
 MAKE_DAY, DROP_DAY = "outbox.store.history.make_day", "outbox.store.history.drop_day"
 PASS = "outbox.relay.passes.Pass.run"
 BEGIN_FRESH = "inbox.store.arrivals.begin_fresh"
@@ -32,22 +32,22 @@ COMMIT = "django.db.backends.base.base.BaseDatabaseWrapper._commit"
 HAND_OVER = "inbox.local.LocalTransport.send"
 
 UNHURRIED = {"BATCH_DEADLINE": 60, "WATCHDOG": 300}
-"""On a slow machine, too, nothing is sent again because of a deadline."""
+"""Long enough that no message is sent again because of a deadline, also on a slow machine."""
 
 OPERATIONS = 12
 
 PADDING = 20_000
-"""So that a batch does not go out in one write."""
+"""A body so large that a batch needs several writes."""
 
 NONE, SOME, ALL = range(1), range(1, OPERATIONS + 1), range(OPERATIONS, OPERATIONS + 1)
-"""How many of the batch may be delivered twice."""
+"""The number of messages of the batch that may be delivered twice."""
 
 RELAY_POINTS = {
     "claimed, nothing sent": (f"before {SEND}", NONE),
     "in the middle of a batch": (f"after {WRITE} 2", SOME),
     "everything sent, no confirm awaited": (f"before {AWAIT}", SOME),
     "confirmed, not settled": (f"before {SETTLE} once {SEND}", ALL),
-    "moved to history, callbacks not noted": (f"before {NOTE_CALLS} once {SEND}", ALL),
+    "moved to history, callbacks not noted": (f"before {RECORD_CALLS} once {SEND}", ALL),
     "settled, not committed": (f"after {SETTLE} once {SEND}", ALL),
     "committed": (f"after {PASS} once {SEND}", NONE),
 }
@@ -114,7 +114,7 @@ def test_a_consumer_killed_at_any_point_loses_nothing_and_doubles_no_effect(worl
     found = world.drain()
 
     world.assert_nothing_went_wrong(found)
-    if name != "acknowledged":  # it may have had no other delivery in hand
+    if name != "acknowledged":  # it may have had no other unacknowledged delivery
         assert world.redelivered() >= 1
     if "committed, not" in name:
         assert world.suppressed() >= 1
@@ -203,7 +203,7 @@ def test_a_process_without_a_broker_killed_while_it_stores_a_failure_loses_nothi
 @pytest.mark.every_database
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_process_without_a_broker_killed_at_any_of_its_commits_loses_nothing(local_world, when):
-    """The n-th process is killed at its n-th commit, whatever that commits."""
+    """The n-th process is killed at its n-th commit."""
     for nth in range(1, 7):
         local_world.operate(nth + 1, how="fail first" if nth % 3 == 0 else "")
         local_world.dies_at(f"{when} {COMMIT} {nth}", local_world.relay)

@@ -62,7 +62,7 @@ pytestmark = [
 ]
 
 HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=True)
-"""As far as its queue goes; the function lives in the processes."""
+"""Declares the queue only; the function is in the processes."""
 
 
 @pytest.fixture

@@ -127,7 +127,7 @@ def test_effects_are_not_repeated_when_the_consumer_loses_its_connection_before_
 
 
 def test_handlers_finish_and_are_not_repeated_when_their_acks_cannot_reach_the_broker(world):
-    """Handlers go on while nothing that the consumer sends arrives; what they did is not done again."""
+    """Handlers continue while nothing that the consumer sends arrives; their effects are not repeated."""
     world.relay()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         consumer = world.listening(broker_url=proxy.through(world.broker_url))

@@ -1,4 +1,4 @@
-"""A relay is killed at any step of pausing, trying and resuming a topic: the next one goes on from the rows.
+"""A relay is killed at any step of pausing, probing and resuming a topic: the next one continues from the rows.
 
 Each test asserts that the process was really killed there.
 """

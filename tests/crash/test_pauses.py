@@ -1,4 +1,4 @@
-"""A process is frozen for longer than any deadline, and goes on afterwards as if nothing had happened."""
+"""A process is frozen for longer than any deadline, and then continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPERATIONS = 20
 
 @pytest.mark.every_database
 def test_a_frozen_relay_settles_nothing_after_another_relay_took_over(world, engine):
-    """It stops between the confirms and the settlement; another relay takes over; what the first one then settles is stale."""
+    """It is frozen between the confirms and the settlement, and another relay takes over. Its own settlement is then stale."""
     point = {"postgres": SETTLE, "sqlite": LEASE_SETTLE}[engine]
     consumer = world.listening()
     frozen = world.relay(failpoint=f"stop before {point} 1 once {SEND}", outbox=DEADLINE)
@@ -46,7 +46,7 @@ def test_a_frozen_relay_settles_nothing_after_another_relay_took_over(world, eng
 
 
 def test_a_frozen_consumer_blocks_no_other_consumer_and_its_effect_happens_once(world):
-    """It stops with the effect in an open transaction; the broker delivers it to another, which must not wait for that."""
+    """It is frozen with the effect in an open transaction. Another consumer gets the message and must not wait."""
     relay = world.relay()
     with FaultProxy("127.0.0.1", world.rabbit.port) as proxy:
         frozen = world.listening(failpoint=f"stop before {FINISH}", broker_url=proxy.through(world.broker_url))

@@ -1,4 +1,4 @@
-"""Handled rows are deleted while their messages come again and again, and consumers are killed."""
+"""Handled rows are deleted while their messages are redelivered and consumers are killed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ ENOUGH_PURGED, ENOUGH_KILLS = 100, 10
 
 
 def send_again(choice, number):
-    """As after a relay that died before it could note that they were sent: the same messages, with their age."""
+    """Make published messages ready again, with their age, as if a relay had died before it could settle them."""
     sent = list(OutboxMessage.objects.filter(state="published").values_list("pk", flat=True))
     copied = choice.sample(sent, min(number, len(sent)))
     OutboxMessage.objects.filter(pk__in=copied, state="published").update(state="ready", settled_at=None, day=0)
 
 
 def purge():
-    """How many rows went."""
+    """Purge the inbox; return the number of deleted rows."""
     out = io.StringIO()
     call_command("inbox_purge", stdout=out)
     return int(re.search(r"(\d+) messages deleted\.", out.getvalue())[1])
@@ -82,5 +82,5 @@ def test_purging_while_messages_come_again_and_again_doubles_and_loses_no_effect
     assert found.is_clean, f"{found}, seed {world.seed}\n{world.tails()}"
     assert world.suppressed()
     assert set(world.inbox()) == {"done", "dead"}
-    # A copy that came when its row was gone, and nothing else, is held back.
+    # Only copies that arrive after their row was deleted are held back.
     assert all("past the deduplication window" in reason for reason in held_back().values_list("last_error", flat=True))

@@ -1,4 +1,4 @@
-"""Random kills under load: what remains true at the end, whatever happened on the way."""
+"""Random kills under load: the guarantees that hold at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.proof
 SOAK_SECONDS = 12
 LOCAL_SOAK_SECONDS = 8
 ASK_SOON = {"CHECK_EVERY": 0.5}
-"""Of a relay that is killed while it asks a checker, another takes over after this time."""
+"""After this time another relay repeats the check of a relay that was killed while it asked a checker."""
 SOON_AFTER = timedelta(seconds=0.3)
 """While processes are killed, most delayed messages are late by more than any of them could be early."""
 
@@ -91,7 +91,7 @@ def test_random_kills_without_a_broker_lose_and_double_no_message(local_world, r
 
 
 def wait_for_every_outcome(world, tally):
-    """Most occur under fire. A delayed message may need a relay that lives for longer than the lease of the timer."""
+    """Most effects occur during the kills. A delayed message may need a relay that runs for longer than the timer's lease."""
     try:
         world.wait_until(lambda: tally.keys() >= EVERY_OUTCOME, "every outcome has occurred")
     except AssertionError as error:
@@ -104,7 +104,7 @@ def assert_every_ending_occurred(world):
 
 
 def test_every_message_is_accounted_for_at_every_moment(world):
-    """Published, waiting, dead, cancelled and expired ones are all that were ever committed: in one snapshot, mid-load."""
+    """In one snapshot under load, published, waiting, dead, cancelled and expired messages are all that were ever committed."""
     fleet = [world.relay(), world.consumer()]
     nemesis = Nemesis(world, fleet)
 

@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", mode="lease")
-"""As far as its queue goes; the function lives in the processes."""
+"""Declares the queue only; the function is in the processes."""
 
 
 @pytest.fixture

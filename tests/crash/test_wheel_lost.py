@@ -1,4 +1,4 @@
-"""The timing wheel is lost with its process: what was scheduled is published all the same, once, and never early."""
+"""The timing wheel is lost with its process: scheduled messages are still published, once and never early."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from outbox.models import RelayHeartbeat
 from outbox.store import heartbeats
 
 
-def write_beat(alias="default", **told):
-    """Write the row of a relay, which has worked for five hours unless `told` otherwise; its identity."""
+def write_beat(alias="default", **given):
+    """Write the row of a relay, which has worked for five hours or as `given`; return its identity."""
     identity = {"id": uuid.uuid4(), "host": "relay-1", "pid": 4711, "version": "1.2.3"}
-    identity.update({name: told.pop(name) for name in list(told) if name in identity})
+    identity.update({name: given.pop(name) for name in list(given) if name in identity})
     columns = {
         "running_for": timedelta(hours=5),
         "last_pass_at": timedelta(minutes=4),
@@ -25,23 +25,23 @@ def write_beat(alias="default", **told):
         "waits_for": "",
     }
     process = ProcessIdentity(**identity)
-    heartbeats.relays.write(alias, process, **{**columns, **told})
+    heartbeats.relays.write(alias, process, **{**columns, **given})
     return process
 
 
-def a_relay(*, silent_for=None, **told):
+def a_relay(*, silent_for=None, **given):
     """The row of a relay, by its identity; with `silent_for`, of one that was killed that long ago."""
-    identity = write_beat(**told)
+    identity = write_beat(**given)
     if silent_for is not None:
         fall_silent(silent_for, pk=identity.id)
     return identity
 
 
-def fall_silent(span, **which):
-    RelayHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-span))
+def fall_silent(duration, **which):
+    RelayHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-duration))
 
 
-def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712, **said):
+def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712, **given):
     """The row of a consumer, by its identity; with `silent_for`, of one that was killed that long ago."""
     identity = ProcessIdentity(host=host, pid=pid, version="1.2.3")
     values = {
@@ -51,11 +51,11 @@ def a_consumer(*, silent_for=None, using="default", host="consumer-1", pid=4712,
         "ran": 89,
         "waits_for": "",
     }
-    consumers.write(using, identity, **{**values, **said})
+    consumers.write(using, identity, **{**values, **given})
     if silent_for is not None:
         let_consumers_fall_silent(silent_for, pk=identity.id)
     return identity
 
 
-def let_consumers_fall_silent(span, **which):
-    ConsumerHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-span))
+def let_consumers_fall_silent(duration, **which):
+    ConsumerHeartbeat.objects.filter(**which).update(beat_at=DatabaseTime(-duration))

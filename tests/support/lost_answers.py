@@ -1,4 +1,4 @@
-"""A commit whose answer never comes: it is in the database, and whoever made it hears nothing of that."""
+"""A commit whose answer is lost: it is in the database, and the client does not know it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transactions that publish with a key, each on a connection of its own, in whatever order a test wants."""
+"""Transactions that publish with a key, each on a connection of its own, in the order that a test chooses."""
 
 from __future__ import annotations
 

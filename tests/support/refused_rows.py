@@ -1,4 +1,4 @@
-"""Rows that the database refuses to change, as by a trigger of somebody else's or a damaged index."""
+"""Rows that the database refuses to change, as with a trigger of another application or a damaged index."""
 
 from contextlib import contextmanager
 
@@ -12,7 +12,7 @@ POISON = "poison"
 
 @contextmanager
 def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%'", table=TABLE):
-    """No row for which this holds can be changed; what PostgreSQL says about it has this SQLSTATE."""
+    """Within the block no row that matches `where` can be changed; PostgreSQL's error has this SQLSTATE."""
     if connection.vendor == "postgresql":
         kind, timing = ("CONSTRAINT TRIGGER", "AFTER") if deferred else ("TRIGGER", "BEFORE")
         deferrable = "DEFERRABLE INITIALLY DEFERRED" if deferred else ""
@@ -37,7 +37,7 @@ def refused(sqlstate="P0001", *, deferred=False, where="NEW.biz_id LIKE 'poison%
 
 
 def cleared():
-    """From now on it can."""
+    """From now on the rows can be changed."""
     if connection.vendor == "postgresql":
         _execute("DROP FUNCTION IF EXISTS refuse CASCADE")
     else:

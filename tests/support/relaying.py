@@ -1,4 +1,4 @@
-"""What the tests of the outbox do again and again: publish, relay, look at the row, look into the broker."""
+"""Helpers for tests of the outbox: publish, relay, read the row, read from the broker."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def states(using="default"):
 
 
 def waiting(using="default"):
-    """Is there a row that a relay still has to do something about?"""
+    """Is there a row that a relay has not finished?"""
     still = (State.READY, State.SCHEDULED, State.RETRYING)
     return OutboxMessage.objects.using(using).filter(state__in=still).exists()
 
@@ -73,13 +73,13 @@ def in_state(state, **options):
 
 
 def a_backlog(count, keys=20):
-    """So many committed messages; every second one has a key."""
+    """This many committed messages; every second one has a key."""
     with transaction.atomic():
         return publish_many([Draft(TOPIC, {"n": n}, key=f"key-{n % keys}" if n % 2 else "") for n in range(count)])
 
 
 def outcomes(sent):
-    """What became of each position of a batch."""
+    """The outcome of each position of a batch."""
     return {position: verdict.outcome for position, verdict in sent.verdicts.items()}
 
 
@@ -107,7 +107,7 @@ def deadline_when(transport, all_said):
 
 
 def quick(**options):
-    """Options with which nothing rests long, and no stall of the machine outlasts the broker's answer."""
+    """Options with short delays, and with a deadline longer than any stall of the machine."""
     return OutboxOptions(
         **{
             "BATCH_DEADLINE": timedelta(seconds=30),
@@ -130,19 +130,19 @@ def connected(url, *, alias="default"):
 
 
 def one_pass(transport, *, limit=500, alias="default", **options):
-    """One pass of a relay that lives no longer than that."""
+    """One pass of a relay that does nothing else."""
     single = Pass(alias, transport, quick(**options))
     try:
         found = claiming.look(alias)
-        single.topics.see(found.paused)
-        return single.run(found.busy, limit)
+        single.topics.update(found.paused)
+        return single.run(found.shards, limit)
     finally:
         single.close()
 
 
 def in_hand(limit=500, alias="default"):
-    """What a pass would have in hand, inside the open transaction."""
-    return claiming.claim_ready(alias, claiming.look(alias).busy, limit).rows
+    """The rows that a pass would claim, inside the open transaction."""
+    return claiming.claim_ready(alias, claiming.look(alias).shards, limit).rows
 
 
 def relay_for(url, stop, *, alias="default", shards=range(SHARDS), timed=False, **options):
@@ -220,14 +220,14 @@ class Queue:
         self._connection.release()
 
     def take_all(self):
-        """Everything that is in it now, oldest first."""
+        """All messages that are in the queue now, oldest first."""
         taken = []
         while (message := self._bound.get(no_ack=True)) is not None:
             taken.append(message)
         return taken
 
     def take(self, count):
-        """Wait for so many messages."""
+        """Wait for this many messages."""
         taken = []
         wait_until(lambda: taken.extend(self.take_all()) or len(taken) >= count)
         return taken

@@ -1,4 +1,4 @@
-"""A relay whose passes take too long takes fewer messages, and more again later; an operator reads about it once a minute."""
+"""A relay whose passes take too long takes fewer messages, and more again later; it logs this once a minute."""
 
 import pytest
 

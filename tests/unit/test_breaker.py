@@ -28,7 +28,7 @@ class Clock:
 
 
 class Store:
-    """What is written of paused topics, without a database."""
+    """The stored pauses, without a database."""
 
     def __init__(self):
         self.paused = {}
@@ -80,18 +80,18 @@ def topics(clock, stored):
 
 
 def refuse(topics, count, topic=BAD, taken=()):
-    """A pass in which the broker refuses so many messages."""
-    topics.note(taken, [(topic, WHY)] * count, {})
+    """A pass in which the broker refuses `count` messages."""
+    topics.record(taken, [(topic, WHY)] * count, {})
     topics.store()
 
 
 def forbid(topics, topic=BAD):
-    topics.note([], [], {topic: FORBIDDEN})
+    topics.record([], [], {topic: FORBIDDEN})
     topics.store()
 
 
 def see(topics, topic=BAD, *, in_trial=(), is_resuming=False, probe_in=math.inf):
-    topics.see([TopicPause(topic, frozenset(in_trial), is_resuming, probe_in)])
+    topics.update([TopicPause(topic, frozenset(in_trial), is_resuming, probe_in)])
 
 
 def warnings(caplog, words):
@@ -138,7 +138,7 @@ class TestRefusals:
 
         assert [*stored.paused] == [BAD]
 
-    def test_refusals_that_could_not_be_stored_are_not_forgotten_for_good(self, topics, stored, monkeypatch):
+    def test_topic_is_paused_by_later_refusals_when_earlier_ones_could_not_be_stored(self, topics, stored, monkeypatch):
         def fail(*_):
             raise RuntimeError
 
@@ -205,7 +205,7 @@ class TestPausedTopic:
         assert topics.seconds_left() == math.inf
 
     def test_one_resuming_topic_at_a_time_gets_its_next_batch(self, topics, stored):
-        topics.see([TopicPause(name, frozenset(), True, math.inf) for name in (BAD, GOOD)])
+        topics.update([TopicPause(name, frozenset(), True, math.inf) for name in (BAD, GOOD)])
 
         assert topics.make_ready(100) == 100
         [(topic, most)] = stored.resumed
@@ -234,7 +234,7 @@ class TestLog:
 
         assert not caplog.records
 
-    def test_lane_that_comes_second_reports_nothing(self, topics, clock, caplog):
+    def test_lane_that_finds_a_topic_paused_by_another_lane_reports_nothing(self, topics, clock, caplog):
         beside = PausedTopics("default")
         for lane in (topics, beside):
             forbid(lane)
@@ -255,7 +255,7 @@ class TestLog:
 
 
 class BreakerAgainstModel(RuleBasedStateMachine):
-    """The specification of what is paused and resumed as a plain model, for two topics at the same time."""
+    """A plain model of the specification: which topics are paused and resumed, for two topics at the same time."""
 
     TOPICS = (BAD, GOOD)
 
@@ -273,7 +273,7 @@ class BreakerAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def look(self):
-        self.topics.see([TopicPause(topic, frozenset([7]), False, math.inf) for topic in self.stored.paused])
+        self.topics.update([TopicPause(topic, frozenset([7]), False, math.inf) for topic in self.stored.paused])
 
     @rule(
         accepted=st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 3)),
@@ -281,7 +281,7 @@ class BreakerAgainstModel(RuleBasedStateMachine):
     )
     def a_pass_ends(self, accepted, refused):
         seen = {topic for topic in self.TOPICS if self.topics.is_paused(topic)}
-        self.topics.note(
+        self.topics.record(
             [topic for topic, count in accepted.items() for _ in range(count)],
             [(topic, WHY) for topic, count in refused.items() for _ in range(count)],
             {},

@@ -1,4 +1,4 @@
-"""A confirm is credited to the publish that its tag names, in whatever order and however often the broker answers."""
+"""A confirm is credited to the publish that its tag names, in any order of the answers and with any repetition."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

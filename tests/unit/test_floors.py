@@ -1,4 +1,4 @@
-"""A floor is below every row that may still become ready; from time to time a look begins at the start all the same."""
+"""A floor is below every row that may still become ready. Occasionally a query starts at the first row nevertheless."""
 
 import math
 from itertools import pairwise
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outbox.relay.floors import Floors
-from outbox.store.claiming import Sight
+from outbox.store.claiming import WorkFound
 
 MOVE, FROM_THE_START, PART = 0.5, 2.0, 50
-"""Seconds, seconds, and one part in this many of the time, which looks from the start may take: the module's constants."""
+"""The module's constants: seconds, seconds, and the inverse of the share of time that queries from the start may take."""
 SHARDS = (3, 4)
 
 
@@ -27,12 +27,12 @@ class Clock:
         self.now += seconds
 
 
-def sight(first=None):
-    return Sight(busy=(), first=first or {}, retry_in=math.inf)
+def looked(first=None):
+    return WorkFound(shards=(), first=first or {}, retry_in=math.inf)
 
 
 class LookingRelay:
-    """The floors of one relay, and looks at a table that no transaction is writing to unless the test says so."""
+    """The floors of one relay, which queries a table. No transaction writes to the table unless the test sets `writers`."""
 
     def __init__(self):
         self.clock = Clock()
@@ -45,15 +45,15 @@ class LookingRelay:
         return frozenset(self.writers)
 
     def looks(self, first=None, *, taking=0.0, after=0.0):
-        """One look, `after` so many seconds; was it one from the start?"""
+        """One query, `after` this many seconds; return whether it starts at the first row."""
         self.clock.advance(after)
         from_the_start = self.floors.begin()
         self.clock.advance(taking)
-        self.floors.end(sight(first))
+        self.floors.end(looked(first))
         return from_the_start
 
     def reads(self, position, **found):
-        """A message at `position`, in a pass between two looks."""
+        """Read a message at `position`, in a pass between two queries."""
         self.floors.saw(position)
         self.looks(**{"after": MOVE, **found})
         self.looks(found.get("first"))
@@ -142,7 +142,7 @@ class TestFloor:
         assert relay.floors.now == {3: 500, 4: 500}
 
     def test_a_floor_falls_when_a_look_finds_a_row_below_it(self):
-        """Such as a row that an operator made ready by hand; a look from the start finds it."""
+        """Such as a row that an operator made ready by hand; a query from the start finds it."""
         relay = LookingRelay()
         relay.reads(500)
         relay.reads(600, first={3: 20})
@@ -186,7 +186,7 @@ class TestLookFromTheStart:
                 relay.clock.advance(taking)
                 spent += taking
                 count += 1
-            relay.floors.end(sight())
+            relay.floors.end(looked())
 
         assert count >= 2
         # And one more, because the time that is looked at begins with one.
@@ -201,9 +201,9 @@ class TestLookFromTheStart:
 
 
 class FloorsAgainstTransactions(RuleBasedStateMachine):
-    """Transactions draw positions in any order and commit at any time; one relay looks and publishes.
+    """Transactions draw positions in any order and commit at any time; one relay queries and publishes.
 
-    Whatever they do, nothing ever becomes ready below a floor, so every look sees everything.
+    No row becomes ready below a floor, so every query finds all ready rows.
     """
 
     def __init__(self):
@@ -242,7 +242,7 @@ class FloorsAgainstTransactions(RuleBasedStateMachine):
         seen = {row for row in self.ready if from_the_start or row[0] > self.floors.now.get(row[1], 0)}
         if while_it_looks and self.open:
             self.end(data, commits=True)
-        self.floors.end(sight({shard: min(at for at, of in seen if of == shard) for shard in {of for _, of in seen}}))
+        self.floors.end(looked({shard: min(at for at, of in seen if of == shard) for shard in {of for _, of in seen}}))
         # Another relay may have taken any part of it, or it may have failed.
         taken = data.draw(st.sets(st.sampled_from(sorted(seen)))) if seen else set()
         for position, _ in taken:

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import Parcel, PublishOutcome
+from outbox.kernel.transport import OutgoingMessage, PublishOutcome
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire as wire
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
@@ -35,18 +35,18 @@ values = st.one_of(
 )
 
 
-def a_parcel(body=b"{}", priority=0, lasting=None, **attributes):
+def a_message(body=b"{}", priority=0, expires_in_seconds=None, **attributes):
     envelope = Envelope(**{"id": "0198-id", "topic": "shop.order.placed", "source": "/shop", "body": body, **attributes})
-    return Parcel(position=1, envelope=envelope, priority=priority, lasting=lasting)
+    return OutgoingMessage(position=1, envelope=envelope, priority=priority, expires_in_seconds=expires_in_seconds)
 
 
-def encoded(parcel, frame_max=FRAME_MAX):
-    return FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=frame_max).publish(parcel)
+def encoded(message, frame_max=FRAME_MAX):
+    return FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=frame_max).publish(message)
 
 
-def by_py_amqp(parcel, frame_max=FRAME_MAX, expiration=None):
+def by_py_amqp(outgoing, frame_max=FRAME_MAX, expiration=None):
     """What py-amqp writes to its socket for `basic_publish`, mandatory, on the same channel."""
-    envelope, written = parcel.envelope, bytearray()
+    envelope, written = outgoing.envelope, bytearray()
     transport = SimpleNamespace(write=lambda data: written.extend(bytes(data)))
     write = frame_writer(SimpleNamespace(frame_max=frame_max, bytes_sent=0), transport)
     message = amqp.Message(
@@ -55,7 +55,7 @@ def by_py_amqp(parcel, frame_max=FRAME_MAX, expiration=None):
         content_encoding="utf-8",
         application_headers=envelope.to_headers(),
         delivery_mode=2,
-        priority=parcel.priority,
+        priority=outgoing.priority,
         message_id=envelope.id,
         type=envelope.topic,
         **({} if expiration is None else {"expiration": expiration}),
@@ -79,13 +79,13 @@ def frames(data):
 class TestHeadersOfRabbitMQ:
     @pytest.mark.parametrize("name", ["CC", "BCC"])
     @pytest.mark.parametrize("value", ["copy", 1, True])
-    def test_header_for_copies_that_is_no_list_is_refused(self, name, value):
-        """RabbitMQ would close the channel over it."""
+    def test_cc_or_bcc_header_that_is_not_a_list_is_refused(self, name, value):
+        """RabbitMQ would close the channel because of it."""
         with pytest.raises(ValueError, match=name):
-            encoded(a_parcel(headers={name: value}))
+            encoded(a_message(headers={name: value}))
 
-    def test_header_in_other_letters_is_the_publishers_own(self):
-        assert b"cc" in encoded(a_parcel(headers={"cc": "copy"}))
+    def test_header_named_cc_in_lower_case_is_sent_as_given(self):
+        assert b"cc" in encoded(a_message(headers={"cc": "copy"}))
 
 
 class TestSameBytesAsPyAmqp:
@@ -93,31 +93,31 @@ class TestSameBytesAsPyAmqp:
     @example(headers={"x": True, "y": 1, "z": 1.0, "ä": "ü€😀", "": ""}, body=b"", priority=9)
     @settings(max_examples=300, deadline=None)
     def test_headers_are_encoded_as_py_amqp_encodes_them(self, headers, body, priority):
-        parcel = a_parcel(body, priority, headers=headers)
+        message = a_message(body, priority, headers=headers)
 
-        assert encoded(parcel, 131_072) == by_py_amqp(parcel, 131_072)
+        assert encoded(message, 131_072) == by_py_amqp(message, 131_072)
 
     @given(topic=names, key=names, biz_id=names, name=names)
     @settings(max_examples=100, deadline=None)
     def test_topics_keys_and_ids_are_encoded_as_py_amqp_encodes_them(self, topic, key, biz_id, name):
-        parcel = a_parcel(topic=topic, key=key, biz_id=biz_id, id=name, correlation_id=name, causation_id=name)
+        message = a_message(topic=topic, key=key, biz_id=biz_id, id=name, correlation_id=name, causation_id=name)
 
-        assert encoded(parcel, 131_072) == by_py_amqp(parcel, 131_072)
+        assert encoded(message, 131_072) == by_py_amqp(message, 131_072)
 
     @pytest.mark.parametrize(
         "length", [0, 1, LARGEST - 1, LARGEST, LARGEST + 1, 2 * LARGEST - 1, 2 * LARGEST, 2 * LARGEST + 1, 5 * LARGEST, 100_000]
     )
     def test_a_body_of_any_length_is_split_as_py_amqp_splits_it(self, length):
-        parcel = a_parcel(bytes(range(256)) * (length // 256) + b"x" * (length % 256))
+        message = a_message(bytes(range(256)) * (length // 256) + b"x" * (length % 256))
 
-        assert encoded(parcel) == by_py_amqp(parcel)
+        assert encoded(message) == by_py_amqp(message)
 
     @given(length=st.integers(0, 3000), frame_max=st.integers(600, 800))
     @settings(max_examples=100, deadline=None)
     def test_any_negotiated_frame_size_is_used_as_py_amqp_uses_it(self, length, frame_max):
-        parcel = a_parcel(b"y" * length)
+        message = a_message(b"y" * length)
 
-        assert encoded(parcel, frame_max) == by_py_amqp(parcel, frame_max)
+        assert encoded(message, frame_max) == by_py_amqp(message, frame_max)
 
 
 class TestExpiration:
@@ -126,30 +126,30 @@ class TestExpiration:
         [(3600.0, "3600000"), (1.0019, "1001"), (0.001, "1"), (0.0004, "1"), (4_294_967.295, "4294967295")],
     )
     def test_the_expiration_is_the_remaining_time_in_whole_milliseconds(self, seconds, milliseconds):
-        parcel = a_parcel(lasting=seconds)
+        message = a_message(expires_in_seconds=seconds)
 
-        assert encoded(parcel) == by_py_amqp(parcel, expiration=milliseconds)
-        _, (_, header), _ = frames(encoded(parcel))
+        assert encoded(message) == by_py_amqp(message, expiration=milliseconds)
+        _, (_, header), _ = frames(encoded(message))
         assert wire.Reader(header, at=12).properties()["expiration"] == milliseconds
 
     @pytest.mark.parametrize("seconds", [None, 4_294_967.296, 1e12])
     def test_no_expiration_is_sent_without_one_or_beyond_what_the_broker_can_represent(self, seconds):
-        assert encoded(a_parcel(lasting=seconds)) == by_py_amqp(a_parcel())
+        assert encoded(a_message(expires_in_seconds=seconds)) == by_py_amqp(a_message())
 
 
 class TestDecoding:
     @given(headers=st.dictionaries(names, values, max_size=8))
     @settings(max_examples=100, deadline=None)
     def test_py_amqp_decodes_what_was_encoded(self, headers):
-        parcel = a_parcel(headers=headers, priority=3)
-        (_, method), (_, header), (_, body) = frames(encoded(parcel, 131_072))
+        message = a_message(headers=headers, priority=3)
+        (_, method), (_, header), (_, body) = frames(encoded(message, 131_072))
 
         assert method[:4] == PUBLISH
         (ticket, exchange, topic, mandatory), _ = loads("Bssb", method, 4)
-        assert (ticket, exchange, topic, mandatory) == (0, EXCHANGE, parcel.envelope.topic, True)
+        assert (ticket, exchange, topic, mandatory) == (0, EXCHANGE, message.envelope.topic, True)
         read = amqp.Message()
         read._load_properties(wire.PUBLISH[0], header, 12)
-        assert read.properties.pop("application_headers") == parcel.envelope.to_headers()
+        assert read.properties.pop("application_headers") == message.envelope.to_headers()
         assert read.properties == {
             "content_type": "application/json",
             "content_encoding": "utf-8",
@@ -163,14 +163,14 @@ class TestDecoding:
     @given(headers=st.dictionaries(names, values, max_size=8))
     @settings(max_examples=100, deadline=None)
     def test_an_independent_decoder_reads_the_same_headers(self, headers):
-        parcel = a_parcel(headers=headers)
-        _, (_, header), _ = frames(encoded(parcel, 131_072))
+        message = a_message(headers=headers)
+        _, (_, header), _ = frames(encoded(message, 131_072))
 
-        assert wire.Reader(header, at=12).properties()["headers"] == parcel.envelope.to_headers()
+        assert wire.Reader(header, at=12).properties()["headers"] == message.envelope.to_headers()
 
     def test_header_values_keep_their_types(self):
         headers = {"true": True, "one": 1, "large": 2**40, "float": 1.0, "text": "1"}
-        _, (_, header), _ = frames(encoded(a_parcel(headers=headers)))
+        _, (_, header), _ = frames(encoded(a_message(headers=headers)))
 
         read = wire.Reader(header, at=12).properties()["headers"]
 
@@ -182,7 +182,7 @@ class TestFrames:
     @settings(max_examples=50, deadline=None)
     def test_frames_are_never_larger_than_negotiated_and_carry_the_whole_body(self, length):
         body = b"z" * length
-        split = frames(encoded(a_parcel(body)))
+        split = frames(encoded(a_message(body)))
 
         assert [kind for kind, _ in split[:2]] == [wire.METHOD_FRAME, wire.HEADER_FRAME]
         assert {kind for kind, _ in split[2:]} <= {wire.BODY_FRAME}
@@ -192,71 +192,71 @@ class TestFrames:
 
     @pytest.mark.parametrize(("length", "count"), [(0, 0), (1, 1), (LARGEST, 1), (LARGEST + 1, 2), (3 * LARGEST, 3)])
     def test_a_body_is_split_into_as_few_frames_as_possible(self, length, count):
-        assert len(frames(encoded(a_parcel(b"z" * length)))) == 2 + count
+        assert len(frames(encoded(a_message(b"z" * length)))) == 2 + count
 
 
 class TestRefusedMessages:
     @pytest.mark.parametrize("attribute", ["topic", "id", "content_type"])
     def test_a_name_of_more_than_255_bytes_is_refused(self, attribute):
-        longest = a_parcel(**{attribute: "ä" * 127 + "b"})
+        longest = a_message(**{attribute: "ä" * 127 + "b"})
         assert encoded(longest) == by_py_amqp(longest)
 
         with pytest.raises(ValueError, match="255"):
-            encoded(a_parcel(**{attribute: "ä" * 128}))
+            encoded(a_message(**{attribute: "ä" * 128}))
 
     def test_a_header_name_of_more_than_255_bytes_is_refused(self):
-        longest = a_parcel(headers={"n" * 255: "text"})
+        longest = a_message(headers={"n" * 255: "text"})
         assert encoded(longest) == by_py_amqp(longest)
 
         with pytest.raises(ValueError, match="255"):
-            encoded(a_parcel(headers={"n" * 256: "text"}))
+            encoded(a_message(headers={"n" * 256: "text"}))
 
     def test_an_exchange_name_of_more_than_255_bytes_is_refused(self):
         writer = FrameWriter(channel=1, exchange="e" * 256, frame_max=FRAME_MAX)
 
         with pytest.raises(ValueError, match="255"):
-            writer.publish(a_parcel())
+            writer.publish(a_message())
 
     def test_a_header_frame_larger_than_negotiated_is_refused(self):
         """A broker closes the connection when it gets one."""
-        empty = len(frames(encoded(a_parcel(headers={"h": ""})))[1][1])
-        largest = a_parcel(headers={"h": "v" * (LARGEST - empty)})
+        empty = len(frames(encoded(a_message(headers={"h": ""})))[1][1])
+        largest = a_message(headers={"h": "v" * (LARGEST - empty)})
 
         assert len(frames(encoded(largest))[1][1]) == LARGEST
         with pytest.raises(ValueError, match=f"{LARGEST + 1} bytes"):
-            encoded(a_parcel(headers={"h": "v" * (LARGEST - empty + 1)}))
-        larger = a_parcel(headers={"h": "v" * LARGEST})
+            encoded(a_message(headers={"h": "v" * (LARGEST - empty + 1)}))
+        larger = a_message(headers={"h": "v" * LARGEST})
         assert encoded(larger, 2 * FRAME_MAX) == by_py_amqp(larger, 2 * FRAME_MAX), "another broker may allow larger frames"
 
     @pytest.mark.parametrize("value", ["\ud800", 2**63, -(2**63) - 1, object(), 1j])
     def test_a_header_value_that_amqp_cannot_encode_is_refused(self, value):
         with pytest.raises((ValueError, struct.error, amqp.FrameSyntaxError), match=r"."):
-            encoded(a_parcel(headers={"h": value}))
+            encoded(a_message(headers={"h": value}))
 
     def test_a_refused_message_leaves_the_writer_usable(self):
         writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
         with pytest.raises(ValueError, match="255"):
-            writer.publish(a_parcel(topic="t" * 256))
+            writer.publish(a_message(topic="t" * 256))
 
-        assert writer.publish(a_parcel()) == by_py_amqp(a_parcel())
+        assert writer.publish(a_message()) == by_py_amqp(a_message())
 
 
 def test_cached_encodings_of_one_message_are_not_used_for_another():
     writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
-    parcels = [a_parcel(topic=f"t{n % 3}", id=f"m{n}", headers={f"h{n % 5}": f"v{n}"}, key=f"k{n % 2}") for n in range(60)]
+    messages = [a_message(topic=f"t{n % 3}", id=f"m{n}", headers={f"h{n % 5}": f"v{n}"}, key=f"k{n % 2}") for n in range(60)]
 
-    assert [writer.publish(parcel) for parcel in parcels] == [by_py_amqp(parcel) for parcel in parcels]
+    assert [writer.publish(message) for message in messages] == [by_py_amqp(message) for message in messages]
 
 
 def test_concurrent_writers_share_a_cache_without_mixing_up_messages():
     """All writers share the cache of encoded names."""
-    parcels = [a_parcel(topic=f"t{n}", id=f"m{n}", headers={f"h{n}": n}) for n in range(300)]
-    expected = [by_py_amqp(parcel) for parcel in parcels]
+    messages = [a_message(topic=f"t{n}", id=f"m{n}", headers={f"h{n}": n}) for n in range(300)]
+    expected = [by_py_amqp(message) for message in messages]
     answers = {}
 
     def lane(number):
         writer = FrameWriter(channel=CHANNEL, exchange=EXCHANGE, frame_max=FRAME_MAX)
-        answers[number] = [writer.publish(parcel) for parcel in parcels]
+        answers[number] = [writer.publish(message) for message in messages]
 
     threads = [threading.Thread(target=lane, args=[number]) for number in range(4)]
     for thread in threads:
@@ -272,21 +272,21 @@ class TestSmallestFrameSize:
 
     BODIES = (b"", b"{}", b"a" * (LARGEST - 1), b"b" * LARGEST, b"c" * (LARGEST + 1), b"d" * 8 * LARGEST, b"e" * 1_000_000)
 
-    def parcels(self, bodies=BODIES):
+    def messages(self, bodies=BODIES):
         return [
-            Parcel(position=n, envelope=a_parcel(body, id=f"m{n}", headers={"ä": "ü" * 500}).envelope)
+            OutgoingMessage(position=n, envelope=a_message(body, id=f"m{n}", headers={"ä": "ü" * 500}).envelope)
             for n, body in enumerate(bodies)
         ]
 
     def test_messages_of_any_length_are_sent_in_frames_of_the_smallest_size(self):
         with FakeAmqpPeer(frame_max=FRAME_MAX) as peer, connected(peer.url) as transport:
-            sent = transport.send(self.parcels(), soon())
+            sent = transport.send(self.messages(), soon())
 
             assert {verdict.outcome for verdict in sent.verdicts.values()} == {PublishOutcome.CONFIRMED}
             assert [message.body for message in peer.published] == list(self.BODIES)
 
     def test_headers_too_large_for_a_frame_refuse_their_message_and_not_the_others(self):
-        one, too_large, other = self.parcels([b"1", b"2", b"3"])
+        one, too_large, other = self.messages([b"1", b"2", b"3"])
         too_large = too_large._replace(envelope=too_large.envelope._replace(headers={"h": "v" * FRAME_MAX}))
         with FakeAmqpPeer(frame_max=FRAME_MAX) as peer, connected(peer.url) as transport:
             sent = transport.send([one, too_large, other], soon())
@@ -306,7 +306,7 @@ class TestSmallestFrameSize:
         try:
             with Queue(rabbitmq_url) as queue, connected(rabbitmq_url) as transport:
                 assert transport._amqp.frame_max == FRAME_MAX, "the broker did not negotiate the small frame size"
-                sent = transport.send(self.parcels(), soon())
+                sent = transport.send(self.messages(), soon())
                 arrived = queue.take(len(self.BODIES))
         finally:
             rabbitmq_server.evaluate(f"application:set_env(rabbit, frame_max, {before}).")

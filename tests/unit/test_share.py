@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from outbox.models import SHARDS
 from outbox.relay.share import Share
-from outbox.store.claiming import Busy
+from outbox.store.claiming import BusyShard
 
-ALL = [Busy(shard, 0) for shard in range(SHARDS)]
+ALL = [BusyShard(shard, 0) for shard in range(SHARDS)]
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def fixed_random_seed():
 class Simulated:
     """Relays on one table whose shards always have work, in milliseconds of a simulated clock.
 
-    A relay looks, locks the shards that it can, holds them for a pass and releases them; one that got none waits a moment.
+    A relay finds work, locks the shards that it can, holds them for a pass and releases them. Without any, it waits a moment.
     """
 
     LOOK, PASS, BACKOFF = 2.0, 25.0, 5.0
@@ -60,8 +60,8 @@ class Simulated:
 
     def _claims(self, number):
         others = set().union(*(held for other, held in self.held.items() if other != number))
-        wanted = {busy.shard for busy in self.shares[number].of(ALL)}
-        self.shares[number].note(len(wanted & others))
+        wanted = {one.shard for one in self.shares[number].of(ALL)}
+        self.shares[number].record(len(wanted & others))
         self.held[number] = wanted - others
         if self.held[number]:
             took = self._after(self.PASS, number)
@@ -80,8 +80,8 @@ def test_a_single_relay_takes_all_shards_from_its_first_pass_on():
     share = Share(SHARDS)
 
     for _ in range(5):
-        assert {busy.shard for busy in share.of(ALL)} == set(range(SHARDS))
-        share.note(0)
+        assert {one.shard for one in share.of(ALL)} == set(range(SHARDS))
+        share.record(0)
 
 
 @pytest.mark.parametrize("relays", [2, 3, 4, 5])
@@ -98,7 +98,7 @@ def test_several_relays_get_equal_shares(relays):
 
 @pytest.mark.parametrize("relays", [2, 3, 4, 5])
 def test_several_relays_work_at_the_same_time(relays):
-    """Relays that take turns in having all shards have equal shares, too, and gain nothing by it."""
+    """Relays that take turns in holding all shards also have equal shares, but do not work at the same time."""
     simulated = Simulated(relays)
     simulated.runs(seconds=5)
     simulated.runs(seconds=30)
@@ -134,30 +134,30 @@ def test_the_remaining_relay_takes_over_the_shards_of_one_that_left():
 def test_a_relay_that_is_always_refused_still_tries_some_shards():
     share = Share(SHARDS)
     for _ in range(100):
-        share.note(SHARDS)
+        share.record(SHARDS)
 
     assert 1 <= len(share.of(ALL)) <= SHARDS // 4
 
 
-@given(refused=st.lists(st.integers(0, SHARDS), max_size=50), busy=st.integers(0, SHARDS))
+@given(refused=st.lists(st.integers(0, SHARDS), max_size=50), shards=st.integers(0, SHARDS))
 @settings(max_examples=100, deadline=None)
-def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, busy):
+def test_a_relay_tries_only_shards_with_work_and_none_twice(refused, shards):
     share = Share(SHARDS)
     for number in refused:
-        share.note(number)
+        share.record(number)
 
-    asked = share.of(ALL[:busy])
+    asked = share.of(ALL[:shards])
 
-    assert set(asked) <= set(ALL[:busy])
+    assert set(asked) <= set(ALL[:shards])
     assert len(set(asked)) == len(asked)
-    assert bool(asked) == bool(busy)
+    assert bool(asked) == bool(shards)
 
 
 def test_every_shard_is_tried_sooner_or_later():
     share = Share(SHARDS)
     for _ in range(20):
-        share.note(1)
+        share.record(1)
 
-    asked = {busy.shard for _ in range(500) for busy in share.of(ALL)}
+    asked = {one.shard for _ in range(500) for one in share.of(ALL)}
 
     assert asked == set(range(SHARDS))

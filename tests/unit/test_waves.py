@@ -26,9 +26,9 @@ def a_message(position, key=""):
         attempts=0,
         created="2026-03-01 00:00:00+00",
         deliver=None,
-        lasting=None,
-        held=False,
-        aside=False,
+        expires_in_seconds=None,
+        is_blocked=False,
+        is_secondary=False,
     )
 
 

@@ -92,5 +92,5 @@ def test_the_timetable_forgets_topics_that_have_no_entries(monkeypatch):
         table.advance(float(number))
         table.fired(table.next_due(10), {number})
 
-    assert len(table.places()) <= 11
+    assert len(table.offsets()) <= 11
     assert not table._in_hand

@@ -49,8 +49,8 @@ class Command(StatusCommand):
             drawn.append(_calls(calls))
         if paused := list(pausing.paused_topics(alias)):
             drawn.append(_paused(paused))
-        if kept := history.days_kept(alias, history.day_of(alias, outbox_options().keeps) - 1):
-            drawn.append(_kept(kept))
+        if days := history.days_with_pending_callbacks(alias, history.day_of(alias, outbox_options().keeps) - 1):
+            drawn.append(_undropped(days))
         if states[State.STUCK]:
             drawn.append(_stuck(states[State.STUCK]))
         if unchecked := preparing.topics_unchecked(alias, checkers.topics()):
@@ -62,7 +62,7 @@ class Command(StatusCommand):
         return "\n\n".join(drawn)
 
 
-def _kept(days: list[int]) -> str:
+def _undropped(days: list[int]) -> str:
     dates = ", ".join(str(history.date_of(day)) for day in days)
     return f"History of {dates} is older than OUTBOX['KEEP_HISTORY'] and stays until its callbacks have returned."
 

@@ -86,13 +86,13 @@ def relay_of(peer, time):
 
 
 def arrived(peer, *messages):
-    """Those of `messages` that the broker has, in the order of their first arrival."""
+    """The `messages` that have reached the broker, in the order of their first arrival."""
     wanted = set(ids(messages))
     return [one for one in dict.fromkeys(ids(peer.published)) if one in wanted]
 
 
 def put_into_the_shard(message):
-    """As if its message id had chosen it: a neighbour without a key."""
+    """Put a message without a key into the shard, as if its message id had this hash."""
     set_columns(message, shard=SHARD)
 
 
@@ -162,8 +162,8 @@ class TestKnownWaysToOvertake:
 
         with connected(peer.url) as transport:
             single = Pass("default", transport, quick())
-            single.run(found.busy, 500)
-            single.run(claiming.look("default").busy, 500)
+            single.run(found.shards, 500)
+            single.run(claiming.look("default").shards, 500)
 
         assert arrived(peer, first, second) == ids([first, second])
 
@@ -317,10 +317,10 @@ class Actor:
         relay = self.machine.new_relay()
         send = relay._transport.send
 
-        def gated(parcels, deadline):
+        def gated(messages, deadline):
             self.stop_at("before send")
             # The time that others took while this one stood at a gate is none of the schedule's.
-            return send(parcels, monotonic() + LATE_SECONDS)
+            return send(messages, monotonic() + LATE_SECONDS)
 
         relay._transport.send = gated
         return relay
@@ -366,7 +366,7 @@ class Machine:
         return relay
 
     def run(self):
-        """Take all steps, then confirm every message; what went wrong is in `wrong`."""
+        """Take all steps, then confirm every message; the faults are in `wrong`."""
         self.peer.script = self._arrived
         with ExitStack() as stack:
             stack.callback(self._abandon)
@@ -486,7 +486,7 @@ class Machine:
     # -------------------------------------------------------------------------------------------------------------- the broker
 
     def _arrived(self, arrived):
-        """The broker's own thread: is this message right to come now? And what does the broker say to it?"""
+        """In the broker's thread: may this message arrive now? Return the broker's answer."""
         message = self._messages[arrived.properties["message_id"]]
         if message.committed_at > self.step:
             self.wrong.append(f"{message} came before its commit, or without one; {self}")
@@ -606,7 +606,7 @@ def test_messages_of_a_key_are_published_in_order_while_topics_are_paused_and_re
 
 
 def mutated(function, what, instead):
-    """The function with another line in it."""
+    """The function with one line replaced."""
     source = textwrap.dedent(inspect.getsource(function))
     assert what in source, f"{function.__name__} has no {what!r} any more"
     namespace = dict(vars(inspect.getmodule(function)))
@@ -616,8 +616,8 @@ def mutated(function, what, instead):
 
 def held_by(patch, condition):
     """A message waits on this condition instead. What is read by is put together when the module is imported."""
-    assert claiming._HELD in claiming._COLUMNS
-    patch.setattr(claiming, "_COLUMNS", claiming._COLUMNS.replace(claiming._HELD, condition))
+    assert claiming._IS_BLOCKED in claiming._SELECT
+    patch.setattr(claiming, "_SELECT", claiming._SELECT.replace(claiming._IS_BLOCKED, condition))
     read = f"outbox_read_{zlib.crc32(condition.encode())}", ["int[]", "bigint[]", "bigint"]
     patch.setattr(claiming, "_READ_PREPARED", PreparedStatement(*read, claiming._of_shards("$1", "$2", "$3")))
 
@@ -635,12 +635,12 @@ MUTATIONS = {
     "failure does not block its key": lambda patch: patch.setattr(
         Pass, "_send", mutated(Pass._send, "stopped_keys.update", "set().update")
     ),
-    "dead does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'dead'", "")),
-    "waiting does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'waiting'", "")),
+    "dead does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'dead'", "")),
+    "waiting does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'waiting'", "")),
 }
 
 OF_PAUSED_TOPICS = {
-    "paused does not block its key": lambda patch: held_by(patch, claiming._HELD.replace(", 'paused'", "")),
+    "paused does not block its key": lambda patch: held_by(patch, claiming._IS_BLOCKED.replace(", 'paused'", "")),
     "messages are paused although their topic is resumed": lambda patch: patch.setattr(
         settling, "pause_in_hand", mutated(pausing.pause_in_hand, "for (topic,) in cursor.fetchall()", "for topic in positions")
     ),

@@ -300,7 +300,7 @@ class TestPublishNow:
         assert row.state == State.READY
         assert row.deliver_at == row.available_at, "or its consumer would take it for a month old"
         assert row.expires_at - row.available_at == HOUR
-        assert claiming.look("default").busy
+        assert claiming.look("default").shards
 
     def test_publish_now_is_seen_by_the_next_relay_pass(self):
         message = published(delay=HOUR)
@@ -341,7 +341,7 @@ class TestDelayLevel:
     def test_delay_level_beyond_the_longest_delay_is_refused(self, settings):
         settings.OUTBOX = {"DELAY_LEVELS": ["9999d"]}
 
-        with pytest.raises(InvalidMessage, match="the longest span"):
+        with pytest.raises(InvalidMessage, match="the longest duration"):
             published(delay_level=1)
 
 
@@ -372,7 +372,7 @@ def test_cancelled_dead_head_releases_its_key():
 def test_message_promoted_when_due_can_still_be_cancelled():
     message = published(delay=HOUR)
     OutboxMessage.objects.update(available_at=DatabaseTime(-HOUR))
-    assert settling.promote_due("default", 10) == 1
+    assert settling.make_scheduled_ready("default", 10) == 1
 
     assert cancel(message.id) == CANCELLED
 

@@ -1,4 +1,4 @@
-"""Checkers and callbacks that hang: each is reported once and holds up nothing but its own."""
+"""Checkers and callbacks that hang: each is reported once and delays only its own messages or calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gate(tmp_path):
 
 @pytest.fixture
 def begun(tmp_path):
-    """How often a function was begun for which biz-id."""
+    """The number of calls of a function, by biz-id."""
 
     def counted():
         place = tmp_path / "runs"
@@ -59,7 +59,7 @@ def begun(tmp_path):
 
 @pytest.fixture
 def relay(process_environment, peer, tmp_path):
-    """Start `outbox_relay` with these options; spans are in seconds."""
+    """Start `outbox_relay` with these options; durations are in seconds."""
     environment = {
         **process_environment,
         "DJANGO_SETTINGS_MODULE": "tests.support.apps.stalling.settings",
@@ -86,7 +86,7 @@ def effects():
 
 
 def wait_until_claimed_anew(half, times):
-    """Its next check was put off so many times."""
+    """Wait until its check was claimed again this many times."""
     seen = set()
     wait_until(lambda: seen.add(row_of(half).available_at) or len(seen) > times)
 
@@ -171,7 +171,7 @@ def test_database_ends_the_transaction_of_a_callback_that_takes_too_long_and_it_
         assert not PendingCallback.objects.exists()
 
 
-def test_database_outage_is_no_failed_attempt_of_a_callback(relay, gate, begun):
+def test_database_outage_does_not_count_as_a_failed_attempt_of_a_callback(relay, gate, begun):
     with relay() as process:
         published(WAITING, biz_id="waiting")
         process.until(lambda: begun()["waiting"])
@@ -194,7 +194,7 @@ def test_sigterm_waits_for_a_callback_that_returns_within_the_shutdown_grace(rel
         published(WAITING, biz_id="waiting")
         process.until(lambda: begun()["waiting"])
         process.terminate()
-        process.until(lambda: "Stopping" in process.said())
+        process.until(lambda: "relay: stopping" in process.said())
         gate.unlink()
 
         assert process.ends() == 0

@@ -98,7 +98,7 @@ def test_counted_transition_is_recorded_as_it_declares(name, trail):
 
 
 def test_transition_with_several_sources_takes_no_query():
-    """It could not tell from which of them each message came."""
+    """With several sources it could not report the previous state of each message."""
     with pytest.raises(TypeError, match="one source"):
         move("default", NAMES["cancel"], Found("SELECT 1", []))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome
+from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
 from outbox.transports.amqp import AmqpTransport
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import EXCHANGE, TOPIC, Queue, connected, deadline_when, ids, outcomes, soon
@@ -20,7 +20,7 @@ from tests.support.servers.private import free_port
 A_MOMENT = 0.3
 """A deadline for a broker that answers nothing at all."""
 LONGER_THAN_A_STALL = 3.0
-"""For one that answers some and never pauses."""
+"""A deadline for a broker that answers some messages and never pauses."""
 
 CONFIRMED, RETURNED, NACKED, REFUSED = (
     PublishOutcome.CONFIRMED,
@@ -30,9 +30,9 @@ CONFIRMED, RETURNED, NACKED, REFUSED = (
 )
 
 
-def parcels(count, *, first=1, **attributes):
+def messages(count, *, first=1, **attributes):
     return [
-        Parcel(
+        OutgoingMessage(
             position=position,
             envelope=Envelope(**{"id": f"m{position}", "topic": TOPIC, "body": b"{}", **attributes}),
         )
@@ -53,13 +53,13 @@ class TestBatch:
     def test_whole_batch_is_sent_before_the_first_confirm(self, peer, transport):
         when_all_have_arrived(peer, 50, partial(peer.ack, 50, multiple=True))
 
-        sent = transport.send(parcels(50), soon())
+        sent = transport.send(messages(50), soon())
 
         assert outcomes(sent) == dict.fromkeys(range(1, 51), CONFIRMED)
         assert sent.broken is None
 
     def test_messages_are_mandatory_persistent_and_in_confirm_mode(self, peer, transport):
-        transport.send(parcels(1), soon())
+        transport.send(messages(1), soon())
 
         [message] = peer.published
         assert message.mandatory
@@ -78,7 +78,7 @@ class TestBatch:
 
         monkeypatch.setattr(transport, "_await_confirms", recorded)
 
-        sent = transport.send(parcels(8, body=b"x" * 300_000), soon())
+        sent = transport.send(messages(8, body=b"x" * 300_000), soon())
 
         assert outcomes(sent) == dict.fromkeys(range(1, 9), CONFIRMED)
         assert waits == [(4, False), (8, False), (8, False)], "after every 1.2 MB, and at the end"
@@ -86,7 +86,7 @@ class TestBatch:
     def test_body_larger_than_a_frame_arrives_complete(self, peer, transport):
         body = b'"' + b"x" * 400_000 + b'"'
 
-        transport.send(parcels(1, body=body), soon())
+        transport.send(messages(1, body=body), soon())
 
         assert peer.published[0].body == body
 
@@ -97,7 +97,7 @@ class TestConfirms:
             peer, 5, partial(peer.ack, 4), partial(peer.nack, 2, multiple=True), partial(peer.ack, 5, multiple=True)
         )
 
-        sent = transport.send(parcels(5), soon())
+        sent = transport.send(messages(5), soon())
 
         assert outcomes(sent) == {1: NACKED, 2: NACKED, 3: CONFIRMED, 4: CONFIRMED, 5: CONFIRMED}
 
@@ -106,7 +106,7 @@ class TestConfirms:
         when_all_have_arrived(peer, 2, *[partial(peer.ack, 1)] * 3, partial(peer.ack, 99), partial(peer.nack, 77), said.set)
 
         with deadline_when(transport, said.is_set):
-            sent = transport.send(parcels(2), soon())
+            sent = transport.send(messages(2), soon())
 
         assert outcomes(sent) == {1: CONFIRMED}
 
@@ -116,7 +116,7 @@ class TestConfirms:
             partial(peer.ack, message),
         ]
 
-        sent = transport.send(parcels(3), soon())
+        sent = transport.send(messages(3), soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 2: RETURNED, 3: CONFIRMED}
         assert "no queue is bound" in sent.verdicts[2].reason
@@ -125,7 +125,7 @@ class TestConfirms:
     def test_returned_message_without_an_ack_has_an_unknown_outcome(self, peer, transport):
         peer.script = lambda message: [partial(peer.return_message, message)]
 
-        sent = transport.send(parcels(1), monotonic() + A_MOMENT)
+        sent = transport.send(messages(1), monotonic() + A_MOMENT)
 
         assert outcomes(sent) == {}
         assert sent.broken
@@ -134,19 +134,19 @@ class TestConfirms:
         """py-amqp's own confirms credit the late ack of one message to the next message."""
         peer.hold()
         with deadline_when(transport, lambda: peer.published):
-            first = transport.send(parcels(1), soon())
+            first = transport.send(messages(1), soon())
         assert outcomes(first) == {}
         transport.connect()
         peer.script = lambda message: [partial(peer.ack, peer.published[0]), partial(peer.nack, message)]
 
-        second = transport.send(parcels(1, first=2), soon())
+        second = transport.send(messages(1, first=2), soon())
 
         assert outcomes(second) == {2: NACKED}
 
     def test_missed_deadline_closes_the_connection(self, peer, transport):
         peer.hold()
 
-        sent = transport.send(parcels(1), monotonic() + A_MOMENT)
+        sent = transport.send(messages(1), monotonic() + A_MOMENT)
 
         assert "deadline" in sent.broken
         peer.wait_for(lambda: peer.open_connections == 0)
@@ -166,7 +166,7 @@ class TestEndOfAConnection:
         answers = [partial(peer.ack, 1), partial(peer.nack, 2), partial(peer.return_message, 3), partial(peer.ack, 3)]
         when_all_have_arrived(peer, 6, *answers, partial(peer.ack, 5), partial(end, peer))
 
-        sent = transport.send(parcels(6), soon())
+        sent = transport.send(messages(6), soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 2: NACKED, 3: RETURNED, 5: CONFIRMED}
         assert re.search(reason, sent.broken)
@@ -174,11 +174,11 @@ class TestEndOfAConnection:
 
     def test_next_connection_begins_at_tag_1_in_confirm_mode(self, peer, transport):
         when_all_have_arrived(peer, 2, peer.close_channel)
-        transport.send(parcels(2), soon())
+        transport.send(messages(2), soon())
         peer.script = None
         transport.connect()
 
-        sent = transport.send(parcels(1, first=3), soon())
+        sent = transport.send(messages(1, first=3), soon())
 
         assert outcomes(sent) == {3: CONFIRMED}
         assert (peer.published[-1].connection, peer.published[-1].tag) == (2, 1)
@@ -187,7 +187,7 @@ class TestEndOfAConnection:
     def test_channel_closed_over_a_single_message_refuses_that_message(self, peer, transport, code):
         peer.script = lambda message: [partial(peer.close_channel, code, "BECAUSE OF YOU")]
 
-        sent = transport.send(parcels(1), soon())
+        sent = transport.send(messages(1), soon())
 
         assert outcomes(sent) == {1: REFUSED}
         assert "BECAUSE OF YOU" in sent.verdicts[1].reason
@@ -197,7 +197,7 @@ class TestEndOfAConnection:
     def test_channel_closed_for_another_reason_refuses_no_message(self, peer, transport, code):
         peer.script = lambda message: [partial(peer.close_channel, code, "OTHERWISE")]
 
-        sent = transport.send(parcels(1), soon())
+        sent = transport.send(messages(1), soon())
 
         assert outcomes(sent) == {}
         assert not sent.suspects
@@ -205,7 +205,7 @@ class TestEndOfAConnection:
     def test_channel_closed_over_one_of_several_messages_refuses_none(self, peer, transport):
         peer.script = lambda message: [partial(peer.close_channel, 406, "ONE OF YOU")] if message.tag == 2 else []
 
-        sent = transport.send(parcels(3), soon())
+        sent = transport.send(messages(3), soon())
 
         assert outcomes(sent) == {}
         assert 2 in sent.suspects
@@ -215,7 +215,7 @@ class TestEndOfAConnection:
             peer, 3, partial(peer.ack, 1), partial(peer.ack, 3), partial(peer.close_channel, 406, "ONE OF YOU")
         )
 
-        sent = transport.send(parcels(3), soon())
+        sent = transport.send(messages(3), soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 2: REFUSED, 3: CONFIRMED}
 
@@ -223,7 +223,7 @@ class TestEndOfAConnection:
         refusal = partial(peer.close_channel, 403, "ACCESS_REFUSED - access to topic 'bad' in exchange 'outbox' refused")
         when_all_have_arrived(peer, 5, partial(peer.ack, 1), refusal)
 
-        sent = transport.send([*parcels(2), *parcels(2, first=3, topic="bad"), *parcels(1, first=5)], soon())
+        sent = transport.send([*messages(2), *messages(2, first=3, topic="bad"), *messages(1, first=5)], soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 3: PublishOutcome.FORBIDDEN}
         assert sent.suspects == [3], "RabbitMQ reads in order, so it never came to the second one"
@@ -233,7 +233,7 @@ class TestEndOfAConnection:
             partial(peer.close_channel, 403, "ACCESS_REFUSED - access to topic 'bad' in exchange 'outbox' refused")
         ]
 
-        assert outcomes(transport.send(parcels(1, topic="bad"), soon())) == {1: PublishOutcome.FORBIDDEN}
+        assert outcomes(transport.send(messages(1, topic="bad"), soon())) == {1: PublishOutcome.FORBIDDEN}
 
     @pytest.mark.parametrize(
         ("code", "reason"),
@@ -242,10 +242,10 @@ class TestEndOfAConnection:
             (404, "NOT_FOUND - no exchange 'outbox' in vhost '/'"),
         ],
     )
-    def test_exchange_that_is_forbidden_or_missing_is_no_fault_of_a_message(self, peer, transport, code, reason):
+    def test_forbidden_or_missing_exchange_is_not_attributed_to_a_message(self, peer, transport, code, reason):
         peer.script = lambda message: [partial(peer.close_channel, code, reason)]
 
-        sent = transport.send(parcels(1), soon())
+        sent = transport.send(messages(1), soon())
 
         assert (outcomes(sent), list(sent.suspects)) == ({}, [])
         assert "set_permissions" in sent.broken
@@ -257,14 +257,14 @@ class TestEndOfAConnection:
         transport.idle()
         transport.connect()
 
-        assert outcomes(transport.send(parcels(1), soon())) == {1: CONFIRMED}
+        assert outcomes(transport.send(messages(1), soon())) == {1: CONFIRMED}
         assert peer.connections == 2
 
     def test_connection_lost_unnoticed_gives_the_next_batch_unknown_outcomes(self, peer, transport):
         peer.drop()
         peer.wait_for(lambda: peer.open_connections == 0)
 
-        sent = transport.send(parcels(2), soon())
+        sent = transport.send(messages(2), soon())
 
         assert outcomes(sent) == {}
         assert sent.broken
@@ -272,11 +272,11 @@ class TestEndOfAConnection:
 
 class TestSilence:
     def test_broker_that_sends_only_heartbeats_is_given_up_at_the_deadline(self):
-        """Each heartbeat restarts the timeout of py-amqp's own confirms, so they may wait for ever."""
+        """Each heartbeat restarts the timeout of py-amqp's own confirms, so they may wait forever."""
         with FakeAmqpPeer(heartbeat=1, heartbeat_every=0.02) as peer, connected(peer.url) as transport:
             peer.script = lambda message: [partial(peer.ack, message)] if message.tag == 1 else []
 
-            sent = transport.send(parcels(3), monotonic() + LONGER_THAN_A_STALL)
+            sent = transport.send(messages(3), monotonic() + LONGER_THAN_A_STALL)
 
         assert outcomes(sent) == {1: CONFIRMED}
         assert "deadline" in sent.broken
@@ -284,7 +284,7 @@ class TestSilence:
     def test_broker_that_reads_nothing_is_given_up_at_the_deadline(self, peer, transport):
         peer.pause_reading()
 
-        sent = transport.send(parcels(200, body=b"x" * 100_000), monotonic() + A_MOMENT)
+        sent = transport.send(messages(200, body=b"x" * 100_000), monotonic() + A_MOMENT)
         peer.resume_reading()
 
         assert outcomes(sent) == {}
@@ -296,7 +296,7 @@ class TestSilence:
             while not peer.heartbeats:
                 transport.idle()
 
-            assert outcomes(transport.send(parcels(1), soon())) == {1: CONFIRMED}
+            assert outcomes(transport.send(messages(1), soon())) == {1: CONFIRMED}
             assert peer.connections == 1
 
 
@@ -304,7 +304,7 @@ class TestBlockedBroker:
     def test_broker_that_blocks_within_a_batch_keeps_its_confirms_and_the_connection(self, peer, transport):
         when_all_have_arrived(peer, 3, partial(peer.ack, 2), peer.blocked)
 
-        sent = transport.send(parcels(3), soon())
+        sent = transport.send(messages(3), soon())
 
         assert outcomes(sent) == {2: CONFIRMED}
         assert "blocks publishers" in sent.broken
@@ -312,7 +312,7 @@ class TestBlockedBroker:
 
     def test_blocked_broker_is_unavailable_until_the_alarm_ends(self, peer, transport):
         when_all_have_arrived(peer, 1, peer.blocked)
-        transport.send(parcels(1), soon())
+        transport.send(messages(1), soon())
 
         with pytest.raises(BrokerUnavailable, match="blocks publishers"):
             transport.connect()
@@ -322,34 +322,34 @@ class TestBlockedBroker:
         peer.unblocked()
         peer.ack(1)
         connect_when_possible(transport)
-        assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
+        assert outcomes(transport.send(messages(1, first=2), soon())) == {2: CONFIRMED}
         assert peer.connections == 1
 
     def test_late_ack_after_the_alarm_is_not_credited_to_the_next_batch(self, peer, transport):
         when_all_have_arrived(peer, 1, peer.blocked)
-        transport.send(parcels(1), soon())
+        transport.send(messages(1), soon())
         peer.unblocked()
         connect_when_possible(transport)
         peer.script = lambda message: [partial(peer.ack, 1), partial(peer.nack, message)]
 
-        sent = transport.send(parcels(1, first=2), soon())
+        sent = transport.send(messages(1, first=2), soon())
 
         assert outcomes(sent) == {2: NACKED}
 
     def test_blocked_connection_that_is_dropped_is_replaced(self, peer, transport):
         when_all_have_arrived(peer, 1, peer.blocked)
-        transport.send(parcels(1), soon())
+        transport.send(messages(1), soon())
         peer.script = None
         peer.drop()
         peer.wait_for(lambda: peer.open_connections == 0)
 
         connect_when_possible(transport)
 
-        assert outcomes(transport.send(parcels(1, first=2), soon())) == {2: CONFIRMED}
+        assert outcomes(transport.send(messages(1, first=2), soon())) == {2: CONFIRMED}
 
     def test_blocked_connection_is_closed_without_the_close_handshake(self, peer, transport):
         when_all_have_arrived(peer, 1, peer.blocked)
-        transport.send(parcels(1), soon())
+        transport.send(messages(1), soon())
 
         transport.close()
 
@@ -417,11 +417,11 @@ class TestMessageThatCannotBeEncoded:
 
     @pytest.mark.parametrize("bad", BAD)
     def test_message_that_cannot_be_encoded_is_refused(self, peer, transport, bad):
-        assert outcomes(transport.send(parcels(1, **bad), soon())) == {1: REFUSED}
+        assert outcomes(transport.send(messages(1, **bad), soon())) == {1: REFUSED}
 
     @pytest.mark.parametrize("bad", BAD)
     def test_only_the_message_that_cannot_be_encoded_is_refused_in_a_batch(self, peer, transport, bad):
-        sent = transport.send([*parcels(1), *parcels(1, first=2, **bad), *parcels(1, first=3)], soon())
+        sent = transport.send([*messages(1), *messages(1, first=2, **bad), *messages(1, first=3)], soon())
 
         assert outcomes(sent) == {1: CONFIRMED, 2: REFUSED, 3: CONFIRMED}
         assert sent.broken is None
@@ -436,8 +436,8 @@ class TestFullQueue:
             Queue(rabbitmq_url, TOPIC) as open_queue,
             connected(rabbitmq_url) as transport,
         ):
-            transport.send(parcels(2, topic="topic.full"), soon())
-            sent = transport.send([*parcels(1, first=3, topic="topic.full"), *parcels(2, first=4)], soon())
+            transport.send(messages(2, topic="topic.full"), soon())
+            sent = transport.send([*messages(1, first=3, topic="topic.full"), *messages(2, first=4)], soon())
 
             assert outcomes(sent) == {3: NACKED, 4: CONFIRMED, 5: CONFIRMED}
             assert sent.broken is None
@@ -474,7 +474,7 @@ def test_any_schedule_of_answers_confirms_exactly_the_acked_messages(answers, en
         when_all_have_arrived(peer, 5, *actions)
 
         with deadline_when(transport, said.is_set):
-            sent = transport.send(parcels(5), soon())
+            sent = transport.send(messages(5), soon())
 
     assert outcomes(sent) == expected
     assert (sent.broken is None) == (len(expected) == 5)

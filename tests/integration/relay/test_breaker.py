@@ -1,4 +1,4 @@
-"""A full queue pauses its own topic; the others are published, and so is everything once there is room."""
+"""A full queue pauses its own topic only. Other topics are published, and this one is once its queue has room."""
 
 import logging
 from collections import Counter
@@ -39,7 +39,7 @@ AFTER_A_REFUSAL = {"RETRY_BASE": timedelta(seconds=0.3), "RETRY_CAP": timedelta(
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    """The pauses of an hour's outage within some seconds."""
+    """The number of pauses of an hour's outage, within some seconds."""
     monkeypatch.setattr(breaker, "_FIRST_PAUSE_SECONDS", 0.1)
     monkeypatch.setattr(breaker, "_LONGEST_PAUSE_SECONDS", 0.4)
 
@@ -150,7 +150,7 @@ class TestFullQueue:
 
 
 def test_backlog_of_20000_refused_messages_is_paused_once_while_others_are_published():
-    """With the pauses of production: a paused message must not become ready again and again."""
+    """With the pauses of production. A paused message must not become ready repeatedly."""
     with transaction.atomic():
         publish_many([Draft(BAD, {}) for _ in range(20_000)])
     with FakeAmqpPeer() as peer:

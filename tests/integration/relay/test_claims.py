@@ -26,9 +26,9 @@ from outbox.relay import floors, passes
 from outbox.relay.floors import Floors
 from outbox.states import LIVE, SETTLED, State
 from outbox.store import claiming, operating, pausing, restoring, scheduling, settling, writing
-from outbox.store.claiming import Busy, RelayedMessage
+from outbox.store.claiming import BusyShard, RelayedMessage
 from outbox.store.dialect import LOCK_SPACE
-from outbox.store.scheduling import Place
+from outbox.store.scheduling import Offset
 from outbox.store.settling import Failure, Settlement
 from tests.support.apps.effects.models import Effect
 from tests.support.relaying import (
@@ -58,7 +58,7 @@ HOUR = timedelta(hours=1)
 
 
 def test_transactions_that_commit_in_the_reverse_order_of_their_ids_are_all_published(peer):
-    """A high-water mark would skip for ever the message that commits second."""
+    """A high-water mark would never find the message that commits second."""
     first_has_its_id, second_has_committed = threading.Event(), threading.Event()
     written = {}
 
@@ -327,7 +327,7 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     def read():
         with transaction.atomic():
             seen = claiming.look("default")
-            return seen, claiming.claim_ready("default", seen.busy, 500)
+            return seen, claiming.claim_ready("default", seen.shards, 500)
 
     connection.close()
     by_prepared = read()
@@ -337,9 +337,12 @@ def test_prepared_statements_read_the_same_rows_as_a_plain_cursor():
     (work_found, claim), (same_work_found, same_claim) = by_prepared, by_cursor
     assert len(claim.rows) == 2
     assert (work_found, claim.refused) == (same_work_found, same_claim.refused)
-    assert [row._replace(lasting=None) for row in claim.rows] == [row._replace(lasting=None) for row in same_claim.rows]
+    assert [row._replace(expires_in_seconds=None) for row in claim.rows] == [
+        row._replace(expires_in_seconds=None) for row in same_claim.rows
+    ]
     [(first, second), (none, none_either)] = sorted(
-        ((row.lasting, same.lasting) for row, same in zip(claim.rows, same_claim.rows, strict=True)), key=str
+        ((row.expires_in_seconds, same.expires_in_seconds) for row, same in zip(claim.rows, same_claim.rows, strict=True)),
+        key=str,
     )
     assert none is none_either is None
     assert HOUR.total_seconds() >= first >= second > 0, "what is left, and that is less each time"
@@ -354,7 +357,7 @@ def test_prepared_statements_never_use_a_generic_plan():
     for _ in range(12):
         with transaction.atomic():
             claiming.look("default")
-            claiming.claim_ready("default", [Busy(shard, 0) for shard in range(64)], 500)
+            claiming.claim_ready("default", [BusyShard(shard, 0) for shard in range(64)], 500)
 
     with connection.cursor() as cursor:
         cursor.execute("SELECT name, generic_plans FROM pg_prepared_statements ORDER BY name")
@@ -386,10 +389,10 @@ class TestIndexes:
         assert "Seq Scan on outbox_outboxmessage" not in locking
         for plan in (looking, reading):
             assert "outbox_stream" in plan
-            assert "outbox_aside" in plan
+            assert "outbox_ready_secondary" in plan
             assert "Seq Scan on outbox_outboxmessage" not in plan
             assert "Sort Key: m." not in plan, "the index gives the order"
-        assert "outbox_rested" in looking
+        assert "outbox_retrying" in looking
         assert re.search(r"Index Cond: \(\(shard = [^\n]* AND \(id > ", looking), "a floor is where the index scan begins"
         assert re.search(r"Index Cond: \(\(m?\.?shard = [^\n]* AND \(m?\.?id > ", reading), reading
 
@@ -404,7 +407,7 @@ class TestIndexes:
         assert "Seq Scan on outbox_outboxmessage" not in reading
 
     def test_due_messages_are_found_by_index(self, published_before):
-        [plan] = explained(lambda: settling.promote_due("default", 1_000))
+        [plan] = explained(lambda: settling.make_scheduled_ready("default", 1_000))
 
         assert "outbox_due" in plan
         assert "Seq Scan on outbox_outboxmessage" not in plan
@@ -416,7 +419,7 @@ class TestIndexes:
         def whole_pass():
             with transaction.atomic():
                 claiming.bound_transaction("default", HOUR)
-                rows = claiming.claim_ready("default", claiming.look("default").busy, 500).rows
+                rows = claiming.claim_ready("default", claiming.look("default").shards, 500).rows
                 settling.settle("default", Settlement(published=[row.position for row in rows]))
 
         plans = explained(whole_pass)
@@ -432,7 +435,7 @@ class TestIndexes:
         fresh.filter(pk__in=fresh.values_list("pk")[:2_500]).update(state=State.RETRYING, available_at=DatabaseTime(-HOUR))
         fresh.update(state=State.WAITING)
 
-        plans = explained(lambda: settling.promote_rested("default", 1_000))
+        plans = explained(lambda: settling.make_retrying_ready("default", 1_000))
         OutboxMessage.objects.filter(state=State.RETRYING).update(state=State.PUBLISHED, day=Today())
         plans += explained(lambda: settling.release_waiting("default", keys=1, each=100))[1:]
 
@@ -470,7 +473,7 @@ class TestIndexes:
         )
         analyse()
 
-        [plan] = explained(lambda: settling.promote_due("default", 1_000))
+        [plan] = explained(lambda: settling.make_scheduled_ready("default", 1_000))
 
         assert re.search(r"Index Scan using outbox_due [^\n]*\n\s+Index Cond: \(?.*available_at <= ", plan), plan
 
@@ -517,11 +520,11 @@ class TestIndexes:
 
 
 OF_EACH_KIND = 400_000
-"""So many that a statement which reads all of one kind, or one index of them, reads more than a thousand pages."""
+"""Enough rows that a statement which reads all rows of one state, or all of one index, reads more than a thousand pages."""
 
 
 def filled(state, count, *, key="''", due="now()"):
-    """So many rows, by one statement of the server's."""
+    """Insert this many rows by one statement in the server."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT COALESCE(max(id), 0) FROM outbox_outboxmessage")
         [already] = cursor.fetchone()
@@ -536,15 +539,15 @@ def filled(state, count, *, key="''", due="now()"):
         )
 
 
-OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after a place", "newly scheduled"}
-"""What is due is sorted when the statistics know of nothing that is."""
+OF_WHAT_IS_DUE = {"promote what is due", "promote what is due again", "upcoming", "upcoming after an offset", "newly scheduled"}
+"""Statements that sort due rows if the statistics know of none."""
 
 
 def pages_by_statement(*, by_index=False, may_sort=frozenset()):
-    """How many pages each statement of the relay reads; with `by_index`, it must find its rows by an index, in order."""
+    """The number of pages that each statement of a relay reads; with `by_index` it must find its rows in order by an index."""
     with transaction.atomic():
-        busy = claiming.look("default").busy
-        rows = claiming.claim_ready("default", busy, 500).rows
+        shards = claiming.look("default").shards
+        rows = claiming.claim_ready("default", shards, 500).rows
     assert len(rows) == 500
     positions = [row.position for row in rows]
     above = dict.fromkeys(range(64), max(positions))
@@ -553,15 +556,15 @@ def pages_by_statement(*, by_index=False, may_sort=frozenset()):
     statements = {
         "look": lambda: claiming.look("default"),
         "look above floors": lambda: claiming.look("default", above),
-        "read": lambda: claiming.claim_ready("default", busy, 500),
+        "read": lambda: claiming.claim_ready("default", shards, 500),
         "settle": lambda: settling.settle("default", settlement),
-        "promote what is due": lambda: settling.promote_due("default", 1000),
-        "promote what is due again": lambda: settling.promote_rested("default", 1000),
+        "promote what is due": lambda: settling.make_scheduled_ready("default", 1000),
+        "promote what is due again": lambda: settling.make_retrying_ready("default", 1000),
         "upcoming": lambda: scheduling.upcoming("default", {}, HOUR, 500),
-        "upcoming after a place": lambda: scheduling.upcoming("default", {TOPIC: Place("", 0, 500)}, HOUR, 500),
+        "upcoming after an offset": lambda: scheduling.upcoming("default", {TOPIC: Offset("", 0, 500)}, HOUR, 500),
         "newly scheduled": lambda: scheduling.newly_scheduled("default", max(positions), HOUR, HOUR, 500),
         "fire": lambda: scheduling.fire("default", positions[:50]),  # by their ids, some pages for each
-        "room": lambda: scheduling.ready_aside("default", 2000),
+        "room": lambda: scheduling.count_secondary_ready("default", 2000),
         "release": lambda: settling.release_waiting("default", keys=200, each=500),
     }
     pages = {}
@@ -589,7 +592,7 @@ def of_the_table(node):
 
 
 def measured(action):
-    """What the server did for every statement of `action` that touches the outbox."""
+    """The executed plan of each statement of `action` that reads or writes the outbox."""
     plans = []
 
     def explain(execute, sql, params, many, context):
@@ -627,7 +630,7 @@ class TestPinnedVacuumHorizon:
             yield reader
 
     def pages_by_pass(self, passes, *, with_floors):
-        """What looking and reading cost in each of so many passes, each of which publishes what it has in hand."""
+        """The pages read by each pass for finding work and reading rows. Each pass publishes the rows that it reads."""
         clock = [0.0]
         floors = Floors(range(64), partial(claiming.writers, "default"), lambda: clock[0])
         floors.end(claiming.look("default", from_the_start=floors.begin()))
@@ -641,7 +644,7 @@ class TestPinnedVacuumHorizon:
                 def look_and_claim(rows=rows):
                     work_found = claiming.look("default", floors.now if with_floors else None, from_the_start=floors.begin())
                     floors.end(work_found)
-                    rows += claiming.claim_ready("default", work_found.busy, 500).rows
+                    rows += claiming.claim_ready("default", work_found.shards, 500).rows
 
                 costs.append(sum(map(pages_of, measured(look_and_claim))))
                 settling.settle("default", Settlement(published=[row.position for row in rows]))
@@ -720,8 +723,8 @@ def ready_rows_of_a_shard(draw):
         a_ready_row(
             position,
             key=(key := draw(st.sampled_from(["", "", "a", "b", "c"]))),
-            aside=(aside := draw(st.booleans())),
-            priority=draw(st.integers(0, 2)) if aside and not key else 0,
+            is_secondary=(is_secondary := draw(st.booleans())),
+            priority=draw(st.integers(0, 2)) if is_secondary and not key else 0,
         )
         for position in range(1, draw(st.integers(1, 25)))
     ]
@@ -736,16 +739,16 @@ def a_ready_row(position, **values):
 @settings(max_examples=500, deadline=None)
 def test_partial_reads_of_both_ready_indexes_never_overtake_within_a_key(given_rows):
     rows, each = given_rows
-    aside = sorted((row for row in rows if row.aside), key=lambda row: (-row.priority, row.position))
-    stream = [row for row in rows if not row.aside]
+    secondary = sorted((row for row in rows if row.is_secondary), key=lambda row: (-row.priority, row.position))
+    stream = [row for row in rows if not row.is_secondary]
 
-    kept = claiming._without_overtakers([*aside[:each], *stream[:each]], each)
+    claimed = claiming._without_overtakers([*secondary[:each], *stream[:each]], each)
 
-    in_hand = {row.position for row in kept}
-    for row in kept:
+    in_hand = {row.position for row in claimed}
+    for row in claimed:
         earlier = {other.position for other in rows if row.key and other.key == row.key and other.position < row.position}
         assert earlier <= in_hand
-    assert kept or not rows, "and at least one message is claimed"
+    assert claimed or not rows, "and at least one message is claimed"
 
 
 def test_a_relay_frozen_between_claim_and_send_sends_nothing_stale(peer, monkeypatch):

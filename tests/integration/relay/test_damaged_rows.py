@@ -1,4 +1,4 @@
-"""A row that was damaged by hand is refused alone, with the reason; no relay, timer, page or command stops at it."""
+"""Only the message of a damaged row is refused, with the reason; no relay, timer, page or command fails because of it."""
 
 import io
 import json
@@ -32,7 +32,7 @@ REFUSED = {
     "created_at = 'infinity', available_at = 'infinity'": "created_at",
     "priority = 300": "priority",
 }
-"""What is written into a row, and the column that the reason names."""
+"""Changes that damage a row, with the column that the reason names."""
 HARMLESS = (
     "attempts = 2147483647",
     "available_at = 'infinity'",
@@ -40,7 +40,7 @@ HARMLESS = (
     "body = ''",
     "correlation_id = '\u202e'",
 )
-"""What is written into a row that can be sent all the same."""
+"""Changes after which the message can still be sent."""
 
 
 def damaged(change, message=None, **options):
@@ -146,7 +146,7 @@ class TestTimer:
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 class TestPeople:
-    """What operators look at and do while such rows are there."""
+    """Pages, commands and actions for operators while such rows exist."""
 
     def test_every_page_and_status_command_survives_damaged_rows(self):
         rows = of_every_damage()
@@ -167,10 +167,10 @@ class TestPeople:
         call_command("outbox_trail", str(rows["created_at = 'infinity'"].id), stdout=io.StringIO())
         out = io.StringIO()
         call_command("outbox_status", stdout=out)
-        call_command("outbox_status", "--json", stdout=(told := io.StringIO()))
+        call_command("outbox_status", "--json", stdout=(output := io.StringIO()))
         call_command("outbox_restore", "--all", "--dry-run", stdout=out)
         call_command("outbox_purge", "--dry-run", stdout=out)
-        assert json.loads(told.getvalue())["states"]["ready"]
+        assert json.loads(output.getvalue())["states"]["ready"]
 
     def test_damaged_messages_can_be_rescheduled_cancelled_and_restored(self):
         messages = of_every_damage()

@@ -10,7 +10,7 @@ from django.test import override_settings
 from outbox.kernel import broker
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.masking import masked
-from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome
+from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
 from outbox.states import State
 from outbox.transports import open_transport, transport_class
 from tests.support.deliveries import effects, the_effect
@@ -45,7 +45,7 @@ def second():
 
 @pytest.fixture
 def silent_broker():
-    """It accepts connections, as a half-dead host does, and never answers."""
+    """A server that accepts connections and never answers, as a half-dead host does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"amqp://guest:guest@127.0.0.1:{listener.getsockname()[1]}//"
 
@@ -197,10 +197,10 @@ class TestConnecting:
             assert peer.open_connections == 1
 
     def test_third_redis_is_connected_when_two_are_dead(self, redis_url):
-        parcel = Parcel(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"))
+        message = OutgoingMessage(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"))
 
         with Queue(redis_url) as queue, connected(several(dead("redis"), dead("redis"), redis_url)) as transport:
-            assert transport.send([parcel], soon()).verdicts[1].outcome == PublishOutcome.CONFIRMED
+            assert transport.send([message], soon()).verdicts[1].outcome == PublishOutcome.CONFIRMED
             assert ids(queue.take(1)) == ["m1"]
 
 

@@ -1,4 +1,4 @@
-"""The heartbeat of a running relay: correct, cheap, and never in the way of its work."""
+"""The heartbeat of a running relay is correct and cheap, and never blocks the relay."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ A_MOMENT = timedelta(seconds=10)
 
 
 class Clock:
-    """A monotonic clock that stands still until it is moved."""
+    """A monotonic clock that only the test advances."""
 
     def __init__(self):
         self.now = 1000.0

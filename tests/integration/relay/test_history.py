@@ -1,4 +1,4 @@
-"""History apart from the queue: where a message is kept, who waits for whom, and how a day of it ends."""
+"""History is stored apart from live messages: partitions, concurrent sessions, unique messages and housekeeping."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ DAY = timedelta(days=1)
 
 @pytest.fixture
 def add_callback():
-    """Have a callback called when a message of a topic is published."""
+    """Register a callback for published messages of a topic."""
     names = []
 
     def register(topic):
@@ -49,8 +49,8 @@ def add_callback():
 
 def connection_parameters():
     settings = connection.settings_dict
-    place = {"host": settings["HOST"], "port": settings["PORT"], "dbname": settings["NAME"]}
-    return {**place, "user": settings["USER"], "password": settings["PASSWORD"] or None}
+    server = {"host": settings["HOST"], "port": settings["PORT"], "dbname": settings["NAME"]}
+    return {**server, "user": settings["USER"], "password": settings["PASSWORD"] or None}
 
 
 def execute(statement, *parameters):
@@ -60,7 +60,7 @@ def execute(statement, *parameters):
 
 
 def settled(message):
-    """As a relay does it."""
+    """Settle the message as a relay does."""
     with transaction.atomic():
         assert settling.settle("default", Settlement(published=[message.position])) == 1
     return message
@@ -80,7 +80,7 @@ def part_of(message):
 
 @contextmanager
 def a_session(statement="SELECT 1"):
-    """Another session, in whose open transaction this was executed."""
+    """Another session with an open transaction that has executed the statement."""
     with psycopg.connect(**connection_parameters()) as other:
         other.execute(statement)
         yield other
@@ -124,7 +124,7 @@ def today():
 class TestWhereAMessageIs:
     @every_database
     @pytest.mark.parametrize("state", SETTLED)
-    def test_settled_message_is_of_the_day_and_a_restored_one_of_none(self, state, today):
+    def test_settled_message_has_its_day_and_a_restored_message_has_none(self, state, today):
         message = published(delay=timedelta(hours=1))
         assert row_of(message).day == LIVE
         if state == State.CANCELLED:
@@ -150,7 +150,7 @@ class TestWhereAMessageIs:
         restore(message.id)
         assert part_of(message) == LIVE_PART
 
-    def test_day_without_a_partition_is_kept_in_the_default_one(self):
+    def test_message_of_a_day_without_a_partition_is_in_the_default_partition(self):
         assert part_of(settled(published())) == f"{HISTORY}_default"
 
     @every_database
@@ -172,30 +172,30 @@ class TestWhereAMessageIs:
         assert sorted(columns for columns, kind in history_of_it if kind == "btree") == ["(message_id)", "(topic, biz_id)"]
         assert [columns for columns, kind in history_of_it if kind != "btree"] == ["(id)"]
 
-    def test_look_claim_and_settle_name_live_messages_alone_and_the_publisher_as_well(self):
+    def test_publishing_claiming_and_settling_use_the_live_partition_and_not_the_whole_table(self):
         """A statement that names all messages is planned with, and locks, every day of history."""
         for _ in range(3):
             published()
         seen = []
 
-        def note(execute, sql, params, many, context):
+        def record(execute, sql, params, many, context):
             seen.append(sql)
             return execute(sql, params, many, context)
 
-        with connection.execute_wrapper(note), transaction.atomic():
+        with connection.execute_wrapper(record), transaction.atomic():
             publish(TOPIC, {})
             publish_many([Draft(TOPIC, {})] * 20)
-            busy = claiming.look("default").busy
-            rows = claiming.claim_ready("default", busy, 500).rows
-            settling.promote_due("default", 10)
-            settling.promote_rested("default", 10)
+            shards = claiming.look("default").shards
+            rows = claiming.claim_ready("default", shards, 500).rows
+            settling.make_scheduled_ready("default", 10)
+            settling.make_retrying_ready("default", 10)
             settling.release_waiting("default", keys=10, each=10)
             settling.settle("default", Settlement(published=[rows[0].position], waiting=[rows[1].position]))
 
         named = [sql for sql in seen if f"FROM {TABLE} " in sql.replace('"', "") or f"INTO {TABLE} " in sql]
         assert [sql for sql in named if not sql.startswith(f"WITH {TABLE} AS (DELETE FROM {LIVE_PART} ")] == []
 
-    def test_history_is_read_without_what_is_live(self):
+    def test_history_is_read_without_the_partition_of_live_messages(self):
         assert LIVE_PART not in str(execute(f"EXPLAIN SELECT count(*) FROM {TABLE} WHERE day >= {FIRST_DAY}"))
 
     def test_live_states_are_read_without_history(self):
@@ -228,7 +228,7 @@ def indexes_entered(table, message):
 
 
 class TestWhoWaits:
-    def test_open_transaction_that_has_published_holds_up_neither_making_nor_dropping_a_day(self, today):
+    def test_open_transaction_that_has_published_delays_neither_making_nor_dropping_a_day(self, today):
         """Also with the first INSERT of its session, for which PostgreSQL reads the definition of the table around it."""
         first, done = threading.Event(), threading.Event()
 
@@ -247,7 +247,7 @@ class TestWhoWaits:
             finally:
                 done.set()
 
-    def test_publisher_does_not_wait_behind_a_day_that_waits_for_a_reader_of_history(self, today, monkeypatch):
+    def test_publisher_does_not_wait_while_making_a_day_waits_for_a_reader_of_history(self, today, monkeypatch):
         monkeypatch.setattr(history, "_LONGEST_WAIT", timedelta(seconds=60))
         with a_session(f"SELECT count(*) FROM {TABLE}") as reader, in_threads(lambda: history.make_day("default", today)):
             wait_until(lambda: a_session_waits_for(HISTORY))
@@ -266,7 +266,7 @@ class TestWhoWaits:
             changes[step]()
         changes[step]()
 
-    def test_relay_settles_behind_a_day_that_waited_for_a_reader_of_history(self, today):
+    def test_relay_settles_after_making_a_day_timed_out_behind_a_reader_of_history(self, today):
         message = published()
         with a_session(f"SELECT count(*) FROM {TABLE}"):
             a_round()
@@ -276,8 +276,8 @@ class TestWhoWaits:
         assert state_of(message) == State.PUBLISHED
 
     @pytest.mark.parametrize("end", ["commit", "rollback"])
-    def test_cancel_waits_for_a_concurrent_settle_and_answers_what_came_of_it(self, end):
-        """It locks the row that is moved away, and finds no error but the message where it is now."""
+    def test_cancel_waits_for_a_concurrent_settle_and_returns_the_resulting_state(self, end):
+        """It waits for the lock of the row that is moved, and then finds the message in its new partition."""
         message = published()
         answers = []
         with a_settle_of(message) as settles, in_threads(lambda: answers.append(cancel(message.id))):
@@ -294,7 +294,7 @@ class TestWhoWaits:
 @contextmanager
 def a_settle_of(message):
     """Another transaction that has moved the message to history; call it with "commit" or "rollback"."""
-    ended, told = threading.Event(), []
+    ended, outcome = threading.Event(), []
     begun = threading.Event()
 
     def settle():
@@ -302,10 +302,10 @@ def a_settle_of(message):
             settling.settle("default", Settlement(published=[message.position]))
             begun.set()
             assert ended.wait(60)
-            transaction.set_rollback(told == ["rollback"])
+            transaction.set_rollback(outcome == ["rollback"])
 
     def end(how):
-        told.append(how)
+        outcome.append(how)
         ended.set()
 
     with in_threads(settle):
@@ -327,7 +327,7 @@ class TestUnique:
         assert OutboxMessage.objects.count() == 1
 
     @every_database
-    def test_message_that_was_given_up_in_history_is_in_nobodys_way(self):
+    def test_expired_message_in_history_does_not_prevent_a_new_unique_message(self):
         first = in_state(State.EXPIRED, biz_id="order-1", unique=True)
 
         assert published(biz_id="order-1", unique=True).created
@@ -347,7 +347,7 @@ class TestUnique:
         assert OutboxMessage.objects.count() == 1
 
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-    def test_message_that_was_live_for_the_snapshot_and_is_history_now_is_found(self, level):
+    def test_unique_message_that_was_live_in_the_snapshot_is_found_in_history(self, level):
         first = published(biz_id="order-1", unique=True)
         with a_snapshot(level):
             with in_threads(lambda: settled(first)):
@@ -358,7 +358,7 @@ class TestUnique:
         assert OutboxMessage.objects.count() == 1
 
     @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
-    def test_message_that_was_published_and_settled_since_the_snapshot_is_a_serialization_failure(self, level):
+    def test_unique_message_written_and_settled_since_the_snapshot_is_a_serialization_failure(self, level):
         def in_the_meantime():
             settled(published(biz_id="order-1", unique=True))
 
@@ -371,14 +371,14 @@ class TestUnique:
         assert OutboxMessage.objects.count() == 1
 
     @pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
-    def test_message_with_a_new_name_is_published_at_every_isolation_level(self, level):
+    def test_unique_message_with_a_new_biz_id_is_published_at_every_isolation_level(self, level):
         settled(published(biz_id="order-1", unique=True))
         with a_snapshot(level):
             assert publish(TOPIC, {}, biz_id="order-2", unique=True).created
 
         assert OutboxMessage.objects.filter(day=LIVE).count() == 1
 
-    def test_restore_sees_a_message_that_was_published_and_settled_between_its_look_and_its_move(self, monkeypatch):
+    def test_restore_sees_a_message_published_and_settled_between_its_query_and_its_update(self, monkeypatch):
         message = in_state(State.CANCELLED, biz_id="order-1", unique=True)
         move = restoring.move
 
@@ -394,7 +394,7 @@ class TestUnique:
         assert (restored.restored, restored.left) == (0, {"replaced": 1})
         assert state_of(message) == State.CANCELLED
 
-    def test_names_published_settled_cancelled_and_restored_concurrently_stay_unique(self):
+    def test_biz_ids_published_settled_cancelled_and_restored_concurrently_stay_unique(self):
         names = [f"order-{n}" for n in range(5)]
         stop = StopRequest()
 
@@ -422,7 +422,7 @@ class TestUnique:
             ours = OutboxMessage.objects.filter(biz_id=name).exclude(state__in=[State.CANCELLED, State.EXPIRED])
             assert ours.count() <= 1, name
 
-    def test_form_of_another_protocol_does_not_take_the_message_id_of_a_message_in_history(self):
+    def test_message_of_another_protocol_with_a_message_id_in_history_is_not_inserted(self):
         first = settled(published())
         row = NewRow(first.id, TOPIC, "b", "", 0, b"{}", "{}", "", "", "", False, None, None, None)
 
@@ -483,7 +483,7 @@ class TestHousekeeping:
         assert set(TrailEntry.objects.values_list("message_id", flat=True)) == {other.id}
 
     @every_database
-    def test_message_of_which_a_callback_is_pending_stays_with_its_day_and_is_reported(self, today, caplog):
+    def test_message_with_a_pending_callback_stays_with_its_day_and_is_reported(self, today, caplog):
         if connection.vendor == "postgresql":
             history.make_day("default", today - 9)
         message = settled_before(9)
@@ -500,7 +500,7 @@ class TestHousekeeping:
         keeping.drain(StopRequest())
         assert not OutboxMessage.objects.exists()
 
-    def test_one_process_does_it_at_a_time(self, today):
+    def test_one_process_at_a_time_does_the_housekeeping(self, today):
         first, second = housekeeper(), housekeeper()
         assert first._lease.take()
 
@@ -511,7 +511,7 @@ class TestHousekeeping:
         second._round(StopRequest())
         assert history.days("default")
 
-    def test_two_that_do_it_at_once_do_not_disturb_each_other(self, today, monkeypatch, caplog):
+    def test_concurrent_housekeepers_do_not_disturb_each_other(self, today, monkeypatch, caplog):
         monkeypatch.setattr(lease.Lease, "take", lambda self: True)
         for day in range(today - 20, today - 10):
             history.make_day("default", day)
@@ -523,7 +523,7 @@ class TestHousekeeping:
         assert history.days("default") == [today, today + 1, today + 2, today + 3]
         assert not [record for record in caplog.records if record.levelname == "ERROR"], caplog.text
 
-    def test_rows_of_a_day_that_are_in_the_default_partition_already_stay_there(self, today):
+    def test_rows_already_in_the_default_partition_stay_there(self, today):
         message = settled(published())
 
         a_round()
@@ -532,7 +532,7 @@ class TestHousekeeping:
         assert today + 1 in history.days("default")
         assert part_of(message) == f"{HISTORY}_default"
 
-    def test_user_who_may_not_make_partitions_is_told_the_remedy_and_old_rows_are_deleted(self, caplog):
+    def test_user_without_the_right_to_make_partitions_gets_the_remedy_and_old_rows_are_deleted(self, caplog):
         old = settled_before(9)
         with a_user_who_owns_nothing() as alias_role:
             execute(f"SET ROLE {alias_role}")
@@ -550,11 +550,11 @@ class TestHousekeeping:
         assert warning.id == "outbox.W007"
         assert not OutboxMessage.objects.filter(message_id=old.id).exists()
 
-    def test_owner_is_not_warned_of(self):
+    def test_owner_of_the_tables_causes_no_warning(self):
         assert checks.check_history(None, databases=["default"]) == []
         assert run_checks(databases=["default"]) is not None
 
-    def test_unexpected_failure_is_reported_once_and_tried_again(self, monkeypatch, caplog):
+    def test_unexpected_failure_of_the_housekeeping_is_reported_once_and_tried_again(self, monkeypatch, caplog):
         def fail(*args):
             raise ZeroDivisionError
 
@@ -583,7 +583,7 @@ class TestHousekeeping:
 
 @pytest.mark.django_db
 class TestInATransactionOfATest:
-    def test_nothing_is_made_or_dropped(self):
+    def test_no_housekeeper_runs_in_the_transaction_of_a_test(self):
         assert housekeepers("default", quick()) == ()
 
 
@@ -601,11 +601,11 @@ def a_user_who_owns_nothing():
 
 class TestKeepNothing:
     @pytest.fixture(autouse=True)
-    def _kept_not(self, settings):
+    def _without_keep_history(self, settings):
         settings.OUTBOX = {"KEEP_HISTORY": None, "TRAIL": "all"}
 
     @every_database
-    def test_published_message_is_deleted_and_its_trail_tells_of_it(self):
+    def test_without_keep_history_a_published_message_is_deleted_and_its_trail_stays(self):
         message = settled(published())
 
         assert not OutboxMessage.objects.exists()
@@ -614,7 +614,7 @@ class TestKeepNothing:
 
     @every_database
     @pytest.mark.parametrize("state", [State.EXPIRED, State.CANCELLED, State.ROLLED_BACK])
-    def test_message_that_was_not_published_is_kept_for_seven_days(self, state):
+    def test_without_keep_history_an_unpublished_message_stays_for_seven_days(self, state):
         message = in_state(State.PREPARED if state == State.ROLLED_BACK else State.READY)
         if state == State.CANCELLED:
             operating.cancel("default", message.position)
@@ -628,7 +628,7 @@ class TestKeepNothing:
         assert list(OutboxMessage.objects.values_list("message_id", "state")) == [(message.id, state)]
 
     @every_database
-    def test_message_with_a_callback_is_kept_until_it_was_called(self, add_callback):
+    def test_without_keep_history_a_message_stays_until_its_callback_was_called(self, add_callback):
         add_callback(TOPIC)
         settled(published())
         settled(published(topic="shop.other"))
@@ -648,7 +648,7 @@ class TestFigures:
         assert (counts.states["published"], counts.states["ready"]) == (1, 1)
         assert counts.estimated == frozenset()
 
-    def test_large_history_is_estimated_and_what_is_live_is_counted(self, monkeypatch):
+    def test_large_history_is_estimated_and_live_messages_are_counted(self, monkeypatch):
         with transaction.atomic():
             messages = publish_many([Draft(TOPIC, {})] * 500)
             settling.settle("default", Settlement(published=[message.position for message in messages]))
@@ -664,7 +664,7 @@ class TestFigures:
 
 
 class TestMidnight:
-    def test_callback_of_a_message_that_was_settled_before_midnight_is_noted_after_it(self, monkeypatch, today, add_callback):
+    def test_callback_of_a_message_settled_before_midnight_is_recorded_after_midnight(self, monkeypatch, today, add_callback):
         """The day changes between two statements of one transaction."""
         add_callback(TOPIC)
         message = published()
@@ -675,7 +675,7 @@ class TestMidnight:
         assert row_of(message).day in {today, today + 1}
         assert PendingCallback.objects.get().message_id == message.id
 
-    def test_settle_whose_statements_are_of_two_days_settles_all_of_them(self, today):
+    def test_messages_settled_before_and_after_midnight_in_one_transaction_move_to_their_days(self, today):
         for day in (today - 1, today):
             history.make_day("default", day)
         first, second = published(), published()

@@ -1,4 +1,4 @@
-"""An idle relay: how often it asks the database, and that it is woken all the same."""
+"""An idle relay polls the database rarely, and the doorbell still wakes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows and shards that another session holds: nothing else stops, nothing is sent in vain, and it is reported once.
+"""Another session has locked rows or shards: other messages are sent, locked ones are not, and it is reported once.
 
 Only PostgreSQL has more than one writer.
 """
@@ -51,7 +51,7 @@ def held_shard(message):
 
 
 def transactions_per_second(seconds=MEASURED_SECONDS):
-    """Of this database, over so many seconds."""
+    """Transactions of this database, measured for this many seconds."""
 
     def count():
         with connection.cursor() as cursor:
@@ -64,7 +64,7 @@ def transactions_per_second(seconds=MEASURED_SECONDS):
 
 
 def transactions_per_second_of_the_relay():
-    """Measured while the relay asks: a stall of the whole machine may take all of a measurement."""
+    """Measured while the relay polls. A stall of the machine may last for a whole measurement, so the test repeats it."""
     return wait_until(lambda: (rate := transactions_per_second()) > 1 and rate)
 
 
@@ -93,17 +93,17 @@ class TestLockedRow:
         assert ids(arrived)[-1] == str(locked.id)
         assert sorted(ids(arrived)) == sorted(ids([locked, *others, later])), "each of them once"
 
-    @pytest.mark.parametrize("place", [0, 1, 2], ids=["head", "middle", "last"])
-    def test_later_messages_of_its_key_do_not_overtake_a_locked_one(self, rabbitmq_url, place):
+    @pytest.mark.parametrize("index", [0, 1, 2], ids=["head", "middle", "last"])
+    def test_later_messages_of_its_key_do_not_overtake_a_locked_message(self, rabbitmq_url, index):
         messages = [published(key="a") for _ in range(3)]
         with Queue(rabbitmq_url) as queue, ExitStack() as lock:
-            lock.enter_context(locked_rows([messages[place]]))
+            lock.enter_context(locked_rows([messages[index]]))
             with relaying(rabbitmq_url, relays=2):
                 others = [published(key="b")]
-                wait_until(lambda: all(state_of(one) == State.PUBLISHED for one in (*others, *messages[:place])))
+                wait_until(lambda: all(state_of(one) == State.PUBLISHED for one in (*others, *messages[:index])))
                 others.append(published(key="b"))
                 wait_until(lambda: state_of(others[-1]) == State.PUBLISHED)
-                assert {state_of(later) for later in messages[place:]} == {State.READY}
+                assert {state_of(later) for later in messages[index:]} == {State.READY}
                 lock.close()
                 wait_until(lambda: state_of(messages[-1]) == State.PUBLISHED)
             arrived = [one for one in ids(queue.take_all()) if one not in ids(others)]
@@ -121,7 +121,7 @@ class TestLockedRow:
             assert sorted(ids(queue.take_all())) == sorted(ids(others))
             assert state_of(behind) == State.READY
 
-    def test_locked_rows_are_asked_for_some_ten_times_a_second_and_reported_once_with_the_remedy(self, rabbitmq_url, caplog):
+    def test_locked_rows_are_read_some_ten_times_a_second_and_reported_once_with_the_remedy(self, rabbitmq_url, caplog):
         messages = [published(biz_id=f"order-{n}") for n in range(2)]
         with Queue(rabbitmq_url), locked_rows(messages) as pid, relaying(rabbitmq_url):
             wait_until(lambda: reports(caplog, LOCKED))
@@ -129,7 +129,7 @@ class TestLockedRow:
 
         assert rate < 100
         [report] = reports(caplog, LOCKED)
-        assert report.startswith("2 ready messages are not sent")
+        assert report.startswith("relay: 2 ready messages are not sent")
         assert f"(pid {pid}); the first is message {messages[0].id} ({TOPIC}, biz-id order-0)" in report
         assert "pg_terminate_backend()" in report
 
@@ -205,7 +205,7 @@ class TestHeldShard:
 
         [report] = reports(caplog, HELD)
         shard = OutboxMessage.objects.get(pk=message.position).shard
-        assert report.startswith(f"The ready messages of 1 of 64 shards ({shard}) are not sent")
+        assert report.startswith(f"relay: the ready messages of 1 of 64 shards ({shard}) are not sent")
         assert re.search(r"another session \(pid \d+\)", report)
         assert "cancel()" in report
         assert "pg_terminate_backend()" in report

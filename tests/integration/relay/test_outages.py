@@ -1,4 +1,4 @@
-"""The broker or the database is unavailable: the relay waits, logs it once, counts no attempt, and goes on afterwards."""
+"""The broker or the database is unavailable: the relay waits, logs it once, counts no attempt, and then continues."""
 
 import logging
 from datetime import timedelta
@@ -243,7 +243,7 @@ class TestMessageThatClosesTheChannel:
         peer.script = script
         return peer
 
-    def test_message_that_closes_the_channel_dies_alone_and_the_others_are_published(self, closing_peer):
+    def test_message_that_closes_the_channel_is_dead_and_the_others_are_published(self, closing_peer):
         poison, *others = [published(payload="poison" if n == 0 else n) for n in range(12)]
         set_columns(poison, attempts=2)
 
@@ -312,7 +312,7 @@ class TestDatabaseOutage:
 
     @pytest.mark.every_database
     def test_missing_table_is_one_error_with_the_remedy_and_waited_for(self, peer, caplog, monkeypatch):
-        """As in a deploy whose processes start before its migrations: not a traceback for each try of each loop."""
+        """As in a deployment whose processes start before its migrations. Not every try of every loop logs a traceback."""
         monkeypatch.setattr(schema, "_reminder", Reminder())
         table = live(connection)
         rename(table, "hidden")
@@ -332,7 +332,7 @@ class TestDatabaseOutage:
 
 
 def end_other_sessions():
-    """End every other session on this database, as an operator or a failover does, and return how many there were."""
+    """End every other session on this database, as an operator or a failover does; return their number."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "

@@ -120,7 +120,7 @@ class TestFailedAttempt:
         assert ("retrying", bad.position, row.last_error) in signals_sent
         assert "was not published at attempt 1" in caplog.text
 
-    def test_look_says_in_how_many_seconds_the_next_message_is_tried_again(self, peer, transport):
+    def test_look_returns_the_seconds_until_the_next_retry(self, peer, transport):
         assert claiming.look("default").retry_in == math.inf
         later, sooner = some("later", "sooner")
         answering(peer, later="nack", sooner="nack")
@@ -137,7 +137,7 @@ class TestFailedAttempt:
         answering(peer, bad="nack")
         one_pass(transport)
         set_columns(message, available_at=DatabaseTime())
-        settling.promote_rested("default", 10)
+        settling.make_retrying_ready("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -401,7 +401,7 @@ class TestOrder:
         answering(peer, k1="nack")
         one_pass(transport)
         OutboxMessage.objects.filter(state=State.RETRYING).update(available_at=DatabaseTime())
-        settling.promote_rested("default", 10)
+        settling.make_retrying_ready("default", 10)
         answering(peer)
 
         one_pass(transport)
@@ -472,7 +472,7 @@ def test_pass_publishes_the_messages_of_its_own_database_only(peer):
     mine, theirs = published(), published(using="other")
     with connected(peer.url) as transport:
         single = Pass("default", transport, quick())
-        single.run(claiming.look("default").busy, 10)
+        single.run(claiming.look("default").shards, 10)
         single.close()
 
     assert ids(peer.published) == [str(mine.id)]

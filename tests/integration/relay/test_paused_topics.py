@@ -1,4 +1,4 @@
-"""A topic that an operator or the circuit breaker has paused: what happens to its messages, to others, and what it costs."""
+"""Topics paused by an operator or by the circuit breaker: the effect on their messages and on others, and the cost."""
 
 import threading
 from collections import Counter
@@ -82,13 +82,13 @@ def the_pause(topic=BAD):
 
 
 def refused_by_breaker(topic=BAD, **columns):
-    """As the circuit breaker has left it."""
+    """The row of a topic that the circuit breaker has paused."""
     given = {"probe_at": DatabaseTime(HOUR), "pause_seconds": 1.0, "reason": "nacked", **columns}
     return PausedTopic.objects.create(topic=topic, paused_at=DatabaseTime(), **given)
 
 
 def pass_by(seconds):
-    """What is tested is that nothing happens for so long."""
+    """The test is that nothing happens for this long."""
     until = monotonic() + seconds
     wait_until(lambda: monotonic() > until)
 
@@ -186,7 +186,7 @@ class TestPausedByAnOperator:
         assert resume(GOOD) is TopicState.REFUSED
 
     @pytest.mark.parametrize("topic", ["shop.*", "#", "", " ", None, "x" * 300, "a\x00b"])
-    def test_what_no_message_can_have_as_its_topic_is_refused(self, topic):
+    def test_pause_and_resume_refuse_an_invalid_topic(self, topic):
         for change in (pause, resume):
             with pytest.raises(InvalidMessage):
                 change(topic)
@@ -205,7 +205,7 @@ class TestPausedByAnOperator:
 
 @pytest.mark.every_database
 class TestPausedMessage:
-    def test_it_can_be_cancelled(self, peer):
+    def test_paused_message_can_be_cancelled(self, peer):
         message = published(BAD)
         pause(BAD)
         drained(peer.url)
@@ -216,7 +216,7 @@ class TestPausedMessage:
         drained(peer.url)
         assert (state_of(message), peer.published) == (State.CANCELLED, [])
 
-    def test_it_can_be_rescheduled_and_is_paused_again_when_it_is_due(self, peer):
+    def test_paused_message_can_be_rescheduled_and_is_paused_again_when_it_is_due(self, peer):
         message = published(BAD)
         pause(BAD)
         drained(peer.url)
@@ -227,7 +227,7 @@ class TestPausedMessage:
         drained(peer.url)
         assert (state_of(message), peer.published) == (State.PAUSED, [])
 
-    def test_publish_now_does_not_send_it_while_its_topic_is_paused(self, peer):
+    def test_publish_now_does_not_send_a_message_while_its_topic_is_paused(self, peer):
         message = published(BAD)
         pause(BAD)
         drained(peer.url)
@@ -239,7 +239,7 @@ class TestPausedMessage:
         drained(peer.url)
         assert state_of(message) == State.PUBLISHED
 
-    def test_it_expires_when_its_topic_is_resumed_too_late(self, peer):
+    def test_paused_message_expires_when_its_topic_is_resumed_too_late(self, peer):
         message = published(BAD, expires_in=HOUR)
         pause(BAD)
         drained(peer.url)
@@ -249,7 +249,7 @@ class TestPausedMessage:
 
         assert (state_of(message), peer.published) == (State.EXPIRED, [])
 
-    def test_later_messages_of_its_key_wait_whatever_their_topic(self, peer):
+    def test_later_messages_of_the_key_of_a_paused_message_wait_whatever_their_topic(self, peer):
         first, second, free = published(BAD, key="k"), published(GOOD, key="k"), published(GOOD, key="other")
         pause(BAD)
         with relaying(peer.url):
@@ -261,7 +261,7 @@ class TestPausedMessage:
 
         assert [name for name in ids(peer.published) if name != str(free.id)] == ids([first, second, third])
 
-    def test_only_trail_all_records_that_it_was_paused_and_resumed(self, peer, settings):
+    def test_only_trail_all_records_that_a_message_was_paused_and_resumed(self, peer, settings):
         for trail, recorded in (("decisions", 0), ("all", 2)):
             settings.OUTBOX = {**settings.OUTBOX, "TRAIL": trail}
             message = published(BAD)
@@ -287,7 +287,7 @@ class TestProbes:
         assert len(peer.published) <= sent + 5
         assert count(BAD, State.PAUSED) >= 195
 
-    def test_trial_that_a_relay_began_before_it_ended_is_carried_on_by_another(self, peer, short_pauses):
+    def test_trial_begun_by_a_relay_that_ended_is_continued_by_another_relay(self, peer, short_pauses):
         first, *others = many(8)
         of(BAD).update(state=State.PAUSED)
         set_columns(first, state=State.READY, available_at=DatabaseTime())
@@ -304,7 +304,7 @@ class TestProbes:
             wait_until(lambda: count(BAD, State.PUBLISHED) == 8)
             wait_until(lambda: not PausedTopic.objects.exists())
 
-    def test_probe_that_becomes_due_ends_the_rest_of_an_idle_relay(self, peer):
+    def test_probe_that_becomes_due_ends_the_wait_of_an_idle_relay(self, peer):
         many(8)
         of(BAD).update(state=State.PAUSED)
         refused_by_breaker(probe_at=DatabaseTime(timedelta(seconds=1)))
@@ -335,7 +335,7 @@ class TestProbes:
         positions = [row_of(one).pk for one in messages[:5]]
         assert sorted(the_pause().in_trial) == positions == sorted(of(BAD, State.READY).values_list("pk", flat=True))
 
-    def test_refused_topic_of_which_nothing_is_left_is_paused_no_longer(self):
+    def test_pause_of_a_refused_topic_ends_when_it_has_no_messages_left(self):
         message, other = published(BAD), published(GOOD)
         set_columns(message, state=State.RETRYING)
         refused_by_breaker(probe_at=DatabaseTime(-HOUR))
@@ -357,7 +357,7 @@ class TestProbes:
         assert (row.is_resuming, row.paused_by, row.reason, row.pause_seconds) == (False, "", "full", 1.0)
         assert not pausing.pause_refused("default", BAD, "full", 1.0, timedelta(seconds=1)), "another relay has done it"
 
-    def test_queue_that_takes_a_few_messages_and_is_full_again_costs_few_others_an_attempt(self, peer):
+    def test_queue_that_accepts_a_few_messages_and_is_full_again_costs_few_others_an_attempt(self, peer):
         room = []
         peer.script = lambda m: [lambda: (peer.ack if room and room.pop() else peer.nack)(m)]
         many(1000)
@@ -420,7 +420,7 @@ class TestResuming:
             wait_until(lambda: count(BAD, State.PUBLISHED) == 10)
             wait_until(lambda: not PausedTopic.objects.filter(topic=BAD).exists())
 
-        assert "was its row deleted by hand?" in caplog.text
+        assert "which may have been deleted by hand" in caplog.text
         assert count(GOOD, State.PAUSED) == 1
 
     def test_drain_sends_all_messages_of_a_topic_that_is_resumed(self, peer):
@@ -458,7 +458,7 @@ class TestCost:
                 [refused] if state == State.RETRYING else [[], ["ready > paused", "paused > ready"]]
             )
 
-    def test_which_topics_are_paused_costs_a_pass_no_statement(self, peer, django_assert_num_queries):
+    def test_reading_the_paused_topics_costs_a_pass_no_statement(self, peer, django_assert_num_queries):
         pause(GOOD)
         with connected(peer.url) as transport:
             published(BAD)
@@ -487,7 +487,7 @@ class TestConcurrency:
         assert the_pause().paused_by == "ada"
 
     def test_row_is_not_deleted_while_a_pass_makes_messages_paused(self):
-        """The pass has looked before the topic was resumed."""
+        """The pass has read the paused topics before the topic was resumed."""
         message = published(BAD)
         pause(BAD)
         position = row_of(message).pk
@@ -521,7 +521,7 @@ class TestConcurrency:
         assert pausing.resume_some("default", BAD, 500) == 1
         assert state_of(message) == State.READY
 
-    def test_message_that_another_transaction_has_locked_keeps_its_topics_row(self):
+    def test_row_of_a_resuming_topic_stays_while_another_transaction_locks_a_message_of_it(self):
         first, second = many(2)
         of(BAD).update(state=State.PAUSED)
         pause(BAD)

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 A_LOT = 300
 
 FOLLOWED = {"application_name", "client_encoding", "DateStyle", "TimeZone", "standard_conforming_strings", "IntervalStyle"}
-"""Settings that PgBouncer itself sets for each client on whatever connection it gets."""
+"""Settings that PgBouncer sets for each client on the connection that it assigns."""
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_housekeeping_makes_and_drops_days_and_leaves_no_session_state(pgbouncer
 
 
 def test_session_state_left_on_a_server_connection_is_detected(pgbouncer):
-    """So the test above can fail."""
+    """Proof that the test above can fail."""
     with psycopg.connect(pgbouncer.url_of(connection.settings_dict["NAME"]), autocommit=True) as client:
         client.execute("SET statement_timeout = 4321")
         client.execute("LISTEN something")

@@ -1,4 +1,4 @@
-"""A database that can be read and not written to, as a standby: nothing is sent that could not be settled."""
+"""The database is read-only, as a standby is: the relay sends nothing, because it could not settle it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ mortal_database = mortal.mortal_database
 
 REMEDY = "point DATABASES['default'] at the primary"
 LOOPS = 3
-"""That work on the database in one relay process. Each of them reports an outage once."""
+"""Loops of one relay process that use the database. Each of them reports an outage once."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def relay(mortal_database, process_environment, rabbitmq_url, tmp_path):
 
 
 def refusals(server):
-    """How many statements a server has refused because it takes no writes."""
+    """The number of statements that a server has refused because it is read-only."""
     return server.log.read_text().count("in a read-only transaction") if server.log.exists() else 0
 
 

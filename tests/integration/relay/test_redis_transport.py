@@ -3,7 +3,7 @@
 import pytest
 
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import BrokerUnavailable, Parcel, PublishOutcome
+from outbox.kernel.transport import BrokerUnavailable, OutgoingMessage, PublishOutcome
 from outbox.states import State
 from outbox.transports.virtual import VirtualTransport, capabilities_of
 from tests.support.relaying import (
@@ -25,8 +25,8 @@ from tests.support.servers.private import free_port
 from tests.support.waiting import wait_until
 
 
-def a_parcel(position=1, topic=TOPIC, **attributes):
-    return Parcel(position=position, envelope=Envelope(id=f"m{position}", topic=topic, body=b"{}", **attributes))
+def a_message(position=1, topic=TOPIC, **attributes):
+    return OutgoingMessage(position=position, envelope=Envelope(id=f"m{position}", topic=topic, body=b"{}", **attributes))
 
 
 @pytest.fixture
@@ -38,16 +38,16 @@ def proxy(redis_server, redis_url):
 class TestRouting:
     def test_message_of_a_topic_without_a_queue_is_returned_instead_of_dropped(self, redis_url):
         with connected(redis_url) as transport:
-            sent = transport.send([a_parcel()], soon())
+            sent = transport.send([a_message()], soon())
 
         assert outcomes(sent) == {1: PublishOutcome.RETURNED}
         assert f"no queue is bound to exchange '{EXCHANGE}' for topic '{TOPIC}'" in sent.verdicts[1].reason
 
     def test_queue_bound_later_is_found_without_a_new_connection(self, redis_url):
         with connected(redis_url) as transport:
-            assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.RETURNED}
+            assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.RETURNED}
             with Queue(redis_url) as queue:
-                assert outcomes(transport.send([a_parcel()], soon())) == {1: PublishOutcome.CONFIRMED}
+                assert outcomes(transport.send([a_message()], soon())) == {1: PublishOutcome.CONFIRMED}
                 assert ids(queue.take(1)) == ["m1"]
 
     def test_every_queue_of_a_topic_gets_a_copy(self, redis_url):
@@ -56,7 +56,7 @@ class TestRouting:
             Queue(redis_url, name="other") as other,
             connected(redis_url) as transport,
         ):
-            transport.send([a_parcel()], soon())
+            transport.send([a_message()], soon())
 
             assert ids(one.take(1)) == ids(other.take(1)) == ["m1"]
 
@@ -64,7 +64,7 @@ class TestRouting:
 class TestOneBadMessage:
     def test_message_that_cannot_be_sent_is_refused_and_the_others_are_confirmed(self, redis_url):
         with Queue(redis_url) as queue, connected(redis_url) as transport:
-            sent = transport.send([a_parcel(1), a_parcel(2, headers={"x": object()}), a_parcel(3)], soon())
+            sent = transport.send([a_message(1), a_message(2, headers={"x": object()}), a_message(3)], soon())
 
             assert outcomes(sent) == {1: PublishOutcome.CONFIRMED, 2: PublishOutcome.REFUSED, 3: PublishOutcome.CONFIRMED}
             assert ids(queue.take(2)) == ["m1", "m3"]
@@ -79,10 +79,10 @@ class TestUnavailableServer:
 
     def test_server_lost_within_a_batch_keeps_the_messages_it_has_confirmed(self, redis_url, proxy):
         with Queue(redis_url) as queue, connected(proxy.through(redis_url)) as transport:
-            transport.send([a_parcel(0)], soon())
+            transport.send([a_message(0)], soon())
             proxy.cut_after(30_000)
             proxy.refuse()
-            batch = [a_parcel(n, headers={"padding": "x" * 1_000}) for n in range(1, 61)]
+            batch = [a_message(n, headers={"padding": "x" * 1_000}) for n in range(1, 61)]
 
             sent = transport.send(batch, soon())
 
@@ -93,7 +93,7 @@ class TestUnavailableServer:
             assert confirmed <= set(ids(queue.take(len(confirmed) + 1)))
             proxy.accept()
             transport.connect()
-            assert outcomes(transport.send([a_parcel(99)], soon())) == {99: PublishOutcome.CONFIRMED}
+            assert outcomes(transport.send([a_message(99)], soon())) == {99: PublishOutcome.CONFIRMED}
 
     @pytest.mark.django_db(transaction=True)
     def test_relay_waits_for_the_server_without_counting_an_attempt(self, redis_url, proxy, caplog):

@@ -1,4 +1,4 @@
-"""RabbitMQ closes the channel over one message: what it forbids or cannot take stops nothing else, and is reported once."""
+"""RabbitMQ closes the channel because of one message: no other message is stopped, and the refusal is reported once."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def permit_exchanges(rabbitmq_server, rabbitmq_url):
 
 @contextmanager
 def bodies_of_at_most(server, size):
-    """New channels take no larger ones."""
+    """New channels accept no larger bodies."""
     before = server.evaluate("element(2, application:get_env(rabbit, max_message_size)).")
     server.evaluate(f"application:set_env(rabbit, max_message_size, {size}).")
     try:
@@ -81,7 +81,7 @@ def publish_committed(*drafts):
 
 
 def among(others, *drafts):
-    """The drafts, spread evenly among so many messages of PERMITTED."""
+    """Publish the drafts, spread evenly among `others` messages of PERMITTED."""
     mixed = [Draft(PERMITTED, {"n": n}) for n in range(others)]
     for n, draft in enumerate(drafts, 1):
         mixed.insert(n * others // (len(drafts) + 1), draft)
@@ -204,7 +204,7 @@ class TestForbiddenExchange:
 
 
 class TestRefusedMessage:
-    def test_message_that_is_too_large_for_the_broker_dies_alone(self, relay, rabbitmq_server, rabbitmq_url):
+    def test_message_too_large_for_the_broker_is_dead_and_all_others_are_published(self, relay, rabbitmq_server, rabbitmq_url):
         with (
             bodies_of_at_most(rabbitmq_server, 20_000),
             Queue(rabbitmq_url, "open.#") as queue,

@@ -1,4 +1,4 @@
-"""A row that the database refuses to make ready: the others become ready, and it is reported with its remedy."""
+"""The database refuses to make a row ready: the others become ready, and the row is reported with its remedy."""
 
 from datetime import timedelta
 
@@ -77,7 +77,7 @@ def all_published(messages):
 class TestOneRow:
     @pytest.mark.parametrize("timed", [False, True], ids=["without a timer", "with a timer"])
     @pytest.mark.parametrize("wait", WAITING_AS)
-    def test_its_neighbours_are_published_and_it_follows_once_it_can(self, peer, caplog, wait, timed):
+    def test_other_messages_are_published_and_a_refused_one_once_its_row_can_be_changed(self, peer, caplog, wait, timed):
         [bad], others = among_others(wait)
         was = state_of(bad)
         with refused(where=NOT_READY), relaying(peer.url, timed=timed):
@@ -93,7 +93,7 @@ class TestOneRow:
         assert not unexpected(caplog)
         assert sorted(ids(peer.published)) == sorted(ids([bad, *others])), "each of them once"
 
-    def test_later_messages_of_its_key_do_not_overtake_it(self, peer):
+    def test_later_messages_of_its_key_do_not_overtake_a_message_that_cannot_be_made_ready(self, peer):
         head, second, third = published(key="k", biz_id=POISON), published(key="k"), published(key="k")
         other = published(key="free")
         for message in (head, second, third, other):
@@ -108,7 +108,7 @@ class TestOneRow:
 
         assert [one for one in ids(peer.published) if one not in ids([other, later])] == ids([head, second, third])
 
-    def test_topic_stays_paused_for_it_and_is_resumed_once_it_can_be(self, peer):
+    def test_topic_stays_paused_until_the_last_of_its_messages_can_be_made_ready(self, peer):
         [bad], others = among_others(resumed)
         with refused(where=NOT_READY), relaying(peer.url):
             wait_until(lambda: all_published(others))
@@ -117,7 +117,7 @@ class TestOneRow:
             wait_until(lambda: not PausedTopic.objects.exists())
         assert state_of(bad) == State.PUBLISHED
 
-    def test_message_that_cannot_be_paused_stops_no_other(self, peer):
+    def test_message_that_cannot_be_paused_does_not_stop_other_messages(self, peer):
         bad, *others = published("shop.paused", biz_id=POISON), *(published("shop.paused") for _ in range(20))
         pause("shop.paused")
         with refused(where="NEW.biz_id LIKE 'poison%' AND NEW.state = 'paused'"), relaying(peer.url):
@@ -128,7 +128,7 @@ class TestOneRow:
         assert str(bad.id) not in ids(peer.published)
 
     @pytest.mark.parametrize("wait", WAITING_AS)
-    def test_drain_publishes_all_others_and_ends(self, peer, wait):
+    def test_drain_ends_and_publishes_all_others_when_one_cannot_be_made_ready(self, peer, wait):
         [bad], others = among_others(wait)
         with refused(where=NOT_READY):
             drained(peer.url)
@@ -141,7 +141,7 @@ class TestOneRow:
 class TestManyRows:
     @pytest.mark.proof
     @pytest.mark.parametrize("wait", WAITING_AS)
-    def test_others_between_two_hundred_rows_are_published_with_one_report(self, peer, caplog, wait):
+    def test_messages_among_200_that_cannot_be_made_ready_are_published_with_one_report(self, peer, caplog, wait):
         bad, others = among_others(wait, bad=200)
         with refused(where=NOT_READY), relaying(peer.url, timed=True):
             wait_until(lambda: all_published(others))
@@ -151,28 +151,28 @@ class TestManyRows:
 
         assert len(reports(caplog)) == 1
 
-    def test_trouble_of_the_whole_database_is_raised(self):
+    def test_error_that_affects_every_row_is_raised(self):
         for _ in range(120):
             backed_off(published())
         with refused(where="NEW.state = 'ready'"), pytest.raises(Error, match="cursed"):
-            settling.promote_rested("default", 1000, RefusedRows())
+            settling.make_retrying_ready("default", 1000, RefusedRows())
 
-    def test_refused_row_is_left_out_for_a_while(self):
+    def test_refused_row_is_skipped_for_a_while(self):
         [bad], others = among_others(backed_off)
         rows = RefusedRows()
         with refused(where=NOT_READY):
-            assert settling.promote_rested("default", 1000, rows) == len(others)
+            assert settling.make_retrying_ready("default", 1000, rows) == len(others)
             assert [*rows.skipped()] == [row_of(bad).pk]
             others[0:1] = [published()]
             backed_off(others[0])
-            assert settling.promote_rested("default", 1000, rows) == 1
-        assert settling.promote_rested("default", 1000, rows) == 0, "it is not due again"
-        assert settling.promote_rested("default", 1000) == 1
+            assert settling.make_retrying_ready("default", 1000, rows) == 1
+        assert settling.make_retrying_ready("default", 1000, rows) == 0, "it is not due again"
+        assert settling.make_retrying_ready("default", 1000) == 1
 
 
 class TestOnPostgreSQL:
     @pytest.mark.parametrize("wait", WAITING_AS)
-    def test_row_that_a_deferred_constraint_refuses_at_the_commit_stops_no_other(self, peer, wait):
+    def test_row_refused_by_a_deferred_constraint_does_not_stop_others_from_becoming_ready(self, peer, wait):
         [bad], others = among_others(wait)
         with refused(deferred=True, where=NOT_READY), relaying(peer.url, timed=True):
             wait_until(lambda: all_published(others))

@@ -1,4 +1,4 @@
-"""A row that the database refuses to change: its neighbours go on, each is sent once, and it is reported with its remedy."""
+"""The database refuses to change a row: the others are sent once each, and the row is reported with its remedy."""
 
 from collections import Counter
 
@@ -38,7 +38,7 @@ def lines(caplog):
 
 
 def pass_by(seconds):
-    """What is tested is that nothing happens for so long."""
+    """The test is that nothing happens for this long."""
     until = monotonic() + seconds
     wait_until(lambda: monotonic() > until)
 
@@ -55,7 +55,9 @@ class TestOneRow:
             ("XX001", "damaged index"),
         ],
     )
-    def test_its_neighbours_are_sent_once_and_it_is_reported_once_with_its_remedy(self, rabbitmq_url, caplog, sqlstate, remedy):
+    def test_others_are_sent_once_and_the_refused_row_is_reported_once_with_its_remedy(
+        self, rabbitmq_url, caplog, sqlstate, remedy
+    ):
         bad, others = among_others()
         with Queue(rabbitmq_url) as queue:
             with refused(sqlstate), relaying(rabbitmq_url):
@@ -79,33 +81,33 @@ class TestOneRow:
             assert remedy in report
         assert len(logged) < 5, logged
 
-    def test_it_is_not_sent_again_while_it_cannot_be_settled(self, rabbitmq_url):
+    def test_message_is_not_sent_again_while_it_cannot_be_settled(self, rabbitmq_url):
         bad, others = among_others()
         with Queue(rabbitmq_url) as queue, refused(), relaying(rabbitmq_url):
             wait_until(lambda: all_published(others))
             pass_by(2.5)
             assert ids(queue.take_all()).count(str(bad.id)) == 1
 
-    @pytest.mark.parametrize("place", [0, 1, 2], ids=["head", "middle", "last"])
-    def test_later_messages_of_its_key_do_not_overtake_it(self, rabbitmq_url, place):
-        messages = [published(key="a", biz_id=POISON if number == place else None) for number in range(3)]
+    @pytest.mark.parametrize("index", [0, 1, 2], ids=["head", "middle", "last"])
+    def test_later_messages_of_its_key_do_not_overtake_a_message_that_cannot_be_settled(self, rabbitmq_url, index):
+        messages = [published(key="a", biz_id=POISON if number == index else None) for number in range(3)]
         other = published(key="b")
         with Queue(rabbitmq_url) as queue:
             with refused(), relaying(rabbitmq_url):
-                wait_until(lambda: all_published([other, *messages[:place]]))
+                wait_until(lambda: all_published([other, *messages[:index]]))
                 messages.append(published(key="a"))
                 later = published(key="b")
                 wait_until(lambda: all_published([later]))
-                assert {state_of(one) for one in messages[place:]} == {State.READY}
+                assert {state_of(one) for one in messages[index:]} == {State.READY}
                 first = [one for one in ids(queue.take_all()) if one not in ids([other, later])]
                 cleared()
                 wait_until(lambda: all_published(messages))
             again = [one for one in ids(queue.take_all()) if one not in ids([other, later])]
 
         assert first == ids(messages[:3])
-        assert again == ids(messages[place:]), "what was sent after it is sent after it again"
+        assert again == ids(messages[index:]), "what was sent after it is sent after it again"
 
-    def test_its_neighbours_are_handed_over_on_local(self, handles, caplog):
+    def test_other_messages_are_handed_over_by_the_local_transport(self, handles, caplog):
         handles(lambda message: None, topic=TOPIC, name="tests.local")
         bad, others = among_others()
         with refused(), relaying("local://"):
@@ -115,7 +117,7 @@ class TestOneRow:
             cleared()
             wait_until(lambda: state_of(bad) == State.PUBLISHED)
 
-    def test_drain_publishes_all_others_and_ends(self, rabbitmq_url):
+    def test_drain_ends_and_publishes_all_others_when_one_cannot_be_settled(self, rabbitmq_url):
         bad, others = among_others()
         with Queue(rabbitmq_url) as queue, refused():
             drained(rabbitmq_url)
@@ -124,7 +126,7 @@ class TestOneRow:
         assert all_published(others)
         assert state_of(bad) == State.READY
 
-    def test_message_that_the_broker_refuses_is_left_when_its_row_cannot_be_settled(self, rabbitmq_url, caplog):
+    def test_message_refused_by_the_broker_stays_ready_when_its_row_cannot_be_settled(self, rabbitmq_url, caplog):
         bad, others = published("nobody.listens", biz_id=POISON), [published() for _ in range(10)]
         with Queue(rabbitmq_url), refused(), relaying(rabbitmq_url):
             wait_until(lambda: all_published(others))
@@ -136,7 +138,7 @@ class TestOneRow:
 @pytest.mark.every_database
 class TestManyRows:
     @pytest.mark.proof
-    def test_others_behind_two_hundred_rows_are_published_and_no_row_is_sent_again(self, rabbitmq_url, caplog):
+    def test_messages_after_200_unsettled_ones_are_published_and_none_of_the_200_is_sent_again(self, rabbitmq_url, caplog):
         bad = [published(biz_id=f"{POISON}-{number}") for number in range(200)]
         others = [published() for _ in range(20)]
         with Queue(rabbitmq_url) as queue, refused(), relaying(rabbitmq_url):
@@ -150,7 +152,7 @@ class TestManyRows:
         assert len(reports(caplog)) == 1
 
     @pytest.mark.proof
-    def test_database_that_settles_nothing_gets_one_copy_and_is_reported_once(self, rabbitmq_url, caplog):
+    def test_messages_are_sent_once_while_the_database_settles_nothing_and_it_is_reported_once(self, rabbitmq_url, caplog):
         messages = [published() for _ in range(30)]
         with Queue(rabbitmq_url) as queue, refused(where="NEW.state = 'published'"), relaying(rabbitmq_url):
             pass_by(2.5)
@@ -165,7 +167,7 @@ class TestManyRows:
 
 
 class TestOnPostgreSQL:
-    def test_row_that_a_deferred_constraint_refuses_at_the_commit_stops_no_other(self, rabbitmq_url, caplog):
+    def test_row_refused_by_a_deferred_constraint_does_not_stop_others_from_being_settled(self, rabbitmq_url, caplog):
         bad, others = among_others()
         with Queue(rabbitmq_url) as queue, refused(deferred=True), relaying(rabbitmq_url):
             wait_until(lambda: all_published(others))
@@ -173,7 +175,7 @@ class TestOnPostgreSQL:
             assert len(reports(caplog)) == 1
 
     @pytest.mark.proof
-    def test_several_relays_send_one_copy_each_at_most(self, rabbitmq_url):
+    def test_each_relay_sends_at_most_one_copy_of_a_message_that_cannot_be_settled(self, rabbitmq_url):
         bad, others = among_others()
         with Queue(rabbitmq_url) as queue, refused(), relaying(rabbitmq_url, relays=3):
             wait_until(lambda: all_published(others))

@@ -1,4 +1,4 @@
-"""The database reads the outbox so slowly that a whole batch does not fit into the time of a pass."""
+"""The database reads the outbox so slowly that a pass cannot read a whole batch in time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 MESSAGES = 600
 """Each of the relay's lanes reads half of them."""
 DEADLINE = timedelta(seconds=0.4)
-"""The database grants two seconds more."""
+"""The database grants a pass two more seconds."""
 
 
 @contextmanager

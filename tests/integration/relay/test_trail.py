@@ -128,7 +128,7 @@ class TestRelay:
         with CaptureQueriesContext(connection) as captured:
             message, waiting, due = published(), published(), in_state(State.SCHEDULED)
             settled(published=[row_of(message).pk], waiting=[row_of(waiting).pk])
-            settling.promote_due("default", 10)
+            settling.make_scheduled_ready("default", 10)
 
         assert state_of(message) == State.PUBLISHED
         assert state_of(due) == State.READY
@@ -157,9 +157,9 @@ class TestTrailAll:
     def test_trail_all_records_every_transition_of_a_message(self):
         message = published(delay=HOUR)
         set_columns(message, available_at=DatabaseTime())
-        settling.promote_due("default", 10)
+        settling.make_scheduled_ready("default", 10)
         settled(failed=[failure(message, retry_after=timedelta(), matters=False)])
-        settling.promote_rested("default", 10)
+        settling.make_retrying_ready("default", 10)
         settled(waiting=[row_of(message).pk])
         set_columns(message, key="k")
         settling.release_waiting("default", keys=10, each=10)

@@ -1,4 +1,4 @@
-"""Behind a failed head the messages of its key become waiting, cost no pass anything, and go on in order afterwards."""
+"""Messages behind the failed head of their key become waiting, cost later passes nothing, and are then sent in order."""
 
 import random
 import threading
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 HOUR = timedelta(hours=1)
 NEVER = {"RETRY_BASE": HOUR, "RETRY_CAP": HOUR}
-"""A failed head stays where it is while the test looks."""
+"""A failed head is not retried within the test."""
 
 
 def some(*names, key="k", **options):
@@ -88,7 +88,7 @@ class TestWaitingMessages:
         assert one_pass(transport, **NEVER).settled == 49
         assert states() == [State.RETRYING, *[State.WAITING] * 49]
         assert one_pass(transport).claimed == 0
-        assert claiming.look("default").busy == []
+        assert claiming.look("default").shards == []
         assert arrived(peer) == ["0"]
 
     def test_waiting_messages_have_no_attempt_counted(self, peer, transport):
@@ -206,7 +206,7 @@ class TestEndOfWaiting:
         assert [state_of(message) for message in others] == [State.WAITING] * 2
 
     def test_dead_message_among_waiting_ones_holds_only_those_behind_it(self, peer, transport):
-        """Those before it are released."""
+        """The messages before it are released."""
         head, (a, dead, b) = behind_a_failed_head(peer, transport, "a", "dead", "b")
         set_columns(dead, state=State.DEAD, settled_at=DatabaseTime())
         move(head, State.READY)
@@ -372,30 +372,30 @@ class TestOvertaking:
     def test_head_restored_between_reading_the_shards_and_claiming_is_not_overtaken(self, before):
         head, second = some("head", "next")
         set_columns(head, state=before, available_at=DatabaseTime(HOUR))
-        busy = claiming.look("default").busy
-        assert busy, "the second is ready"
+        shards = claiming.look("default").shards
+        assert shards, "the second is ready"
 
         assert restoring.restore("default", head.position)
         with transaction.atomic():
-            rows = claiming.claim_ready("default", busy, 100).rows
+            rows = claiming.claim_ready("default", shards, 100).rows
 
-        assert [row.position for row in rows if not row.held] == [head.position, second.position]
+        assert [row.position for row in rows if not row.is_blocked] == [head.position, second.position]
 
     def test_messages_released_between_reading_the_shards_and_claiming_are_not_overtaken(self):
         first, second, third = some("1", "2", "3")
         for message in (first, second):
             set_columns(message, state=State.WAITING)
-        busy = claiming.look("default").busy
+        shards = claiming.look("default").shards
 
         assert release() == 2
         with transaction.atomic():
-            rows = claiming.claim_ready("default", busy, 100).rows
+            rows = claiming.claim_ready("default", shards, 100).rows
 
-        assert [row.position for row in rows if not row.held] == [first.position, second.position, third.position]
+        assert [row.position for row in rows if not row.is_blocked] == [first.position, second.position, third.position]
 
 
 class TestCostOfWaiting:
-    """By the rows that PostgreSQL counts."""
+    """Measured by the rows that PostgreSQL counts."""
 
     def test_later_passes_read_no_waiting_rows(self, peer, transport):
         with transaction.atomic():

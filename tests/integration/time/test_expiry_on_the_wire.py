@@ -8,7 +8,7 @@ import pytest
 
 from outbox.database.now import DatabaseTime
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import Parcel, PublishOutcome
+from outbox.kernel.transport import OutgoingMessage, PublishOutcome
 from outbox.states import State
 from tests.support.relaying import TOPIC, Queue, connected, drained, published, row_of, set_columns, soon, state_of
 
@@ -83,13 +83,13 @@ def test_expiration_property_of_a_retried_message_is_the_time_left(rabbitmq_url)
 @pytest.mark.parametrize("kind", ["classic", "quorum"])
 def test_rabbitmq_moves_an_expired_message_to_the_dead_letter_exchange(rabbitmq_url, kind):
     dead_letters = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead.letters"}
-    parcel = Parcel(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"), lasting=0.0001)
+    message = OutgoingMessage(position=1, envelope=Envelope(id="m1", topic=TOPIC, body=b"{}"), expires_in_seconds=0.0001)
     with (
         Queue(rabbitmq_url, "nothing.else", "dead.letters") as dead_letter_queue,
         Queue(rabbitmq_url, **{"x-queue-type": kind}, **dead_letters) as queue,
         connected(rabbitmq_url) as transport,
     ):
-        sent = transport.send([parcel], soon())
+        sent = transport.send([message], soon())
         [arrived] = dead_letter_queue.take(1)
 
         assert sent.verdicts[1].outcome == PublishOutcome.CONFIRMED, "the broker confirms a message that it drops later"

@@ -1,4 +1,4 @@
-"""Priority is kept on every way back to ready, and no message is published after it has expired."""
+"""A message that becomes ready again keeps its priority, and no message is published after it has expired."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expired():
 
 def came_due(message):
     set_columns(message, deliver_at=DatabaseTime(), available_at=DatabaseTime())
-    assert settling.promote_due("default", 10) + settling.promote_rested("default", 10) == 1
+    assert settling.make_scheduled_ready("default", 10) + settling.make_retrying_ready("default", 10) == 1
 
 
 def failed(message, retry_after):
@@ -115,7 +115,7 @@ class TestExpiredMessage:
         assert row.settled_at is not None
         assert expired == [row.pk]
         logged = [record.getMessage() for record in caplog.get_records("call")]
-        assert f"1 messages of {row.topic} have expired before they could be published." in logged
+        assert f"relay: 1 messages of {row.topic} have expired before they could be published." in logged
 
     def test_expired_message_is_not_sent_when_it_becomes_due_late(self, peer):
         expiring, alive = (published(biz_id=biz_id, delay=HOUR, expires_in=HOUR) for biz_id in ("expiring", "alive"))

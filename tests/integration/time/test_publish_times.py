@@ -35,7 +35,7 @@ def next_year():
 
 
 def promote():
-    return settling.promote_due("default", 1_000)
+    return settling.make_scheduled_ready("default", 1_000)
 
 
 class TestDelay:
@@ -86,7 +86,7 @@ class TestDelay:
         set_columns(late, available_at=DatabaseTime(-HOUR))
         set_columns(later, available_at=DatabaseTime(-2 * HOUR))
 
-        assert settling.promote_due("default", 1) == 1
+        assert settling.make_scheduled_ready("default", 1) == 1
         assert (state_of(late), state_of(later)) == (State.SCHEDULED, State.READY)
 
 

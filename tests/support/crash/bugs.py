@@ -1,7 +1,7 @@
 """Mistakes a careful engineer could make, one at a time.
 
 BUG names the one that this process has. They are patched in from outside, so that the tests can prove that their oracle
-would notice: a harness that has never seen a lost message may be unable to see one.
+detects them: a harness that has never reported a lost message may be unable to detect one.
 """
 
 from __future__ import annotations

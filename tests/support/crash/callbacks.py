@@ -6,10 +6,10 @@ import os
 
 from outbox import SettledMessage, on_published
 from tests.support.apps.effects.models import Effect
-from tests.support.crash.failpoints import note
+from tests.support.crash.failpoints import record
 
 
 @on_published("crash.told")
 def tell(message: SettledMessage) -> None:
-    note("RUNS", str(message.id))
+    record("RUNS", str(message.id))
     Effect.objects.create(name=str(message.id), detail=f"{os.getpid()}:{message.call}")

@@ -1,13 +1,13 @@
 """A process that ends itself at a named point, without a line of it in the product.
 
 FAILPOINT is "<kill|stop|sleep> <before|after> <function> [<n-th call>] [once <function>] [in <thread>]", each function by its
-dotted name, wherever it lives: ours, kombu's, py-amqp's. At that call the process sends itself SIGKILL, so that nothing of it
-runs any more: no `finally`, no rollback, no goodbye to the broker. Or SIGSTOP, and then it stands still until it is woken. Or
-only the calling thread sleeps, for ever. Loops run in several threads: with `once` only the calls of a thread that has begun
-the other function count, with `in` only those of the thread of that name.
+dotted name, in this product, kombu or py-amqp. At that call the process sends itself SIGKILL, so that none of its code runs any
+more: no `finally`, no rollback, no close of the connection. Or it sends itself SIGSTOP and is frozen until SIGCONT. Or only the
+calling thread sleeps, forever. Loops run in several threads: with `once` only the calls of a thread that has begun the other
+function count, with `in` only those of the thread of that name.
 
-DELIVERIES is a file to which a consumer appends the message id of every delivery before anything of ours has seen it, and
-RUNS one for every call of the handler; so a test knows what arrived, whatever the database says.
+DELIVERIES is a file to which a consumer appends the message id of every delivery before the product processes it, and RUNS one
+for every call of the handler; so a test knows what arrived, independently of the database.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def install_from_environment() -> None:
         assert only.keys() <= {"once", "in"}, order
         patch(name, _failing(ACTIONS[action], when, nth, _counted(**only)))
     if place := os.environ.get("DELIVERIES"):
-        patch("kombu.messaging.Consumer._receive_callback", _noting_deliveries(Path(place)))
+        patch("kombu.messaging.Consumer._receive_callback", _recording_deliveries(Path(place)))
 
 
 def patch(name: str, decorate: Any) -> None:
-    """Replace a function by its dotted name. A name that is gone is an error: the test would prove nothing."""
+    """Replace a function by its dotted name. A missing name is an error, because the test would prove nothing."""
     owner, attribute = _owner(name)
     setattr(owner, attribute, decorate(getattr(owner, attribute)))
 
 
-def note(variable: str, line: str) -> None:
+def record(variable: str, line: str) -> None:
     """Append a line to the file that an environment variable names; nothing, when there is none."""
     if place := os.environ.get(variable):
         append(Path(place), line)
@@ -102,7 +102,7 @@ def _failing(act: Callable[[], object], when: str, nth: int, counted: Callable[[
     return decorate
 
 
-def _noting_deliveries(place: Path) -> Any:
+def _recording_deliveries(place: Path) -> Any:
     def decorate(function: Any) -> Any:
         @functools.wraps(function)
         def noting(consumer: Any, message: Any) -> Any:

@@ -11,7 +11,7 @@ from django.db.models.functions import Now
 from inbox import Message, idempotent_handler
 from outbox import Answer, HalfMessage, checker, publish
 from tests.support.apps.effects.models import Effect, Unique
-from tests.support.crash.failpoints import note
+from tests.support.crash.failpoints import record
 from tests.support.crash.oracle import CHAINED, Fact
 from tests.support.waiting import wait_until
 
@@ -23,7 +23,7 @@ class NotThisTime(Exception):
 @idempotent_handler("crash.done", name="crash.apply")
 def apply(message: Message) -> None:
     operation, how = message.payload["operation"], message.payload["how"]
-    note("RUNS", operation)
+    record("RUNS", operation)
     effect = Effect.objects.create(name=operation, detail=f"{os.getpid()}:{message.attempt}")
     if how == "chain":
         publish("crash.chained", {"operation": operation}, biz_id=operation)

@@ -15,7 +15,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 0.3, 1.0
 
 
 class Nemesis:
-    """Kills until told to stop; `kills` by command, `own_ends` of processes that ended when nobody asked them to."""
+    """Kills until stopped. `kills` counts by command; `own_ends` are the processes that ended without a kill."""
 
     def __init__(self, world: World, fleet: list[Worker]) -> None:
         self.kills: Counter[str] = Counter()
@@ -46,7 +46,7 @@ class Nemesis:
             if not victim.is_alive:
                 self.own_ends.append(victim.tail())
             elif not victim.is_ready:
-                continue  # still importing: it has nothing in hand
+                continue  # still importing, so it has claimed nothing
             else:
                 victim.kill()
                 self.kills[victim.command[0]] += 1

@@ -1,7 +1,7 @@
-"""What producers do: business changes, each with its message, of every kind that the outbox offers.
+"""The operations of producers: business changes, each with its message, of every kind that the outbox offers.
 
-An operation is named in the transaction of its business change, and whatever else is true of its message (cancelled, not before
-an instant) is named in the transaction that makes it true. These rows are all that the oracle knows.
+An operation writes its name in the transaction of its business change. Any further fact about its message (cancelled, not
+before an instant) is written in the transaction that makes it true. The oracle knows these rows only.
 """
 
 from __future__ import annotations
@@ -103,18 +103,18 @@ class Producer:
         self._kinds = kinds
         self._later: list[tuple[float, int, Callable[[], str]]] = []
 
-    def run(self, enough: threading.Event, rest_seconds: float) -> None:
+    def run(self, enough: threading.Event, pause_seconds: float) -> None:
         while not enough.is_set():
             act = self._next()
             try:
                 self._tally[act()] += 1
             except (DatabaseError, InterfaceError):
-                # Committed or not, nobody can say; the oracle can.
+                # The producer cannot know whether it was committed; the oracle does.
                 self._tally["unknown"] += 1
                 with suppress(DatabaseError, InterfaceError):
                     connection.close()
                 enough.wait(0.1)
-            enough.wait(rest_seconds)
+            enough.wait(pause_seconds)
         connection.close()
 
     def _next(self) -> Callable[[], str]:
@@ -249,7 +249,7 @@ class Producer:
         self._prepare(name).rollback()
 
     def _forgotten(self, name: str) -> str:
-        """As if the process had died: nobody decides but the checker."""
+        """As if the process had died: only the checker decides."""
         self._prepare(name)
         if self._choice.random() < 0.5:
             return "forgotten before it took place"

@@ -1,4 +1,4 @@
-"""What really happened, by two tables that the product does not know.
+"""The actual operations and effects, recorded in two tables that the product does not know.
 
 The producer writes a row of `Unique` in the transaction that publishes: it is there if and only if that transaction has
 committed, also when the answer to the commit was lost. The handler writes a row of `Effect`, which nothing stops from being
@@ -26,7 +26,7 @@ EXPIRES = "expires-"
 
 
 class Fact(StrEnum):
-    """What is true of an operation; `of` is the name of the row that says so."""
+    """A fact about an operation; `of` is the name of the row that records it."""
 
     CANCELLED = "cancelled"
     """Its message was cancelled before it was due: it has no effect."""
@@ -35,7 +35,7 @@ class Fact(StrEnum):
     NOT_BEFORE = "not before"
     """Its message is due at this instant, by the database's clock: no effect comes earlier."""
     PREPARED = "prepared"
-    """Its message was prepared. Whether the operation took place, the row of the operation says, as always."""
+    """Its message was prepared. The row of the operation says whether the operation took place, as always."""
     DECIDED = "decided"
     """A prepared operation has taken place, or its checker has made sure that it never will."""
 
@@ -45,7 +45,7 @@ class Fact(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, and what may look like it.
+    """The faults that were found, and what may look like a fault.
 
     Attributes:
         committed: operations.

@@ -1,6 +1,6 @@
 """Settings of the processes that are killed: those of the tests, and what BROKER_URL, OUTBOX and INBOX say.
 
-OUTBOX and INBOX are JSON; a number given for a span is seconds. Waits are short, so that a test does not have to wait.
+OUTBOX and INBOX are JSON; a number given for a duration is in seconds. Durations are short, so that tests are fast.
 """
 
 from __future__ import annotations

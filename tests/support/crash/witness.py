@@ -1,7 +1,7 @@
-"""What the broker was given, in the order in which it was given: a queue that nobody consumes before the end.
+"""The messages that the broker received, in their order: a queue that has no consumer before the end.
 
 The load is written in transactions of many messages, most of them with a key and all of those with strict_order: so the order
-of a key is that of its rows, and whoever came first must have arrived first.
+of a key is that of its rows, and an earlier message must have arrived first.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Witness:
         arrived: list[str] = []
         end = str(uuid.uuid4())
 
-        def note(body: Any, message: Any) -> None:
+        def record(body: Any, message: Any) -> None:
             arrived.append(message.properties["message_id"])
 
         with kombu.Connection(self._url, transport_options=CONFIRMED) as broker:
-            # It comes after all that is there, so nobody has to guess from a silence that nothing more will come.
+            # It arrives after all other messages, so no silence has to be interpreted as the end.
             broker.Producer().publish({}, routing_key=self._queue.name, message_id=end)
-            with kombu.Consumer(broker, [self._queue], callbacks=[note], no_ack=True, accept=["json"]):
+            with kombu.Consumer(broker, [self._queue], callbacks=[record], no_ack=True, accept=["json"]):
                 while arrived[-1:] != [end]:
                     broker.drain_events(timeout=PATIENCE_SECONDS)
         return arrived[:-1]
@@ -71,7 +71,7 @@ class Witness:
 
 
 def write(number: int, *, chance: random.Random | None = None, padding: int = 0) -> None:
-    """Commit so many messages in one transaction: three of four with a key."""
+    """Commit this many messages in one transaction; three of four have a key."""
     chance = chance or random.Random(number)
     keys = [chance.choice(KEYS) if chance.random() < 0.75 else "" for _ in range(number)]
     with transaction.atomic():
@@ -79,12 +79,12 @@ def write(number: int, *, chance: random.Random | None = None, padding: int = 0)
 
 
 @contextmanager
-def writing(seed: int, *, writers: int = 2, number: int = 40, rest_seconds: float = 0.03) -> Iterator[None]:
+def writing(seed: int, *, writers: int = 2, number: int = 40, pause_seconds: float = 0.03) -> Iterator[None]:
     """Writers at work for the length of the block; some of what they write is rolled back."""
     enough = threading.Event()
 
     def work(chance: random.Random) -> None:
-        while not enough.wait(rest_seconds):
+        while not enough.wait(pause_seconds):
             with suppress(DatabaseError, InterfaceError), transaction.atomic():
                 write(number, chance=chance)
                 transaction.set_rollback(chance.random() < 0.1)

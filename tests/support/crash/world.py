@@ -41,7 +41,7 @@ PUT_OFF = re.compile(rf"Deliveries: .*?(\d+) {Received.PUT_OFF.value}")
 
 @dataclass
 class Worker:
-    """One process. `log` is what it said."""
+    """One process. `log` is its output."""
 
     command: list[str]
     environment: dict[str, str]
@@ -190,7 +190,7 @@ class World:
             commit_operation(f"{prefix or f'{how}-'}{next_number()}", how=how, **options)
 
     def operate_together(self, number: int, *, how: str = "", padding: int = 0) -> None:
-        """Commit `number` operations that one relay has in hand together: one transaction, no keys, one shard."""
+        """Commit `number` operations that one relay claims together: one transaction, no keys, one shard."""
         with transaction.atomic():
             for _ in range(number):
                 write(f"together-{next_number()}", how, padding)
@@ -207,14 +207,14 @@ class World:
 
     @contextmanager
     def load(
-        self, producers: int = 2, rest_seconds: float = 0.03, kinds: Mapping[str, int] = operations.PLAIN
+        self, producers: int = 2, pause_seconds: float = 0.03, kinds: Mapping[str, int] = operations.PLAIN
     ) -> Iterator[Counter[str]]:
         """Producers at work for the length of the block; what they did, by outcome."""
         enough = threading.Event()
         tally: Counter[str] = Counter()
         threads = [
             threading.Thread(
-                target=operations.Producer(tally, random.Random(f"{self.seed}-{n}"), kinds).run, args=[enough, rest_seconds]
+                target=operations.Producer(tally, random.Random(f"{self.seed}-{n}"), kinds).run, args=[enough, pause_seconds]
             )
             for n in range(producers)
         ]
@@ -229,7 +229,7 @@ class World:
                     thread.join()
 
     def flows(self, enough: int = 20) -> None:
-        """Wait until some more messages have gone all the way."""
+        """Wait until some more messages were handled."""
         before = self.inbox()["done"]
         self.wait_until(lambda: self.inbox()["done"] >= before + enough, "the load is flowing")
 
@@ -248,7 +248,7 @@ class World:
         return self.directory / "gate"
 
     def deliveries(self) -> Counter[str]:
-        """Raw deliveries by message id, noted before anything of ours saw them."""
+        """Raw deliveries by message id, recorded before the consumer processes them."""
         return _lines(self.deliveries_file)
 
     def runs(self) -> Counter[str]:
@@ -256,9 +256,9 @@ class World:
         return _lines(self.runs_file)
 
     def redelivered(self) -> int:
-        """Deliveries beyond the first of each message, without those that were put off because a twin was at work.
+        """Deliveries beyond the first of each message, without those deferred because a duplicate was being handled.
 
-        How many were put off a consumer says when it ends.
+        A consumer logs the number of deferred deliveries when it ends.
         """
         logs = [worker.log.read_text(errors="replace") for worker in self.workers]
         put_off = sum(int(count) for log in logs for count in PUT_OFF.findall(log))
@@ -278,7 +278,7 @@ class World:
         return Counter(InboxMessage.objects.values_list("state", flat=True))
 
     def suppressed(self) -> int:
-        """Duplicates the inbox says it has met."""
+        """The number of duplicates that the inbox has counted."""
         return sum(InboxMessage.objects.values_list("duplicates", flat=True))
 
     def published(self) -> int:
@@ -291,13 +291,13 @@ class World:
         return sum(self.rabbit.queue_lengths(self.broker_url).values()) if self.rabbit else 0
 
     def delete_queues(self) -> None:
-        """As if no consumer had ever been there."""
+        """Delete all queues, as if no consumer had ever declared one."""
         with kombu.Connection(self.broker_url) as broker:
             for queue in self.rabbit.queue_lengths(self.broker_url):
                 broker.default_channel.queue_delete(queue)
 
     def let_the_broker_remember_its_queues(self) -> None:
-        """RabbitMQ 3.10 notes late which quorum queues it leads: one killed in its first second never has a leader again."""
+        """RabbitMQ 3.10 stores late which quorum queues it leads: one killed in its first second never has a leader again."""
         self.rabbit.evaluate("lists:foreach(fun dets:sync/1, dets:all()).")
 
     def is_quiet(self) -> bool:
@@ -326,7 +326,7 @@ class World:
         )
 
     def drain(self) -> Verdict:
-        """Let healthy processes carry everything to its end and end them politely; then the oracle speaks."""
+        """Let healthy processes finish all messages, stop them with SIGTERM, and ask the oracle."""
         alive = [worker for worker in self.workers if worker.is_alive and not worker.is_stopped]
         for command in (RELAY, CONSUMER):
             if not any(worker.command == [command] for worker in alive):

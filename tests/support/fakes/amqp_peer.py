@@ -1,4 +1,4 @@
-"""A broker that says exactly what a test tells it to say.
+"""A fake broker that sends exactly the answers that a test scripts.
 
 `FakeAmqpPeer` speaks the server side of AMQP 0-9-1 on a loopback port, as far as a publisher with confirms can see
 it. It records every message it receives and answers what the test scripted, also what no sane broker would answer:
@@ -9,7 +9,7 @@ acks that are late, doubled, out of order or for tags that were never used.
         publisher = connect_to(peer.url)
 
 Without a script each message is acked at once; `hold()` stops that, and the test then answers by hand. Whatever the
-client does against the protocol is kept in `errors` and fails the `with` block.
+client does against the protocol is recorded in `errors` and fails the `with` block.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True)
 class Published:
-    """A message as it arrived. The tag counts from 1 in each life of a channel; it is 0 outside confirm mode."""
+    """A message as it arrived. The tag counts from 1 on each opened channel; it is 0 outside confirm mode."""
 
     tag: int
     exchange: str
@@ -131,7 +131,7 @@ class FakeAmqpPeer:
     # What the broker says
 
     def hold(self) -> None:
-        """Answer no message from now on, unless told to by hand."""
+        """From now on answer a message only when the test calls a method for it."""
         self.script, self.ack_all_automatically = None, False
 
     def ack(self, tag: int | Published, multiple: bool = False) -> bool:

@@ -324,7 +324,7 @@ def an_hour_passes(row):
 
 def claimed():
     with transaction.atomic():
-        return claiming.claim_ready("default", claiming.look("default").busy, 10).rows
+        return claiming.claim_ready("default", claiming.look("default").shards, 10).rows
 
 
 class TestPriority:

@@ -11,7 +11,7 @@ from amqp.method_framing import frame_writer
 from amqp.serialization import dumps
 
 from outbox.kernel.envelope import Envelope
-from outbox.kernel.transport import Parcel, PublishOutcome
+from outbox.kernel.transport import OutgoingMessage, PublishOutcome
 from outbox.kernel.wire import Wire
 from outbox.transports.frames import FrameWriter
 from tests.support.fakes import amqp_wire
@@ -36,13 +36,13 @@ def a_wire(**changes):
     return Wire(**{**values, **changes})
 
 
-def a_parcel(position=1, body=b"[[], {}, {}]", **changes):
+def a_task(position=1, body=b"[[], {}, {}]", **changes):
     envelope = Envelope(id=str(uuid.uuid4()), topic="celery.shop.work", body=body)
-    return Parcel(position=position, envelope=envelope, wire=a_wire(**changes).to_text())
+    return OutgoingMessage(position=position, envelope=envelope, wire=a_wire(**changes).to_text())
 
 
 def an_event(position=1):
-    return Parcel(position=position, envelope=Envelope(id=str(uuid.uuid4()), topic=TOPIC, body=b"{}"))
+    return OutgoingMessage(position=position, envelope=Envelope(id=str(uuid.uuid4()), topic=TOPIC, body=b"{}"))
 
 
 class Work:
@@ -74,7 +74,7 @@ class Work:
 class TestEveryBroker:
     def test_message_reaches_its_queue_unchanged(self, broker):
         with Work(broker) as work, connected(broker) as transport:
-            sent = transport.send([a_parcel()], soon())
+            sent = transport.send([a_task()], soon())
             [message] = work.take(1)
 
         assert outcomes(sent) == {1: PublishOutcome.CONFIRMED}
@@ -91,8 +91,8 @@ class TestEveryBroker:
 
     def test_messages_and_events_are_confirmed_in_one_batch(self, broker):
         with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
-            parcels = [an_event(1), a_parcel(2), an_event(3), a_parcel(4, exchange="tasks")]
-            sent = transport.send(parcels, soon())
+            messages = [an_event(1), a_task(2), an_event(3), a_task(4, exchange="tasks")]
+            sent = transport.send(messages, soon())
             queue.take(2)
             work.take(2)
 
@@ -101,7 +101,7 @@ class TestEveryBroker:
     @pytest.mark.parametrize("body", [b"", b"\x80\x04\xff\x00", b"x" * 300_000], ids=["empty", "bytes", "large"])
     def test_any_body_is_carried(self, broker, body):
         with Work(broker) as work, connected(broker) as transport:
-            transport.send([a_parcel(body=body, content_type="application/x-anything", content_encoding="binary")], soon())
+            transport.send([a_task(body=body, content_type="application/x-anything", content_encoding="binary")], soon())
             [message] = work.take(1)
 
         assert (message.body or b"") == body
@@ -111,7 +111,7 @@ class TestEveryBroker:
         with Work(broker, topics, "shop.#") as work, connected(broker) as transport:
             of_topics = {"exchange": "topics", "exchange_type": "topic"}
             sent = transport.send(
-                [a_parcel(1, routing_key="shop.order.work", **of_topics), a_parcel(2, routing_key="bank.work", **of_topics)],
+                [a_task(1, routing_key="shop.order.work", **of_topics), a_task(2, routing_key="bank.work", **of_topics)],
                 soon(),
             )
             work.take(1)
@@ -122,9 +122,9 @@ class TestEveryBroker:
     def test_message_to_a_missing_exchange_is_returned_and_the_rest_of_the_batch_is_confirmed(self, broker):
         missing = f"missing-{uuid.uuid4()}"
         with Work(broker) as work, Queue(broker) as queue, connected(broker) as transport:
-            parcels = [a_parcel(1), a_parcel(2, exchange=missing), an_event(3), a_parcel(4, exchange=missing), a_parcel(5)]
-            sent = transport.send(parcels, soon())
-            again = transport.send([an_event(6), a_parcel(7)], soon())
+            messages = [a_task(1), a_task(2, exchange=missing), an_event(3), a_task(4, exchange=missing), a_task(5)]
+            sent = transport.send(messages, soon())
+            again = transport.send([an_event(6), a_task(7)], soon())
             work.take(3)
             queue.take(2)
 
@@ -137,9 +137,9 @@ class TestEveryBroker:
     def test_message_is_confirmed_once_its_exchange_exists(self, broker):
         exchange = kombu.Exchange(f"later-{uuid.uuid4()}", "direct")
         with connected(broker) as transport:
-            before = transport.send([a_parcel(exchange=exchange.name)], soon())
+            before = transport.send([a_task(exchange=exchange.name)], soon())
             with Work(broker, exchange) as work:
-                after = transport.send([a_parcel(exchange=exchange.name)], soon())
+                after = transport.send([a_task(exchange=exchange.name)], soon())
                 work.take(1)
 
         assert (outcomes(before), outcomes(after)) == ({1: PublishOutcome.RETURNED}, {1: PublishOutcome.CONFIRMED})
@@ -151,7 +151,7 @@ class TestEveryBroker:
     )
     def test_unreadable_wire_form_is_refused_and_the_rest_of_the_batch_is_confirmed(self, broker, wire):
         with Queue(broker) as queue, connected(broker) as transport:
-            sent = transport.send([an_event(1), a_parcel(2)._replace(wire=wire), an_event(3)], soon())
+            sent = transport.send([an_event(1), a_task(2)._replace(wire=wire), an_event(3)], soon())
             queue.take(2)
 
         assert outcomes(sent) == {1: PublishOutcome.CONFIRMED, 2: PublishOutcome.REFUSED, 3: PublishOutcome.CONFIRMED}
@@ -160,7 +160,7 @@ class TestEveryBroker:
 class TestRabbitMQ:
     def test_message_to_a_missing_queue_is_returned(self, rabbitmq_url):
         with Queue(rabbitmq_url) as queue, connected(rabbitmq_url) as transport:
-            sent = transport.send([a_parcel(1), an_event(2)], soon())
+            sent = transport.send([a_task(1), an_event(2)], soon())
             queue.take(1)
 
         assert outcomes(sent) == {1: PublishOutcome.RETURNED, 2: PublishOutcome.CONFIRMED}
@@ -168,12 +168,12 @@ class TestRabbitMQ:
 
     def test_message_to_a_deleted_exchange_is_returned_after_a_reconnect(self, rabbitmq_url):
         with Work(rabbitmq_url) as work, connected(rabbitmq_url) as transport:
-            transport.send([a_parcel(exchange="tasks")], soon())
+            transport.send([a_task(exchange="tasks")], soon())
             work.take(1)
             TASKS(work._connection.channel()).delete()
-            broken = transport.send([a_parcel(1, exchange="tasks"), a_parcel(2)], soon())
+            broken = transport.send([a_task(1, exchange="tasks"), a_task(2)], soon())
             transport.connect()
-            after = transport.send([a_parcel(1, exchange="tasks"), a_parcel(2)], soon())
+            after = transport.send([a_task(1, exchange="tasks"), a_task(2)], soon())
 
         assert (broken.suspects, "404" in broken.broken) == ([1, 2], True)
         assert outcomes(after) == {1: PublishOutcome.RETURNED, 2: PublishOutcome.CONFIRMED}
@@ -185,9 +185,9 @@ class TestRabbitMQ:
             writing_only_to(rabbitmq_server, rabbitmq_url, "^outbox$"),
             connected(rabbitmq_url) as transport,
         ):
-            both = transport.send([a_parcel(1), a_parcel(2)], soon())
+            both = transport.send([a_task(1), a_task(2)], soon())
             transport.connect()
-            alone = transport.send([a_parcel(1)], soon())
+            alone = transport.send([a_task(1)], soon())
             transport.connect()
             event = transport.send([an_event(3)], soon())
 
@@ -209,12 +209,12 @@ class TestRabbitMQ:
         ids=str,
     )
     def test_frames_are_those_of_py_amqp(self, changes):
-        parcel = a_parcel(body=b"x" * 10_000, **changes)
-        wire = Wire.from_text(parcel.wire)
+        message = a_task(body=b"x" * 10_000, **changes)
+        wire = Wire.from_text(message.wire)
 
-        written = FrameWriter(channel=7, exchange="outbox", frame_max=4096).publish_formed(parcel.envelope, wire)
+        written = FrameWriter(channel=7, exchange="outbox", frame_max=4096).publish_formed(message.envelope, wire)
 
-        assert written == by_py_amqp(parcel.envelope, wire, frame_max=4096)
+        assert written == by_py_amqp(message.envelope, wire, frame_max=4096)
 
 
 @contextmanager

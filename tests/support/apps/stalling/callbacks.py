@@ -5,7 +5,7 @@ from pathlib import Path
 from outbox import Answer, checker, on_published
 from tests.support.apps.effects.models import Effect
 from tests.support.apps.stalling import CHECKED, CHECKED_IN_VAIN, HANGING, QUICK, WAITING
-from tests.support.crash.failpoints import note
+from tests.support.crash.failpoints import record
 from tests.support.waiting import wait_until
 
 
@@ -18,7 +18,7 @@ def is_known(message):
 def asks_a_service_that_never_answers(message):
     if message.payload.get("is_answered"):
         return Answer.COMMIT
-    note("RUNS", message.biz_id)
+    record("RUNS", message.biz_id)
     return threading.Event().wait()
 
 
@@ -31,13 +31,13 @@ def quick(message):
 def waits_for_the_gate(message):
     """Its effect is written first, so that the transaction holds something while it waits."""
     _take_effect(message)
-    note("RUNS", message.biz_id)
+    record("RUNS", message.biz_id)
     wait_until(lambda: not Path(os.environ["GATE"]).exists())
 
 
 @on_published(HANGING)
 def calls_a_service_that_never_answers(message):
-    note("RUNS", message.biz_id)
+    record("RUNS", message.biz_id)
     threading.Event().wait()
 
 
