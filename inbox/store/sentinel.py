@@ -139,7 +139,7 @@ def bury_if_committed(guard: Guard) -> bool:
     if not guard.is_settled or connection.in_atomic_block:
         return False
     committed = f"FROM {TABLE} WHERE id = ANY(%s) AND state = 'done' AND xmin = %s::xid8::xid"
-    given = [list(guard.rows), guard.transaction]
+    given: list[Any] = [list(guard.rows), guard.transaction]
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT 1 {committed} LIMIT 1", given)
         if cursor.fetchone() is None:
