@@ -96,7 +96,7 @@ def test_delivery_whose_failure_cannot_be_stored_is_neither_acknowledged_nor_req
 def test_unexpected_error_in_an_ordered_load_leaves_the_load_undecided(handles, breaks):
     handler = handles(the_effect, ordered=True)
     load = [a_delivery(handler, an_envelope(biz_id=name, key="key")) for name in "abc"]
-    breaks("take_in")
+    breaks("admit")
 
     with pytest.raises(Undecided) as left:
         receive_load(load)
