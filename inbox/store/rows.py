@@ -16,8 +16,20 @@ from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
+EDITED = "edited:"
+"""Prefix of the biz-id of a row whose payload an operator has corrected; never given to a handler's own identities."""
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 ABANDONED = f"The handler committed by itself. {PARTLY}"
+
+
+def edited_name(row: int, biz_id: str) -> str:
+    """The biz-id of the row that replaces `row`, with a corrected payload under the same biz-id."""
+    return f"{EDITED}{row}:{biz_id}"
+
+
+def business_id(biz_id: str) -> str:
+    """The biz-id as the business knows it, of a row that may be the replacement of another."""
+    return biz_id.split(":", 2)[2] if biz_id.startswith(EDITED) else biz_id
 
 
 class TwinBusy(Exception):
