@@ -49,6 +49,7 @@ from outbox.kernel.envelope import COMPRESSION
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
 _STEPS = 100
+_NOT_KEPT = 'It was not kept: INBOX["KEEP_BODIES"] was "failed" when the message was handled.'
 
 
 class InboxStuckFilter(StuckFilter):
@@ -318,8 +319,9 @@ class InboxMessageAdmin(MessageAdmin):
         if row.conflicting_body is None:
             return warning(words)
         return format_html(
-            '<div class="message-block">{}<p class="message-note">The latest: {}, {}</p>{}</div>',
+            '<div class="message-block">{}{}<p class="message-note">The latest: {}, {}</p>{}</div>',
             warning(words),
+            note(f"{_NOT_KEPT} Only its digest is, so the two cannot be compared here.") if _is_emptied(row) else "",
             identifier(row.conflicting_id),
             moment(row.conflicting_at, row.database_now),
             as_payload(bytes(row.conflicting_body), row.content_type, _compression(row)).as_html(),
@@ -348,7 +350,13 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:
+        if _is_emptied(row):
+            return note(_NOT_KEPT)
         return as_payload(bytes(row.body), row.content_type, _compression(row)).as_html()
+
+    @admin.display(description="headers")
+    def headers_text(self, row: Any) -> SafeString:
+        return note(_NOT_KEPT) if _is_emptied(row) else super().headers_text(row)
 
     @admin.display(description="it replaces")
     def replaced_row(self, row: Any) -> SafeString:
@@ -461,6 +469,11 @@ class InboxMessageAdmin(MessageAdmin):
             done="due past the maximum message age now",
             transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
         )
+
+
+def _is_emptied(row: InboxMessage) -> bool:
+    """Were body and headers emptied when it was settled? No message without a body is ever done otherwise."""
+    return row.state == State.DONE and not row.body
 
 
 def _compression(row: InboxMessage) -> str:
