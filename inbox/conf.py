@@ -19,7 +19,17 @@ from outbox.kernel.text import why_unfit
 LOCAL_BROKER = "local://"
 IN_THE_DATABASE = "database"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
-_MAY_BE_EMPTY = {"BROKER_URL", "MANAGEMENT_URL", "EXCHANGE", "GROUP", "QUEUE_TYPE", "ACCEPT", "LEASE_STORE", "TRAIL"}
+_MAY_BE_EMPTY = {
+    "BROKER_URL",
+    "MANAGEMENT_URL",
+    "EXCHANGE",
+    "GROUP",
+    "QUEUE_TYPE",
+    "ACCEPT",
+    "LEASE_STORE",
+    "TRAIL",
+    "KEEP_BODIES",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,7 @@ class InboxOptions:
         TWIN_TIMEOUT: how long a delivery waits for a concurrent twin's transaction before it is put off.
         LEASE_STORE: where handlers with mode="lease" keep their leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are kept, which is the deduplication window.
+        KEEP_BODIES: of which settled messages the body and the headers are kept: "all", or "failed", those that are not done.
         TRAIL: which transitions leave a trail: "decisions", those that matter to a person, or "all".
         TRAIL_RETENTION: how long the trail is kept.
         AGE_FENCE_MARGIN: a delivery older than RETENTION less this is not run, as its row may be purged already.
@@ -71,6 +82,7 @@ class InboxOptions:
     TWIN_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
     RETENTION: timedelta = timedelta(days=30)
+    KEEP_BODIES: str = "all"
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
     AGE_FENCE_MARGIN: timedelta = timedelta(days=1)
@@ -82,6 +94,8 @@ class InboxOptions:
     def __post_init__(self) -> None:
         options.require_positive(self, *(name for name in options.names(type(self)) if name not in _MAY_BE_EMPTY))
         options.require_trail(self.TRAIL)
+        if self.KEEP_BODIES not in {"all", "failed"}:
+            raise ValueError(f"KEEP_BODIES is {quoted(self.KEEP_BODIES)}: it must be 'all' or 'failed'.")
         if self.AGE_FENCE_MARGIN >= self.RETENTION:
             raise ValueError(
                 f"AGE_FENCE_MARGIN ({self.AGE_FENCE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
@@ -97,6 +111,10 @@ class InboxOptions:
             raise ValueError(f"QUEUE_TYPE is {quoted(self.QUEUE_TYPE)}: it must be 'quorum' or 'classic'.")
         if self.LEASE_STORE != IN_THE_DATABASE and (reason := _why_no_lease_store(self.LEASE_STORE)):
             raise ValueError(f"LEASE_STORE is {masked(self.LEASE_STORE)}: {reason}.")
+
+    @property
+    def keeps_all_bodies(self) -> bool:
+        return self.KEEP_BODIES == "all"
 
     @cached_property
     def retry(self) -> RetryPolicy:

@@ -91,5 +91,9 @@ class NotRun(InboxError):
     """A Celery task that the inbox does not run, with the reason: it is a dead letter, was skipped, or is too old."""
 
 
+class NotEditable(InboxError):
+    """An operator's correction of a message is refused, with the reason; the row stays as it was."""
+
+
 class TaskNotSent(InboxError):
     """An operator's retry of a Celery task could not be sent; the row stays as it was."""

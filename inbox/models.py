@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import Q
+from django.db.models.functions import Coalesce
 
 from outbox.kernel.text import NAME_LENGTH
 
@@ -37,8 +38,14 @@ class InboxMessage(models.Model):
     biz_id = models.CharField("biz-id", max_length=NAME_LENGTH)
     message_id = models.CharField("message id", max_length=NAME_LENGTH)
     key = models.CharField("ordering key", max_length=NAME_LENGTH, default="")
-    # It has a place in the order of its key, which is its id.
+    # It has a place in the order of its key: its id, or `place`.
     ordered = models.BooleanField(default=False, db_default=False)
+    # The dead message whose payload an operator has corrected here, and its place in the order of its key. It may be purged
+    # before this one, so the reference has no constraint; an index of all rows would cost every message an entry.
+    replaces = models.ForeignKey(
+        "self", null=True, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="replacements"
+    )
+    place = models.BigIntegerField(null=True)
     state = models.CharField(max_length=12, choices=State)
     attempts = models.PositiveIntegerField(default=0, db_default=0)
     # The fencing token: one more for every lease of this message, so that the owner of an expired one settles nothing.
@@ -81,9 +88,13 @@ class InboxMessage(models.Model):
         permissions = (
             ("retry_inboxmessage", "Can retry a dead or retrying message"),
             ("skip_inboxmessage", "Can skip a message that is not done"),
+            ("edit_inboxmessage", "Can correct the payload of a dead message and run it"),
             ("override_inboxmessage", "Can run a message that the maximum message age holds back"),
         )
-        constraints = (models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),)
+        constraints = (
+            models.UniqueConstraint(fields=["handler", "topic", "biz_id"], name="inbox_once"),
+            models.UniqueConstraint(fields=["replaces"], name="inbox_replaces", condition=Q(replaces__isnull=False)),
+        )
         indexes = (
             models.Index(
                 # By handler first: whoever polls reads nothing of handlers that it may not run, see `store.due`.
@@ -103,7 +114,9 @@ class InboxMessage(models.Model):
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
             models.Index(
-                fields=["handler", "key", "id"],
+                "handler",
+                "key",
+                Coalesce("place", "id", output_field=models.BigIntegerField()),
                 name="inbox_order",
                 condition=Q(ordered=True, state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),

@@ -9,15 +9,17 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
 
-from django import forms
-from django.contrib import admin
-from django.db.models import Q, QuerySet
-from django.http import HttpRequest, HttpResponse
+from django.contrib import admin, messages
+from django.db.models import BigIntegerField, Q, QuerySet
+from django.db.models.functions import Coalesce
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
+from inbox.admin.forms import EditForm, OverrideForm, SkipForm
 from inbox.conf import inbox_options
-from inbox.errors import TaskNotSent
+from inbox.editing import replace_message
+from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreAway
@@ -47,6 +49,7 @@ from outbox.kernel.envelope import COMPRESSION
 _HEADS = (State.RECEIVED, State.RETRYING, State.RUNNING, State.DEAD)
 """States of a message that holds back the later ones of its key."""
 _STEPS = 100
+_NOT_KEPT = 'It was not kept: INBOX["KEEP_BODIES"] was "failed" when the message was handled.'
 
 
 class InboxStuckFilter(StuckFilter):
@@ -100,28 +103,6 @@ class HandlerFilter(admin.SimpleListFilter):
         return queryset.filter(handler=self.value()) if self.value() in known else queryset
 
 
-class SkipForm(forms.Form):
-    reason = forms.CharField(
-        max_length=500,
-        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="Why its effect must not happen. It is kept with the message and in the log.",
-    )
-
-
-class OverrideForm(forms.Form):
-    danger = (
-        "These messages are in quarantine, because nothing here remembers whether they have been handled before. One that has "
-        "been would have its effect a second time. Look first: at the data that it would write, at the logs of the day it was "
-        "published, at the publisher's own books. Skip those that were handled."
-    )
-    reason = forms.CharField(
-        max_length=500,
-        label="How do you know?",
-        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="What shows that none of them has been handled. It is kept in the log.",
-    )
-
-
 @admin.register(InboxMessage)
 class InboxMessageAdmin(MessageAdmin):
     tones: ClassVar[Any] = {
@@ -138,9 +119,10 @@ class InboxMessageAdmin(MessageAdmin):
     counterpart = Counterpart(
         changelist="outbox_outboxmessage_changelist", title="outbox messages", permission="outbox.view_outboxmessage"
     )
-    refusals = (TaskNotSent, LeaseStoreAway)
+    refusals = (TaskNotSent, NotEditable, LeaseStoreAway)
     allowed_in: ClassVar[Any] = {
         "retry": operating.RETRYABLE,
+        "edit": (State.DEAD,),
         "skip": operating.SKIPPABLE,
         "override_maximum_age": (State.DEAD,),
     }
@@ -149,7 +131,7 @@ class InboxMessageAdmin(MessageAdmin):
     list_display_links = ("summary",)
     list_filter = (InboxStuckFilter, StateFilter, DuplicatesFilter, HandlerFilter)
     search_help_text = "A message id, biz-id, topic or handler, exactly; with * at the end: everything that begins so (slower)."
-    actions = ("retry", "skip", "override_maximum_age")
+    actions = ("retry", "edit", "skip", "override_maximum_age")
     readonly_fields: ClassVar[Any] = (
         "state_explained",
         "handler_name",
@@ -157,6 +139,8 @@ class InboxMessageAdmin(MessageAdmin):
         "biz_id_name",
         "message_id_name",
         "key_name",
+        "replaced_row",
+        "replacing_row",
         "attempts",
         "error_text",
         "traceback_text",
@@ -179,6 +163,7 @@ class InboxMessageAdmin(MessageAdmin):
     fieldsets = (
         (None, {"fields": ("state_explained", "handler_name", "topic_name", "biz_id_name", "message_id_name", "key_name")}),
         ("Attempts", {"fields": ("attempts", "error_text", "traceback_text")}),
+        ("Correction", {"fields": ("replaced_row", "replacing_row")}),
         ("Further deliveries", {"fields": ("further_deliveries", "conflict")}),
         ("Content", {"fields": ("content_type", "payload", "headers_text")}),
         ("Progress", {"fields": ("steps_text", "result_text")}),
@@ -204,7 +189,7 @@ class InboxMessageAdmin(MessageAdmin):
         return super().called(term) | Q(handler=term) | named
 
     def offers(self, action: str, row: Any) -> bool:
-        if row.state == State.DEAD and action in {"retry", "override_maximum_age"}:
+        if row.state == State.DEAD and action in {"retry", "edit", "override_maximum_age"}:
             return bool(row.quarantined == (action == "override_maximum_age"))
         if row.state == State.RUNNING and row.next_attempt_at is not None and row.next_attempt_at > row.database_now:
             return False
@@ -224,6 +209,8 @@ class InboxMessageAdmin(MessageAdmin):
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Without the parts that would have nothing to say, as most messages come once and in one step."""
         left_out = set()
+        if obj is not None and obj.replaces_id is None and not obj.replacements.exists():
+            left_out.add("Correction")
         if obj is not None and not obj.duplicates:
             left_out.add("Further deliveries")
         if obj is not None and obj.result is None and not obj.steps.exists():
@@ -236,6 +223,8 @@ class InboxMessageAdmin(MessageAdmin):
         lines = [self.badge_of(row)]
         if row.quarantined and row.state == State.DEAD:
             lines.append(format_html("{}", "in quarantine"))
+        if row.replaces_id is not None:
+            lines.append(format_html("{}", "corrected"))
         if row.conflicts:
             lines.append(badge(f"{row.conflicts:,} conflicting", Tone.STOPPED))
         elif row.duplicates:
@@ -255,12 +244,12 @@ class InboxMessageAdmin(MessageAdmin):
         if row.state == State.RUNNING:
             return self._lease(row)
         if row.ordered and row.state in _HEADS:
-            held = self._of_its_key(row).filter(pk__gt=row.pk, state=State.WAITING)
+            held = self._of_its_key(row).filter(at__gt=row.place or row.pk, state=State.WAITING)
             return note(f"The later messages of its ordering key wait for it: {counted(held)}.")
         return format_html("{}", "")
 
     def _behind(self, row: Any) -> SafeString:
-        head = self._of_its_key(row).filter(pk__lt=row.pk).exclude(state__in=SETTLED).order_by("pk").first()
+        head = self._of_its_key(row).filter(at__lt=row.place or row.pk).exclude(state__in=SETTLED).order_by("at").first()
         if head is None:
             return note("No earlier message of its ordering key is open any more: a consumer lets it go on in a moment.")
         words = format_html(
@@ -282,7 +271,7 @@ class InboxMessageAdmin(MessageAdmin):
 
     def _of_its_key(self, row: Any) -> QuerySet[Any]:
         same = InboxMessage.objects.using(self.using).filter(handler=row.handler, key=row.key, ordered=True)
-        return same.defer(*self.large_columns)
+        return same.alias(at=Coalesce("place", "pk", output_field=BigIntegerField())).defer(*self.large_columns)
 
     @admin.display(description="handler")
     def handler_name(self, row: Any) -> SafeString:
@@ -330,8 +319,9 @@ class InboxMessageAdmin(MessageAdmin):
         if row.conflicting_body is None:
             return warning(words)
         return format_html(
-            '<div class="message-block">{}<p class="message-note">The latest: {}, {}</p>{}</div>',
+            '<div class="message-block">{}{}<p class="message-note">The latest: {}, {}</p>{}</div>',
             warning(words),
+            note(f"{_NOT_KEPT} Only its digest is, so the two cannot be compared here.") if _is_emptied(row) else "",
             identifier(row.conflicting_id),
             moment(row.conflicting_at, row.database_now),
             as_payload(bytes(row.conflicting_body), row.content_type, _compression(row)).as_html(),
@@ -360,7 +350,30 @@ class InboxMessageAdmin(MessageAdmin):
 
     @admin.display(description="payload")
     def payload(self, row: Any) -> SafeString:
+        if _is_emptied(row):
+            return note(_NOT_KEPT)
         return as_payload(bytes(row.body), row.content_type, _compression(row)).as_html()
+
+    @admin.display(description="headers")
+    def headers_text(self, row: Any) -> SafeString:
+        return note(_NOT_KEPT) if _is_emptied(row) else super().headers_text(row)
+
+    @admin.display(description="it replaces")
+    def replaced_row(self, row: Any) -> SafeString:
+        """The dead message whose payload was corrected here."""
+        return self._of_a_correction(InboxMessage.objects.using(self.using).filter(pk=row.replaces_id), row.replaces_id)
+
+    @admin.display(description="replaced by")
+    def replacing_row(self, row: Any) -> SafeString:
+        return self._of_a_correction(InboxMessage.objects.using(self.using).filter(replaces=row.pk), None)
+
+    def _of_a_correction(self, rows: QuerySet[Any], known: int | None) -> SafeString:
+        other = rows.only("pk", "state", "biz_id").first()
+        if other is None:
+            return note(f"Row {known} has been purged.") if known else format_html("{}", NOTHING)
+        return format_html(
+            '<a href="{}">row {}</a> {} {}', self.own_url(other.pk), other.pk, identifier(other.biz_id), self.badge_of(other)
+        )
 
     @admin.display(description="last error, or reason")
     def error_headline(self, row: Any) -> SafeString:
@@ -385,6 +398,9 @@ class InboxMessageAdmin(MessageAdmin):
     def has_retry_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("inbox.retry_inboxmessage")
 
+    def has_edit_permission(self, request: HttpRequest) -> bool:
+        return request.user.has_perm("inbox.edit_inboxmessage")
+
     def has_override_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm("inbox.override_inboxmessage")
 
@@ -395,6 +411,38 @@ class InboxMessageAdmin(MessageAdmin):
     def retry(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
         retry = partial(operating.retry, reason=by(request))
         return self.carry_out(request, queryset, done="due for a retry now", transition=once_ended(resending(retry)))
+
+    @admin.action(permissions=["edit"], description="Edit and retry…")
+    def edit(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
+        """Of one message: its payload to be edited, then what changes, to be confirmed."""
+        picked = self._picked(request, queryset) or {}
+        if len(picked) != 1:
+            self.message_user(request, "Nothing was changed: edit one message at a time.", messages.ERROR)
+            return None
+        ((pk, row),) = picked.items()
+        if row is None:
+            self.message_user(request, f"Message number {pk} no longer exists.", messages.ERROR)
+            return None
+        stored = InboxMessage.objects.using(queryset.db).get(pk=pk)
+        try:
+            form = EditForm(stored, request.POST if self.is_confirmed(request) else None)
+        except NotEditable as error:
+            self.message_user(request, f"Message {self.subject(row)}: not edited: {visible(str(error))}", messages.ERROR)
+            return HttpResponseRedirect(self.own_url(pk)) if request.POST.get("own_page") else None
+        if form.is_valid() and form.is_agreed:
+
+            def replace(alias: str, pk: int) -> bool:
+                return replace_message(alias, pk, form.cleaned_data["payload"], by=by(request)) is not None
+
+            return self.carry_out(request, queryset, done="replaced by a corrected one, due now", transition=replace)
+        return self.ask(
+            request,
+            queryset,
+            action="edit",
+            question="Replace this message by a corrected one?" if form.changes else "Edit the payload of this message",
+            button="Replace the message and run it" if form.changes else "Show the changes",
+            form=form,
+        )
 
     @admin.action(permissions=["skip"], description="Skip…")
     def skip(self, request: HttpRequest, queryset: QuerySet[InboxMessage]) -> HttpResponse | None:
@@ -421,6 +469,11 @@ class InboxMessageAdmin(MessageAdmin):
             done="due past the maximum message age now",
             transition=lambda given: resending(partial(operating.override_maximum_age, reason=by(request, given["reason"]))),
         )
+
+
+def _is_emptied(row: InboxMessage) -> bool:
+    """Were body and headers emptied when it was settled? No message without a body is ever done otherwise."""
+    return row.state == State.DONE and not row.body
 
 
 def _compression(row: InboxMessage) -> str:

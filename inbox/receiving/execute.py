@@ -47,7 +47,7 @@ from inbox.receiving.reading import (
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.undecided import decide
 from inbox.store import arrivals, claims, operating
-from inbox.store.rows import UNIDENTIFIED, Failure, Follower, KeyBusy, OrderedKey, TwinBusy
+from inbox.store.rows import UNIDENTIFIED, Failure, Follower, KeyBusy, OrderedKey, TwinBusy, business_id
 from inbox.transactions.handler_transaction import call, in_transaction
 from inbox.transactions.persistence import DatabaseAway, decided, persistently
 from outbox.database.faults import is_collision
@@ -167,7 +167,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Received:
     """A dead letter, because it cannot be read."""
     # Of what was stored unread nobody has used the name in its headers, and what cannot be read has no claim to it.
-    unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered
+    unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None
     if unread and not stored.biz_id.startswith(UNIDENTIFIED):
         return decide(handler, stored, read(handler, envelope, options, refused=why)) or Received.DEAD
     return fail_stored(handler, stored, Failure(error=why, retry_after=None, attempts=stored.attempts))
@@ -176,7 +176,7 @@ def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str
 def _run_in_transaction(
     handler: Handler, stored: InboxMessage, envelope: Envelope, options: InboxOptions, follower: Follower | None
 ) -> Received:
-    attempt, biz_id = stored.attempts, stored.biz_id
+    attempt, biz_id = stored.attempts, business_id(stored.biz_id)
     alone_in = OrderedKey(handler.name, stored.key) if stored.key and (handler.ordered or stored.ordered) else None
 
     def run() -> Message | None:

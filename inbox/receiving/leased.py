@@ -38,7 +38,7 @@ from inbox.receiving.reading import Arrival, message_of, messages_of
 from inbox.store import leases
 from inbox.store.arrivals import store_due
 from inbox.store.claims import give_back
-from inbox.store.rows import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy
+from inbox.store.rows import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy, business_id
 from inbox.transactions.handler_transaction import call
 from inbox.transactions.persistence import DatabaseAway, decided
 from inbox.transactions.sessions import SessionChanges
@@ -99,7 +99,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
         DatabaseAway: the database does not answer.
     """
     row, store, alias = stored_row(stored), lease_store(options), handler.using
-    message = message_of(envelope, options, needs_id=False, biz_id=stored.biz_id)
+    message = message_of(envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
     wanted = Wanted(handler=handler, row=row, stored=stored)
     give_it_back = partial(give_back, alias, stored.pk, stored.attempts)
     try:

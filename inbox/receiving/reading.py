@@ -18,7 +18,7 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
 from inbox.models import InboxMessage
-from inbox.store.rows import UNIDENTIFIED, NewRow
+from inbox.store.rows import EDITED, UNIDENTIFIED, NewRow, business_id
 from outbox.kernel.body import OverLimit, Undecodable, decode_payload
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import (
@@ -72,7 +72,7 @@ def read(
         try:
             envelope = opened(envelope, options.BODY_LIMIT_BYTES)
             message = message_of(envelope, options)
-            biz_id = _identify(handler, message)
+            biz_id = identify(handler, message)
             refused = outside = outside_window(envelope, options)
         except Undecodable as error:
             refused = why_undecodable(error)
@@ -139,7 +139,12 @@ def undecided_envelope(stored: InboxMessage) -> Envelope:
     return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
 
 
-def _identify(handler: Handler, message: Message) -> str:
+def identify(handler: Handler, message: Message) -> str:
+    """The biz-id of `message` in `handler`.
+
+    Raises:
+        Undecodable: it has another topic, or the handler's `biz_id` failed.
+    """
     _of_this_queue(handler, message.topic, message.biz_id)
     try:
         biz_id = handler.identify(message)
@@ -155,14 +160,14 @@ def _of_this_queue(handler: Handler, topic: str, biz_id: str) -> str:
 
 
 def _not_ours(biz_id: str) -> str:
-    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, _UNDECIDED)) else biz_id
+    return f"own:{biz_id}" if biz_id.startswith((UNIDENTIFIED, _UNDECIDED, EDITED)) else biz_id
 
 
 def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
     """The biz-id it was stored under; when it had none, and an operator retries it, what can be found now."""
     if not stored.biz_id.startswith(UNIDENTIFIED):
         return stored.biz_id
-    return _identify(handler, message) if handler.biz_id else stored.biz_id
+    return identify(handler, message) if handler.biz_id else stored.biz_id
 
 
 def outside_window(envelope: Envelope, options: InboxOptions) -> str:
@@ -266,7 +271,7 @@ def stored_envelope(stored: InboxMessage) -> Envelope:
         topic=stored.topic,
         source=stored.source,
         created_at=stored.created_at,
-        biz_id=stored.biz_id,
+        biz_id=business_id(stored.biz_id),
         key=stored.key,
         correlation_id=stored.correlation_id,
         causation_id=stored.causation_id,

@@ -38,17 +38,19 @@ class Balance:
 
     Attributes:
         states: how many rows are in each; every state is named.
+        edited: how many of the rows are no deliveries: an operator has corrected the payload of another one in them.
         quarantined: how many of the dead only an override runs, see `operating.override_maximum_age`.
     """
 
     states: Mapping[str, int]
     duplicates: Duplicates
+    edited: int
     quarantined: int
 
     @property
     def delivered(self) -> int:
         """How many deliveries this inbox has taken over, of messages whose rows have not been purged."""
-        return sum(self.states.values()) + self.duplicates.suppressed
+        return sum(self.states.values()) - self.edited + self.duplicates.suppressed
 
 
 def balance(alias: str) -> Balance:
@@ -65,6 +67,7 @@ def balance(alias: str) -> Balance:
             f"UNION ALL SELECT state, COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(_RARE)}) GROUP BY state "
             f"UNION ALL SELECT 'settled', COUNT(*){nothing} FROM {TABLE} WHERE state IN ({_listed(SETTLED)}) "
             f"UNION ALL SELECT 'quarantined', COUNT(*){nothing} FROM {TABLE} WHERE state = 'dead' AND quarantined "
+            f"UNION ALL SELECT 'edited', COUNT(*){nothing} FROM {TABLE} WHERE replaces_id IS NOT NULL "
             f"UNION ALL SELECT 'duplicates', {sums} FROM {TABLE} WHERE duplicates > 0"
         )
         found = {name: counts for name, *counts in cursor.fetchall()}
@@ -76,6 +79,7 @@ def balance(alias: str) -> Balance:
         duplicates=Duplicates(
             suppressed=suppressed, redelivery=redelivery, resend=resend, replay=replay, conflicting=conflicting
         ),
+        edited=found["edited"][0],
         quarantined=found["quarantined"][0],
     )
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
+from inbox.conf import inbox_options
 from inbox.models import DUE, State
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all, is_outermost
-from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, Failure, Guard, NewRow, locked_means_busy
+from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, Failure, Guard, NewRow, emptied, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import note, noting
 from outbox.database.connections import is_postgresql
@@ -69,10 +70,15 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta, *, attempt: in
 
 
 def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: timedelta, attempt: int) -> Guard | None:
-    given = [*(getattr(row, column) for column in COLUMNS), attempt, as_bound(twin_timeout)]
+    # No other transaction sees the row unless it is done.
+    kept = row if inbox_options().keeps_all_bodies else emptied(row)
+    given = [*(getattr(kept, column) for column in COLUMNS), attempt, as_bound(twin_timeout)]
     with locked_means_busy():
         rows = _BEGIN.execute(connection, given).rows
-    return next((Guard(connection.alias, (int(row),), begun, is_settled=True) for row, begun, _ in rows), None)
+    if not rows:
+        return None
+    ((pk, begun, _),) = rows
+    return Guard(connection.alias, (int(pk),), begun, is_settled=True, emptied=() if kept is row else (row,))
 
 
 def store_due(alias: str, row: NewRow, twin_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:

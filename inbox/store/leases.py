@@ -18,6 +18,7 @@ from typing import Any
 from django.db import connections, transaction
 from django.db.models import F
 
+from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.arrivals import store_running
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
@@ -249,7 +250,7 @@ def finish_kept(
     """
     with _in_order(alias, order, matters=False):
         note_leaving(alias, _THE_ROW, _named(row), became=State.DONE, matters=False)
-        written = {**_done(), "attempts": F("attempts") - uncounted, **(_said_by(row) if delivered else {})}
+        written = {**(_said_by(row) if delivered else {}), **_done(), "attempts": F("attempts") - uncounted}
         done = _the_row(alias, row).update(**written)
         _pass_on(alias, order)
     return bool(done)
@@ -338,6 +339,7 @@ def _done() -> dict[str, Any]:
         "next_attempt_at": None,
         "last_error": "",
         "traceback": "",
+        **({} if inbox_options().keeps_all_bodies else {"body": b"", "headers": {}}),
     }
 
 

@@ -29,16 +29,20 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
     unknown = [f"The database {alias!r} does not answer, and may know more." for alias in away]
     kept_since = utcnow() - inbox_options().TRAIL_RETENTION
     for alias in having:
-        rows = {row.handler: row for row in _rows(alias, message_id)}
-        trails: dict[str, list[TrailEntry]] = {handler: [] for handler in rows}
+        rows = _rows(alias, message_id)
+        # A handler has several rows of a message whose payload was corrected, and each replaces the one before.
+        chains: dict[str, list[InboxMessage]] = {}
+        for row in rows:
+            chains.setdefault(row.handler, []).append(row)
+        trails: dict[str, list[TrailEntry]] = {handler: [] for handler in chains}
         for entry in TrailEntry.objects.using(alias).filter(message_id__in=_spellings(message_id)).order_by("pk"):
             trails.setdefault(entry.handler, []).append(entry)
         for handler, entries in trails.items():
-            moments += _moments(alias, handler, rows.get(handler), entries)
-            if handler not in rows:
+            moments += _moments(alias, handler, chains.get(handler, []), entries)
+            if handler not in chains:
                 unknown.append(f"The row of {handler} has been purged: only its trail is left.")
-        standings += [_standing(alias, row) for row in rows.values()]
-        if any(row.received_at < kept_since for row in rows.values()):
+        standings += [_standing(alias, row) for row in rows]
+        if any(row.received_at < kept_since for row in rows):
             unknown.append(f"What happened in its handlers before {kept_since:%Y-%m-%d} may be purged.")
     return Account(
         searched=f"the inbox ({', '.join(having) or 'no database has its tables'})",
@@ -79,9 +83,9 @@ def _spellings(message_id: str) -> set[str]:
         return {message_id} - {""}
 
 
-def _moments(alias: str, handler: str, row: InboxMessage | None, entries: Sequence[TrailEntry]) -> Iterator[Moment]:
-    if row is not None and not (entries and entries[0].was == ""):
-        yield Moment(at=row.received_at, where=handler, was="", became=State.RECEIVED.value, database=alias)
+def _moments(alias: str, handler: str, chain: Sequence[InboxMessage], entries: Sequence[TrailEntry]) -> Iterator[Moment]:
+    if chain and chain[0].replaces_id is None and not (entries and entries[0].was == ""):
+        yield Moment(at=chain[0].received_at, where=handler, was="", became=State.RECEIVED.value, database=alias)
     for entry in entries:
         yield Moment(
             at=entry.at,
@@ -92,6 +96,7 @@ def _moments(alias: str, handler: str, row: InboxMessage | None, entries: Sequen
             reason=entry.reason,
             database=alias,
         )
+    row = chain[-1] if chain else None
     if row is None or row.settled_at is None or (entries and entries[-1].became == row.state):
         return
     begun = State.RUNNING if row.fence else State.RECEIVED
@@ -101,6 +106,7 @@ def _moments(alias: str, handler: str, row: InboxMessage | None, entries: Sequen
 
 def _standing(alias: str, row: InboxMessage) -> Standing:
     also = [
+        f"replaces row {row.replaces_id}, with a corrected payload" if row.replaces_id else "",
         f"in the order of key {row.key!r}" if row.ordered else "",
         f"{row.duplicates:,} duplicates suppressed" if row.duplicates else "",
         "held back by the maximum message age" if row.quarantined else "",

@@ -1,4 +1,4 @@
-"""What operators see and decide: retry, override, skip, purge."""
+"""What operators see and decide: retry, override, skip, replace, purge."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from django.db import OperationalError, connections, transaction
 from django.db.models import F, Min
 
 from inbox.models import SETTLED, InboxMessage, State, Step
-from inbox.store.dialect import TABLE
+from inbox.store.arrivals import insert
+from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
 from inbox.store.due import longest_due
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
+from inbox.store.rows import NewRow, TwinBusy
 from inbox.store.trail import note
 from outbox.database.connections import lock_timeout
 from outbox.database.faults import is_collision
@@ -71,18 +73,63 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
         reason: stays with the row.
         by: for the trail, beside the reason: who did it.
     """
-    return _decide(
+    return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=_skipped(reason))
+
+
+def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:
+    """dead → skipped, and ∅ → received, due now, for the row that replaces it; its number. None: it is not dead any more.
+
+    None, too, when its biz-id is taken, and for what the maximum message age has refused, see `override_maximum_age`. In an
+    order the new row has the place of the old one; it is `waiting` while another is before it.
+
+    Args:
+        corrected: the message with its new payload; its biz-id is that of no other row.
+        by: who did it, for the reason of the old row and for the trail of both.
+    """
+    try:
+        with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
+            found = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, quarantined=False)
+            replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id").first()
+            return None if replaced is None else _replace(alias, replaced, corrected, by)
+    except TwinBusy:
+        return None
+    except OperationalError as error:
+        if is_collision(error):
+            return None
+        raise
+
+
+def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> int | None:
+    place, waits = replaced.place or replaced.pk, False
+    if replaced.ordered:
+        hold_gates(alias, replaced.handler, [replaced.key])
+        waits = not is_head(alias, replaced.handler, replaced.key, place)
+    inserted = insert(
         alias,
-        row,
-        SKIPPABLE,
-        "; ".join(filter(None, (reason, by))),
-        written={
-            "state": State.SKIPPED,
-            "last_error": printable(f"skipped: {reason}", ERROR_LENGTH),
-            "next_attempt_at": None,
-            "settled_at": DatabaseTime(),
-        },
+        corrected,
+        LONGEST_LOCK_WAIT,
+        state=State.WAITING if waits else State.RECEIVED,
+        due_after=None if waits else timedelta(),
+        also={"attempts": 0, "replaces_id": replaced.pk, **({"ordered": True, "place": place} if replaced.ordered else {})},
     )
+    if inserted is None:
+        return None
+    (row,) = inserted.rows
+    reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
+    InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**_skipped(reason))
+    note(alias, [replaced.pk], was=State.DEAD, reason=reason)
+    origin = f"replaces row {replaced.pk} (biz-id {replaced.biz_id}) with another payload"
+    note(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
+    return row
+
+
+def _skipped(reason: str) -> Mapping[str, Any]:
+    return {
+        "state": State.SKIPPED,
+        "last_error": printable(f"skipped: {reason}", ERROR_LENGTH),
+        "next_attempt_at": None,
+        "settled_at": DatabaseTime(),
+    }
 
 
 def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, written: Mapping[str, Any], **only: Any) -> bool:
@@ -90,7 +137,7 @@ def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, writ
         with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only)
             found = found.exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
-            message = found.select_for_update().only("handler", "key", "ordered", "state").first()
+            message = found.select_for_update().only("handler", "key", "ordered", "place", "state").first()
             if message is not None:
                 _write(alias, message, written)
                 note(alias, [row], was=message.state, reason=reason)
@@ -112,7 +159,7 @@ def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> Non
         row.update(**written)
         return
     hold_gates(alias, message.handler, [message.key])
-    if written["state"] == State.RETRYING and not is_head(alias, message.handler, message.key, message.pk):
+    if written["state"] == State.RETRYING and not is_head(alias, message.handler, message.key, message.place or message.pk):
         written = {**written, "state": State.WAITING, "next_attempt_at": None}
     row.update(**written)
     promote_next(alias, message.handler, message.key)

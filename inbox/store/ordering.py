@@ -1,9 +1,10 @@
 """The order of a key: who is at its head, and who follows when the head is settled.
 
-A row with `ordered` has a place in the order of its handler and key, which is its id. The first open one is the *head*. It
-alone is due; all others are `waiting`. Whoever settles the head lets the next one follow in the same transaction, and whoever
-adds a row looks first whether there is a head. Both hold the *gate* of the key until they commit, so that looking and
-writing are one; otherwise a row could be added behind a head that is just leaving, and nobody would ever wake it.
+A row with `ordered` has a place in the order of its handler and key: its id, or, if it replaces another row, that row's place.
+The first open one is the *head*. It alone is due; all others are `waiting`. Whoever settles the head lets the next one follow
+in the same transaction, and whoever adds a row looks first whether there is a head. Both hold the *gate* of the key until they
+commit, so that looking and writing are one; otherwise a row could be added behind a head that is just leaving, and nobody
+would ever wake it.
 
 The gate is held for moments only, never while a handler runs. What is held while a handler runs is the *run* lock of the
 key, which nobody waits for: it keeps those apart that are due out of order, such as a dead letter that was passed over and is
@@ -47,7 +48,8 @@ GATE = (
     "coalesce({bound}, current_setting('idle_in_transaction_session_timeout')), true)"
 )
 """For the RETURNING of the statement that settles a row: hold its gate, and bound how long this process may sleep with it."""
-_HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY id LIMIT 1"
+PLACE = "COALESCE(place, id)"
+_HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY {PLACE} LIMIT 1"
 _PROMOTE = f"UPDATE {TABLE} SET state = 'received', attempts = attempts + {{attempts}}, next_attempt_at = {{due}}"
 _READ_COMMITTED = "read committed"
 _LONGEST_SLEEP_MS = 10_000
@@ -128,11 +130,11 @@ def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
 _PROMOTE_HEAD = PreparedStatement("inbox_promote", ["text", "text", "int", "float8"], _promote_head("$1", "$2", "$3", "$4"))
 
 
-def is_head(alias: str, handler: str, key: str, row: int) -> bool:
-    """Is no open row of the key before this one? Under the gate."""
+def is_head(alias: str, handler: str, key: str, place: int) -> bool:
+    """Is no open row of the key before this place? Under the gate."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
-            f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND id < %s LIMIT 1", [handler, key, row]
+            f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND {PLACE} < %s LIMIT 1", [handler, key, place]
         )
         return not cursor.fetchall()
 
@@ -216,21 +218,21 @@ def _heads(alias: str, after: OrderedKey) -> list[tuple[OrderedKey, int, str]]:
     if is_postgresql(connection):
         following = (
             f"SELECT handler, key, id, state FROM {TABLE} WHERE {OPEN} AND (handler, key) > ({{}}) "
-            "ORDER BY handler, key, id LIMIT 1"
+            f"ORDER BY handler, key, {PLACE} LIMIT 1"
         )
         sql = (
             f"WITH RECURSIVE heads AS (({following.format('%s, %s')}) UNION ALL SELECT head.* FROM heads, "
             f"LATERAL ({following.format('heads.handler, heads.key')}) head) SELECT * FROM heads LIMIT {_KEYS_AT_ONCE}"
         )
     else:
-        # SQLite takes the state from the row that is the minimum.
+        # SQLite takes id and state from the row that has the minimum.
         sql = (
-            f"SELECT handler, key, min(id), state FROM {TABLE} WHERE {OPEN} AND (handler, key) > (%s, %s) "
+            f"SELECT handler, key, id, state, min({PLACE}) FROM {TABLE} WHERE {OPEN} AND (handler, key) > (%s, %s) "
             f"GROUP BY handler, key ORDER BY handler, key LIMIT {_KEYS_AT_ONCE}"
         )
     with connection.cursor() as cursor:
         cursor.execute(sql, after)
-        return [(OrderedKey(handler, key), row, state) for handler, key, row, state in cursor.fetchall()]
+        return [(OrderedKey(handler, key), row, state) for handler, key, row, state, *_ in cursor.fetchall()]
 
 
 def _promote_by_itself(alias: str, order: OrderedKey) -> int | None:

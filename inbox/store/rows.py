@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import NamedTuple
@@ -16,8 +16,20 @@ from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 
 UNIDENTIFIED = "unidentified:"
 """Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
+EDITED = "edited:"
+"""Prefix of the biz-id of a row whose payload an operator has corrected; never given to a handler's own identities."""
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 ABANDONED = f"The handler committed by itself. {PARTLY}"
+
+
+def edited_name(row: int, biz_id: str) -> str:
+    """The biz-id of the row that replaces `row`, with a corrected payload under the same biz-id."""
+    return f"{EDITED}{row}:{biz_id}"
+
+
+def business_id(biz_id: str) -> str:
+    """The biz-id as the business knows it, of a row that may be the replacement of another."""
+    return biz_id.split(":", 2)[2] if biz_id.startswith(EDITED) else biz_id
 
 
 class TwinBusy(Exception):
@@ -90,6 +102,11 @@ COLUMNS = {
 """What is stored of a `NewRow`, with PostgreSQL's types."""
 
 
+def emptied(row: NewRow) -> NewRow:
+    """The row without body and headers, as it is kept when the message is done. The digest stays."""
+    return replace(row, body=b"", headers="{}")
+
+
 def undecoded(row: NewRow) -> NewRow:
     """The row of a delivery whose values the database refuses: its body, under a name that the same delivery gets again."""
     named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
@@ -136,6 +153,7 @@ class Guard:
 
     Attributes:
         is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
+        emptied: what they would say, if they were inserted without body and headers; in their order.
         order: the order that its one row has a place in, to be passed on to the next.
         follower: claims the next for the one who runs this; None leaves it to be found.
         was: the state that its rows were in before; "" when they are new.
@@ -148,6 +166,7 @@ class Guard:
     follower: Follower | None = None
     was: str = ""
     is_settled: bool = False
+    emptied: tuple[NewRow, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, InterfaceError, connections, transaction
 
+from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
 from inbox.store.dialect import TABLE
@@ -29,22 +30,36 @@ if TYPE_CHECKING:
 ENDED = f"The handler ended the inbox's transaction: it committed or rolled back behind Django's back. {PARTLY}"
 SAVEPOINT = "inbox_guard"
 _WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = ''"
+_EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
+"""Written besides, where the bodies of done messages are not kept. The digest stays: conflicting duplicates are still found."""
 # Said outright, the planner would go by a partial index, over the dead entries of all that was handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
-_FINISH = PreparedStatement(
-    "inbox_finish",
-    ["bigint", "int", "text"],
-    f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
-    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3",
-)
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 _READ = PreparedStatement("inbox_read", ["bigint"], f"SELECT 1 FROM {TABLE} WHERE id = $1 AND {_INSERTED_BY_US}")
-_FINISH_IN_ORDER = PreparedStatement(
-    "inbox_finish_in_order",
-    ["bigint", "int", "text", "bigint", "text"],
-    f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='$2', now='statement_timestamp()')} "
-    f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3 RETURNING {GATE.format(gate='$4', bound='$5')}",
-)
+_FINISHED = f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3"
+
+
+def _set_done(*, keep_body: bool) -> str:
+    written = _WRITTEN.format(attempts="$2", now="statement_timestamp()")
+    return f"UPDATE {TABLE} SET {written}{'' if keep_body else _EMPTIED['postgresql']}"
+
+
+_FINISH = {
+    keep_body: PreparedStatement(
+        "inbox_finish" if keep_body else "inbox_finish_emptied",
+        ["bigint", "int", "text"],
+        f"{_set_done(keep_body=keep_body)} {_FINISHED}",
+    )
+    for keep_body in (True, False)
+}
+_FINISH_IN_ORDER = {
+    keep_body: PreparedStatement(
+        "inbox_finish_in_order" if keep_body else "inbox_finish_in_order_emptied",
+        ["bigint", "int", "text", "bigint", "text"],
+        f"{_set_done(keep_body=keep_body)} {_FINISHED} RETURNING {GATE.format(gate='$4', bound='$5')}",
+    )
+    for keep_body in (True, False)
+}
 
 
 def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
@@ -98,14 +113,18 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
     """How many rows were hit."""
     if guard.is_settled and result is None:
         return _count_ours(connection, guard)
+    keep_body = inbox_options().keeps_all_bodies
     if result is None and len(guard.rows) == 1 and is_usable(connection):
         connection.validate_no_broken_transaction()
         given = [guard.rows[0], attempts, guard.transaction]
         if guard.order is None:
-            return _FINISH.execute(connection, given).hit
-        return _FINISH_IN_ORDER.execute(connection, [*given, *for_gate(connection, guard.order)]).hit
+            return _FINISH[keep_body].execute(connection, given).hit
+        return _FINISH_IN_ORDER[keep_body].execute(connection, [*given, *for_gate(connection, guard.order)]).hit
+    also = "" if keep_body else _EMPTIED[connection.vendor]
+    if result is not None:
+        also += ", result = %s"
     sql = (
-        f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{'' if result is None else ', result = %s'} "
+        f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{also} "
         f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
     )
     parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
@@ -151,6 +170,12 @@ def bury_if_committed(guard: Guard) -> bool:
             [ABANDONED, *given],
         )
         buried = [row for (row,) in cursor.fetchall()]
+        for row, said in zip(guard.rows, guard.emptied, strict=False):
+            # An operator who retries it needs what it says.
+            cursor.execute(
+                f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE id = %s AND state = 'dead'",
+                [said.body, said.headers, row],
+            )
         note(guard.alias, buried, was=State.DONE, reason=ABANDONED)
     return bool(buried)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from django.db import connections
 
+from inbox.conf import inbox_options
 from inbox.models import State
 from inbox.store.arrivals import begin_fresh
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all, is_outermost
-from inbox.store.rows import COLUMNS, Guard, NewRow, locked_means_busy
+from inbox.store.rows import COLUMNS, Guard, NewRow, emptied, locked_means_busy
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
 
@@ -35,8 +36,9 @@ def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) 
     """
     connection = connections[alias]
     state = State.DONE if is_postgresql(connection) and is_outermost(connection) else State.RECEIVED
+    is_emptied = state is State.DONE and not inbox_options().keeps_all_bodies
     if is_postgresql(connection):
-        found = _insert(alias, rows, twin_timeout, state)
+        found = _insert(alias, [*map(emptied, rows)] if is_emptied else rows, twin_timeout, state)
     else:
         # There is no round trip to save in a file. The savepoint of the last is the guard of all.
         each = ((row, begin_fresh(alias, row, twin_timeout)) for row in rows)
@@ -48,8 +50,15 @@ def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) 
     for row in rows:
         if row.biz_id in ids:
             begun.setdefault(row.biz_id, row)
-    guard = Guard(alias, tuple(ids[biz_id] for biz_id in begun), found[0][2], is_settled=state is State.DONE)
-    return guard, list(begun.values())
+    ours = tuple(begun.values())
+    guard = Guard(
+        alias,
+        tuple(ids[biz_id] for biz_id in begun),
+        found[0][2],
+        is_settled=state is State.DONE,
+        emptied=ours if is_emptied else (),
+    )
+    return guard, list(ours)
 
 
 def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: State) -> list[tuple[Any, ...]]:

@@ -99,6 +99,15 @@ def _laid_out(value: Any) -> Shown:
     return as_text("".join(pieces))
 
 
+def as_editable(value: Any) -> str:
+    r"""A decoded payload as complete, indented JSON; invisible and reordering characters are written as `\u202e`.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    return visible(json.dumps(value, indent=2, ensure_ascii=False))
+
+
 def as_payload(body: bytes, content_type: str, compression: str = "") -> Shown:
     """A body as JSON; if it cannot be decoded, as text or as bytes, with the reason."""
     try:

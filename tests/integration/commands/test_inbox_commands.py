@@ -66,6 +66,7 @@ class TestStatus:
             "duplicates_suppressed": 0,
             "duplicates_by_cause": {"redelivery": 0, "resend": 0, "replay": 0, "business": 0},
             "duplicates_conflicting": 0,
+            "edited": 0,
             "delivered": 0,
             "quarantined": 0,
             "oldest_waiting": None,

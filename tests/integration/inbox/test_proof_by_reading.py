@@ -46,13 +46,16 @@ def versions_of(row):
 
 
 class TestFreshMessage:
-    def test_fresh_message_is_one_version_of_one_row(self, handles):
+    @pytest.mark.parametrize("kept", ["all", "failed"])
+    def test_fresh_message_is_one_version_of_one_row(self, handles, settings, kept):
+        settings.INBOX = {"KEEP_BODIES": kept}
         with connection.cursor() as cursor:
             cursor.execute("TRUNCATE inbox_inboxmessage CASCADE")
         assert received(handles(the_effect)) is Received.HANDLED
         row = InboxMessage.objects.get()
         assert (row.state, row.attempts, row.settled_at is not None, row.next_attempt_at) == (State.DONE, 1, True, None)
         assert versions_of(row) == 1
+        assert bool(row.body) == (kept == "all")
 
     def test_lock_timeout_of_the_handler_is_the_session_s_own(self, handles):
         seen = []

@@ -11,7 +11,8 @@ from django.db import connections
 from django.test import Client
 from django.urls import reverse
 
-from inbox.errors import TaskNotSent
+from inbox.editing import replace_message
+from inbox.errors import NotEditable, TaskNotSent
 from inbox.models import InboxMessage, State
 from inbox.resending import resending
 from inbox.store import claims, due, operating
@@ -98,6 +99,17 @@ def test_admin_retry_with_an_unavailable_broker_leaves_the_row_and_shows_the_err
     [said] = act("retry", row)
 
     assert "not due for a retry now: celery.tests.task cannot be sent" in said
+    assert the_row().state == State.DEAD
+
+
+def test_payload_of_a_task_cannot_be_corrected_and_the_reason_says_what_to_do(dead_letter, act):
+    row = dead_letter()
+
+    with pytest.raises(NotEditable, match="It is a Celery task"):
+        replace_message("default", row.pk, "{}", by="by anna")
+    [said] = act("edit", row)
+
+    assert "Call the task with the right arguments and another business id, then skip this message." in said
     assert the_row().state == State.DEAD
 
 

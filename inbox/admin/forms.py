@@ -1,0 +1,88 @@
+"""The forms of the operator's actions."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from django import forms
+from django.utils.safestring import SafeString
+
+from inbox.editing import correct, editable
+from inbox.errors import NotEditable
+from inbox.models import InboxMessage
+from outbox.console.difference import as_html
+
+_LARGEST_EDITED = 256 * 1024
+"""Characters: a form that is larger may exceed Django's DATA_UPLOAD_MAX_MEMORY_SIZE once it is encoded."""
+
+
+class SkipForm(forms.Form):
+    reason = forms.CharField(
+        max_length=500,
+        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
+        help_text="Why its effect must not happen. It is kept with the message and in the log.",
+    )
+
+
+class OverrideForm(forms.Form):
+    danger = (
+        "These messages are in quarantine, because nothing here remembers whether they have been handled before. One that has "
+        "been would have its effect a second time. Look first: at the data that it would write, at the logs of the day it was "
+        "published, at the publisher's own books. Skip those that were handled."
+    )
+    reason = forms.CharField(
+        max_length=500,
+        label="How do you know?",
+        widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
+        help_text="What shows that none of them has been handled. It is kept in the log.",
+    )
+
+
+class EditForm(forms.Form):
+    """The payload of a message, to be corrected: agreed to when it comes as it was when its changes were shown.
+
+    Raises:
+        NotEditable: the message cannot be corrected, or not on a page, for this reason.
+    """
+
+    payload = forms.CharField(
+        strip=False,
+        widget=forms.Textarea(
+            attrs={"class": "message-edit", "rows": 24, "spellcheck": "false", "autocapitalize": "off", "autofocus": True}
+        ),
+        help_text="JSON. The content type and the headers stay as they are.",
+    )
+    shown = forms.CharField(required=False, widget=forms.HiddenInput)
+
+    def __init__(self, stored: InboxMessage, data: Any = None) -> None:
+        self._stored = stored
+        text = editable(stored)
+        if len(text) > _LARGEST_EDITED:
+            raise NotEditable(
+                f"Its payload has {len(text):,} characters, too many for this page, which edits {_LARGEST_EDITED:,}. Use the "
+                "command inbox_edit."
+            )
+        super().__init__(data, initial={"payload": text})
+        self.changes: Sequence[str] = ()
+        self.is_agreed = False
+
+    @property
+    def preview(self) -> SafeString | str:
+        """What changes, for the page."""
+        return as_html(self.changes) if self.changes else ""
+
+    def clean(self) -> dict[str, Any]:
+        given: dict[str, Any] = super().clean() or {}
+        if "payload" not in given:
+            return given
+        try:
+            self.changes = correct(self._stored, given["payload"]).changes
+        except NotEditable as error:
+            self.add_error("payload", str(error))
+            return given
+        digest = hashlib.sha256(given["payload"].encode("utf-8", "surrogatepass")).hexdigest()
+        self.is_agreed = given.get("shown") == digest
+        self.data = {**dict(self.data.items()), "shown": digest}
+        return given

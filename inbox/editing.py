@@ -1,0 +1,176 @@
+"""An operator corrects the payload of a dead message: the corrected one is another row, which is run like any stored message.
+
+The first row stays, as `skipped`: further deliveries of what was published still meet its biz-id and its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inbox.conf import InboxOptions, inbox_options
+from inbox.errors import NotEditable
+from inbox.handlers.handler import Handler
+from inbox.handlers.registry import registry
+from inbox.leases.stores import stored_row
+from inbox.models import InboxMessage, State
+from inbox.receiving.reading import identify, is_undecided, message_of, stored_envelope, why_undecodable
+from inbox.store import operating
+from inbox.store.rows import UNIDENTIFIED, NewRow, business_id, edited_name
+from outbox.console.difference import difference
+from outbox.console.display import as_editable
+from outbox.kernel.body import Undecodable, decode_payload
+from outbox.kernel.envelope import COMPRESSION, JSON, compression_of, headers_as_json
+from outbox.kernel.text import why_unfit
+from outbox.kernel.wire import CELERY_TOPICS
+
+_STEPS_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """A correction that may be stored.
+
+    Attributes:
+        row: the message with its new payload, under the biz-id of its own row.
+        changes: see `difference`.
+    """
+
+    row: NewRow
+    changes: Sequence[str]
+
+
+def editable(stored: InboxMessage) -> str:
+    """The payload of a dead message as JSON that a person can edit; its body as text if it is not JSON.
+
+    Raises:
+        NotEditable: the message cannot be corrected, for this reason.
+    """
+    if reason := _why_not(stored):
+        raise NotEditable(reason)
+    try:
+        envelope, options = stored_envelope(stored), inbox_options()
+        limit = options.BODY_LIMIT_BYTES
+        return as_editable(
+            decode_payload(envelope.body, envelope.content_type, compression=compression_of(envelope), limit=limit)
+        )
+    except Undecodable:
+        return bytes(stored.body).decode(errors="replace")
+    except RecursionError as error:
+        raise NotEditable("Its payload is nested too deeply to be edited.") from error
+
+
+def correct(stored: InboxMessage, text: str) -> Correction:
+    """What becomes of a dead message when its payload is the JSON in `text`.
+
+    Raises:
+        NotEditable: the message cannot be corrected, or not like this, for this reason.
+    """
+    before, options = editable(stored), inbox_options()
+    payload, after = _read(text, options)
+    if before == after:
+        raise NotEditable("Nothing has changed. A retry runs the message as it is.")
+    body = json.dumps(payload, separators=(",", ":")).encode()
+    headers = {name: value for name, value in stored.headers.items() if name != COMPRESSION}
+    row = replace(stored_row(stored), body=body, digest=hashlib.sha256(body).hexdigest(), headers=headers_as_json(headers))
+    try:
+        biz_id = _biz_id(stored, body, headers, options)
+    except Undecodable as error:
+        raise NotEditable(why_undecodable(error)) from error
+    return Correction(row=replace(row, biz_id=biz_id), changes=difference(before, after))
+
+
+def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
+    """Replace a dead message by another row with the payload in `text`, due now; its number. None: it is not dead any more.
+
+    Args:
+        by: who does it, for the trail.
+
+    Raises:
+        NotEditable: see `correct`.
+    """
+    stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
+    return None if stored is None else operating.replace(alias, pk, correct(stored, text).row, by=by)
+
+
+def _why_not(stored: InboxMessage) -> str:
+    """Why it cannot be corrected, whatever the new payload is; "" if it can."""
+    if stored.state != State.DEAD:
+        return f"It is {stored.get_state_display().lower()}, and only a dead message can be corrected."
+    if stored.quarantined:
+        return "It is in quarantine: whether it has been handled before can no longer be known. Override the maximum age first."
+    if stored.topic.startswith(CELERY_TOPICS):
+        return (
+            "It is a Celery task. Celery sends a task with its arguments, and a corrected copy would be a duplicate of this "
+            "one. Call the task with the right arguments and another business id, then skip this message."
+        )
+    if is_undecided(stored.biz_id):
+        return "Its body has never been read. Retry it as it is; if it cannot be read then, it can be corrected."
+    if registry.get(stored.handler) is None:
+        return f"This process knows no handler {stored.handler!r}, and only that can say what the corrected message is."
+    return _why_not_after_steps(stored)
+
+
+def _why_not_after_steps(stored: InboxMessage) -> str:
+    steps = ", ".join(stored.steps.order_by("pk").values_list("name", flat=True)[:_STEPS_NAMED])
+    return steps and (
+        f"Its steps ({steps}) were taken with the payload that it has, and would not be taken again. Retry it as it is, or "
+        "skip it and publish another message for what is left."
+    )
+
+
+def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
+    """The payload that `text` says, and its layout."""
+    try:
+        payload = decode_payload(text.encode("utf-8", "surrogatepass"), JSON, limit=options.BODY_LIMIT_BYTES)
+        json.dumps(payload, allow_nan=False)
+        return payload, as_editable(payload)
+    except Undecodable as error:
+        if isinstance(error.__cause__, json.JSONDecodeError):
+            found = error.__cause__
+            raise NotEditable(f"Line {found.lineno}, column {found.colno}: this is not JSON ({found.msg}).") from error
+        raise NotEditable(why_undecodable(error)) from error
+    except ValueError as error:
+        raise NotEditable("NaN and Infinity are not JSON. Write null, or text, as the handler expects.") from error
+    except RecursionError as error:
+        raise NotEditable("The payload is nested too deeply.") from error
+
+
+def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options: InboxOptions) -> str:
+    """The biz-id of the corrected message's row: a name of its own if it is about the same fact, else that of its fact.
+
+    Raises:
+        Undecodable: it could not be handled: see `message_of` and `identify`.
+        NotEditable: its biz-id is that of another message.
+    """
+    handler, known = registry.get(stored.handler), business_id(stored.biz_id)
+    assert handler is not None  # noqa: S101 - see _why_not
+    envelope = stored_envelope(stored)
+    message = message_of(envelope._replace(body=body, headers=headers), options, needs_id=False)
+    found = identify(handler, message) if handler.biz_id else known
+    if found != known and (known.startswith(UNIDENTIFIED) or _identified_alike(handler, stored, known, options)):
+        taken = InboxMessage.objects.using(handler.using).filter(handler=handler.name, topic=stored.topic, biz_id=found)
+        if (other := taken.only("state").first()) is not None:
+            raise NotEditable(
+                f"The corrected message has the biz-id {found}, which the message in row {other.pk} "
+                f"({other.get_state_display().lower()}) has already. Skip this one if that one says the same."
+            )
+        return found
+    name = edited_name(stored.pk, known)
+    if reason := why_unfit(name):
+        raise NotEditable(f"The corrected message would be stored under the biz-id {name}, and {reason}.")
+    return name
+
+
+def _identified_alike(handler: Handler, stored: InboxMessage, known: str, options: InboxOptions) -> bool:
+    """Does the handler find today in the first payload what it found when the message came, as far as it can be read?
+
+    If not, it asks for what a row does not have, and its answer means nothing here.
+    """
+    try:
+        return identify(handler, message_of(stored_envelope(stored), options, needs_id=False)) == known
+    except Undecodable:
+        return True
