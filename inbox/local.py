@@ -17,7 +17,7 @@ from inbox.consumer.heartbeat import RunnerHeartbeats
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.receiving.admit import hand_over
-from inbox.receiving.reading import read
+from inbox.receiving.reading import Arrival, read
 from inbox.runner import Runner
 from inbox.store.rows import TwinBusy
 from outbox.database.faults import is_about_values
@@ -41,11 +41,13 @@ class LocalTransport:
         pass
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
-        verdicts: dict[int, Verdict] = {}
-        for message in messages:
-            if monotonic() > deadline:
-                break
-            verdicts[message.position] = self._send_one(message)
+        verdicts = self._send_together(messages) if monotonic() <= deadline else {}
+        if verdicts is None:
+            verdicts = {}
+            for message in messages:
+                if monotonic() > deadline:
+                    break
+                verdicts[message.position] = self._send_one(message)
         transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
 
@@ -58,11 +60,23 @@ class LocalTransport:
     def companions(self) -> Sequence[Companion]:
         return self._runner, RunnerHeartbeats(self._runner)
 
+    def _send_together(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
+        """Hand all of them over, with one statement for each handler; None when one of them must be found and left out."""
+        try:
+            with transaction.atomic(using=self._alias):
+                return self._hand_over(messages)
+        except DatabaseError as error:
+            if not is_about_values(error):
+                raise
+        except Exception as error:  # noqa: BLE001 - each is handed over alone then
+            logger.debug("Handing over %d messages one by one: %s", len(messages), describe(error))
+        return None
+
     def _send_one(self, message: OutgoingMessage) -> Verdict:
         # A savepoint each: one bad row must not fail the batch.
         try:
             with transaction.atomic(using=self._alias):
-                return self._hand_over(message)
+                return self._hand_over([message])[message.position]
         except TwinBusy:
             return Verdict(PublishOutcome.UNKNOWN, "an earlier copy is being run right now")
         except DatabaseError as error:
@@ -72,31 +86,41 @@ class LocalTransport:
         except Exception as error:  # noqa: BLE001 - a row that was damaged by hand may hold anything
             return Verdict(PublishOutcome.REFUSED, f"it cannot be handed over: {describe(error)}")
 
-    def _strangers(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
-        """Those that cannot be handed to, because they write to another database."""
-        return [handler for handler in handlers if handler.using != self._alias]
+    def _hand_over(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict]:
+        options = inbox_options()
+        verdicts: dict[int, Verdict] = {}
+        arrivals: dict[str, list[Arrival]] = {}
+        handlers: dict[str, Handler] = {}
+        for message in messages:
+            refused = self._why_refused(message)
+            verdicts[message.position] = CONFIRMED if refused is None else refused
+            for handler in registry.for_topic(message.envelope.topic) if refused is None else ():
+                handlers[handler.name] = handler
+                arrivals.setdefault(handler.name, []).append(read(handler, message.envelope, options))
+        for name, of_the_handler in arrivals.items():
+            hand_over(handlers[name], *of_the_handler)
+        return verdicts
 
-    def _hand_over(self, message: OutgoingMessage) -> Verdict:
-        envelope = message.envelope
+    def _why_refused(self, message: OutgoingMessage) -> Verdict | None:
+        """Why no handler of this service can get it; None if its handlers can."""
+        topic = message.envelope.topic
         if message.wire is not None:
             return Verdict(
                 PublishOutcome.REFUSED,
-                f"{envelope.topic} is in the form of another protocol, and local:// hands over to this service's own handlers; "
+                f"{topic} is in the form of another protocol, and local:// hands over to this service's own handlers; "
                 "set OUTBOX['BROKER_URL'] to the broker that its workers receive from",
             )
-        handlers = registry.for_topic(envelope.topic)
+        handlers = registry.for_topic(topic)
         if not handlers:
             return Verdict(
                 PublishOutcome.RETURNED,
-                f"unroutable: no handler takes the topic {envelope.topic!r}; they are found in handlers.py of installed apps",
+                f"unroutable: no handler takes the topic {topic!r}; they are found in handlers.py of installed apps",
             )
-        if strangers := self._strangers(handlers):
+        elsewhere = next((handler for handler in handlers if handler.using != self._alias), None)
+        if elsewhere is not None:
             return Verdict(
                 PublishOutcome.REFUSED,
-                f"the handler {strangers[0].name} writes to the database {strangers[0].using!r}, but local:// hands over "
+                f"the handler {elsewhere.name} writes to the database {elsewhere.using!r}, but local:// hands over "
                 f"inside one transaction of {self._alias!r}; use a broker between databases",
             )
-        options = inbox_options()
-        for handler in handlers:
-            hand_over(handler, read(handler, envelope, options))
-        return CONFIRMED
+        return None

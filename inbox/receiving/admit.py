@@ -15,7 +15,7 @@ stored first, many with one statement, and acknowledged after that commit; a run
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -88,18 +88,23 @@ def admit(
     return became
 
 
-def hand_over(handler: Handler, arrival: Arrival) -> None:
-    """Store a delivery that has no broker, inside the caller's transaction, to be run by the runner.
+def hand_over(handler: Handler, *arrivals: Arrival) -> None:
+    """Store deliveries that have no broker, in their order, inside the caller's transaction, to be run by the runner.
 
     Raises:
-        TwinBusy: its row is in a transaction's hands right now; roll back and hand over again.
+        TwinBusy: another transaction is handling one of these messages; roll back and hand them over again.
     """
-    incoming = [_incoming(handler, arrival, "", redelivered=False)]
+    incoming = [_incoming(handler, arrival, "", redelivered=False) for arrival in arrivals]
     with lock_timeout(handler.using, _HAND_OVER_WAIT):
-        (taken,) = intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
-    if not taken.state and taken.earlier is None:
+        taken = intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+    if any(not one.state and one.earlier is None for one in taken):
         raise TwinBusy
-    _after_commit(handler, lambda: admitted(handler, arrival, taken))
+
+    def announce() -> None:
+        for arrival, one in zip(arrivals, taken, strict=True):
+            admitted(handler, arrival, one)
+
+    transaction.on_commit(announce, using=handler.using, robust=True)
 
 
 def _incoming(handler: Handler, arrival: Arrival, shed: str, *, redelivered: bool) -> Incoming:
@@ -127,7 +132,3 @@ def _without_values(
             raise DatabaseAway(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
         raise error
     return admit(handler, [(body_only, redelivered)], options)
-
-
-def _after_commit(handler: Handler, announce: Callable[[], object]) -> None:
-    transaction.on_commit(announce, using=handler.using, robust=True)
