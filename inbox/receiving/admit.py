@@ -57,10 +57,15 @@ def admit(
         django.db.Error: it refuses to store one delivery of a handler that is not ordered, even without its values.
     """
     incoming = [_incoming(handler, arrival, shed, redelivered=redelivered) for arrival, redelivered in deliveries]
+    inserted = _in_one_order(handler, incoming)
 
     def write() -> list[Taken]:
         with ordering.deciding(handler.using, options.TWIN_TIMEOUT):
-            return intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+            taken = intake.take_in(
+                handler.using, [incoming[index] for index in inserted], dead_blocks=handler.on_dead == "block"
+            )
+        by_index = dict(zip(inserted, taken, strict=True))
+        return [by_index[index] for index in range(len(incoming))]
 
     try:
         taken = decided(write, handler.using)
@@ -105,6 +110,16 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
             admitted(handler, arrival, one)
 
     transaction.on_commit(announce, using=handler.using, robust=True)
+
+
+def _in_one_order(handler: Handler, incoming: Sequence[Incoming]) -> Sequence[int]:
+    """The indexes of `incoming` in the order to insert them in.
+
+    Two transactions that insert copies of the same messages must not wait for each other in a ring. Those of an ordered
+    handler are inserted as they came; one transaction at a time inserts those of a queue.
+    """
+    indexes = range(len(incoming))
+    return indexes if handler.ordered else sorted(indexes, key=lambda index: incoming[index].row.biz_id)
 
 
 def _incoming(handler: Handler, arrival: Arrival, shed: str, *, redelivered: bool) -> Incoming:

@@ -85,7 +85,7 @@ def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> l
     places = _places(incoming, dead_blocks=dead_blocks)
     with locked_means_busy():
         hold_gates(alias, handler, [given.row.key for given in incoming if given.in_order])
-        stored = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], _in_one_order(places))
+        stored = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], places)
     _note(alias, incoming, stored)
     taken = [_taken(alias, given, *stored.pop(given.row.biz_id, ("", 0))) for given in incoming]
     for key in _headless(places, taken):
@@ -102,14 +102,6 @@ def _places(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[_Place]:
         if ordered:
             seen.add(given.row.key)
     return places
-
-
-def _in_one_order(places: Sequence[_Place]) -> Sequence[_Place]:
-    """Two transactions that insert copies of the same messages must not wait for each other in a ring.
-
-    Deliveries of an ordered handler stay as they came: one transaction at a time stores those of a queue.
-    """
-    return places if places[0].given.in_order else sorted(places, key=lambda place: place.given.row.biz_id)
 
 
 def _note(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:

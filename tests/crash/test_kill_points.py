@@ -22,7 +22,7 @@ MAKE_DAY, DROP_DAY = "outbox.store.history.make_day", "outbox.store.history.drop
 PASS = "outbox.relay.passes.Pass.run"
 BEGIN_FRESH = "inbox.store.arrivals.begin_fresh"
 BEGIN_STORED = "inbox.store.claims.begin_stored"
-STORE_DUE = "inbox.store.arrivals.store_due"
+ADMIT = "inbox.store.intake.take_in"
 STORE_FAILED = "inbox.store.arrivals.store_failed"
 FAIL_STORED = "inbox.store.claims.fail_stored"
 FINISH = "inbox.store.sentinel.finish"
@@ -148,7 +148,7 @@ def test_a_consumer_killed_at_every_step_of_the_careful_path_loses_nothing(world
     world.operate(1, how="fail first")
     steps = [
         f"before {STORE_FAILED}",
-        f"after {STORE_DUE}",
+        f"after {ADMIT}",
         f"before {BEGIN_STORED}",
         f"after {BEGIN_STORED}",
         f"after {EFFECT}",
@@ -165,7 +165,7 @@ def test_a_consumer_killed_at_every_step_of_the_careful_path_loses_nothing(world
 
 LOCAL_POINTS = {
     "claimed, nothing handed over": f"before {HAND_OVER}",
-    "in the middle of handing over": f"after {STORE_DUE} 3",
+    "in the middle of handing over": f"after {ADMIT}",
     "handed over, not settled": f"before {SETTLE}",
     "settled, not committed": f"after {SETTLE}",
     "handed over and committed": f"after {PASS}",

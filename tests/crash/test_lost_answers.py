@@ -6,7 +6,7 @@ import pytest
 
 from inbox.models import State
 from inbox.receiving.outcomes import Received
-from inbox.store import accounting
+from inbox.store import accounting, intake
 from tests.support.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 
@@ -21,6 +21,7 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
         before=lambda: deliver(handler, an_envelope(biz_id="first")),
         call=lambda: deliver(handler, an_envelope(biz_id="second"), redelivered=True),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'second'",
+        after=(intake, "take_in"),
     )
 
     assert answer is Received.DUPLICATE

@@ -80,7 +80,9 @@ def test_sigterm_under_load_ends_a_process_without_a_broker_and_loses_nothing(lo
 def test_a_handler_that_outlasts_the_shutdown_grace_is_rolled_back_and_run_again(world):
     """When the grace ends, the process exits without a commit and without an ack, so another process runs the message."""
     world.relay()
-    consumer = world.consumer(inbox={"SHUTDOWN_GRACE": 1, "CONCURRENCY": 1}, failpoint="sleep before inbox.store.finish")
+    consumer = world.consumer(
+        inbox={"SHUTDOWN_GRACE": 1, "CONCURRENCY": 1}, failpoint="sleep before inbox.store.sentinel.finish"
+    )
     world.operate(3)
     world.wait_until(lambda: world.runs().total() > 0, "the handler is stuck")
     consumer.ask_to_end()

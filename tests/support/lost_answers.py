@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest.mock import patch
 
 import psycopg
 from django.db import connection
@@ -13,15 +14,33 @@ from tests.support.servers import FaultProxy
 from tests.support.waiting import wait_until
 
 
-def losing_the_answer(environment, *, before, call, written):
-    """What `call` answers after `before` on the same connection, when that is lost once the query `written` finds a row."""
+def losing_the_answer(environment, *, before, call, written, after=None):
+    """What `call` answers after `before` on the same connection, when that is lost once the query `written` finds a row.
+
+    Args:
+        after: a module and the name of its function: nothing is lost before that function has ended.
+    """
     ready, deaf = threading.Event(), threading.Event()
+
+    def lose():
+        ready.set()
+        assert deaf.wait(A_WHILE)
 
     def run():
         before()
-        ready.set()
-        assert deaf.wait(A_WHILE)
-        return call()
+        if after is None:
+            lose()
+            return call()
+        original = getattr(*after)
+
+        def function(*args, **kwargs):
+            answer = original(*args, **kwargs)
+            if not ready.is_set():
+                lose()
+            return answer
+
+        with patch.object(*after, function):
+            return call()
 
     with (
         psycopg.connect(environment["DATABASE_URL"], autocommit=True) as straight,
