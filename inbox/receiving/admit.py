@@ -60,7 +60,7 @@ def admit(
 
     def write() -> list[Taken]:
         with ordering.deciding(handler.using, options.TWIN_TIMEOUT):
-            return intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+            return intake.take_in(handler.using, incoming, dead_blocks=not handler.skips_dead)
 
     try:
         taken = decided(write, handler.using)
@@ -96,7 +96,7 @@ def hand_over(handler: Handler, arrival: Arrival) -> None:
     """
     incoming = [_incoming(handler, arrival, "", redelivered=False)]
     with lock_timeout(handler.using, _HAND_OVER_WAIT):
-        (taken,) = intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+        (taken,) = intake.take_in(handler.using, incoming, dead_blocks=not handler.skips_dead)
     if not taken.state and taken.earlier is None:
         raise TwinBusy
     _after_commit(handler, lambda: admitted(handler, arrival, taken))

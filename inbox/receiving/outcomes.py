@@ -72,7 +72,7 @@ def store_failure(
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
-    passed_over = stored.ordered and handler.on_dead == "skip"
+    passed_over = stored.ordered and handler.skips_dead
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
         ours = decided(
@@ -173,23 +173,24 @@ def refusal(arrival: Arrival) -> Failure:
     return Failure(error=arrival.refused, retry_after=None, attempts=0, quarantined=arrival.quarantined)
 
 
-def failure_of(error: BaseException, attempt: int, options: InboxOptions) -> Failure:
+def failure_of(handler: Handler, error: BaseException, attempt: int, options: InboxOptions) -> Failure:
+    policy = handler.retry.over(options.retry)
     if isinstance(error, RetryLater):
-        rest = options.retry.delay(attempt) if error.delay is None else max(error.delay, _SHORTEST_DELAY)
+        rest = policy.delay(attempt) if error.delay is None else max(error.delay, _SHORTEST_DELAY)
         return Failure(error=f"put off: {describe(error)}", retry_after=rest, attempts=attempt - 1, put_off=True)
     trace = "".join(traceback.format_exception(error))
     if is_collision(error):
         # Nobody's fault, however often: it rests like after a failure and counts as no attempt.
         text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
-        return Failure(error=text, traceback=trace, retry_after=options.retry.delay(1), attempts=attempt - 1)
+        return Failure(error=text, traceback=trace, retry_after=policy.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
         return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
     text = f"{type(error).__name__}: {describe(error)}"
-    last = isinstance(error, TransactionEnded) or options.retry.exhausted(attempt)
+    last = isinstance(error, TransactionEnded) or policy.exhausted(attempt)
     return Failure(
         error=text,
         traceback=trace,
-        retry_after=None if last else options.retry.delay(attempt),
+        retry_after=None if last else policy.delay(attempt),
         attempts=attempt,
         is_stored=isinstance(error, TransactionEnded) and error.is_stored,
     )

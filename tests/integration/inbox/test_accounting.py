@@ -14,7 +14,7 @@ from django.db.models import Count, Sum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inbox import RetryLater
+from inbox import Lease, RetryLater
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
@@ -191,7 +191,7 @@ def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles,
     world = World(
         plain=handles(do_what_the_payload_says, name="tests.plain"),
         ordered=handles(do_what_the_payload_says, name="tests.ordered", ordered=True),
-        leased=handles(do_what_the_payload_says, name="tests.leased", mode="lease"),
+        leased=handles(do_what_the_payload_says, name="tests.leased", lease=Lease()),
     )
     for name, arguments in steps:
         getattr(world, name)(**arguments)
