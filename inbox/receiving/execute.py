@@ -210,7 +210,7 @@ def _run_in_transaction(
     except TwinBusy:
         return defer_locked(handler, stored)
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
-        return fail_stored(handler, stored, failure_of(handler, error, attempt, options))
+        return fail_stored(handler, stored, failure_of(handler, error, attempt, options, row=stored.pk))
     return handled(handler, message) if message else Received.DUPLICATE
 
 

@@ -175,7 +175,7 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
             call(handler, message, envelope)
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
-        return failure_of(handler, steps.interrupted or error, lease.attempt, options)
+        return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
     finally:
         changes.end_sessions()
     # The handler may have caught it, and then the message must stop all the same.
