@@ -33,4 +33,4 @@ OUTBOX = {
 }
 INBOX = {"GROUP": "benchmarks", **_given("BENCH_INBOX")}
 
-BENCH_HANDLER = {"kind": "orm", **_given("BENCH_HANDLER", "lease")}
+BENCH_HANDLER = {"kind": "orm", **_given("BENCH_HANDLER", "lease", "wait")}

@@ -10,8 +10,22 @@ The names below are the public API.
 """
 
 from inbox.errors import InboxError, Reject, RetryLater
-from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.message import Message
-from inbox.handlers.options import Shed
+from inbox.handlers.options import Backoff, Batch, Lease, Ordered, Retry, Shed
 
-__all__ = ["InboxError", "Message", "Reject", "RetryLater", "Shed", "idempotent_handler"]
+__all__ = [
+    "Backoff",
+    "Batch",
+    "InboxError",
+    "Lease",
+    "Message",
+    "Ordered",
+    "Reject",
+    "Retry",
+    "RetryLater",
+    "Shed",
+    "batch_handler",
+    "idempotent_handler",
+    "leased_handler",
+]

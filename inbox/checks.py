@@ -164,7 +164,7 @@ def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
         return []
     return [
         Error(
-            f"The handler {handler.name} has ordered=True, and the inbox receives from {masked(url)}, where several "
+            f"The handler {handler.name} is ordered, and the inbox receives from {masked(url)}, where several "
             "consumers of a queue would mix up its messages.",
             hint="Use RabbitMQ (amqp://user:password@host//), whose queues can have a single active consumer, or local://.",
             id="inbox.E006",
@@ -200,11 +200,11 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
 
 def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta, str]:
     """How long a run of the handler may keep a delivery unacknowledged, and by which of its options."""
-    if handler.mode == "lease":
+    if handler.lease:
         # With a lease in the database a delivery is acknowledged before it is run.
         if options.LEASE_STORE == IN_THE_DATABASE:
             return timedelta(), ""
-        return handler.lease_limit, f"lease_limit={handler.lease_limit}, and its lease is in Redis"
+        return handler.lease.limit, f"its lease is in Redis and has limit={handler.lease.limit}"
     # What is ordered is stored and acknowledged before it is run.
     if handler.timeout is None or handler.ordered:
         return timedelta(), ""

@@ -48,11 +48,12 @@ class InboxOptions:
         CONCURRENCY: worker threads of a consumer process, each with a database connection of its own.
         ACK_TIMEOUT: how long the broker waits for an answer before it takes a consumer for dead: RabbitMQ's consumer_timeout.
         PREFETCH: most unanswered deliveries of each queue in one process's hands.
-        MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries.
-        RETRY_BASE, RETRY_FACTOR, RETRY_CAP: rest after the first failed attempt, its growth, its limit.
+        MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
+            this and the delays.
+        RETRY_BASE, RETRY_FACTOR, RETRY_CAP: delay after the first failed attempt, its growth, its limit.
         REDELIVERY_AFTER: a stored message whose process died in the middle is tried again after this.
         TWIN_TIMEOUT: how long a delivery waits for a concurrent twin's transaction before it is put off.
-        LEASE_STORE: where handlers with mode="lease" keep their leases: "database", the handler's own, or a redis:// URL.
+        LEASE_STORE: where handlers under a lease keep their leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are kept, which is the deduplication window.
         KEEP_BODIES: of which settled messages the body and the headers are kept: "all", or "failed", those that are not done.
         TRAIL: which transitions leave a trail: "decisions", those that matter to a person, or "all".

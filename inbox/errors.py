@@ -12,23 +12,37 @@ class InboxError(Exception):
 
 
 class RetryLater(InboxError):
-    """Not now, and nobody's fault: the effect is rolled back and the message comes again after `delay`.
+    """Not now, and this is no failure: the effect is rolled back and the message comes again after `delay`.
 
     Args:
-        delay: the rest, at least a second; default: as after a failure. It counts as no attempt, however often it is raised.
+        delay: at least a second; default: as after a failure. It counts as no attempt, however often it is raised.
         reason: for the people who look at the message meanwhile.
+        give_up_after: how long after its arrival the message may still be deferred. It is tried once more at that time, and
+            when this is raised again it is a dead letter, with the reason; default: unbounded.
 
     Raises:
-        TypeError, ValueError: `delay` is no span of time, or longer than 3650 days.
+        TypeError: `delay` or `give_up_after` is no timedelta.
+        ValueError: `delay` is longer than 3650 days, or `give_up_after` is not longer than zero.
     """
 
-    def __init__(self, delay: timedelta | None = None, reason: str = "the handler asked for a later time") -> None:
+    def __init__(
+        self,
+        delay: timedelta | None = None,
+        reason: str = "the handler asked for a later time",
+        *,
+        give_up_after: timedelta | None = None,
+    ) -> None:
         if delay is not None and not isinstance(delay, timedelta):
             raise TypeError(f"RetryLater takes a timedelta, not {delay!r}: write timedelta(seconds=…).")
         if delay is not None and delay > _LONGEST_DELAY:
             raise ValueError(f"RetryLater({delay!r}): the longest delay is {_LONGEST_DELAY.days} days.")
+        if give_up_after is not None and not isinstance(give_up_after, timedelta):
+            raise TypeError(f"RetryLater takes a timedelta as give_up_after, not {give_up_after!r}: write timedelta(days=…).")
+        if give_up_after is not None and give_up_after <= timedelta():
+            raise ValueError(f"RetryLater(give_up_after={give_up_after!r}): it must be longer than zero.")
         super().__init__(reason)
         self.delay = delay
+        self.give_up_after = give_up_after
 
 
 class Reject(InboxError):

@@ -21,6 +21,7 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.limits.limiter import Limiter, limiter_of
+from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
 from inbox.receiving.attempt_refunds import Debts
 from inbox.receiving.execute import claim_next, run_stored
@@ -119,7 +120,12 @@ class Runner:
 
     def ring(self) -> None:
         """Something has just been stored, or there is more: do not rest."""
-        self._look_at, self._rest = 0.0, _SHORTEST_REST_SECONDS
+        self._rest = _SHORTEST_REST_SECONDS
+        self._look_now()
+
+    def _look_now(self) -> None:
+        """At once, but when there is nothing, not again any sooner."""
+        self._look_at = 0.0
         self.on_ring()
 
     def seconds_left(self, now: float) -> float:
@@ -224,6 +230,17 @@ class Runner:
             return True
 
     def _run(self, handler: Handler, stored: InboxMessage) -> int:
+        """Run it in the slot that its handler has for it."""
+        slots = slots_of(handler)
+        if slots is None:
+            return self._run_in_a_row(handler, stored)
+        slots.begin_stored()
+        try:
+            return self._run_in_a_row(handler, stored)
+        finally:
+            slots.leave()
+
+    def _run_in_a_row(self, handler: Handler, stored: InboxMessage) -> int:
         """Run it, and for a moment those that follow it in the order of its key: each spares a search and a commit."""
         ran, enough_at = 0, monotonic() + _IN_A_ROW_SECONDS
         while True:
@@ -240,10 +257,25 @@ class Runner:
                 return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
+        """Claim for a handler whose `concurrency` is not reached. It has one slot more then."""
+        here = [handler for handler in handlers if handler.using == alias and self._take_slot(handler)]
+        claimed: tuple[Handler, InboxMessage] | None = None
+        try:
+            claimed = self._claim_in_turn(here, alias)
+        finally:
+            for handler in here:
+                if (slots := slots_of(handler)) and not (claimed and claimed[0] is handler):
+                    slots.give_back()
+        return claimed
+
+    def _take_slot(self, handler: Handler) -> bool:
+        slots = slots_of(handler)
+        return slots is None or slots.take_for_stored(self._look_now)
+
+    def _claim_in_turn(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
         """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""
-        here = [handler for handler in handlers if handler.using == alias]
-        free = [handler for handler in here if handler.rate_limit is None]
-        ways = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(here), alias)]
+        free = [handler for handler in handlers if handler.rate_limit is None]
+        ways = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(handlers), alias)]
         self._free_first ^= {alias}
         first, second = ways if alias in self._free_first else reversed(ways)
         return first() or second()
@@ -287,7 +319,7 @@ class Runner:
             self._swept_at[alias] = monotonic()
         for buried in decided(lambda: claims.bury_abandoned(alias), alias):
             announce_buried(buried)
-        self._sweep_orders(alias, [handler.name for handler in handlers if handler.on_dead == "skip"])
+        self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:
         released = decided(lambda: ordering.release_stuck(alias, passing, self._swept_up_to.get(alias)), alias)
@@ -300,4 +332,6 @@ class Runner:
                 alias,
             )
         if released.passed:
-            logger.warning("%d dead letters on %r are passed over now, as on_dead='skip' says.", released.passed, alias)
+            logger.warning(
+                "%d dead letters on %r are passed over now, as Ordered(on_dead='skip') says.", released.passed, alias
+            )

@@ -78,12 +78,12 @@ def call_handler(function: Callable[..., Any], *messages: Message) -> Any:
     """Call a handler directly, in a transaction as the inbox does; what it returned.
 
     So it may publish, and its exceptions reach the test. Nothing is stored in the inbox: no row, no deduplication, no retry. An
-    async handler is run to its end. One with `mode="lease"` gets no transaction, and takes its steps. A handler with a `biz_id`
+    async handler is run to its end. One under a lease gets no transaction, and takes its steps. A handler with a `biz_id`
     of its own gets the message under that.
 
     Args:
         function: what `@idempotent_handler` decorates.
-        messages: one; several for a handler with `batch`.
+        messages: one; several for a handler of batches.
 
     Raises:
         LookupError: `function` is not a handler of the topic of the message.
@@ -95,7 +95,7 @@ def call_handler(function: Callable[..., Any], *messages: Message) -> Any:
     handler = _registered(function, messages[0].topic)
     if len(messages) > 1 and not handler.batch:
         raise ValueError(f"The handler {handler.name} takes one message at a time, and {len(messages)} were given.")
-    steps = _Steps() if handler.mode == "lease" else None
+    steps = _Steps() if handler.lease else None
     given = [replace(message, biz_id=handler.identify(message), _steps=steps) for message in messages]
     with _surroundings(handler, given[0]):
         return handler.call(*given)
@@ -127,7 +127,7 @@ def _coroutine_function(handler: Handler) -> object:
 def _surroundings(handler: Handler, message: Message) -> Iterator[None]:
     cause = Cause(message_id=message.id, correlation_id=message.correlation_id)
     with caused_by(cause):
-        if handler.mode == "lease":
+        if handler.lease:
             yield
         else:
             with transaction.atomic(using=handler.using):
@@ -153,7 +153,7 @@ class LocalTestTransport(LocalTransport):
 
 
 def _unlimited() -> list[Handler]:
-    return [replace(handler, rate_limit=None) for handler in registry.all()]
+    return [replace(handler, rate_limit=None, concurrency=None) for handler in registry.all()]
 
 
 class _Steps:

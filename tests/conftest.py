@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 from django.db import connections
 
-from inbox.handlers.decorator import idempotent_handler
+from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.registry import registry
 from tests import plugin
 from tests.support import ROOT
@@ -93,12 +93,20 @@ def django_db_modify_db_settings(pytestconfig, request):
 
 @pytest.fixture
 def handles():
-    """Register functions as handlers for this test: `handles(function, topic=…, name=…)` is the handler."""
+    """Register functions as handlers for this test: `handles(function, topic=…, name=…)` is the handler.
+
+    With `size` or `wait` it takes batches, with `lease` it runs under a lease.
+    """
     names = []
 
     def register(function, *, topic="shop.order.placed", name=None, **arguments):
         name = name or f"tests.handler{len(names)}"
-        idempotent_handler(topic, name=name, **arguments)(function)
+        decorator = idempotent_handler
+        if "lease" in arguments:
+            decorator = leased_handler
+        elif {"size", "wait"} & {*arguments}:
+            decorator = batch_handler
+        decorator(topic, name=name, **arguments)(function)
         names.append(name)
         return registry.get(name)
 

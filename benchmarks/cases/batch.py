@@ -11,12 +11,12 @@ from benchmarks.lab.plan import Plan
 from benchmarks.lab.record import Record
 from benchmarks.lab.servers import Lab
 
-BATCHES = "bulk handler, batch=100"
+BATCHES = "bulk handler, size=100"
 
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
     bench = Bench(lab, record, count=plan.choose(full=10_000, quick=3_000))
-    in_batches = handled_by(bench.project, "bulk", batch=100, batch_wait=0.2)
+    in_batches = handled_by(bench.project, "bulk", size=100, wait=0.2)
     sides = {
         HAND_WRITTEN: bench.hand_written,
         BULK: lambda: bench.hand_written(BULK),

@@ -16,7 +16,7 @@ TEN_MINUTES = 600
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
     bench = Bench(lab, record, count=plan.choose(full=5_000, quick=1_000))
-    leased = {"mode": "lease", "lease": TEN_MINUTES}
+    leased = {"lease": TEN_MINUTES}
     projects = {
         IN_TRANSACTION: handled_by(bench.project, "sql"),
         IN_DATABASE: handled_by(bench.project, "sql", **leased),

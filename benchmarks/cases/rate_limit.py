@@ -26,7 +26,7 @@ TOLERANCE = 0.05
 
 def measure(lab: Lab, plan: Plan, record: Record) -> None:
     count = IN * plan.choose(full=60, quick=5)
-    project = handled_by(lab.new_project(), "bulk", batch=100, batch_wait=0.2, rate_limit=f"{LIMIT}/s")
+    project = handled_by(lab.new_project(), "bulk", size=100, wait=0.2, rate_limit=f"{LIMIT}/s")
     declare(project)
     remember(project)
     say(f"{record.name}: {count:,} messages in, {count / LIMIT:.0f} s to work them off")

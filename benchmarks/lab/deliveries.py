@@ -53,7 +53,7 @@ UNSETTLED = "SELECT state, count(*) FROM inbox_inboxmessage WHERE state <> 'done
 
 
 def handled_by(project: Project, kind: str, *, inbox: dict[str, Any] | None = None, **options: Any) -> Project:
-    """The same project, whose handler is written like `kind` and has these options; spans in seconds."""
+    """The same project, whose handler is written like `kind` and has these options; durations in seconds."""
     variables = {"BENCH_HANDLER": json.dumps({"kind": kind, **options}), "BENCH_INBOX": json.dumps(inbox or {})}
     return replace(project, extra={**project.extra, **variables})
 

@@ -9,7 +9,7 @@ from django.db import connection
 
 from benchmarks.lab.workload import HANDLER, TOPIC
 from benchmarks.shop.models import Effect
-from inbox import Message, idempotent_handler
+from inbox import Lease, Message, batch_handler, idempotent_handler, leased_handler
 
 
 def by_sql(message: Message) -> None:
@@ -29,4 +29,9 @@ KINDS = {"sql": by_sql, "orm": by_orm, "bulk": in_bulk}
 
 _options = dict(settings.BENCH_HANDLER)
 _kind = _options.pop("kind")
-idempotent_handler(TOPIC, name=HANDLER, **_options)(KINDS[_kind])
+if _kind == "bulk":
+    batch_handler(TOPIC, name=HANDLER, **_options)(in_bulk)
+elif "lease" in _options:
+    leased_handler(TOPIC, name=HANDLER, lease=Lease(duration=_options.pop("lease")), **_options)(KINDS[_kind])
+else:
+    idempotent_handler(TOPIC, name=HANDLER, **_options)(KINDS[_kind])

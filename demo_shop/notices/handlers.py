@@ -8,7 +8,7 @@ from django.conf import settings
 
 from demo_shop.notices import mail_provider
 from demo_shop.notices.models import ReviewRequest, Sms
-from inbox import Message, RetryLater, idempotent_handler
+from inbox import Lease, Message, RetryLater, idempotent_handler, leased_handler
 
 
 @idempotent_handler("shop.order.sms_due")
@@ -24,7 +24,7 @@ def ask_for_review(message: Message) -> None:
 # A mail is a call to another company, so it is made under a lease and outside of any transaction. The lease is short because
 # the demo kills processes and the messages they hold wait for its end. It is longer than SHOP_MAIL_RETRY_AFTER, because a
 # process may be killed after a refusal and before the inbox has stored when to retry.
-@idempotent_handler("payment.received", mode="lease", lease=timedelta(seconds=4))
+@leased_handler("payment.received", lease=Lease(duration=timedelta(seconds=4)))
 def mail_receipt(message: Message) -> None:
     try:
         mail_provider.send(message.payload["order"], idempotency_key=message.id)

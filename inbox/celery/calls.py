@@ -20,6 +20,7 @@ from kombu.utils.json import dumps, loads
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
+from inbox.handlers.options import AS_THE_SETTINGS
 from inbox.models import InboxMessage
 from inbox.receiving.reading import outside_window
 from inbox.store.rows import NewRow
@@ -91,6 +92,7 @@ def read_call(
         function=_again_and_again(function, args, kwargs, as_they_came),
         biz_id=_identity(type(task).biz_id, bound),
         using=task.using,
+        retry=type(task)._retry or AS_THE_SETTINGS,  # noqa: SLF001 - given to the decorator
     )
     message = Message(
         id=task_id,

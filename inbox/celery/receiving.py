@@ -119,7 +119,7 @@ def _run_fresh(call: Call, options: InboxOptions) -> Answer | None:
 
 def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answer:
     attempt = stored.attempts
-    if attempt > options.MAX_ATTEMPTS:
+    if attempt > call.handler.retry.over(options.retry).max_attempts:
         error = f"It was begun {attempt - 1} times and never ended: its worker died, or lost its database."
         fail_stored(call.handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
         raise NotRun(f"{call.handler.name} is a dead letter now. {error}")

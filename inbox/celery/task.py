@@ -2,7 +2,7 @@
 
     from inbox.celery import idempotent_task
 
-    @idempotent_task(biz_id="order_id", autoretry_for=[ConnectionError])
+    @idempotent_task(biz_id="order_id", retry=Retry(max_attempts=5), autoretry_for=[ConnectionError])
     def charge(order_id, amount):
         Payment.objects.create(order_id=order_id, amount=amount)
 
@@ -26,7 +26,9 @@ from celery import shared_task
 from celery.contrib.django.task import DjangoTask
 from django.db import DEFAULT_DB_ALIAS
 
+from inbox.celery.retrying import celery_options, refuse_impossible
 from inbox.errors import NotCallable
+from inbox.handlers.options import Retry
 from outbox.kernel.clock import utcnow
 
 BizId = str | Callable[..., object] | None
@@ -58,10 +60,13 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
     retry_on_worker_lost = False
     run: Callable[..., Any]
     _as_the_app_has_them: ClassVar[bool] = False
+    _retry: ClassVar[Retry | None] = None
 
     def __new__(cls) -> Self:
         # Not in __init__: that is for task classes of a project, and Celery's own examples of them call no super().
         made = _on_the_base_of_its_app(cls) if cls._as_the_app_has_them else cls
+        if cls._retry is not None:
+            _have_celery_retry(made, cls._retry)
         task: Self = super().__new__(made)
         task._make_idempotent()
         return task
@@ -133,6 +138,7 @@ def idempotent_task(
     *,
     biz_id: BizId = None,
     using: str = DEFAULT_DB_ALIAS,
+    retry: Retry | None = None,
     base: type | None = None,
     **options: Any,
 ) -> Any:
@@ -146,12 +152,16 @@ def idempotent_task(
             and answers with non-empty text, a whole number, a UUID, a Decimal or a date; default: the task id, which
             Celery keeps over redeliveries and retries, so that only a second call is a second effect.
         using: the database alias that the effect is written to.
+        retry: how often Celery tries a task that has failed, and when: after every error but `Reject`, unless `autoretry_for`
+            and `dont_autoretry_for` name others. Celery doubles the delays, or with `factor=1` keeps them; default: as the
+            other options say, so not at all.
         base: a task class of yours, for its hooks and attributes; default: the `task_cls` of the app.
         options: everything `shared_task` takes: `name`, `bind`, `autoretry_for`, `ignore_result`, `rate_limit` …
 
     Raises:
-        ValueError: `biz_id` names no argument of the function, or `acks_late` or `reject_on_worker_lost` is off.
-        TypeError: `biz_id` is neither text nor a function.
+        ValueError: `biz_id` names no argument of the function, `acks_late` or `reject_on_worker_lost` is off, or `retry` has
+            another factor or stands beside an option of Celery that decides the same.
+        TypeError: `biz_id` is neither text nor a function, or `retry` is no Retry.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -160,7 +170,9 @@ def idempotent_task(
             parameters.pop(next(iter(parameters), ""), None)
         name = options.get("name") or f"{function.__module__}.{function.__qualname__}"
         _refuse_mistakes(name, biz_id, parameters, options)
-        ours = {"biz_id": biz_id, "using": using, "_as_the_app_has_them": base is None}
+        if retry is not None:
+            refuse_impossible(name, retry, options)
+        ours = {"biz_id": biz_id, "using": using, "_retry": retry, "_as_the_app_has_them": base is None}
         return shared_task(base=_idempotent(base), **ours, **options)(function)
 
     return decorate if function is None else decorate(function)
@@ -172,6 +184,13 @@ def _idempotent(base: type | None) -> type:
     if issubclass(base, IdempotentTask):
         return base
     return type(base.__name__, (IdempotentTask, base), {"__module__": base.__module__})
+
+
+def _have_celery_retry(task: type[IdempotentTask], retry: Retry) -> None:
+    """Set what Celery reads from the class that it has just made for a function. Which errors are retried may be said there."""
+    for option, value in celery_options(retry).items():
+        if option not in {"autoretry_for", "dont_autoretry_for"} or not hasattr(task, option):
+            setattr(task, option, value)
 
 
 def _on_the_base_of_its_app(task: type) -> type:

@@ -16,6 +16,7 @@ from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.limiter import limiter_of, prefetch
 from inbox.limits.shedder import shedder_of
+from inbox.limits.slots import slots_of
 
 TAKEN_IN_AT_ONCE = 100
 """Deliveries of an ordered handler that are stored in one transaction."""
@@ -68,7 +69,9 @@ class Undecided(Exception):
 
 def size_of(handler: Handler) -> int:
     """How many deliveries of this handler one worker takes at once."""
-    return TAKEN_IN_AT_ONCE if handler.ordered else max(handler.batch, handler.group_commit, 1)
+    if handler.ordered:
+        return TAKEN_IN_AT_ONCE
+    return handler.batch.size if handler.batch else handler.group_commit
 
 
 def prefetch_of(handler: Handler, options: InboxOptions) -> int:
@@ -85,9 +88,10 @@ class Lane:
         self._waiting: deque[Delivery] = deque()
         self._kept: deque[Delivery] = deque()
         self._most = size_of(handler)
-        self._wait = handler.batch_wait.total_seconds() if handler.batch else 0.0
+        self._wait = handler.batch.wait.total_seconds() if handler.batch else 0.0
         # Taking in is not handling: an ordered handler's messages are limited where they are run.
         self._limiter = None if handler.ordered else limiter_of(handler)
+        self._slots = None if handler.ordered else slots_of(handler)
         self._shedder = shedder_of(handler)
         self._in_hand = False
         self._rests_until = self._rest = 0.0
@@ -100,13 +104,18 @@ class Lane:
         self._waiting.append(delivery)
 
     def take(self, now: float, *, hurry: bool = False) -> list[Delivery]:
-        """The next load for a worker; empty when there is none yet. `hurry` does not wait for a batch to fill."""
-        if self.seconds_left(now, hurry=hurry) > 0:
+        """The next load for a worker, who calls `leave_slot` after it; empty when there is none yet.
+
+        `hurry` does not wait for a batch to fill.
+        """
+        if self.seconds_left(now, hurry=hurry) > 0 or (self._slots is not None and not self._slots.take()):
             return []
         most = _fitting(chain(self._kept, self._waiting), min(self._most, self._ready))
         if self._limiter is not None:
             most = self._limiter.take(most)
-        self._in_hand = self.handler.ordered and most > 0
+        if not most:
+            self.leave_slot()
+        self._in_hand = bool(self.handler.ordered) and most > 0
         if self._rest and most:
             # What could not be ended is tried by one worker; the next one tries only after another rest.
             self._rests_until = now + self._rest
@@ -114,7 +123,7 @@ class Lane:
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
         """How long until there may be a load to take; infinite when only another delivery, or a worker's end, brings one."""
-        if not self._ready or self._in_hand:
+        if not self._ready or self._in_hand or (self._slots is not None and not self._slots.is_free):
             return float("inf")
         unfilled = 0.0
         if not hurry and self._ready < self._most:
@@ -156,6 +165,11 @@ class Lane:
         self._waiting = deque(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
         self._in_hand = False
         self._rest, self._rests_until = rest, now + rest
+
+    def leave_slot(self) -> None:
+        """A worker has run a load, so another one may run the next, if the handler's `concurrency` was reached."""
+        if self._slots is not None:
+            self._slots.leave()
 
     def give_back_tokens(self, count: int) -> None:
         """So many that were taken have not been handled, and will take tokens again."""

@@ -233,6 +233,8 @@ class Pool:
         except Undecided as left:
             lane.give_back_tokens(len(left.load))
             raise
+        finally:
+            lane.leave_slot()
 
     def _sift_for(self, lane: Lane, load: list[Delivery]) -> None:
         kept = self._sift(load)

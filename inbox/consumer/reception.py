@@ -171,7 +171,7 @@ class Reception:
         parts: deque[tuple[list[_Read], _Run]] = deque()
         together: list[_Read] = []
         for one in load:
-            if one.arrival.refused or one.delivery.redelivered or handler.mode == "lease":
+            if one.arrival.refused or one.delivery.redelivered or handler.lease:
                 parts.append(([one], self._singly(handler)))
             else:
                 together.append(one)
@@ -283,7 +283,7 @@ class Reception:
         """Store a delivery that failed outside its handler, so that people see it and it runs out of attempts."""
         handler, again = one.delivery.handler, one.delivery.redelivered
         try:
-            failure = failure_of(error, 1, self._options)
+            failure = failure_of(handler, error, 1, self._options)
             return store_failure(handler, one.arrival.row, failure, self._options, redelivered=again)
         except DatabaseAway:
             raise

@@ -1,4 +1,4 @@
-"""`@idempotent_handler`.
+"""The decorators that make a function a handler: of one message, of a list, of one message under a lease.
 
 Handlers are found in each app's `handlers.py`. Deduplication goes by a handler's name: a handler with a new name sees every
 message for the first time, so give `name=` before you rename a function.
@@ -18,9 +18,20 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS
 
 from inbox.errors import NotCallable
-from inbox.handlers.handler import Handler, Mode, OnDead, origin, why_contradictory
+from inbox.handlers.handler import Handler, origin, why_contradictory
 from inbox.handlers.message import BizId, Message
-from inbox.handlers.options import Shed, per_second
+from inbox.handlers.options import (
+    AS_THE_SETTINGS,
+    Batch,
+    Lease,
+    Ordered,
+    Retry,
+    Shed,
+    per_second,
+    require_count,
+    require_duration,
+    require_value,
+)
 from inbox.handlers.registry import registry
 from outbox.kernel.text import why_no_topic, why_unfit
 
@@ -34,16 +45,11 @@ def idempotent_handler(
     name: str | None = None,
     using: str = DEFAULT_DB_ALIAS,
     timeout: timedelta | None = None,
-    ordered: bool = False,
-    on_dead: OnDead = "block",
-    partitions: int = 1,
-    batch: int = 0,
-    batch_wait: float = 0.2,
+    retry: Retry | None = None,
+    ordered: bool | Ordered = False,
     group_commit: int = 1,
-    mode: Mode = "transaction",
-    lease: timedelta = timedelta(minutes=10),
-    lease_limit: timedelta = timedelta(hours=1),
     rate_limit: str | None = None,
+    concurrency: int | None = None,
     shed: Shed | None = None,
 ) -> Callable[[Function], Function]:
     """Have the decorated function handle every message of `topic`, its effect exactly once per biz-id.
@@ -59,29 +65,143 @@ def idempotent_handler(
         name: stable name of this handler; default: `<app label>.<function name>`. Deduplication and its queue rest on it.
         using: the database alias that the effect is written to.
         timeout: a run that takes longer is a failed attempt; default: unbounded.
-        ordered: handle the messages of one key one at a time, in order; different keys in parallel.
-        on_dead: "block" keeps the later messages of a dead letter's key waiting until an operator retries or skips it,
-            "skip" goes on without it. With `ordered` only.
-        partitions: queues that share the keys of an `ordered` handler, by consistent hash (RabbitMQ).
-        batch: more than 0 hands the function a list of up to so many messages, in one transaction.
-        batch_wait: seconds to wait for a batch to fill.
+        retry: how often a failed message is tried, and when; default: as `INBOX` has it.
+        ordered: handle the messages of one key one at a time, in order; different keys in parallel. True is `Ordered()`.
         group_commit: more than 1 runs so many calls in one transaction; when one raises, all are run again singly.
-        mode: "lease" runs the function outside any transaction, guarded by a lease, for effects outside the database: at
-            least once, never two at a time, see `Message.step`.
-        lease: longest silence of a process that holds a lease. It is extended while the function runs.
-        lease_limit: longest run under a lease.
         rate_limit: like "2000/s", "100/m" or "5/h": most messages in that time, in all processes together.
+        concurrency: most threads of one process that run this handler at a time; default: all of them.
         shed: which messages may be dropped, and above how many waiting ones.
 
     Raises:
         NotCallable: the function is a generator function, or `biz_id` is async; calling it would run nothing.
-        TypeError: `biz_id` is neither, or a span of time is no timedelta.
-        ValueError: the topic cannot be one, the name is taken, or options contradict each other; a function that takes two
-            topics needs two names.
+        TypeError: an option has a value of the wrong type, such as a number for a duration.
+        ValueError: the topic cannot be one, the name is taken, an option is out of range, or two contradict each other; a
+            function that takes two topics needs two names.
     """
+    require_count("group_commit", group_commit)
+    return _handling(
+        topic,
+        biz_id=biz_id,
+        name=name,
+        using=using,
+        timeout=timeout,
+        retry=retry,
+        ordered=ordered,
+        group_commit=group_commit,
+        rate_limit=rate_limit,
+        concurrency=concurrency,
+        shed=shed,
+    )
+
+
+def batch_handler(
+    topic: str,
+    *,
+    size: int = 100,
+    wait: timedelta = timedelta(seconds=0.2),
+    biz_id: BizId | str | None = None,
+    name: str | None = None,
+    using: str = DEFAULT_DB_ALIAS,
+    timeout: timedelta | None = None,
+    retry: Retry | None = None,
+    rate_limit: str | None = None,
+    concurrency: int | None = None,
+    shed: Shed | None = None,
+) -> Callable[[Function], Function]:
+    """Have the decorated function handle the messages of `topic` in lists, the effect of each exactly once per biz-id.
+
+    The function gets a list of up to `size` messages, in one transaction. When it raises, the list is rolled back and run again
+    in halves, until the message that fails is alone.
+
+    Args:
+        size: the most messages of a list.
+        wait: the longest wait for a list to fill, from its first message on.
+        rate_limit: counts messages, not lists.
+
+    The other arguments, and what is raised, are those of `idempotent_handler`.
+    """
+    return _handling(
+        topic,
+        biz_id=biz_id,
+        name=name,
+        using=using,
+        timeout=timeout,
+        retry=retry,
+        batch=Batch(size=size, wait=wait),
+        rate_limit=rate_limit,
+        concurrency=concurrency,
+        shed=shed,
+    )
+
+
+def leased_handler(
+    topic: str,
+    *,
+    lease: Lease | None = None,
+    biz_id: BizId | str | None = None,
+    name: str | None = None,
+    using: str = DEFAULT_DB_ALIAS,
+    timeout: timedelta | None = None,
+    retry: Retry | None = None,
+    ordered: bool | Ordered = False,
+    rate_limit: str | None = None,
+    concurrency: int | None = None,
+    shed: Shed | None = None,
+) -> Callable[[Function], Function]:
+    """Have the decorated function handle every message of `topic` under a lease, for effects outside the database.
+
+    The function runs outside any transaction: at least once, never two at a time for one message, and not again after it has
+    returned. See `Message.step`.
+
+    Args:
+        lease: how long a process may be silent before another one runs its message, and the longest run; default: `Lease()`.
+
+    The other arguments, and what is raised, are those of `idempotent_handler`.
+    """
+    lease = Lease() if lease is None else lease
+    require_value("lease", lease, Lease, "Lease(duration=timedelta(minutes=10))")
+    return _handling(
+        topic,
+        biz_id=biz_id,
+        name=name,
+        using=using,
+        timeout=timeout,
+        retry=retry,
+        ordered=ordered,
+        lease=lease,
+        rate_limit=rate_limit,
+        concurrency=concurrency,
+        shed=shed,
+    )
+
+
+def _handling(
+    topic: str,
+    *,
+    biz_id: BizId | str | None,
+    name: str | None,
+    using: str,
+    timeout: timedelta | None,
+    retry: Retry | None,
+    rate_limit: str | None,
+    concurrency: int | None,
+    shed: Shed | None,
+    ordered: bool | Ordered = False,
+    **others: Any,
+) -> Callable[[Function], Function]:
+    """What the decorators have in common. `others` are options of one of them, checked, as the handler has them."""
     if reason := why_no_topic(topic):
         raise ValueError(f"The topic {topic!r} cannot be handled: {reason}.")
-    _refuse_numbers(lease=lease, lease_limit=lease_limit, **({} if timeout is None else {"timeout": timeout}))
+    _refuse_mistakes(timeout=timeout, retry=retry, concurrency=concurrency, shed=shed)
+    options: dict[str, Any] = {
+        "timeout": timeout,
+        "retry": retry or AS_THE_SETTINGS,
+        "ordered": _order(ordered),
+        "rate_limit": None if rate_limit is None else per_second(rate_limit),
+        "concurrency": concurrency,
+        "shed": shed,
+        **others,
+    }
 
     def decorate(function: Function) -> Function:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
@@ -102,18 +222,7 @@ def idempotent_handler(
             function=runnable,
             biz_id=_field(biz_id) if isinstance(biz_id, str) else biz_id,
             using=using,
-            timeout=timeout,
-            ordered=ordered,
-            on_dead=on_dead,
-            partitions=partitions,
-            batch=batch,
-            batch_wait=timedelta(seconds=batch_wait),
-            group_commit=group_commit,
-            mode=mode,
-            lease=lease,
-            lease_limit=lease_limit,
-            rate_limit=None if rate_limit is None else per_second(rate_limit),
-            shed=shed,
+            **options,
         )
         if reason := why_contradictory(handler):
             raise ValueError(f"The handler {known_as} cannot be registered: {reason}.")
@@ -123,10 +232,22 @@ def idempotent_handler(
     return decorate
 
 
-def _refuse_numbers(**spans: object) -> None:
-    for option, span in spans.items():
-        if not isinstance(span, timedelta):
-            raise TypeError(f"{option} is {span!r}: it must be a datetime.timedelta, such as timedelta(seconds=30).")
+def _refuse_mistakes(*, timeout: object, retry: object, concurrency: object, shed: object) -> None:
+    if timeout is not None:
+        require_duration("timeout", timeout)
+    if retry is not None:
+        require_value("retry", retry, Retry, "Retry(max_attempts=5)")
+    if concurrency is not None:
+        require_count("concurrency", concurrency)
+    if shed is not None:
+        require_value("shed", shed, Shed, "Shed(above=10_000)")
+
+
+def _order(ordered: bool | Ordered) -> Ordered | None:
+    if isinstance(ordered, bool):
+        return Ordered() if ordered else None
+    require_value("ordered", ordered, Ordered, 'Ordered(on_dead="skip")')
+    return ordered
 
 
 def _field(path: str) -> BizId:

@@ -9,19 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date, timedelta
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
 from uuid import UUID
 
 from asgiref.sync import AsyncToSync
 
 from inbox.errors import NotCallable
 from inbox.handlers.message import BizId, Message
-from inbox.handlers.options import Shed
+from inbox.handlers.options import AS_THE_SETTINGS, Batch, Lease, Ordered, Retry, Shed
 from inbox.handlers.timeouts import bounded
 from outbox.kernel.text import fit
-
-OnDead = Literal["block", "skip"]
-Mode = Literal["transaction", "lease"]
 
 _EXIT_FORKED = 1
 
@@ -33,21 +30,18 @@ class Handler:
     Attributes:
         name: stable and unique in this project.
         topic: the one topic it takes.
-        function: called inside the transaction.
+        function: the user's code.
         biz_id: asked for what to deduplicate on; None takes the message's own biz-id.
         using: the database alias of its inbox row and its effect.
         timeout: longest run of the function; None does not bound it.
-        ordered: messages of one key are handled one at a time, in the order they were published.
-        on_dead: what a dead letter does to the later messages of its key, when `ordered`.
-        partitions: how many queues share the keys of an `ordered` handler.
-        batch: the function gets lists of up to so many messages; 0 gives it one message.
-        batch_wait: longest wait until a batch is full.
+        retry: how often a failed message is tried, and when.
+        ordered: messages of one key are handled one at a time, in the order they were published; None keeps no order.
+        batch: the function gets lists of messages; None gives it one message.
+        lease: the function runs outside any transaction, guarded by a lease; None runs it inside one.
         group_commit: up to so many calls share one transaction.
-        mode: "transaction", or "lease" for effects outside the database.
-        lease: how long a run under a lease may stay silent before another takes its message.
-        lease_limit: longest run under a lease, however often it is extended.
         rate_limit: most messages a second, in all processes together; None does not bound it.
-        shed: which messages may be dropped when too many wait.
+        concurrency: most threads of one process that it may use; None does not bound it.
+        shed: which messages may be dropped when too many wait; None drops none.
     """
 
     name: str
@@ -56,22 +50,29 @@ class Handler:
     biz_id: BizId | None
     using: str
     timeout: timedelta | None = None
-    ordered: bool = False
-    on_dead: OnDead = "block"
-    partitions: int = 1
-    batch: int = 0
-    batch_wait: timedelta = timedelta(seconds=0.2)
+    retry: Retry = AS_THE_SETTINGS
+    ordered: Ordered | None = None
+    batch: Batch | None = None
+    lease: Lease | None = None
     group_commit: int = 1
-    mode: Mode = "transaction"
-    lease: timedelta = timedelta(minutes=10)
-    lease_limit: timedelta = timedelta(hours=1)
     rate_limit: float | None = None
+    concurrency: int | None = None
     shed: Shed | None = None
 
     @property
     def identity(self) -> tuple[str, str, str]:
         """What makes two handlers of one name the same: function, topic, database."""
         return origin(self.function), self.topic, self.using
+
+    @property
+    def skips_dead(self) -> bool:
+        """Does a key continue without a dead letter?"""
+        return self.ordered is not None and self.ordered.on_dead == "skip"
+
+    @property
+    def partitions(self) -> int:
+        """How many queues share its keys."""
+        return 1 if self.ordered is None else self.ordered.partitions
 
     def call(self, *messages: Message) -> object:
         """Run the user's code with one message, or with a list when it takes batches; what it returned.
@@ -112,27 +113,20 @@ class Handler:
 
 
 def why_contradictory(handler: Handler) -> str | None:
-    """Why these options cannot hold together, or None when they can."""
-    leased, together = handler.mode == "lease", bool(handler.batch) or handler.group_commit > 1
-    spans = [handler.batch_wait, handler.lease, handler.lease_limit, *([] if handler.timeout is None else [handler.timeout])]
-    wrong = {
-        f"on_dead is {handler.on_dead!r}, and it must be 'block' or 'skip'": handler.on_dead not in {"block", "skip"},
-        f"mode is {handler.mode!r}, and it must be 'transaction' or 'lease'": handler.mode not in {"transaction", "lease"},
-        f"batch is {handler.batch}, and it must be 0 or more": handler.batch < 0,
-        f"group_commit is {handler.group_commit}, and it must be 1 or more": handler.group_commit < 1,
-        f"partitions is {handler.partitions}, and it must be 1 or more": handler.partitions < 1,
-        "timeout, batch_wait, lease and lease_limit must be longer than nothing": min(spans) <= timedelta(),
-        "lease_limit is shorter than lease": handler.lease_limit < handler.lease,
-        "on_dead='skip' and partitions need ordered=True": not handler.ordered
-        and (handler.on_dead == "skip" or handler.partitions > 1),
-        "batch and group_commit exclude each other: a batch is one transaction already": bool(handler.batch)
-        and handler.group_commit > 1,
-        "ordered=True handles one message of a key at a time, so it excludes batch and group_commit": handler.ordered
-        and together,
-        "mode='lease' has no transaction, so it excludes batch and group_commit": leased and together,
-        "an ordered message must not be dropped, so ordered=True excludes shed": handler.ordered and handler.shed is not None,
-    }
-    return next((reason for reason, holds in wrong.items() if holds), None)
+    """Why these options cannot hold together, and what to do; None when they can."""
+    if handler.ordered is not None and handler.group_commit > 1:
+        return (
+            f"group_commit={handler.group_commit} runs several messages in one transaction, and an ordered handler runs one "
+            "message of a key at a time; leave one of the two out"
+        )
+    if handler.ordered is not None and handler.shed is not None:
+        return "shed drops messages, and a key with missing messages is not in order; leave shed or ordered out"
+    if handler.lease is not None and handler.timeout is not None and handler.timeout > handler.lease.limit:
+        return (
+            f"its timeout of {handler.timeout} is longer than the limit of its lease, {handler.lease.limit}, after which "
+            "nothing of a run is settled; make the timeout shorter, or the limit longer with Lease(limit=...)"
+        )
+    return None
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class Message:
     def step(self, name: str, function: Callable[[], Any], *, repeatable: bool = True) -> Any:
         """Take a named step once for this message: what `function` returned, now or in an earlier attempt.
 
-        For handlers with mode="lease". The result is remembered in a commit of its own, as JSON, and comes back as JSON has it:
+        For leased handlers. The result is remembered in a commit of its own, as JSON, and comes back as JSON has it:
         a tuple is a list, a Decimal is text.
 
         Args:
@@ -79,8 +79,8 @@ class Message:
     def _under_a_lease(self, step: str) -> StepTaker:
         if self._steps is None:
             raise RuntimeError(
-                f"The step {step!r} was not taken: nothing here would remember it. Steps are for handlers with mode='lease'. A "
-                "handler in a transaction needs none: its effect and its inbox row commit together."
+                f"The step {step!r} was not taken: nothing here would remember it. Steps are for handlers under a lease "
+                "(@leased_handler). A handler in a transaction needs none: its effect and its inbox row commit together."
             )
         return self._steps
 

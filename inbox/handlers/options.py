@@ -1,4 +1,8 @@
-"""The values of a handler's options."""
+"""The values of a handler's options.
+
+Each is small and frozen, and refuses a wrong value when it is made. So a mistake is found when the module of the handler is
+imported, and not when the first message fails.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,61 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from math import inf
+from typing import TYPE_CHECKING, Literal
+
+from outbox.kernel.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from inbox.handlers.message import Message
 
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*/\s*(s|m|h)\s*")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def require_duration(option: str, value: object) -> None:
+    """Refuse what is not a positive duration.
+
+    Raises:
+        TypeError: it is no timedelta.
+        ValueError: it is zero or negative.
+    """
+    if not isinstance(value, timedelta):
+        seconds = value if isinstance(value, int | float) and not isinstance(value, bool) else 30
+        raise TypeError(f"{option} is {value!r}: it must be a datetime.timedelta, such as timedelta(seconds={seconds}).")
+    if value <= timedelta():
+        raise ValueError(f"{option} is {value}: it must be longer than zero, such as timedelta(seconds=30).")
+
+
+def require_count(option: str, value: object) -> None:
+    """Refuse what is not a whole number of 1 or more.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it is less than 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{option} is {value!r}: it must be a whole number, such as 2.")
+    if value < 1:
+        raise ValueError(f"{option} is {value}: it must be 1 or more.")
+
+
+def _require_factor(value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"factor is {value!r}: it must be a number, such as 2.")
+    if not 1 <= value < inf:
+        raise ValueError(f"factor is {value}: it must be 1 or more. 1 has the same delay after every failure.")
+
+
+def require_value(option: str, value: object, kind: type, example: str) -> None:
+    """Refuse what is not one of the values of this module.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(value, kind):
+        raise TypeError(f"{option} is {value!r}: it must be a value of the class {kind.__name__}, such as {example}.")
 
 
 def per_second(rate: str) -> float:
@@ -25,6 +77,139 @@ def per_second(rate: str) -> float:
     if parts is None or not float(parts[1]):
         raise ValueError(f'rate_limit is {rate!r}: it must be a positive number per s, m or h, like "2000/s", "90/m" or "5/h".')
     return float(parts[1]) / _SECONDS[parts[2]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backoff:
+    """The delays between failed attempts. What is left out is as `INBOX` has it.
+
+    Attributes:
+        base: the delay after the first failed attempt; default: RETRY_BASE.
+        factor: each further failure multiplies the delay by it; 1 or more; default: RETRY_FACTOR.
+        cap: the longest delay; default: RETRY_CAP, or `base` where that is longer.
+
+    Raises:
+        TypeError: a delay is no timedelta, or `factor` no number.
+        ValueError: a delay is not longer than zero, `factor` is less than 1, or `cap` is shorter than `base`.
+    """
+
+    base: timedelta | None = None
+    factor: float | None = None
+    cap: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        for name, delay in (("base", self.base), ("cap", self.cap)):
+            if delay is not None:
+                require_duration(name, delay)
+        if self.factor is not None:
+            _require_factor(self.factor)
+        if self.base is not None and self.cap is not None and self.cap < self.base:
+            raise ValueError(f"cap is {self.cap}, shorter than base, {self.base}: make it at least as long.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retry:
+    """How often a failed message is tried, and when. What is left out is as `INBOX` has it.
+
+    Attributes:
+        max_attempts: attempts in all, the first included; default: MAX_ATTEMPTS.
+        backoff: the delays between them.
+
+    Raises:
+        TypeError: `max_attempts` is no whole number, or `backoff` no Backoff.
+        ValueError: `max_attempts` is less than 1.
+    """
+
+    max_attempts: int | None = None
+    backoff: Backoff = Backoff()
+
+    def __post_init__(self) -> None:
+        if self.max_attempts is not None:
+            require_count("max_attempts", self.max_attempts)
+        require_value("backoff", self.backoff, Backoff, "Backoff(base=timedelta(seconds=10), factor=2)")
+
+    def over(self, default: RetryPolicy) -> RetryPolicy:
+        """This policy, with what it leaves out taken from `default`."""
+        if self == AS_THE_SETTINGS:
+            return default
+        base, factor, cap = self.backoff.base, self.backoff.factor, self.backoff.cap
+        base = default.base if base is None else base
+        return RetryPolicy(
+            max_attempts=default.max_attempts if self.max_attempts is None else self.max_attempts,
+            base=base,
+            factor=default.factor if factor is None else factor,
+            cap=max(default.cap, base) if cap is None else cap,
+        )
+
+
+AS_THE_SETTINGS = Retry()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ordered:
+    """The messages of one key are handled one at a time, in their order; different keys in parallel.
+
+    Attributes:
+        on_dead: "block" keeps the later messages of a dead letter's key waiting until an operator retries or skips it, "skip"
+            continues without it.
+        partitions: queues that share the keys, by consistent hash (RabbitMQ).
+
+    Raises:
+        TypeError: `partitions` is no whole number.
+        ValueError: `on_dead` is neither, or `partitions` is less than 1.
+    """
+
+    on_dead: Literal["block", "skip"] = "block"
+    partitions: int = 1
+
+    def __post_init__(self) -> None:
+        if self.on_dead not in {"block", "skip"}:
+            raise ValueError(f"on_dead is {self.on_dead!r}: it must be 'block' or 'skip'.")
+        require_count("partitions", self.partitions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The function gets a list of messages, in one transaction.
+
+    Attributes:
+        size: the most messages of a list.
+        wait: the longest wait for a list to fill, from its first message on.
+
+    Raises:
+        TypeError: `size` is no whole number, or `wait` no timedelta.
+        ValueError: `size` is less than 1, or `wait` is not longer than zero.
+    """
+
+    size: int = 100
+    wait: timedelta = timedelta(seconds=0.2)
+
+    def __post_init__(self) -> None:
+        require_count("size", self.size)
+        require_duration("wait", self.wait)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """The function runs outside any transaction, for effects outside the database, with one owner of a message at a time.
+
+    Attributes:
+        duration: how long a process may be silent before another one runs its message. A heartbeat extends it meanwhile.
+        limit: the longest run. After that the lease is not extended any more.
+
+    Raises:
+        TypeError: either is no timedelta.
+        ValueError: either is not longer than zero, or `limit` is shorter than `duration`.
+    """
+
+    duration: timedelta = timedelta(minutes=10)
+    limit: timedelta = timedelta(hours=1)
+
+    def __post_init__(self) -> None:
+        require_duration("duration", self.duration)
+        require_duration("limit", self.limit)
+        if self.limit < self.duration:
+            raise ValueError(f"limit is {self.limit}, shorter than duration, {self.duration}: make it at least as long.")
 
 
 def _always(message: Message) -> bool:
@@ -40,6 +225,10 @@ class Shed:
     Attributes:
         above: messages waiting in the handler's queue; dropping ends when nine tenths of it are left.
         droppable: whether this message may be dropped. What it raises counts as no.
+
+    Raises:
+        TypeError: `above` is no whole number, or `droppable` no synchronous function.
+        ValueError: `above` is less than 1.
     """
 
     above: int = 100_000
@@ -50,5 +239,4 @@ class Shed:
             raise TypeError(f"droppable is {self.droppable!r}: it must be a function of the message.")
         if inspect.iscoroutinefunction(self.droppable):
             raise TypeError("droppable is async: it must answer at once, from the message alone.")
-        if self.above < 1:
-            raise ValueError(f"above is {self.above}: it must be a number of waiting messages, 1 or more.")
+        require_count("above", self.above)

@@ -28,7 +28,7 @@ class DatabaseLeases:
         """Nothing to open: the handler says which database."""
 
     def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
-        began_at, alias, lasts = monotonic(), wanted.handler.using, _unlike_others(wanted.handler.lease)
+        began_at, alias, lasts = monotonic(), wanted.handler.using, _unlike_others(wanted.terms.duration)
         tries = itertools.count()
         granted = decided(lambda: _grant(wanted, lasts, twin_timeout, asked_before=next(tries) > 0), alias)
         if granted is None:

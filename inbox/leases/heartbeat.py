@@ -2,9 +2,9 @@
 
 A server that does not answer holds up whoever asks it, so the leases of one database do not wait for another.
 
-Each lease is extended after a third of its time, so two misses cost nothing, and never beyond `lease_limit`. A lease that is
-lost is logged and marked; its owner can settle nothing, and its next step is refused. A store that is unavailable is asked
-again until the lease must have ended.
+Each lease is extended after a third of its time, so two misses cost nothing, and never beyond the limit of its handler. A lease
+that is lost is logged and marked; its owner can settle nothing, and its next step is refused. A store that is unavailable is
+asked again until the lease must have ended.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class _Pulse:
 
     @contextmanager
     def keeping(self, store: LeaseStore, lease: Lease) -> Iterator[None]:
-        handler = lease.wanted.handler
+        terms = lease.wanted.terms
         kept = _Beating(
             store,
             lease,
-            next_at=lease.began_at + handler.lease.total_seconds() / _BEATS,
-            limit_at=lease.began_at + handler.lease_limit.total_seconds(),
+            next_at=lease.began_at + terms.duration.total_seconds() / _BEATS,
+            limit_at=lease.began_at + terms.limit.total_seconds(),
         )
         with self._changed:
             self._kept.add(kept)
@@ -107,7 +107,7 @@ class _Pulse:
     def _beat(self, kept: _Beating) -> None:
         lease, now = kept.lease, monotonic()
         kept.next_at = now + _ASK_AGAIN_SECONDS
-        ends_at = min(now + lease.wanted.handler.lease.total_seconds(), kept.limit_at)
+        ends_at = min(now + lease.wanted.terms.duration.total_seconds(), kept.limit_at)
         if ends_at <= lease.ends_at:
             self._let_end(kept)
             return
@@ -126,7 +126,7 @@ class _Pulse:
     def _let_end(self, kept: _Beating) -> None:
         lease = kept.lease
         if lease.is_over:
-            _lose(lease, f"its lease_limit of {lease.wanted.handler.lease_limit} is reached")
+            _lose(lease, f"its limit of {lease.wanted.terms.limit} is reached")
             return
         kept.next_at = lease.ends_at
         if not kept.told:

@@ -97,7 +97,7 @@ class RedisLeases:
                 memory.incarnation,
                 wanted.row,
                 owner,
-                _milliseconds(wanted.handler.lease),
+                _milliseconds(wanted.terms.duration),
                 _milliseconds(self._keep),
                 *_of_the_row(wanted),
                 int(_is_doubtful(wanted, memory)),
@@ -188,9 +188,9 @@ class RedisLeases:
         return Kept()
 
     def _on_its_row(self, lease: Lease, stored: InboxMessage) -> Verdict:
-        alias, pk, handler = lease.wanted.handler.using, stored.pk, lease.wanted.handler
+        alias, pk = lease.wanted.handler.using, stored.pk
         lease.pk = pk
-        claimed = (alias, pk, stored.attempts, lease.fence, handler.lease, lease.wanted.alone_in)
+        claimed = (alias, pk, stored.attempts, lease.fence, lease.wanted.terms.duration, lease.wanted.alone_in)
         show = partial(leases.show_running, *claimed, was=stored.state)
         try:
             if stored.fence:

@@ -15,6 +15,7 @@ from datetime import datetime, timedelta
 from typing import Protocol
 
 from inbox.handlers.handler import Handler
+from inbox.handlers.options import Lease as Terms
 from inbox.models import InboxMessage
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import DatabaseAway
@@ -44,6 +45,13 @@ class Wanted:
     sent_at: datetime | None = None
 
     @property
+    def terms(self) -> Terms:
+        """How long its lease lasts, and how long a run may take."""
+        if self.handler.lease is None:
+            raise ValueError(f"The handler {self.handler.name} has no lease.")
+        return self.handler.lease
+
+    @property
     def order(self) -> OrderedKey | None:
         """The order that its row has a place in."""
         stored = self.stored
@@ -58,7 +66,7 @@ class Wanted:
 
     def leaves(self, failure: Failure) -> OrderedKey | None:
         """The order that it loses its place in when it has failed like this."""
-        return self.order if failure.retry_after is None and self.handler.on_dead == "skip" else None
+        return self.order if failure.retry_after is None and self.handler.skips_dead else None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -87,7 +95,7 @@ class Lease:
     lost: bool = False
 
     def __post_init__(self) -> None:
-        self.ends_at = self.began_at + self.wanted.handler.lease.total_seconds()
+        self.ends_at = self.began_at + self.wanted.terms.duration.total_seconds()
 
     def __str__(self) -> str:
         row = self.wanted.row

@@ -61,9 +61,7 @@ def admit(
 
     def write() -> list[Taken]:
         with ordering.deciding(handler.using, options.TWIN_TIMEOUT):
-            taken = intake.take_in(
-                handler.using, [incoming[index] for index in inserted], dead_blocks=handler.on_dead == "block"
-            )
+            taken = intake.take_in(handler.using, [incoming[index] for index in inserted], dead_blocks=not handler.skips_dead)
         by_index = dict(zip(inserted, taken, strict=True))
         return [by_index[index] for index in range(len(incoming))]
 
@@ -101,7 +99,7 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
     """
     incoming = [_incoming(handler, arrival, "", redelivered=False) for arrival in arrivals]
     with lock_timeout(handler.using, _HAND_OVER_WAIT):
-        taken = intake.take_in(handler.using, incoming, dead_blocks=handler.on_dead == "block")
+        taken = intake.take_in(handler.using, incoming, dead_blocks=not handler.skips_dead)
     if any(not one.state and one.earlier is None for one in taken):
         raise TwinBusy
 

@@ -77,7 +77,7 @@ def receive(
     try:
         if arrival.refused:
             return admit(handler, [(arrival, redelivered)], options)[0]
-        if handler.mode == "lease":
+        if handler.lease:
             return leased.receive(handler, arrival, options, redelivered=redelivered, acknowledge=acknowledge)
         if in_hand.is_elsewhere(arrival.row):
             return Received.PUT_OFF
@@ -141,7 +141,7 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
     attempt = stored.attempts
-    if attempt > options.MAX_ATTEMPTS:
+    if attempt > handler.retry.over(options.retry).max_attempts:
         error = stored.last_error or "Its attempts never ended: its process died, or its database became unavailable."
         return fail_stored(handler, stored, Failure(error=error, retry_after=None, attempts=attempt - 1))
     if is_undecided(stored.biz_id):
@@ -159,7 +159,7 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         return Received.DUPLICATE
     stored.biz_id = biz_id
     with in_hand.running(stored):
-        if handler.mode == "lease":
+        if handler.lease:
             return leased.run_stored(handler, stored, envelope, options)
         return _run_in_transaction(handler, stored, envelope, options, follower)
 
@@ -210,7 +210,7 @@ def _run_in_transaction(
     except TwinBusy:
         return defer_locked(handler, stored)
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
-        return fail_stored(handler, stored, failure_of(error, attempt, options))
+        return fail_stored(handler, stored, failure_of(handler, error, attempt, options, row=stored.pk))
     return handled(handler, message) if message else Received.DUPLICATE
 
 
@@ -233,7 +233,7 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
         raise
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
-        return store_failure(handler, arrival.row, failure_of(error, 1, options), options)
+        return store_failure(handler, arrival.row, failure_of(handler, error, 1, options), options)
     return handled(handler, message) if message else duplicate(handler, arrival.row)
 
 

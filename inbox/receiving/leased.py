@@ -164,9 +164,9 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
 
 def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, options: InboxOptions) -> Failure | None:
     """Run the handler; why it failed, or None when it did not."""
-    if lease.attempt > options.MAX_ATTEMPTS:
-        return Failure(error=_NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     handler = lease.wanted.handler
+    if lease.attempt > handler.retry.over(options.retry).max_attempts:
+        return Failure(error=_NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
     if is_inside_a_transaction(handler.using):
         raise RuntimeError(f"{handler.name} runs under a lease, outside transactions, but is called inside one.")
     changes = SessionChanges()
@@ -175,11 +175,11 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
             call(handler, message, envelope)
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
-        return failure_of(steps.interrupted or error, lease.attempt, options)
+        return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
     finally:
         changes.end_sessions()
     # The handler may have caught it, and then the message must stop all the same.
-    return failure_of(steps.interrupted, lease.attempt, options) if steps.interrupted else None
+    return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else None
 
 
 def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
@@ -202,8 +202,8 @@ def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
 def _overtaken(lease: Lease, options: InboxOptions) -> Received:
     """Whoever holds it now decides. The database keeps it, so that somebody will look at it when nobody does."""
     logger.error(
-        "%s: its run has ended, but its lease had ended before, so nothing was settled and it may be run again. Make its lease "
-        "or lease_limit longer than its longest run.",
+        "%s: its run has ended, but its lease had ended before, so nothing was settled and it may be run again. Make the "
+        "duration and the limit of its Lease longer than its longest run.",
         lease,
     )
     if lease.pk is None:

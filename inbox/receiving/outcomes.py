@@ -26,8 +26,9 @@ from inbox.receiving.reading import Arrival
 from inbox.store import arrivals, claims, dialect, rows
 from inbox.store.intake import Taken
 from inbox.store.rows import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, TwinBusy
-from inbox.transactions.persistence import TRIES_AT_ONCE, decided
+from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseAway, decided
 from outbox.database.faults import is_collision
+from outbox.kernel.retry import RetryPolicy
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
@@ -72,7 +73,7 @@ def store_failure(
 
 
 def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Received:
-    passed_over = stored.ordered and handler.on_dead == "skip"
+    passed_over = stored.ordered and handler.skips_dead
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
         ours = decided(
@@ -173,26 +174,59 @@ def refusal(arrival: Arrival) -> Failure:
     return Failure(error=arrival.refused, retry_after=None, attempts=0, quarantined=arrival.quarantined)
 
 
-def failure_of(error: BaseException, attempt: int, options: InboxOptions) -> Failure:
+def failure_of(
+    handler: Handler, error: BaseException, attempt: int, options: InboxOptions, *, row: int | None = None
+) -> Failure:
+    """What an attempt that raised `error` means for its message.
+
+    Args:
+        row: the message's own, when it was stored before this attempt.
+    """
+    policy = handler.retry.over(options.retry)
     if isinstance(error, RetryLater):
-        rest = options.retry.delay(attempt) if error.delay is None else max(error.delay, _SHORTEST_DELAY)
-        return Failure(error=f"put off: {describe(error)}", retry_after=rest, attempts=attempt - 1, put_off=True)
+        return _deferral(error, attempt, policy, _age(handler, row))
     trace = "".join(traceback.format_exception(error))
     if is_collision(error):
         # Nobody's fault, however often: it rests like after a failure and counts as no attempt.
         text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
-        return Failure(error=text, traceback=trace, retry_after=options.retry.delay(1), attempts=attempt - 1)
+        return Failure(error=text, traceback=trace, retry_after=policy.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
         return Failure(error=f"rejected: {describe(error)}", traceback=trace, retry_after=None, attempts=attempt)
     text = f"{type(error).__name__}: {describe(error)}"
-    last = isinstance(error, TransactionEnded) or options.retry.exhausted(attempt)
+    last = isinstance(error, TransactionEnded) or policy.exhausted(attempt)
     return Failure(
         error=text,
         traceback=trace,
-        retry_after=None if last else options.retry.delay(attempt),
+        retry_after=None if last else policy.delay(attempt),
         attempts=attempt,
         is_stored=isinstance(error, TransactionEnded) and error.is_stored,
     )
+
+
+def _deferral(error: RetryLater, attempt: int, policy: RetryPolicy, age: timedelta) -> Failure:
+    """The handler asked for a later time, `age` after the message arrived."""
+    shown = timedelta(seconds=int(age.total_seconds()))
+    delay = policy.delay(attempt) if error.delay is None else error.delay
+    if error.give_up_after is not None:
+        left = error.give_up_after - age
+        if left <= timedelta():
+            text = f"given up {shown} after it arrived, as RetryLater(give_up_after={error.give_up_after!r}) says"
+            return Failure(error=f"{text}: {describe(error)}", retry_after=None, attempts=attempt)
+        # So that it is tried once more when its time is over.
+        delay = min(delay, left)
+    text = f"deferred, {shown} after it arrived: {describe(error)}" if shown else f"deferred: {describe(error)}"
+    return Failure(error=text, retry_after=max(delay, _SHORTEST_DELAY), attempts=attempt - 1, put_off=True)
+
+
+def _age(handler: Handler, row: int | None) -> timedelta:
+    """How long ago a stored message arrived; zero for a new one, and when the database does not say."""
+    if row is None:
+        return timedelta()
+    try:
+        return decided(lambda: claims.age(handler.using, row), handler.using)
+    except (DatabaseAway, DatabaseError, InterfaceError) as failed:
+        logger.debug("%s: how long row %d has waited is not known: %s", handler.name, row, describe(failed))
+        return timedelta()
 
 
 def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -> Received:

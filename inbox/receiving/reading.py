@@ -87,7 +87,7 @@ def can_wait(handler: Handler, envelope: Envelope) -> bool:
     """Can it be stored before its body is read? Else its reading is counted, see `undecided.read_counted`."""
     # An ordered message needs its name and its key for its place in the order: named later, it might stand behind a copy of
     # itself. A store of leases has to be asked about the delivery, which may be of a message that it has forgotten.
-    return handler.mode == "transaction" and (not handler.ordered or _is_named_by_headers(handler, envelope))
+    return handler.lease is None and (not handler.ordered or _is_named_by_headers(handler, envelope))
 
 
 def _is_named_by_headers(handler: Handler, envelope: Envelope) -> bool:

@@ -83,7 +83,7 @@ def _run_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxO
     # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
     except BaseException as error:  # noqa: BLE001
         if isinstance(error, TransactionEnded) and error.is_stored:
-            failure = failure_of(error, 1, options)
+            failure = failure_of(handler, error, 1, options)
             return [_dead(handler, arrival.row, failure, options, messages) for arrival in arrivals]
         logger.info(
             "%s: %d messages in one transaction were rolled back and are run in smaller parts: %s",

@@ -78,7 +78,7 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
     row = undecided_row(handler, envelope, redelivered=True)
     with _one_reading[handler.using]:
         begun = _begin_reading(handler, row, options)
-        refused = _ENDS_ITS_PROCESS.format(attempts=begun - 1) if begun > options.MAX_ATTEMPTS else ""
+        refused = _ENDS_ITS_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
         arrival = read(handler, envelope, options, refused=refused)
         if begun:
             decided(lambda: undecided.end_reading(handler.using, row), handler.using)

@@ -227,6 +227,12 @@ def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta(
     )
 
 
+def age(alias: str, row: int) -> timedelta:
+    """How long ago a message arrived, by the database's clock; zero when it has no row any more."""
+    instants = InboxMessage.objects.using(alias).filter(pk=row).values_list("received_at", DatabaseTime())
+    return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
+
+
 def who_locks(alias: str, row: int) -> str:
     """Which session has locked the row, for people; "" when that cannot be seen."""
     connection = connections[alias]

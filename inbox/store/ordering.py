@@ -197,8 +197,8 @@ class Released:
 def release_stuck(alias: str, passing: Sequence[str], after: OrderedKey | None) -> Released:
     """The safety net: let the head of every key go on that is `waiting`, which nobody else will ever do.
 
-    It also takes the dead letters out of the order of the handlers in `passing`, those with on_dead="skip", which got there
-    before the handler was told so or by committing behind the inbox's back.
+    It also takes the dead letters out of the order of the handlers in `passing`, those with Ordered(on_dead="skip"), which got
+    there before the handler had that option or by committing behind the inbox's back.
     """
     heads = _heads(alias, after or OrderedKey("", ""))
     stuck = [order for order, _, state in heads if state == State.WAITING]

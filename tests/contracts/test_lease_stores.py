@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from inbox import Lease as Terms
 from inbox.leases.database import DatabaseLeases
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import Consumed, Held, Kept, Lease, Wanted
@@ -37,8 +38,8 @@ def leases(store_options):
 def lease_handler(handles):
     """Register a handler whose leases have the given duration."""
 
-    def register(lease=LONG, **arguments):
-        return handles(lambda message: None, mode="lease", lease=lease, **arguments)
+    def register(duration=LONG, **arguments):
+        return handles(lambda message: None, lease=Terms(duration=duration), **arguments)
 
     return register
 

@@ -19,6 +19,7 @@ import kombu
 import pytest
 from django.db import OperationalError, connection, transaction
 
+from inbox import Ordered
 from inbox.consumer.topology import queue_of
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
@@ -61,7 +62,7 @@ pytestmark = [
     pytest.mark.usefixtures("_longer_traceback_timeout"),
 ]
 
-HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=True)
+HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=Ordered())
 """Declares the queue only; the function is in the processes."""
 
 

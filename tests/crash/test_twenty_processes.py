@@ -10,6 +10,7 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
+from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.leases.opening import lease_store
 from inbox.models import InboxMessage, State
@@ -43,7 +44,7 @@ pytestmark = [
     pytest.mark.timeout(400),
 ]
 
-OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", mode="lease")
+OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", lease=Lease())
 """Declares the queue only; the function is in the processes."""
 
 

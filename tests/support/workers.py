@@ -16,6 +16,7 @@ import kombu
 from django.core.management import call_command
 from django.test import override_settings
 
+from inbox import Lease, Ordered
 from inbox.conf import InboxOptions
 from inbox.consumer.consumer import Consumer
 from inbox.consumer.topology import queue_name, queue_of
@@ -40,10 +41,10 @@ NAMED_OF_THE_WORKERS = [
         function=print,
         biz_id=None,
         using="default",
-        ordered=True,
+        ordered=Ordered(),
     ),
     Handler(
-        name="testnamed.named_and_leased", topic=NAMED_AND_LEASED, function=print, biz_id=None, using="default", mode="lease"
+        name="testnamed.named_and_leased", topic=NAMED_AND_LEASED, function=print, biz_id=None, using="default", lease=Lease()
     ),
 ]
 

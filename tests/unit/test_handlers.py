@@ -212,9 +212,3 @@ class TestBizIdPath:
     def test_biz_id_must_be_a_path_or_a_function(self):
         with pytest.raises(TypeError, match="biz_id is 17"):
             idempotent_handler("t", biz_id=17, name="by a number")(handle)
-
-
-@pytest.mark.parametrize("option", ["timeout", "lease", "lease_limit"])
-def test_a_duration_that_is_not_a_timedelta_is_refused(option):
-    with pytest.raises(TypeError, match=rf"{option} is 30: it must be a datetime\.timedelta"):
-        idempotent_handler("t", name="by a number", **{option: 30})

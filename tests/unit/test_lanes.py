@@ -7,13 +7,14 @@ from datetime import timedelta
 import kombu
 import pytest
 
-from inbox import Shed
+from inbox import Batch, Ordered, Shed
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
 from inbox.consumer.lanes import LOAD_BYTES, SIFTED_AT_ONCE, TAKEN_IN_AT_ONCE, Delivery, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
 from inbox.limits import shedder
 from inbox.limits.shedder import shedder_of
+from inbox.limits.slots import slots_of
 
 NEVER = float("inf")
 
@@ -71,25 +72,25 @@ class TestGroupCommit:
 
 class TestBatch:
     def test_a_full_batch_is_taken_at_once(self):
-        lane = a_lane(5, batch=3)
+        lane = a_lane(5, batch=Batch(size=3))
 
         assert numbers(lane.take(0.0)) == [0, 1, 2]
 
     def test_an_incomplete_batch_is_taken_after_its_wait(self):
-        lane = a_lane(2, batch=3, batch_wait=timedelta(seconds=10), at=100.0)
+        lane = a_lane(2, batch=Batch(size=3, wait=timedelta(seconds=10)), at=100.0)
 
         assert (lane.take(104.0), lane.seconds_left(104.0)) == ([], 6.0)
         assert lane.seconds_left(110.0) == 0
         assert numbers(lane.take(110.0)) == [0, 1]
 
     def test_the_batch_wait_begins_with_the_oldest_delivery(self):
-        lane = a_lane(1, batch=3, batch_wait=timedelta(seconds=10), at=100.0)
+        lane = a_lane(1, batch=Batch(size=3, wait=timedelta(seconds=10)), at=100.0)
         put(lane, 1, at=109.0)
 
         assert numbers(lane.take(110.0)) == [0, 1]
 
     def test_incomplete_batch_is_taken_at_once_while_draining(self):
-        lane = a_lane(2, batch=3, batch_wait=timedelta(seconds=10))
+        lane = a_lane(2, batch=Batch(size=3, wait=timedelta(seconds=10)))
 
         assert lane.seconds_left(0.0, hurry=True) == 0
         assert numbers(lane.take(0.0, hurry=True)) == [0, 1]
@@ -97,7 +98,7 @@ class TestBatch:
 
 class TestOrderedHandler:
     def test_an_ordered_lane_gives_its_next_load_only_after_done(self):
-        lane = a_lane(3, ordered=True)
+        lane = a_lane(3, ordered=Ordered())
         assert numbers(lane.take(0.0)) == [0, 1, 2]
         put(lane, 3, 4)
 
@@ -106,17 +107,17 @@ class TestOrderedHandler:
         assert numbers(lane.take(0.0)) == [3, 4]
 
     def test_an_ordered_load_is_limited_in_size(self):
-        lane = a_lane(TAKEN_IN_AT_ONCE + 5, ordered=True)
+        lane = a_lane(TAKEN_IN_AT_ONCE + 5, ordered=Ordered())
 
         assert len(lane.take(0.0)) == TAKEN_IN_AT_ONCE
 
     def test_a_rate_limit_does_not_limit_the_load_of_an_ordered_lane(self):
-        lane = a_lane(50, ordered=True, rate_limit=1 / 3600)
+        lane = a_lane(50, ordered=Ordered(), rate_limit=1 / 3600)
 
         assert len(lane.take(0.0)) == 50
 
     def test_taking_nothing_does_not_block_an_ordered_lane(self):
-        lane = a_lane(ordered=True)
+        lane = a_lane(ordered=Ordered())
         lane.take(0.0)
         put(lane, 1)
 
@@ -155,14 +156,14 @@ class TestRateLimit:
         assert tokens.tokens == 4
 
     def test_a_batch_that_is_not_due_takes_no_tokens(self, tokens):
-        lane = a_lane(2, batch=5, batch_wait=timedelta(seconds=10), rate_limit=1.0)
+        lane = a_lane(2, batch=Batch(size=5, wait=timedelta(seconds=10)), rate_limit=1.0)
 
         assert (lane.take(1.0), tokens.tokens) == ([], 3)
         assert lane.seconds_left(1.0) == 9.0
 
     def test_a_rate_limited_batch_waits_for_both_its_batch_and_its_tokens(self, tokens):
         tokens.tokens = 0
-        lane = a_lane(2, batch=5, batch_wait=timedelta(seconds=5), rate_limit=1.0)
+        lane = a_lane(2, batch=Batch(size=5, wait=timedelta(seconds=5)), rate_limit=1.0)
 
         assert lane.seconds_left(0.0) == 7.0
 
@@ -209,7 +210,7 @@ class TestEpochs:
 
 class TestUndecidedDeliveries:
     def test_an_undecided_ordered_load_is_taken_first_after_its_backoff(self):
-        lane = a_lane(5, ordered=True)
+        lane = a_lane(5, ordered=Ordered())
         load = lane.take(0.0)
         put(lane, 5)
         lane.put_back(load[2:], 10.0, rest=2.0)
@@ -245,10 +246,39 @@ class TestStaleDeliveries:
         assert numbers(lane.take(9.0)) == [2]
 
     def test_stale_deliveries_stay_in_an_ordered_lane(self):
-        lane = a_lane(2, ordered=True)
+        lane = a_lane(2, ordered=Ordered())
 
         assert lane.stale(100.0, 100.0) == []
         assert len(lane) == 2
+
+
+class TestConcurrency:
+    def test_a_lane_gives_out_no_more_loads_at_a_time_than_its_handler_may_use_threads(self):
+        lane = a_lane(5, concurrency=2)
+
+        assert [numbers(lane.take(0.0)) for _ in range(3)] == [[0], [1], []]
+        assert lane.seconds_left(0.0) == NEVER
+        lane.leave_slot()
+        assert lane.seconds_left(0.0) == 0
+        assert numbers(lane.take(0.0)) == [2]
+        lane.leave_slot()
+        lane.leave_slot()
+
+    def test_a_lane_whose_tokens_another_thread_has_taken_takes_no_slot(self, monkeypatch):
+        monkeypatch.setattr(Tokens, "wait_seconds", lambda tokens: 0.0)
+        monkeypatch.setattr(lanes, "limiter_of", lambda handler: Tokens(0))
+        lane = a_lane(1, concurrency=1, rate_limit=1.0)
+
+        assert lane.take(0.0) == []
+        assert slots_of(lane.handler).is_free
+
+    def test_taking_in_for_an_ordered_handler_takes_no_slot(self):
+        lane = a_lane(3, concurrency=1, ordered=Ordered())
+        slots = slots_of(lane.handler)
+        assert slots.take()
+
+        assert numbers(lane.take(0.0)) == [0, 1, 2]
+        slots.leave()
 
 
 class TestPrefetch:
@@ -256,13 +286,13 @@ class TestPrefetch:
         ("given", "size", "prefetch"),
         [
             ({}, 1, 50),
-            ({"batch": 20}, 20, 50),
-            ({"batch": 100}, 100, 200),
+            ({"batch": Batch(size=20)}, 20, 50),
+            ({"batch": Batch(size=100)}, 100, 200),
             ({"group_commit": 50}, 50, 100),
-            ({"ordered": True}, TAKEN_IN_AT_ONCE, 2 * TAKEN_IN_AT_ONCE),
+            ({"ordered": Ordered()}, TAKEN_IN_AT_ONCE, 2 * TAKEN_IN_AT_ONCE),
             ({"rate_limit": 5.0}, 1, 10),
             ({"rate_limit": 1 / 3600}, 1, 1),
-            ({"rate_limit": 5.0, "batch": 30}, 30, 60),
+            ({"rate_limit": 5.0, "batch": Batch(size=30)}, 30, 60),
         ],
         ids=str,
     )
@@ -273,7 +303,7 @@ class TestPrefetch:
 
 
 class TestLargeBodies:
-    @pytest.mark.parametrize("options", [{"ordered": True}, {"batch": 10}, {"group_commit": 10}], ids=str)
+    @pytest.mark.parametrize("options", [{"ordered": Ordered()}, {"batch": Batch(size=10)}, {"group_commit": 10}], ids=str)
     def test_a_load_is_limited_by_the_size_of_its_bodies(self, options):
         lane = a_lane(**options)
         for number in range(4):
@@ -288,7 +318,7 @@ class TestLargeBodies:
         assert loads == [[0, 1], [2, 3]]
 
     def test_a_single_delivery_is_taken_however_large_it_is(self):
-        lane = a_lane(ordered=True)
+        lane = a_lane(ordered=Ordered())
         for number, size in enumerate([2 * LOAD_BYTES, 1, 2 * LOAD_BYTES]):
             lane.put(Delivery(1, lane.handler, kombu.Message(body=bytes(size), delivery_tag=number), 0.0))
 

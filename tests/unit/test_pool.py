@@ -10,9 +10,11 @@ from datetime import timedelta
 import kombu
 import pytest
 
+from inbox import Batch, Ordered
 from inbox.consumer.lanes import Delivery, Lane, Undecided
 from inbox.consumer.pool import Pool
 from inbox.handlers.handler import Handler
+from inbox.limits.slots import slots_of
 from outbox.kernel.clock import monotonic
 from tests.support.deliveries import A_WHILE
 from tests.support.waiting import wait_until
@@ -188,7 +190,7 @@ def test_lanes_take_turns():
 
 
 def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
-    batch, single, work = a_lane("batch", batch=10, batch_wait=timedelta(hours=1)), a_lane("single"), Work()
+    batch, single, work = a_lane("batch", batch=Batch(size=10, wait=timedelta(hours=1))), a_lane("single"), Work()
     with running([batch, single], receive=work) as pool:
         pool.put(batch, a_delivery(batch))
         pool.put(single, a_delivery(single))
@@ -196,7 +198,7 @@ def test_a_lane_that_waits_for_its_batch_does_not_hold_up_another_lane():
 
 
 def test_a_batch_is_run_when_its_wait_is_over():
-    lane, work = a_lane(batch=10, batch_wait=timedelta(seconds=0.1)), Work()
+    lane, work = a_lane(batch=Batch(size=10, wait=timedelta(seconds=0.1))), Work()
     pool = Pool([lane], Store(), size=1, receive=work)
     for number in (1, 2):
         pool.put(lane, a_delivery(lane, number))
@@ -208,7 +210,7 @@ def test_a_batch_is_run_when_its_wait_is_over():
 
 
 def test_incomplete_batch_is_run_at_once_while_draining():
-    lane, work = a_lane(batch=10, batch_wait=timedelta(hours=1)), Work()
+    lane, work = a_lane(batch=Batch(size=10, wait=timedelta(hours=1))), Work()
     with running([lane], receive=work) as pool:
         pool.put(lane, a_delivery(lane))
         pool.hurry()
@@ -218,7 +220,7 @@ def test_incomplete_batch_is_run_at_once_while_draining():
 
 
 def test_an_ordered_lane_is_run_by_one_thread_at_a_time(gate):
-    lane, work = a_lane(ordered=True), Work(gate=gate)
+    lane, work = a_lane(ordered=Ordered()), Work(gate=gate)
     with running([lane], receive=work, size=3) as pool:
         pool.put(lane, a_delivery(lane, 0))
         wait_until(lambda: work.at_once == 1)
@@ -237,7 +239,7 @@ def all_of(lane, count):
 
 def test_an_unavailable_database_does_not_hold_up_handlers_of_other_databases():
     databases = Databases("unavailable")
-    far = [a_lane(f"far {n}", using="unavailable", ordered=n % 2 == 0) for n in range(4)]
+    far = [a_lane(f"far {n}", using="unavailable", ordered=Ordered() if n % 2 == 0 else None) for n in range(4)]
     near = a_lane("near")
     with running([*far, near], receive=databases.receive, ask=databases.ask, size=2) as pool:
         for lane in far:
@@ -278,7 +280,7 @@ def test_only_one_thread_at_a_time_probes_an_unavailable_database():
 
 
 def test_undecided_deliveries_are_retried_before_later_ones():
-    lane, tried, done = a_lane(ordered=True), [], []
+    lane, tried, done = a_lane(ordered=Ordered()), [], []
 
     def receive(load):
         tried.append([delivery.message.delivery_tag for delivery in load])
@@ -405,3 +407,19 @@ def test_a_thread_that_ended_unexpectedly_is_reported():
         wait_until(lambda: pool.alive < 2)
         with pytest.raises(RuntimeError, match="started anew"):
             pool.refuse_if_ended()
+
+
+def test_a_load_that_cannot_be_stored_leaves_the_slot_of_its_handler():
+    lane, tried = a_lane("tests.pool with one slot", concurrency=1), []
+
+    def receive(load):
+        tried.append(load[0].message.delivery_tag)
+        if len(tried) == 1:
+            raise Undecided(load, 0.01, everywhere=False)
+
+    with running([lane], size=2, receive=receive) as pool:
+        for number in (1, 2):
+            pool.put(lane, a_delivery(lane, number))
+        wait_until(lambda: sorted(tried) == [1, 1, 2])
+
+    assert slots_of(lane.handler).is_free

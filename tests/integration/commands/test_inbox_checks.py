@@ -9,6 +9,7 @@ import pytest
 from django.core import checks
 from django.test import override_settings
 
+from inbox import Lease
 from inbox import checks as ours
 from tests.support.deliveries import the_effect
 
@@ -159,6 +160,21 @@ def test_handler_that_may_outlast_the_consumer_timeout_is_a_warning(handles, giv
 
     assert (problem.id, "tests.slow" in problem.msg) == ("inbox.W004", True)
     assert "0:30:00" in problem.hint
+
+
+def test_lease_in_redis_that_may_outlast_the_consumer_timeout_is_a_warning(handles):
+    """With leases in the database a delivery is acknowledged before it is run."""
+    handles(the_effect, name="tests.long", lease=Lease(limit=timedelta(minutes=20)))
+    handles(the_effect, name="tests.short", lease=Lease(limit=timedelta(minutes=15)))
+    broker = {"BROKER_URL": "amqp://host//"}
+
+    with override_settings(INBOX={**broker, "LEASE_STORE": "redis://host"}):
+        (problem,) = ours.check_timeouts(None)
+    with override_settings(INBOX=broker):
+        assert ours.check_timeouts(None) == []
+
+    assert "tests.long may take 0:20:00" in problem.msg
+    assert "limit=0:20:00" in problem.msg
 
 
 def test_supported_databases_pass_the_database_check():

@@ -15,7 +15,7 @@ from django.db.models import Count, Q, Sum
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from inbox import RetryLater
+from inbox import Lease, RetryLater
 from inbox.editing import replace_message
 from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State
@@ -201,7 +201,7 @@ def test_balance_counts_every_delivery_after_any_sequence_of_operations(handles,
     world = World(
         plain=handles(do_what_the_payload_says, name="tests.plain"),
         ordered=handles(do_what_the_payload_says, name="tests.ordered", ordered=True),
-        leased=handles(do_what_the_payload_says, name="tests.leased", mode="lease"),
+        leased=handles(do_what_the_payload_says, name="tests.leased", lease=Lease()),
     )
     for name, arguments in steps:
         getattr(world, name)(**arguments)

@@ -100,8 +100,9 @@ def together(request, handles):
             for message in messages:
                 each(message)
 
-        function = handle_all if request.param == "batch" else each
-        return handles(function, name="tests.together", **{request.param: size}, **arguments)
+        if request.param == "batch":
+            return handles(handle_all, name="tests.together", size=size, **arguments)
+        return handles(each, name="tests.together", group_commit=size, **arguments)
 
     register.way = request.param
     return register
@@ -131,7 +132,7 @@ def recorded_signals():
 class TestOneTransaction:
     def test_batch_handler_gets_one_list_in_queue_order(self, handles):
         got = []
-        handler = handles(got.append, batch=10)
+        handler = handles(got.append, size=10)
 
         assert receive_together(handler, named("a", "b", "c")) == [HANDLED] * 3
 
@@ -314,7 +315,7 @@ class TestFailingMessage:
             sizes.append(len(messages))
             refusing(messages)
 
-        handler = handles(handle, batch=100)
+        handler = handles(handle, size=100)
         receive_together(handler, [an_envelope(POISON if number == 36 else {}) for number in range(100)])
 
         assert sizes == [100, 50, 25, 25, 12, 6, 6, 3, 3, 1, 2, 1, 1, 13, 50]
@@ -458,7 +459,7 @@ class TestBadHandlers:
             for message in messages:
                 await Effect.objects.acreate(name=message.biz_id)
 
-        assert receive_together(handles(handle, batch=3), named("a", "b")) == [HANDLED] * 2
+        assert receive_together(handles(handle, size=3), named("a", "b")) == [HANDLED] * 2
         assert effects() == 2
 
 
@@ -483,7 +484,7 @@ class TestPublishing:
         }
 
     def test_message_published_in_a_batch_has_no_causation_id(self, handles):
-        receive_together(handles(lambda messages: publish("next", {"of": len(messages)}), batch=10), named("a", "b"))
+        receive_together(handles(lambda messages: publish("next", {"of": len(messages)}), size=10), named("a", "b"))
 
         assert OutboxMessage.objects.get().causation_id == ""
 
@@ -502,7 +503,7 @@ class TestMessagesNotRunTogether:
             )
             in_bulk(messages)
 
-        handler = handles(handle, batch=10)
+        handler = handles(handle, size=10)
         load = [a_delivery(handler, envelope, redelivered=envelope.biz_id in "bd") for envelope in named(*"abcde")]
 
         assert receive_load(load) == [HANDLED] * 5
@@ -521,12 +522,12 @@ class TestMessagesNotRunTogether:
     def test_single_fresh_delivery_is_a_batch_of_one(self, handles):
         got = []
 
-        assert receive_together(handles(got.append, batch=10), named("a")) == [HANDLED]
+        assert receive_together(handles(got.append, size=10), named("a")) == [HANDLED]
         assert [[message.biz_id for message in messages] for messages in got] == [["a"]]
 
     def test_redelivered_message_is_a_batch_of_one(self, handles):
         got = []
-        handler = handles(got.append, batch=10)
+        handler = handles(got.append, size=10)
         arrival = a_delivery(handler, an_envelope(biz_id="a"), redelivered=True)
         receive_load([arrival])
 
@@ -636,7 +637,7 @@ def test_any_loads_account_for_every_delivery_and_have_every_effect_once(handles
     InboxMessage.objects.all().delete()
     Effect.objects.all().delete()
     handler = (
-        handles(refusing, name="tests.any", batch=8) if batch else handles(one_refusing, name="tests.other", group_commit=8)
+        handles(refusing, name="tests.any", size=8) if batch else handles(one_refusing, name="tests.other", group_commit=8)
     )
     sent = [
         an_envelope(POISON if number in poison else {}, biz_id=f"m{number}", id=f"00000000-0000-4000-8000-00000000000{number}")

@@ -141,6 +141,24 @@ class Gate:
             self._changed.notify_all()
 
 
+def store(handler, name):
+    """Have a message of `handler` in the table, due now."""
+    arrival = read(handler, an_envelope(biz_id=name), OPTIONS)
+    assert arrivals.store_due("default", arrival.row, OPTIONS.TWIN_TIMEOUT)
+
+
+@contextmanager
+def running_stored(handlers, *, size):
+    """Threads of this process that run what is stored, as `inbox_consume` does with local://."""
+    pool = Pool([], Runner(OPTIONS, handlers=lambda: handlers), size=size)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        pool.close()
+        wait_until(lambda: not pool.alive)
+
+
 @pytest.fixture
 def gate():
     gate = Gate()
@@ -173,8 +191,7 @@ class TestConcurrency:
         handler, options = handles(gate), broker_options(rabbitmq_url, CONCURRENCY=3)
         declare(handler, options)
         for name in names(12, "stored"):
-            arrival = read(handler, an_envelope(biz_id=name), options)
-            assert arrivals.store_due("default", arrival.row, options.TWIN_TIMEOUT)
+            store(handler, name)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(12, "sent")])
 
         with consuming([handler], options) as consumer:
@@ -192,13 +209,13 @@ class TestConcurrency:
 
     @pytest.mark.parametrize(
         ("given", "fetched"),
-        [({}, 7), ({"group_commit": 5}, 10), ({"batch": 5, "batch_wait": 60.0}, 10)],
+        [({}, 7), ({"group_commit": 5}, 10), ({"size": 5, "wait": timedelta(minutes=1)}, 10)],
         ids=["single", "group_commit", "batch"],
     )
     def test_no_more_deliveries_are_fetched_than_prefetch_and_load_size_allow(
         self, handles, rabbitmq_url, gate, given, fetched
     ):
-        handle = (lambda messages: [gate(message) for message in messages]) if "batch" in given else gate
+        handle = (lambda messages: [gate(message) for message in messages]) if "size" in given else gate
         handler, options = handles(handle, **given), broker_options(rabbitmq_url, CONCURRENCY=2, PREFETCH=7)
         declare(handler, options)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(25)])
@@ -222,6 +239,95 @@ class TestConcurrency:
     def test_inbox_consume_refuses_a_concurrency_below_one(self):
         with pytest.raises(CommandError, match="must be 1 or more"):
             call_command("inbox_consume", concurrency=0)
+
+
+class TestConcurrencyOfAHandler:
+    """`concurrency=2`: no more than two threads of a process run this handler."""
+
+    @pytest.mark.parametrize("given", [{}, {"group_commit": 2}, {"size": 2}], ids=["single", "group_commit", "batch"])
+    def test_handler_has_no_more_threads_than_its_concurrency_and_the_others_are_free(self, handles, rabbitmq_url, gate, given):
+        handle = (lambda messages: [gate(message) for message in messages]) if "size" in given else gate
+        limited = handles(handle, name="tests.limited", concurrency=2, **given)
+        other, options = handles(the_effect, name="tests.other", topic="other"), broker_options(rabbitmq_url, CONCURRENCY=4)
+        for handler, topic in ((limited, TOPIC), (other, "other")):
+            declare(handler, options)
+            send_all(rabbitmq_url, topic, [(name, {}) for name in names(12, topic)])
+
+        with consuming([limited, other], options):
+            wait_until(lambda: len(gate.inside) == 2)
+            wait_until(lambda: effects() == 12)
+            assert len(gate.inside) == 2
+            gate.open()
+            wait_until(lambda: effects() == 24)
+
+        assert gate.most == 2
+
+    def test_stored_messages_have_no_more_threads_than_the_concurrency_and_the_others_are_free(self, handles, gate):
+        limited, other = handles(gate, name="tests.limited", concurrency=2), handles(the_effect, name="tests.other")
+        for handler in (limited, other):
+            for name in names(8, handler.name):
+                store(handler, name)
+
+        with running_stored([limited, other], size=4):
+            wait_until(lambda: len(gate.inside) == 2)
+            wait_until(lambda: effects() == 8)
+            assert len(gate.inside) == 2
+            gate.open()
+            wait_until(lambda: effects() == 16)
+
+        assert gate.most == 2
+
+    def test_ordered_handler_runs_no_more_keys_at_a_time_than_its_concurrency(self, handles, rabbitmq_url, gate):
+        handler, options = handles(gate, concurrency=2, ordered=True), broker_options(rabbitmq_url, CONCURRENCY=4)
+        declare(handler, options)
+        for number in range(6):
+            send(rabbitmq_url, TOPIC, {}, message_id=f"m{number}", headers={"cloudEvents:orderingkey": f"key {number}"})
+
+        with consuming([handler], options):
+            wait_until(lambda: InboxMessage.objects.count() == 6)
+            wait_until(lambda: len(gate.inside) == 2)
+            gate.open()
+            wait_until(lambda: effects() == 6)
+
+        assert gate.most == 2
+
+    def test_deliveries_and_stored_messages_of_a_handler_get_its_only_slot_in_turn(self, handles, rabbitmq_url, gate):
+        handler, options = handles(gate, concurrency=1), broker_options(rabbitmq_url, CONCURRENCY=3)
+        declare(handler, options)
+        for name in names(8, "stored"):
+            store(handler, name)
+        send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(8, "sent")])
+
+        with consuming([handler], options) as consumer:
+            wait_until(lambda: consumer._unanswered == 8)  # both are there before the first of either ends
+            for _ in range(10):
+                [one] = wait_until(lambda: list(gate.inside))
+                gate.open(one)
+                wait_until(lambda one=one: one not in gate.inside)
+            gate.open()
+            wait_until(lambda: effects() == 16)
+
+        assert gate.most == 1
+        kinds = ["stored" if name.startswith("stored") else "sent" for name in gate.begun[:10]]
+        assert min(kinds.count("stored"), kinds.count("sent")) >= 3, kinds
+
+    def test_slot_of_a_failed_attempt_is_free_for_the_next_message(self, handles, rabbitmq_url):
+        def handle(message):
+            if message.payload.get("fails"):
+                raise ValueError("no")
+            the_effect(message)
+
+        handler, options = handles(handle, concurrency=1), broker_options(rabbitmq_url, CONCURRENCY=2)
+        declare(handler, options)
+        send_all(rabbitmq_url, TOPIC, [(name, {"fails": number % 2 == 0}) for number, name in enumerate(names(10))])
+
+        with consuming([handler], options):
+            wait_until(lambda: effects() == 5)
+            wait_until(lambda: InboxMessage.objects.filter(state=State.RETRYING).count() == 5)
+            make_due()
+            wait_until(lambda: InboxMessage.objects.filter(attempts=2).count() == 5)
+            send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(3, "later")])
+            wait_until(lambda: effects() == 8)
 
 
 class TestAcknowledging:
@@ -609,7 +715,7 @@ class TestConsumerTimeout:
         assert len(came) == 1
 
     def test_incomplete_batch_is_handled_before_the_ack_timeout(self, handles, rabbitmq_url, length):
-        handler = handles(lambda messages: [the_effect(message) for message in messages], batch=50, batch_wait=3600.0)
+        handler = handles(lambda messages: [the_effect(message) for message in messages], size=50, wait=timedelta(hours=1))
         options = broker_options(rabbitmq_url, ACK_TIMEOUT=timedelta(seconds=2))
         declare(handler, options)
         send_all(rabbitmq_url, TOPIC, [(name, {}) for name in names(5)])

@@ -11,7 +11,7 @@ from django.core.management import CommandError, call_command
 from django.db import transaction
 from django.test import override_settings
 
-from inbox import Reject
+from inbox import Lease, Ordered, Reject
 from inbox.editing import correct, editable, replace_message
 from inbox.errors import NotEditable
 from inbox.handlers.registry import registry
@@ -73,7 +73,7 @@ def handler(handles):
 def dead(handler, payload=BAD, **attributes):
     """Deliver a message that the handler rejects: its envelope and its row."""
     envelope = an_envelope(payload, **{"biz_id": "order-7", **attributes})
-    if handler.ordered or handler.mode == "lease":
+    if handler.ordered or handler.lease:
         return envelope, dead_later(handler, envelope)
     assert deliver(handler, envelope) is Received.DEAD
     return envelope, the_row(message_id=envelope.id)
@@ -400,11 +400,11 @@ class TestRefusals:
 
 
 class TestKindsOfHandlers:
-    @pytest.mark.parametrize("kind", [{"batch": 10}, {"group_commit": 5}, {"mode": "lease"}, {"ordered": True}], ids=str)
+    @pytest.mark.parametrize("kind", [{"size": 10}, {"group_commit": 5}, {"lease": Lease()}, {"ordered": True}], ids=str)
     def test_corrected_message_of_any_handler_is_run_once(self, handles, kind):
-        function = takes_whole_amounts_in_bulk if "batch" in kind else takes_whole_amounts
+        function = takes_whole_amounts_in_bulk if "size" in kind else takes_whole_amounts
         handler = handles(function, **kind)
-        if "batch" in kind or "group_commit" in kind:
+        if "size" in kind or "group_commit" in kind:
             given = [an_envelope(payload, biz_id=f"m{number}") for number, payload in enumerate([GOOD, BAD, GOOD])]
             receive_together(handler, given)
             row = the_row(state=State.DEAD)
@@ -426,7 +426,7 @@ class TestLeases:
         return options(LEASE_STORE="database" if request.param == "database" else request.getfixturevalue("redis_url"))
 
     def test_corrected_message_is_run_once_and_copies_of_the_first_are_duplicates(self, handles, given):
-        handler, envelope = handles(takes_whole_amounts, mode="lease"), an_envelope(BAD, biz_id="order-7")
+        handler, envelope = handles(takes_whole_amounts, lease=Lease()), an_envelope(BAD, biz_id="order-7")
         assert deliver(handler, envelope, given=given) is Received.DEAD
         row = the_row()
 
@@ -444,7 +444,7 @@ class TestLeases:
             message.step("charge", lambda: "paid")
             raise Reject("the amount is wrong")
 
-        deliver(handles(charges, mode="lease"), an_envelope(BAD), given=given)
+        deliver(handles(charges, lease=Lease()), an_envelope(BAD), given=given)
 
         assert "Its steps (charge) were taken" in refusal(the_row())
 
@@ -541,7 +541,7 @@ class TestOrder:
         assert self.in_order() == ["a", "b"]
 
     def test_correction_of_a_dead_letter_that_was_passed_over_is_run_beside_the_order(self, handles):
-        handler = handles(takes_whole_amounts, name="tests.passing", ordered=True, on_dead="skip")
+        handler = handles(takes_whole_amounts, name="tests.passing", ordered=Ordered(on_dead="skip"))
         self.arrive(handler, a="bad", b=2)
         self.drain()
 

@@ -13,6 +13,7 @@ import kombu
 import pytest
 from django.db import connections, transaction
 
+from inbox import Lease
 from inbox.consumer.pool import Pool
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
@@ -270,7 +271,7 @@ def refused_values():
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"ordered": True}, {"group_commit": 4}, {"mode": "lease"}],
+    [{}, {"ordered": True}, {"group_commit": 4}, {"lease": Lease()}],
     ids=["single", "ordered", "group_commit", "lease"],
 )
 def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_no_other(
@@ -323,8 +324,8 @@ def send_one_bad_among_others(url):
         pytest.param("P0001", {}, id="trigger"),
         pytest.param("XX001", {}, id="damaged page"),
         pytest.param("P0001", {"group_commit": 4}, id="group_commit"),
-        pytest.param("P0001", {"batch": 5}, id="batch"),
-        pytest.param("P0001", {"mode": "lease"}, id="lease"),
+        pytest.param("P0001", {"size": 5}, id="batch"),
+        pytest.param("P0001", {"lease": Lease()}, id="lease"),
     ],
 )
 def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when_it_can(

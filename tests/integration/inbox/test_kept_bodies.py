@@ -11,7 +11,7 @@ from django.test import Client, override_settings
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from inbox import Reject
+from inbox import Lease, Reject
 from inbox.celery import IdempotentTask
 from inbox.editing import replace_message
 from inbox.models import InboxMessage, State
@@ -41,7 +41,7 @@ a_task, local_app = celery_fixtures.a_task, celery_fixtures.local_app
 
 KINDS = {
     "transaction": {},
-    "batch": {"batch": 10},
+    "batch": {"size": 10},
     "group commit": {"group_commit": 5},
     "ordered": {"ordered": True},
     "lease": {"mode": "lease"},
@@ -128,7 +128,7 @@ def test_message_with_a_lease_in_redis_is_emptied_when_it_is_done(handles, redis
             raise ValueError("not yet")
         the_effect(message)
 
-    handler, envelope = handles(fails_once, mode="lease"), an_order()
+    handler, envelope = handles(fails_once, lease=Lease()), an_order()
     given = options(LEASE_STORE=redis_url)
     deliver(handler, envelope, given=given, redelivered=redelivered)
     assert bytes(the_row().body) == envelope.body

@@ -120,7 +120,7 @@ class TestTransactionThatEnded:
         assert received(handles(rolls_back)) is Received.DEAD
         assert (InboxMessage.objects.get().state, Effect.objects.count()) == (State.DEAD, 0)
 
-    @pytest.mark.parametrize("option", [{"batch": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
+    @pytest.mark.parametrize("option", [{"size": 10}, {"group_commit": 10}], ids=["batch", "group commit"])
     def test_every_message_of_a_transaction_that_the_handler_committed_is_a_dead_letter(self, handles, option):
         def commits(given):
             the_effect(given[0] if isinstance(given, list) else given)

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 from django.db import connection, connections, transaction
 
+from inbox import Lease
 from inbox.models import InboxMessage, State
 from inbox.receiving import execute
 from inbox.receiving.outcomes import Received
@@ -76,7 +77,7 @@ def a_slow_effect(message):
     the_effect(message)
 
 
-@pytest.mark.parametrize("given", [{}, {"mode": "lease"}, {"group_commit": 2}], ids=["transaction", "lease", "group_commit"])
+@pytest.mark.parametrize("given", [{}, {"lease": Lease()}, {"group_commit": 2}], ids=["transaction", "lease", "group_commit"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_setting_that_a_handler_changes_is_not_seen_by_the_next_handler(handles, name, given):
     seen, before = [], setting(name)
@@ -183,7 +184,7 @@ def behind_pgbouncer():
         yield seen_by_another
 
 
-@pytest.mark.parametrize("mode", ["transaction", "lease"])
+@pytest.mark.parametrize("given", [{}, {"lease": Lease()}], ids=["transaction", "lease"])
 @pytest.mark.parametrize(
     ("name", "statement", "parameters"),
     [
@@ -210,14 +211,14 @@ def behind_pgbouncer():
     ],
 )
 def test_setting_that_a_handler_changes_behind_pgbouncer_does_not_stay_on_the_server_connection(
-    handles, mode, name, statement, parameters
+    handles, given, name, statement, parameters
 ):
     def change(message):
         with connection.cursor() as cursor:
             cursor.execute(statement, parameters)
 
     before = setting(name)
-    handler = handles(change, mode=mode)
+    handler = handles(change, **given)
     with behind_pgbouncer() as seen_by_another:
         assert deliver(handler) is Received.HANDLED
         assert seen_by_another(name) == before
@@ -227,7 +228,7 @@ def test_setting_that_a_failing_handler_changes_under_a_lease_does_not_stay_on_t
     def fail(message):
         raise ValueError
 
-    handler = handles(executing("SET statement_timeout = '12345ms'", then=fail), mode="lease")
+    handler = handles(executing("SET statement_timeout = '12345ms'", then=fail), lease=Lease())
     with behind_pgbouncer() as seen_by_another:
         assert deliver(handler) is Received.STORED
         assert seen_by_another("statement_timeout") == "0"
@@ -341,7 +342,7 @@ class TestLockedRows:
         with operator:
             yield lock
 
-    @pytest.mark.parametrize("given", [{}, {"ordered": True}, {"mode": "lease"}], ids=["single", "ordered", "lease"])
+    @pytest.mark.parametrize("given", [{}, {"ordered": True}, {"lease": Lease()}], ids=["single", "ordered", "lease"])
     def test_row_locked_by_another_session_is_deferred_and_costs_no_attempt(self, handles, locking, caplog, given):
         handler = handles(the_effect, **given)
         for name in ("locked", "free"):

@@ -182,7 +182,7 @@ def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
 
 
 def test_ordered_handler_must_not_shed(handles):
-    with pytest.raises(ValueError, match="ordered=True excludes shed"):
+    with pytest.raises(ValueError, match="leave shed or ordered out"):
         handles(the_effect, ordered=True, shed=Shed(above=10))
 
 

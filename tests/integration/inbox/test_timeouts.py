@@ -277,7 +277,7 @@ class TestBatchAndGroup:
                 if message.payload.get("slow"):
                     reach_the_timeout()
 
-        handler = handles(handle, timeout=AMPLE, batch=4)
+        handler = handles(handle, timeout=AMPLE, size=4)
 
         became = receive_together(handler, [an_envelope({"slow": number == 2}) for number in range(4)])
 

@@ -12,7 +12,7 @@ from django.db import connection, transaction
 from django.test import override_settings
 from django.test.utils import CaptureQueriesContext
 
-from inbox import RetryLater
+from inbox import Lease, RetryLater
 from inbox.models import InboxMessage, State, TrailEntry
 from inbox.receiving.admit import admit
 from inbox.receiving.reading import read
@@ -72,7 +72,7 @@ class TestFailedAttempts:
 
     @pytest.mark.parametrize("redelivered", [False, True])
     def test_each_failed_attempt_under_a_lease_is_recorded(self, failing, redelivered):
-        handler, envelope = failing(mode="lease", lease=LEASE), an_envelope()
+        handler, envelope = failing(lease=Lease(duration=LEASE)), an_envelope()
 
         deliver(handler, envelope, redelivered=redelivered)
         make_due()
@@ -81,7 +81,7 @@ class TestFailedAttempts:
         assert trail_of(envelope.id) == [(State.RUNNING, State.RETRYING, BOOM)] * 2
 
     def test_each_failed_attempt_under_a_lease_in_redis_is_recorded(self, failing, redis_url):
-        handler, envelope, given = failing(mode="lease", lease=LEASE), an_envelope(), options(LEASE_STORE=redis_url)
+        handler, envelope, given = failing(lease=Lease(duration=LEASE)), an_envelope(), options(LEASE_STORE=redis_url)
 
         deliver(handler, envelope, given=given)
         make_due()
@@ -156,7 +156,7 @@ class TestOtherTransitions:
         assert trail_of(envelope.id) == [("", State.SHED, "too many wait")]
 
     def test_expired_lease_is_recorded_when_another_process_takes_it(self, handles):
-        handler, envelope = handles(the_effect, name=HANDLER, mode="lease", lease=LEASE), an_envelope()
+        handler, envelope = handles(the_effect, name=HANDLER, lease=Lease(duration=LEASE)), an_envelope()
         row = read(handler, envelope, OPTIONS).row
         for take_over in (partial(deliver, handler, envelope), drain):
             InboxMessage.objects.all().delete()
@@ -227,7 +227,7 @@ class TestTrailOfEverything:
 
     @pytest.mark.parametrize("stored", [False, True])
     def test_leased_message_is_recorded_as_running_and_then_done(self, handles, stored):
-        handler, envelope = handles(the_effect, name=HANDLER, mode="lease", lease=LEASE), an_envelope()
+        handler, envelope = handles(the_effect, name=HANDLER, lease=Lease(duration=LEASE)), an_envelope()
         if stored:
             arrivals.store_due("default", read(handler, envelope, OPTIONS).row, LEASE)
             drain()

@@ -14,7 +14,7 @@ import redis
 from django.core.management import call_command
 from django.db import connection, transaction
 
-from inbox import Reject, RetryLater, signals
+from inbox import Lease, Ordered, Reject, RetryLater, signals
 from inbox.conf import inbox_options
 from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
@@ -84,8 +84,8 @@ def let_leases_end(given):
 
 @pytest.fixture
 def leased(handles):
-    def register(function, lease=LONG, **arguments):
-        return handles(function, mode="lease", lease=lease, **arguments)
+    def register(function, duration=LONG, *, limit=timedelta(hours=1), **arguments):
+        return handles(function, lease=Lease(duration=duration, limit=limit), **arguments)
 
     return register
 
@@ -551,7 +551,7 @@ class TestHeartbeat:
 
     def test_run_past_its_lease_limit_settles_nothing(self, leased, given, caplog):
         slow = Slow()
-        handler, envelope = leased(slow, SHORT, lease_limit=2 * SHORT), an_envelope()
+        handler, envelope = leased(slow, SHORT, limit=2 * SHORT), an_envelope()
         with InAThread(lambda: deliver(handler, envelope, given=given)) as first:
             wait_until(lambda: "lease is lost" in caplog.text)
             slow.go_on.set()
@@ -576,7 +576,7 @@ class TestHeartbeat:
                 except LeaseLost as error:
                     outcome.append(str(error))
 
-        assert deliver(leased(take_a_step, SHORT, lease_limit=SHORT), given=given) is Received.STORED
+        assert deliver(leased(take_a_step, SHORT, limit=SHORT), given=given) is Received.STORED
 
         assert len(outcome) == 1
         assert "was not taken" in outcome[0]
@@ -693,7 +693,7 @@ class TestSteps:
         deliver(handles(lambda message: message.step("charge", lambda: taken.append("try"))))
 
         assert taken == []
-        assert "mode='lease'" in the_row().last_error
+        assert "@leased_handler" in the_row().last_error
 
     def test_async_step_runs_once_over_all_attempts(self, leased, given):
         taken, results = [], []
@@ -784,7 +784,7 @@ class TestOrder:
                 raise Reject("never")
             handled.append(message.payload["n"])
 
-        handler = leased(handle, ordered=True, on_dead="skip")
+        handler = leased(handle, ordered=Ordered(on_dead="skip"))
         for number in range(3):
             handed_over(handler, {"n": number}, key="one", biz_id=f"n{number}")
         drain(given)
@@ -802,7 +802,7 @@ class TestOrder:
                 slow(message)
             handled.append(message.payload["n"])
 
-        handler = leased(handle, ordered=True, on_dead="skip")
+        handler = leased(handle, ordered=Ordered(on_dead="skip"))
         for number in range(2):
             handed_over(handler, {"n": number}, key="one", biz_id=f"n{number}")
         with InAThread(lambda: drain(given)):

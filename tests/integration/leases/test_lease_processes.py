@@ -9,6 +9,7 @@ import pytest
 from django.core.management import call_command
 from django.db import connection
 
+from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
@@ -25,7 +26,7 @@ from tests.support.workers import Process, as_environment, broker_options, decla
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", mode="lease")
+OF_THE_LEASED = Handler(name="testleased.work", topic=LEASED_JOB, function=print, biz_id=None, using="default", lease=Lease())
 SHORT = timedelta(milliseconds=200)
 LEASE = timedelta(seconds=4.5)
 """Extended every third of it, so that a stall of two seconds costs none."""
@@ -186,7 +187,7 @@ def test_database_that_does_not_answer_costs_no_lease_on_another_database(handle
 
     given = options(LEASE_STORE=lease_store)
     with FaultProxy("127.0.0.1", connection.settings_dict["PORT"]) as proxy, the_default_at(HOST="127.0.0.1", PORT=proxy.port):
-        silent, other = (handles(handle, using=alias, mode="lease", lease=LEASE) for alias in begun)
+        silent, other = (handles(handle, using=alias, lease=Lease(duration=LEASE)) for alias in begun)
         with InAThread(lambda: deliver(silent, an_envelope(biz_id="default"), given=given)):
             assert begun["default"].wait(A_WHILE)
             proxy.freeze()
@@ -206,7 +207,7 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
         mortal_postgres.kill()
 
     ran = []
-    handler = handles(handle_and_kill_the_store, mode="lease", lease=timedelta(minutes=10))
+    handler = handles(handle_and_kill_the_store, lease=Lease(duration=timedelta(minutes=10)))
     envelope = an_envelope()
     name = mortal_postgres.create_database().rpartition("/")[2]
     with the_default_at(NAME=name, PORT=mortal_postgres.port):
@@ -224,7 +225,7 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
 def test_lost_answer_to_taking_a_lease_costs_neither_the_lease_nor_an_attempt(handles, process_environment):
     """The row is committed and the connection is lost before the answer; asked again, the store finds this owner's lease."""
     ran = []
-    handler = handles(lambda message: ran.append(message.biz_id), mode="lease", lease=timedelta(minutes=10))
+    handler = handles(lambda message: ran.append(message.biz_id), lease=Lease(duration=timedelta(minutes=10)))
     answer = losing_the_answer(
         process_environment,
         before=lambda: deliver(handler, an_envelope(biz_id="first")),

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 import redis
 
+from inbox import Lease
 from inbox.models import State
 from inbox.receiving.outcomes import Received
 from tests.support.deliveries import (
@@ -82,7 +83,7 @@ def fail_over(proxy, replica_server):
 
 def test_message_whose_record_a_failover_has_lost_does_not_run_again(handles, processes, lagging, fail_over, caplog):
     this, other = processes
-    handler, envelope = handles(the_effect, mode="lease"), an_envelope()
+    handler, envelope = handles(the_effect, lease=Lease()), an_envelope()
     deliver(handler, given=this)
     deliver(handler, given=other)
     lagging()
@@ -110,7 +111,7 @@ def test_lease_that_a_failover_has_lost_settles_nothing_and_its_message_does_not
         begun.set()
         assert go_on.wait(A_WHILE)
 
-    slow, quick, envelope = handles(handle, mode="lease"), handles(the_effect, mode="lease", topic="quick"), an_envelope()
+    slow, quick, envelope = handles(handle, lease=Lease()), handles(the_effect, lease=Lease(), topic="quick"), an_envelope()
     deliver(quick, an_envelope(topic="quick"), given=this)
     deliver(quick, an_envelope(topic="quick"), given=other)
     lagging()
@@ -129,7 +130,7 @@ def test_lease_that_a_failover_has_lost_settles_nothing_and_its_message_does_not
 
 def test_restart_that_loses_nothing_is_not_taken_for_a_loss(handles, processes, redis_server, caplog):
     this, other = processes
-    handler, before = handles(the_effect, mode="lease"), an_envelope()
+    handler, before = handles(the_effect, lease=Lease()), an_envelope()
     for given in processes:
         deliver(handler, given=given)
     deliver(handler, before, given=this)
@@ -145,7 +146,7 @@ def test_restart_that_loses_nothing_is_not_taken_for_a_loss(handles, processes, 
 def test_leases_work_for_a_user_who_may_not_ask_which_server_it_is(handles, redis_url):
     admin = redis.Redis.from_url(redis_url)
     admin.acl_setuser("shop", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all", "-info"], reset=True)
-    handler, envelope = handles(the_effect, mode="lease"), an_envelope()
+    handler, envelope = handles(the_effect, lease=Lease()), an_envelope()
     try:
         given = options(LEASE_STORE=redis_url.replace("redis://", "redis://shop:secret@"))
         assert deliver(handler, envelope, given=given) is Received.HANDLED

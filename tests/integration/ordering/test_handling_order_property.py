@@ -18,7 +18,7 @@ from datetime import timedelta
 import pytest
 from django.db import DatabaseError, InterfaceError, connection, connections
 
-from inbox import RetryLater
+from inbox import Ordered, RetryLater
 from inbox.errors import Reject
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
@@ -368,7 +368,7 @@ class Machine:
         if done != sorted(name for name in arrived if states.get(name) == State.DONE):
             self.wrong.append(f"effects {done} of {states}; {self}")
         passed = set(InboxMessage.objects.filter(ordered=False).exclude(key="").values_list("biz_id", flat=True))
-        if passed and self.handler.on_dead == "block":
+        if passed and not self.handler.skips_dead:
             self.wrong.append(f"{passed} have no place; {self}")
         for key, names in effects.items():
             kept = [name for name in names if name not in passed]
@@ -407,7 +407,7 @@ def wrong_in(handles, seed, on_dead):
     InboxMessage.objects.all().delete()
     Effect.objects.all().delete()
     machine = Machine(None, seed)
-    machine.handler = handles(machine.handle, ordered=True, on_dead=on_dead, name="tests.ordered")
+    machine.handler = handles(machine.handle, ordered=Ordered(on_dead=on_dead), name="tests.ordered")
     try:
         with gates():
             return machine.run()

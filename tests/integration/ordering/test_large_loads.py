@@ -7,6 +7,7 @@ import json
 import kombu
 import pytest
 
+from inbox import Ordered
 from inbox.consumer.topology import queue_of
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
@@ -16,7 +17,7 @@ from tests.support.workers import CONFIRMED, EXCHANGE, Process, broker_options
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=True)
+HANDLER = Handler(name="testordered.step", topic=STEP, function=print, biz_id=None, using="default", ordered=Ordered())
 """As far as its queue goes; the function lives in the processes."""
 
 

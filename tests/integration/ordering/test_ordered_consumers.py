@@ -13,6 +13,7 @@ import pytest
 from amqp.exceptions import ChannelError
 from django.db import OperationalError, transaction
 
+from inbox import Ordered
 from inbox.consumer import consumer as consumer_module
 from inbox.consumer.topology import Unordered, queue_name, queue_of, queues_of
 from inbox.consumer.topology import declare as declare_queues
@@ -245,7 +246,7 @@ class TestUnsuitableQueue:
 
 class TestPartitions:
     def test_partitions_spread_the_keys_and_keep_the_order_of_each(self, handles, rabbitmq_server, rabbitmq_url):
-        handler = handles(the_effect, ordered=True, partitions=4)
+        handler = handles(the_effect, ordered=Ordered(partitions=4))
         options = broker_options(rabbitmq_url, CONCURRENCY=3)
         declared(handler, options)
         published(range(300), keys=60)
@@ -262,7 +263,7 @@ class TestPartitions:
         assert InboxMessage.objects.filter(duplicates=0, state=State.DONE).count() == 300
 
     def test_all_messages_of_a_key_are_routed_to_one_partition(self, handles, rabbitmq_server, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
+        handler, options = handles(the_effect, ordered=Ordered(partitions=3)), broker_options(rabbitmq_url)
         declared(handler, options)
 
         sent(rabbitmq_url, range(40), keys=1)
@@ -273,7 +274,7 @@ class TestPartitions:
         assert sorted(lengths(rabbitmq_server, handler, options).values()) == [0, 0, 60]
 
     def test_partitioned_handler_receives_messages_without_a_key(self, handles, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
+        handler, options = handles(the_effect, ordered=Ordered(partitions=3)), broker_options(rabbitmq_url)
         declared(handler, options)
         sent(rabbitmq_url, range(10), keys=0)
         send(rabbitmq_url, TOPIC, {}, message_id="#11")
@@ -285,7 +286,7 @@ class TestPartitions:
         self, handles, rabbitmq_server, rabbitmq_url, caplog, monkeypatch
     ):
         monkeypatch.setattr(consumer_module, "_HEALTH_SECONDS", 0.5)
-        handler, options = handles(the_effect, ordered=True, partitions=2), broker_options(rabbitmq_url)
+        handler, options = handles(the_effect, ordered=Ordered(partitions=2)), broker_options(rabbitmq_url)
         other = handles(the_effect, topic="other", name="tests.other")
         declare(other, options)
         kind = '<<"x-consistent-hash">>'
@@ -307,7 +308,7 @@ class TestPartitions:
         assert caplog.text.count("rabbitmq-plugins enable") == 1
 
     def test_existing_exchange_of_another_type_is_refused_with_its_remedy(self, handles, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True, partitions=2), broker_options(rabbitmq_url)
+        handler, options = handles(the_effect, ordered=Ordered(partitions=2)), broker_options(rabbitmq_url)
         with kombu.Connection(rabbitmq_url) as connection:
             connection.default_channel.exchange_declare(queue_name(handler, options), "fanout", durable=True, auto_delete=False)
 
@@ -317,11 +318,11 @@ class TestPartitions:
     @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (1, 3), (3, 1)])
     def test_changed_number_of_partitions_is_refused_while_the_old_queues_exist(self, handles, rabbitmq_url, before, after):
         options = broker_options(rabbitmq_url)
-        handler = handles(the_effect, ordered=True, partitions=before, name="changing")
+        handler = handles(the_effect, ordered=Ordered(partitions=before), name="changing")
         declared(handler, options)
         declared(handler, options)
         registry.remove("changing")
-        changed = handles(the_effect, ordered=True, partitions=after, name="changing")
+        changed = handles(the_effect, ordered=Ordered(partitions=after), name="changing")
 
         with pytest.raises(Unordered, match="another number"):
             declared(changed, options)
@@ -333,7 +334,7 @@ class TestPartitions:
         assert declared(changed, options) == ""
 
     def test_partially_declared_partitions_are_completed(self, handles, rabbitmq_url):
-        handler, options = handles(the_effect, ordered=True, partitions=3), broker_options(rabbitmq_url)
+        handler, options = handles(the_effect, ordered=Ordered(partitions=3)), broker_options(rabbitmq_url)
         with kombu.Connection(rabbitmq_url) as connection:
             queue_of(handler, options, 2)(connection.default_channel).declare()
 

@@ -15,7 +15,7 @@ from django.core.management import call_command
 from django.db import connection, transaction
 from django.test import override_settings
 
-from inbox import RetryLater
+from inbox import Ordered, RetryLater
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage, State
 from inbox.receiving.admit import admit
@@ -286,10 +286,10 @@ class TestFailingHead:
 
 @everywhere
 class TestOnDeadSkip:
-    """on_dead="skip": a key continues after a dead letter."""
+    """Ordered(on_dead="skip"): a key continues after a dead letter."""
 
     def test_on_dead_skip_continues_the_key_after_a_dead_letter(self, handles):
-        handler = handles(Failing("a1"), ordered=True, on_dead="skip", name="ordered")
+        handler = handles(Failing("a1"), ordered=Ordered(on_dead="skip"), name="ordered")
         named(handler, "a1", "a2", "a3")
 
         drain()
@@ -300,7 +300,7 @@ class TestOnDeadSkip:
         assert in_the_order_of_their_effects() == ["a2", "a3"]
 
     def test_on_dead_skip_does_not_wait_for_a_refused_delivery(self, handles):
-        handler = handles(the_effect, ordered=True, on_dead="skip")
+        handler = handles(the_effect, ordered=Ordered(on_dead="skip"))
 
         assert named(handler, "a1", refused="it cannot be read") == [Received.DEAD]
         named(handler, "a2")
@@ -309,7 +309,7 @@ class TestOnDeadSkip:
 
     def test_on_dead_skip_lets_an_operator_retry_a_dead_letter_out_of_order(self, handles):
         behaviour = Failing("a1")
-        handler = handles(behaviour, ordered=True, on_dead="skip", name="ordered")
+        handler = handles(behaviour, ordered=Ordered(on_dead="skip"), name="ordered")
         named(handler, "a1", "a2")
         failed_out()
         behaviour.names.clear()
@@ -325,7 +325,7 @@ class TestOnDeadSkip:
         failed_out()
         behaviour = handler.function
         registry.remove("ordered")
-        handles(behaviour, ordered=True, on_dead="skip", name="ordered")
+        handles(behaviour, ordered=Ordered(on_dead="skip"), name="ordered")
 
         drain()
 
@@ -338,7 +338,7 @@ class TestOnDeadSkip:
             if message.biz_id == "a1":
                 connection.connection.commit()
 
-        handler = handles(commits, ordered=True, on_dead="skip", name="ordered")
+        handler = handles(commits, ordered=Ordered(on_dead="skip"), name="ordered")
         named(handler, "a1", "a2")
         drain()
 
@@ -609,7 +609,7 @@ class TestConcurrency:
         def handle(message):
             failing(message) if message.biz_id == "a1" else behaviour(message)
 
-        handler = handles(handle, ordered=True, on_dead="skip", name="ordered")
+        handler = handles(handle, ordered=Ordered(on_dead="skip"), name="ordered")
         named(handler, "a1")
         failed_out()
         failing.names.clear()

@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 from django.db import connection, transaction
 
-from inbox import Reject, idempotent_handler
+from inbox import Reject, batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from inbox.testing import call_handler, make_message
@@ -26,9 +26,9 @@ def handler():
     """Decorates a function as a handler of this test's topic."""
     names = []
 
-    def decorate(function, **options):
+    def decorate(function, *, by=idempotent_handler, **options):
         names.append(f"{TOPIC}.{len(names)}")
-        return idempotent_handler(TOPIC, name=names[-1], **options)(function)
+        return by(TOPIC, name=names[-1], **options)(function)
 
     yield decorate
     for name in names:
@@ -95,7 +95,7 @@ class TestCallHandler:
         assert call_handler(function, a_message({"order": 17})) == "17"
 
     def test_batch_handler_gets_a_list(self, handler):
-        function = handler(lambda messages: [message.payload for message in messages], batch=10)
+        function = handler(lambda messages: [message.payload for message in messages], by=batch_handler, size=10)
 
         assert call_handler(function, a_message(1), a_message(2)) == [1, 2]
 
@@ -120,7 +120,7 @@ class TestCallHandler:
                 charged = message.step("charge", lambda: taken.append(message.id) or {"total": Decimal(1)})
             return charged
 
-        assert call_handler(handler(charge, mode="lease"), a_message()) == {"total": "1"}
+        assert call_handler(handler(charge, by=leased_handler), a_message()) == {"total": "1"}
         assert len(taken) == 1
 
     def test_function_that_is_no_handler_of_the_topic_is_refused(self, handler):

@@ -12,7 +12,7 @@ from asgiref.sync import sync_to_async
 from django.db import transaction
 from django.test import TestCase, TransactionTestCase
 
-from inbox import idempotent_handler
+from inbox import Lease, idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
 from outbox import callbacks, on_published, publish
@@ -130,7 +130,7 @@ class TestWithLocalHandlers:
         assert effects() == ["a"]
 
     def test_leased_handler_runs_and_takes_its_steps(self, handles, run_relay):
-        handles(lambda message: message.step("effect", lambda: the_effect(message) and None), topic=TOPIC, mode="lease")
+        handles(lambda message: message.step("effect", lambda: the_effect(message) and None), topic=TOPIC, lease=Lease())
         say("a")
 
         run_relay()
@@ -156,7 +156,7 @@ class TestWithLocalHandlers:
 
         assert effects() == ["a", "b", "c"]
 
-    @pytest.mark.parametrize("options", [{"batch": 5}, {"group_commit": 5}])
+    @pytest.mark.parametrize("options", [{"size": 5}, {"group_commit": 5}])
     def test_handlers_of_several_messages_get_all_of_them(self, handles, run_relay, options):
         handled = []
         handles(handled.append, topic=TOPIC, **options)

@@ -4,7 +4,7 @@ import os
 import signal
 from datetime import timedelta
 
-from inbox import idempotent_handler
+from inbox import Lease, leased_handler
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.leased import LEASED_JOB
 from tests.support.waiting import wait_until
@@ -12,7 +12,7 @@ from tests.support.waiting import wait_until
 LEASE = timedelta(seconds=float(os.environ.get("LEASE_SECONDS", "3")))
 
 
-@idempotent_handler(LEASED_JOB, name="testleased.work", mode="lease", lease=LEASE, lease_limit=timedelta(minutes=5))
+@leased_handler(LEASED_JOB, name="testleased.work", lease=Lease(duration=LEASE, limit=timedelta(minutes=5)))
 def work(message):
     Effect.objects.create(name=f"begun {message.biz_id}", detail=str(message.attempt))
     WAYS[message.payload["do"]](message)

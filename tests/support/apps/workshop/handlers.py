@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from django.db import transaction
 
-from inbox import idempotent_handler
+from inbox import batch_handler, idempotent_handler
 from tests.support.apps.effects.models import Effect, Unique
 from tests.support.apps.workshop import (
     BATCHED,
@@ -42,7 +42,7 @@ def grouped(message):
     _work(message)
 
 
-@idempotent_handler(BATCHED, name=name_of(BATCHED), batch=SIZE, batch_wait=0.05)
+@batch_handler(BATCHED, name=name_of(BATCHED), size=SIZE, wait=timedelta(seconds=0.05))
 def batched(messages):
     for message in messages:
         _work(message)

@@ -1,0 +1,82 @@
+"""How many threads of this process run one handler at a time: its `concurrency`.
+
+A thread that runs a message of such a handler has one of its slots meanwhile, whether the message was delivered or stored. Both
+kinds get slots in turn: without that, stored messages would wait for as long as deliveries keep coming. So once the runner has
+looked for a stored message and found no free slot, a slot that a delivery had is not given to another one before the runner has
+looked again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from inbox.handlers.handler import Handler
+
+
+class Slots:
+    """The slots of one handler. Shared by all threads of this process; see `slots_of`."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._lock = threading.Lock()
+        self._taken = 0
+        self._was_for_delivery = False
+        self._runner_looks: Callable[[], object] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """May a worker take one now, for deliveries?"""
+        return self._taken < self.count and not (self._was_for_delivery and self._runner_looks)
+
+    def take(self) -> bool:
+        """Take one for deliveries."""
+        with self._lock:
+            if not self.is_free:
+                return False
+            self._taken += 1
+            self._was_for_delivery = True
+            return True
+
+    def take_for_stored(self, look: Callable[[], object]) -> bool:
+        """Take one to look for a stored message. When none is free, `look`, which must not raise, is called once one is."""
+        with self._lock:
+            if self._taken == self.count:
+                self._runner_looks = look
+                return False
+            self._runner_looks = None
+            self._taken += 1
+            return True
+
+    def give_back(self) -> None:
+        """It was taken to look for a stored message, and there is none."""
+        with self._lock:
+            self._taken -= 1
+            self._runner_looks = None
+
+    def begin_stored(self) -> None:
+        """It was taken to look for a stored message, and there is one."""
+        self._was_for_delivery = False
+
+    def leave(self) -> None:
+        """What it was taken for has been run."""
+        with self._lock:
+            self._taken -= 1
+            look = self._runner_looks
+        if look is not None:
+            look()
+
+
+def slots_of(handler: Handler) -> Slots | None:
+    """The slots of `handler` in this process, the same for every thread; None when it may use all threads."""
+    if handler.concurrency is None:
+        return None
+    with _registering:
+        slots = _slots.get(handler.name)
+        if slots is None or slots.count != handler.concurrency:
+            slots = _slots[handler.name] = Slots(handler.concurrency)
+        return slots
+
+
+_registering = threading.Lock()
+_slots: dict[str, Slots] = {}

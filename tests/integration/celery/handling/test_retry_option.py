@@ -1,0 +1,136 @@
+"""The `Retry` of a task: what Celery makes of it, and what is refused because Celery cannot."""
+
+import uuid
+from datetime import timedelta
+
+import pytest
+from celery import Task, states
+
+from inbox import Backoff, Reject, Retry
+from inbox.celery import idempotent_task
+from inbox.models import State
+from tests.integration.celery.handling.tracing import deliver
+from tests.support.deliveries import the_row
+
+pytestmark = [pytest.mark.django_db, pytest.mark.every_database]
+
+MINUTES = Backoff(base=timedelta(minutes=1), cap=timedelta(minutes=10))
+
+
+def fail(order_id):
+    raise ValueError("no")
+
+
+@pytest.fixture
+def declared(local_app, current):
+    """Make a task by the decorator, as a project does: `declared(function, retry=…)`."""
+    current(local_app)
+
+    def make(function, **options):
+        # Every app of this process has every shared task, so each has a name of its own.
+        name = f"tests.retried.{uuid.uuid4()}"
+        idempotent_task(name=name, **options)(function)
+        return local_app.tasks[name]
+
+    return make
+
+
+class TestMapping:
+    def test_retry_becomes_the_options_of_celery(self, declared):
+        task = declared(fail, retry=Retry(max_attempts=5, backoff=MINUTES))
+
+        assert (task.max_retries, task.autoretry_for, task.dont_autoretry_for) == (4, (Exception,), (Reject,))
+        assert (task.retry_backoff, task.retry_backoff_max, task.default_retry_delay) == (60, 600, 60)
+
+    def test_what_is_left_out_is_as_the_settings_of_the_inbox_have_it(self, declared, settings):
+        settings.INBOX = {"MAX_ATTEMPTS": 9, "RETRY_BASE": timedelta(seconds=20), "RETRY_CAP": timedelta(minutes=5)}
+
+        task = declared(fail, retry=Retry())
+
+        assert (task.max_retries, task.retry_backoff, task.retry_backoff_max) == (8, 20, 300)
+
+    def test_delays_are_rounded_up_to_whole_seconds(self, declared):
+        backoff = Backoff(base=timedelta(milliseconds=300), cap=timedelta(seconds=2.5))
+
+        task = declared(fail, retry=Retry(backoff=backoff))
+
+        assert (task.retry_backoff, task.retry_backoff_max) == (1, 3)
+
+    def test_factor_of_one_keeps_the_delay(self, declared):
+        task = declared(fail, retry=Retry(backoff=Backoff(base=timedelta(seconds=7), factor=1)))
+
+        assert (task.retry_backoff, task.default_retry_delay) == (False, 7)
+
+    def test_task_says_itself_which_errors_are_retried(self, declared):
+        task = declared(fail, retry=Retry(max_attempts=2), autoretry_for=[KeyError], dont_autoretry_for=[ValueError])
+
+        assert (task.autoretry_for, task.dont_autoretry_for, task.max_retries) == ([KeyError], [ValueError], 1)
+
+    def test_base_class_says_which_errors_are_retried(self, declared):
+        class Base(Task):
+            autoretry_for = (KeyError,)
+            max_retries = 50
+
+        task = declared(fail, base=Base, retry=Retry(max_attempts=2))
+
+        assert (task.autoretry_for, task.max_retries) == ((KeyError,), 1)
+
+    def test_task_without_retry_has_the_defaults_of_celery(self, declared):
+        task = declared(fail)
+
+        assert (task.max_retries, getattr(task, "autoretry_for", ())) == (3, ())
+
+
+class TestRunning:
+    def test_failed_task_is_sent_again_until_its_attempts_are_used_up(self, declared, sent):
+        task = declared(fail, biz_id="order_id", retry=Retry(max_attempts=3, backoff=Backoff(base=timedelta(seconds=1))))
+
+        assert deliver(task, "o-1")[0] == states.RETRY
+        assert [message.headers["retries"] for message in sent()] == [1]
+        assert deliver(task, "o-1", retries=1)[0] == states.RETRY
+        assert [message.headers["retries"] for message in sent()] == [2]
+        assert deliver(task, "o-1", retries=2)[0] == states.FAILURE
+        assert sent() == []
+
+    def test_rejected_task_is_not_sent_again(self, declared, sent):
+        def reject(order_id):
+            raise Reject("closed")
+
+        task = declared(reject, biz_id="order_id", retry=Retry(max_attempts=3))
+
+        assert deliver(task, "o-1")[0] == states.FAILURE
+        assert sent() == []
+
+    def test_task_that_kills_its_worker_is_dead_after_the_attempts_of_its_retry(self, declared):
+        begun = []
+
+        def kill(order_id):
+            begun.append(order_id)
+            raise SystemExit
+
+        task = declared(kill, biz_id="order_id", retry=Retry(max_attempts=1))
+        with pytest.raises(SystemExit):
+            deliver(task, "o-1", task_id="t-1", redelivered=True)
+
+        deliver(task, "o-1", task_id="t-1", redelivered=True)
+
+        assert (the_row().state, len(begun)) == (State.DEAD, 1)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("factor", [1.5, 2.5, 3])
+    def test_factor_that_celery_cannot_keep_is_refused_with_what_to_do(self, factor):
+        with pytest.raises(ValueError, match=rf"tests\.refused .*factor {factor}: .*Make the factor 2 or 1, or leave it out"):
+            idempotent_task(name="tests.refused", retry=Retry(backoff=Backoff(factor=factor)))(fail)
+
+    @pytest.mark.parametrize(
+        "option", ["max_retries", "retry_backoff", "retry_backoff_max", "retry_kwargs", "default_retry_delay"]
+    )
+    def test_option_of_celery_that_says_the_same_is_refused(self, option):
+        with pytest.raises(ValueError, match=rf"tests\.refused has both retry= and {option}, .*leave one of them out"):
+            idempotent_task(name="tests.refused", retry=Retry(), **{option: 3})(fail)
+
+    @pytest.mark.parametrize("retry", [5, True, {"max_attempts": 5}], ids=repr)
+    def test_what_is_no_retry_is_refused_with_the_right_form(self, retry):
+        with pytest.raises(TypeError, match=r"^retry is .*such as Retry\(max_attempts=5\)"):
+            idempotent_task(name="tests.refused", retry=retry)(fail)

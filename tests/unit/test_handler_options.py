@@ -1,0 +1,237 @@
+"""The options of a handler: what each value refuses, and which combinations cannot be written or are refused."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import pytest
+
+from inbox import (
+    Backoff,
+    Batch,
+    Lease,
+    Ordered,
+    Retry,
+    Shed,
+    batch_handler,
+    idempotent_handler,
+    leased_handler,
+)
+from inbox.handlers.registry import registry
+from outbox.kernel.retry import RetryPolicy
+
+A_SECOND, A_MINUTE, AN_HOUR = timedelta(seconds=1), timedelta(minutes=1), timedelta(hours=1)
+DEFAULT = RetryPolicy(max_attempts=17, base=timedelta(seconds=10), factor=2.5, cap=2 * AN_HOUR)
+DECORATORS = [idempotent_handler, batch_handler, leased_handler]
+every_decorator = pytest.mark.parametrize("decorator", DECORATORS, ids=lambda decorator: decorator.__name__)
+
+DURATIONS = {
+    "base": lambda value: Backoff(base=value),
+    "cap": lambda value: Backoff(cap=value),
+    "wait": lambda value: Batch(wait=value),
+    "duration": lambda value: Lease(duration=value),
+    "limit": lambda value: Lease(limit=value),
+}
+COUNTS = {
+    "max_attempts": lambda value: Retry(max_attempts=value),
+    "partitions": lambda value: Ordered(partitions=value),
+    "size": lambda value: Batch(size=value),
+    "above": lambda value: Shed(above=value),
+    "group_commit": lambda value: idempotent_handler("t", group_commit=value),
+    "concurrency": lambda value: idempotent_handler("t", concurrency=value),
+}
+
+
+@pytest.fixture
+def registered():
+    """Register a handler and look at it: `registered(batch_handler, size=10)`."""
+    names = []
+
+    def register(decorator, **options):
+        names.append(f"tests.options{len(names)}")
+        decorator("t", name=names[-1], **options)(print)
+        return registry.get(names[-1])
+
+    yield register
+    for name in names:
+        registry.remove(name)
+
+
+class TestDurations:
+    @pytest.mark.parametrize("option", DURATIONS)
+    @pytest.mark.parametrize("value", [30, 0.5, "30s", True], ids=repr)
+    def test_what_is_no_timedelta_is_refused_with_the_right_form(self, option, value):
+        with pytest.raises(TypeError, match=rf"^{option} is {value!r}: .*such as timedelta\(seconds=[\d.]+\)"):
+            DURATIONS[option](value)
+
+    def test_a_number_is_shown_as_the_timedelta_that_was_probably_meant(self):
+        with pytest.raises(TypeError, match=r"duration is 45: .*timedelta\(seconds=45\)"):
+            Lease(duration=45)
+
+    @pytest.mark.parametrize("option", DURATIONS)
+    @pytest.mark.parametrize("value", [timedelta(), -A_SECOND], ids=str)
+    def test_what_is_not_longer_than_zero_is_refused(self, option, value):
+        with pytest.raises(ValueError, match=rf"^{option} is .*longer than zero"):
+            DURATIONS[option](value)
+
+    @every_decorator
+    def test_every_decorator_refuses_a_timeout_that_is_a_number(self, decorator):
+        with pytest.raises(TypeError, match=r"^timeout is 30: .*timedelta\(seconds=30\)"):
+            decorator("t", timeout=30)
+
+    @every_decorator
+    def test_every_decorator_refuses_a_timeout_of_zero(self, decorator):
+        with pytest.raises(ValueError, match=r"^timeout is 0:00:00: .*longer than zero"):
+            decorator("t", timeout=timedelta())
+
+
+class TestCounts:
+    @pytest.mark.parametrize("option", COUNTS)
+    @pytest.mark.parametrize("value", [2.5, "2", True, timedelta(1)], ids=repr)
+    def test_what_is_no_whole_number_is_refused(self, option, value):
+        with pytest.raises(TypeError, match=rf"^{option} is .*whole number, such as 2"):
+            COUNTS[option](value)
+
+    @pytest.mark.parametrize("option", COUNTS)
+    @pytest.mark.parametrize("value", [0, -1])
+    def test_less_than_one_is_refused(self, option, value):
+        with pytest.raises(ValueError, match=rf"^{option} is {value}: it must be 1 or more"):
+            COUNTS[option](value)
+
+
+class TestValues:
+    @pytest.mark.parametrize(
+        ("option", "value", "form"),
+        [
+            ("retry", 5, r"Retry\(max_attempts=5\)"),
+            ("retry", Backoff(), r"Retry\(max_attempts=5\)"),
+            ("shed", 10_000, r"Shed\(above=10_000\)"),
+        ],
+    )
+    @every_decorator
+    def test_another_type_than_the_value_is_refused_with_the_right_form(self, decorator, option, value, form):
+        with pytest.raises(TypeError, match=rf"^{option} is .*such as {form}"):
+            decorator("t", **{option: value})
+
+    @pytest.mark.parametrize("decorator", [idempotent_handler, leased_handler])
+    @pytest.mark.parametrize("value", ["skip", 1, None], ids=repr)
+    def test_an_order_is_a_value_or_a_boolean(self, decorator, value):
+        with pytest.raises(TypeError, match=r"^ordered is .*such as Ordered\(on_dead="):
+            decorator("t", ordered=value)
+
+    def test_a_lease_is_a_value_and_no_duration(self):
+        with pytest.raises(TypeError, match=r"^lease is .*such as Lease\(duration=timedelta\(minutes=10\)\)"):
+            leased_handler("t", lease=AN_HOUR)
+
+    def test_a_backoff_is_a_value_and_no_duration(self):
+        with pytest.raises(TypeError, match=r"^backoff is .*such as Backoff\(base="):
+            Retry(backoff=A_MINUTE)
+
+    @pytest.mark.parametrize("value", [2000, "2000", "0/s", "many"], ids=repr)
+    def test_a_rate_limit_without_its_unit_is_refused_with_the_right_form(self, value):
+        with pytest.raises(ValueError, match=r'^rate_limit is .*"2000/s"'):
+            idempotent_handler("t", rate_limit=value)
+
+    def test_an_unknown_way_after_a_dead_letter_is_refused(self):
+        with pytest.raises(ValueError, match="on_dead is 'stop': it must be 'block' or 'skip'"):
+            Ordered(on_dead="stop")
+
+    @pytest.mark.parametrize("factor", [0, 0.5, -2, float("inf"), float("nan")])
+    def test_a_factor_below_one_or_without_an_end_is_refused(self, factor):
+        with pytest.raises(ValueError, match=r"^factor is .*must be 1 or more"):
+            Backoff(factor=factor)
+
+    @pytest.mark.parametrize("factor", ["2", True, A_SECOND], ids=repr)
+    def test_a_factor_that_is_no_number_is_refused(self, factor):
+        with pytest.raises(TypeError, match=r"^factor is .*such as 2"):
+            Backoff(factor=factor)
+
+    def test_a_cap_shorter_than_the_base_is_refused(self):
+        with pytest.raises(ValueError, match="cap is 0:00:01, shorter than base, 0:01:00"):
+            Backoff(base=A_MINUTE, cap=A_SECOND)
+
+    def test_a_limit_shorter_than_the_duration_of_a_lease_is_refused(self):
+        with pytest.raises(ValueError, match="limit is 1:00:00, shorter than duration, 2:00:00"):
+            Lease(duration=2 * AN_HOUR)
+
+
+class TestCombinations:
+    @pytest.mark.parametrize(
+        ("decorator", "option"),
+        [
+            (batch_handler, "ordered"),
+            (batch_handler, "group_commit"),
+            (batch_handler, "lease"),
+            (leased_handler, "group_commit"),
+            (leased_handler, "size"),
+            (idempotent_handler, "size"),
+            (idempotent_handler, "wait"),
+            (idempotent_handler, "lease"),
+            (idempotent_handler, "on_dead"),
+            (idempotent_handler, "partitions"),
+        ],
+    )
+    def test_what_cannot_be_combined_cannot_be_written(self, decorator, option):
+        assert option not in inspect.signature(decorator).parameters
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"ordered": True, "group_commit": 5}, r"tests\.options0 .*group_commit=5 .*leave one of the two out"),
+            ({"ordered": Ordered(partitions=2), "shed": Shed()}, r"tests\.options0 .*leave shed or ordered out"),
+        ],
+    )
+    def test_a_contradiction_is_refused_with_what_to_do(self, registered, options, reason):
+        with pytest.raises(ValueError, match=reason):
+            registered(idempotent_handler, **options)
+
+    def test_a_timeout_longer_than_the_limit_of_the_lease_is_refused(self, registered):
+        with pytest.raises(ValueError, match=r"timeout of 2:00:00 is longer than .* its lease, 1:00:00.*Lease\(limit="):
+            registered(leased_handler, timeout=2 * AN_HOUR)
+        assert registered(leased_handler, timeout=2 * AN_HOUR, lease=Lease(limit=2 * AN_HOUR)).timeout == 2 * AN_HOUR
+
+    def test_ordered_true_is_an_order_with_its_defaults(self, registered):
+        handler = registered(idempotent_handler, ordered=True)
+
+        assert (handler.ordered, handler.skips_dead, handler.partitions) == (Ordered(), False, 1)
+
+    def test_a_handler_holds_the_values_it_was_declared_with(self, registered):
+        retry, order, lease = Retry(max_attempts=2), Ordered(on_dead="skip", partitions=4), Lease(duration=A_MINUTE)
+
+        leased = registered(leased_handler, retry=retry, ordered=order, lease=lease, concurrency=3)
+        batched = registered(batch_handler, size=7, wait=A_SECOND)
+        plain = registered(idempotent_handler)
+
+        assert (leased.retry, leased.ordered, leased.lease, leased.concurrency) == (retry, order, lease, 3)
+        assert (leased.skips_dead, leased.partitions, leased.batch) == (True, 4, None)
+        assert (batched.batch, batched.lease, batched.ordered) == (Batch(size=7, wait=A_SECOND), None, None)
+        assert (plain.batch, plain.lease, plain.ordered, plain.retry, plain.concurrency) == (None, None, None, Retry(), None)
+
+    @every_decorator
+    def test_every_decorator_takes_the_options_that_all_handlers_have(self, decorator):
+        common = {"biz_id", "name", "using", "timeout", "retry", "rate_limit", "concurrency", "shed"}
+
+        assert common <= set(inspect.signature(decorator).parameters)
+
+
+class TestRetry:
+    def test_a_retry_that_says_nothing_is_the_policy_of_the_settings(self):
+        assert Retry().over(DEFAULT) is DEFAULT
+
+    def test_what_a_retry_leaves_out_is_as_the_settings_have_it(self):
+        assert Retry(max_attempts=3).over(DEFAULT) == RetryPolicy(
+            max_attempts=3, base=DEFAULT.base, factor=DEFAULT.factor, cap=DEFAULT.cap
+        )
+        assert Retry(backoff=Backoff(base=A_SECOND, factor=1)).over(DEFAULT) == RetryPolicy(
+            max_attempts=17, base=A_SECOND, factor=1, cap=DEFAULT.cap
+        )
+
+    def test_a_base_longer_than_the_cap_of_the_settings_is_not_cut(self):
+        policy = Retry(backoff=Backoff(base=timedelta(days=1))).over(DEFAULT)
+
+        assert policy.cap == timedelta(days=1)
+        assert timedelta(hours=12) <= policy.delay(1) <= timedelta(days=1)
+
+    def test_a_cap_of_the_handler_is_kept(self):
+        assert Retry(backoff=Backoff(cap=A_MINUTE)).over(DEFAULT).delay(50) <= A_MINUTE

@@ -1,0 +1,115 @@
+"""The slots of a handler with a `concurrency`: how many there are, and that deliveries and stored messages take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+
+from inbox.handlers.handler import Handler
+from inbox.limits.slots import Slots, slots_of
+
+
+def a_handler(name, **options):
+    return Handler(name=name, topic="t", function=print, biz_id=None, using="default", **options)
+
+
+@pytest.fixture
+def looks():
+    """Records that the runner was asked to look."""
+    return []
+
+
+class TestSlots:
+    def test_no_more_slots_are_taken_than_there_are(self, looks):
+        slots = Slots(2)
+
+        assert [slots.take(), slots.take_for_stored(looks.append), slots.take()] == [True, True, False]
+
+    def test_a_slot_that_is_left_is_free(self):
+        slots = Slots(1)
+        slots.take()
+        slots.leave()
+
+        assert slots.take()
+
+    def test_the_runner_that_found_no_slot_looks_again_before_the_next_delivery(self, looks):
+        slots = Slots(1)
+        slots.take()
+        assert not slots.take_for_stored(lambda: looks.append("look"))
+
+        slots.leave()
+
+        assert looks == ["look"]
+        assert not slots.take()
+        assert slots.take_for_stored(lambda: None)
+
+    def test_deliveries_are_next_after_a_stored_message_even_when_the_runner_looks_again(self, looks):
+        slots = Slots(1)
+        slots.take_for_stored(lambda: None)
+        slots.begin_stored()
+        slots.take_for_stored(lambda: looks.append("look"))
+
+        slots.leave()
+
+        assert looks == ["look"]
+        assert slots.take()
+
+    def test_deliveries_go_on_when_the_runner_has_looked_and_found_nothing(self, looks):
+        slots = Slots(1)
+        slots.take()
+        slots.take_for_stored(lambda: looks.append("look"))
+        slots.leave()
+
+        slots.take_for_stored(lambda: None)
+        slots.give_back()
+
+        assert slots.take()
+        slots.leave()
+        assert looks == ["look"]
+
+    def test_two_looks_at_once_keep_no_delivery_waiting(self, looks):
+        slots = Slots(1)
+        slots.take_for_stored(lambda: looks.append("first"))
+        assert not slots.take_for_stored(lambda: looks.append("second"))
+
+        slots.give_back()
+
+        assert slots.take()
+        assert looks == []
+
+    def test_many_threads_never_have_more_slots_than_there_are(self):
+        slots, lock, inside, most = Slots(3), threading.Lock(), Counter(), []
+
+        def work():
+            for _ in range(300):
+                if slots.take_for_stored(lambda: None):
+                    with lock:
+                        inside["now"] += 1
+                        most.append(inside["now"])
+                    with lock:
+                        inside["now"] -= 1
+                    slots.leave()
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert max(most) <= 3
+        assert [slots.take_for_stored(lambda: None) for _ in range(4)] == [True, True, True, False]
+
+
+class TestSlotsOfAHandler:
+    def test_a_handler_without_concurrency_has_none(self):
+        assert slots_of(a_handler("tests.unbounded")) is None
+
+    def test_all_threads_share_the_slots_of_a_handler(self):
+        assert slots_of(a_handler("tests.shared", concurrency=2)) is slots_of(a_handler("tests.shared", concurrency=2))
+
+    def test_another_concurrency_makes_new_slots(self):
+        before = slots_of(a_handler("tests.changed", concurrency=2))
+
+        assert slots_of(a_handler("tests.changed", concurrency=3)) is not before
