@@ -101,6 +101,10 @@ class LocalTransport:
             hand_over(handlers[name], *of_the_handler)
         return verdicts
 
+    def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
+        """The handlers that cannot get it, because they write to another database."""
+        return [handler for handler in handlers if handler.using != self._alias]
+
     def _why_refused(self, message: OutgoingMessage) -> Verdict | None:
         """Why no handler of this service can get it; None if its handlers can."""
         topic = message.envelope.topic
@@ -116,11 +120,10 @@ class LocalTransport:
                 PublishOutcome.RETURNED,
                 f"unroutable: no handler takes the topic {topic!r}; they are found in handlers.py of installed apps",
             )
-        elsewhere = next((handler for handler in handlers if handler.using != self._alias), None)
-        if elsewhere is not None:
+        if elsewhere := self._elsewhere(handlers):
             return Verdict(
                 PublishOutcome.REFUSED,
-                f"the handler {elsewhere.name} writes to the database {elsewhere.using!r}, but local:// hands over "
+                f"the handler {elsewhere[0].name} writes to the database {elsewhere[0].using!r}, but local:// hands over "
                 f"inside one transaction of {self._alias!r}; use a broker between databases",
             )
         return None

@@ -148,8 +148,8 @@ class LocalTestTransport(LocalTransport):
         self._runner = Runner(inbox_options(), handlers=_unlimited)
         self._is_broker = is_broker
 
-    def _strangers(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
-        return super()._strangers(handlers) if self._is_broker else ()
+    def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
+        return super()._elsewhere(handlers) if self._is_broker else ()
 
 
 def _unlimited() -> list[Handler]:

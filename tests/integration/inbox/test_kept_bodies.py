@@ -44,7 +44,7 @@ KINDS = {
     "batch": {"size": 10},
     "group commit": {"group_commit": 5},
     "ordered": {"ordered": True},
-    "lease": {"mode": "lease"},
+    "lease": {"lease": Lease()},
 }
 HEADERS = {"tenant": "acme"}
 
