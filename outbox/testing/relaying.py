@@ -12,12 +12,12 @@ from django.utils.module_loading import import_string
 
 from outbox.api import in_transaction
 from outbox.conf import LOCAL_BROKER, outbox_options
+from outbox.database.testing.environment import require_tests
+from outbox.database.testing.matching import decoded
 from outbox.kernel.broker import scheme_of
 from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, Parcel, PublishOutcome, Sent, Transport, Verdict
 from outbox.kernel.wire import Wire
 from outbox.relay.service import serve
-from outbox.testing.environment import require_tests
-from outbox.testing.messages import decoded
 from outbox.transports import transport_class
 
 
