@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.core.serializers.json import DjangoJSONEncoder
 from django.db import DEFAULT_DB_ALIAS
 
+from outbox.database.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
 from outbox.models import OutboxMessage
-
-_SHOWN_MESSAGES = 20
-_SHOWN_LENGTH = 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +95,6 @@ def assert_nothing_published(topic: str | None = None, *, using: str = DEFAULT_D
     _assert_count(0, topic, using, expected)
 
 
-def decoded(body: bytes) -> Any:
-    """The payload in `body`; the bytes if they are not JSON, as in another protocol."""
-    try:
-        return json.loads(body)
-    except ValueError:
-        return body
-
-
 def _all(using: str) -> list[CapturedMessage]:
     return [
         CapturedMessage(
@@ -134,8 +120,8 @@ def _all(using: str) -> list[CapturedMessage]:
 
 
 def _matching(messages: Sequence[CapturedMessage], topic: str | None, expected: Mapping[str, Any]) -> list[CapturedMessage]:
-    _require_known(expected)
-    return [message for message in messages if topic in {None, message.topic} and not _differences(message, expected)]
+    require_known(CapturedMessage, expected)
+    return matching([message for message in messages if topic in {None, message.topic}], expected)
 
 
 def _assert_count(count: int, topic: str | None, using: str, expected: Mapping[str, Any]) -> None:
@@ -143,9 +129,10 @@ def _assert_count(count: int, topic: str | None, using: str, expected: Mapping[s
     messages = _all(using)
     found = len(_matching(messages, topic, expected))
     if found != count:
+        described = (f" on the topic {topic!r}" if topic else "") + with_values(expected)
+        shown = listed(messages, _line, expected, place="outbox", is_meant=lambda message: topic in {None, message.topic})
         raise AssertionError(
-            f"{found or 'No'} {_messages(found)} published{_described(topic, expected)} on {using!r}, "
-            f"{count or 'none'} expected.\n{_listed(messages, topic, expected)}"
+            f"{found or 'No'} {_messages(found)} published{described} on {using!r}, {count or 'none'} expected.\n{shown}"
         )
 
 
@@ -153,77 +140,11 @@ def _messages(count: int) -> str:
     return "message was" if count in {0, 1} else "messages were"
 
 
-def _described(topic: str | None, expected: Mapping[str, Any]) -> str:
-    with_values = ", ".join(f"{name}={value!r}" for name, value in expected.items())
-    return (f" on the topic {topic!r}" if topic else "") + (f" with {with_values}" if with_values else "")
-
-
-def _listed(messages: Sequence[CapturedMessage], topic: str | None, expected: Mapping[str, Any]) -> str:
-    """All messages, one per line; those of the topic first, each with its differences."""
-    if not messages:
-        return "The outbox is empty."
-    ordered = sorted(messages, key=lambda message: topic is not None and message.topic != topic)
-    lines = [_line(message, topic, expected) for message in ordered[:_SHOWN_MESSAGES]]
-    if len(ordered) > _SHOWN_MESSAGES:
-        lines.append(f"  … and {len(ordered) - _SHOWN_MESSAGES} more")
-    return "\n".join(["In the outbox:", *lines])
-
-
-def _line(message: CapturedMessage, topic: str | None, expected: Mapping[str, Any]) -> str:
-    shown = {
+def _line(message: CapturedMessage) -> str:
+    values = {
         "biz_id": "" if message.biz_id == message.id else message.biz_id,
         "key": message.key,
         "headers": message.headers,
         "last_error": message.last_error,
     }
-    values = "".join(f" {name}={_short(value)}" for name, value in shown.items() if value)
-    line = f"  {message.topic} {message.state}{values} payload={_short(message.payload)}"
-    differences = _differences(message, expected) if topic in {None, message.topic} else []
-    return line + "".join(f"\n      {difference}" for difference in differences)
-
-
-def _differences(message: CapturedMessage, expected: Mapping[str, Any]) -> list[str]:
-    found = []
-    for name, value in expected.items():
-        attribute, *path = name.split("__")
-        try:
-            actual = _follow(getattr(message, attribute), path)
-        except LookupError:
-            found.append(f"{name}: missing, expected {_short(value)}")
-        else:
-            if actual != value and not (attribute == "payload" and actual == _as_json(value)):
-                found.append(f"{name}: {_short(actual)}, expected {_short(value)}")
-    return found
-
-
-def _follow(value: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        if isinstance(value, Mapping):
-            value = value[name]
-        elif isinstance(value, list) and name.isdecimal():
-            value = value[int(name)]
-        else:
-            raise LookupError(name)
-    return value
-
-
-def _as_json(value: Any) -> Any:
-    try:
-        return json.loads(json.dumps(value, cls=DjangoJSONEncoder))
-    except (TypeError, ValueError):
-        return value  # such as unittest.mock.ANY
-
-
-def _require_known(expected: Mapping[str, Any]) -> None:
-    known = [field.name for field in dataclasses.fields(CapturedMessage)]
-    for name in expected:
-        attribute = name.split("__")[0]
-        if attribute not in known:
-            close = difflib.get_close_matches(attribute, known, n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else f"A message has: {', '.join(known)}."
-            raise TypeError(f"{name}: a message has no {attribute!r}. {remedy}")
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN_LENGTH else text[:_SHOWN_LENGTH] + "…"
+    return f"{line_of([message.topic, message.state], values)} payload={short(message.payload)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +13,12 @@ from django.utils.module_loading import import_string
 
 from outbox.api import in_transaction
 from outbox.conf import LOCAL_BROKER, outbox_options
+from outbox.database.testing.environment import require_tests
+from outbox.database.testing.matching import decoded
 from outbox.kernel.broker import scheme_of
-from outbox.kernel.transport import (
-    CONFIRMED,
-    Capabilities,
-    Companion,
-    OutgoingMessage,
-    PublishOutcome,
-    Sent,
-    Transport,
-    Verdict,
-)
+from outbox.kernel.transport import CONFIRMED, Capabilities, Companion, OutgoingMessage, PublishOutcome, Sent, Verdict
 from outbox.kernel.wire import Wire
 from outbox.relay.service import serve
-from outbox.testing.environment import require_tests
-from outbox.testing.messages import decoded
 from outbox.transports import transport_class
 
 
@@ -51,7 +43,7 @@ class SentMessage:
     priority: int
 
 
-def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True) -> list[SentMessage]:
+def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True, raise_errors: bool = True) -> list[SentMessage]:
     """Relay until nothing is due, and run this project's handlers, callbacks and checkers; return the published messages.
 
     It does the same as `outbox_relay --drain`, without a broker. If the broker in the settings is `local://`, a message without
@@ -63,8 +55,10 @@ def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True) -> list[S
     Args:
         using: the database alias of the outbox.
         handlers: False publishes only, and runs none of this project's handlers.
+        raise_errors: raise what a handler raised, after everything has been relayed and run. RetryLater is not raised.
 
     Raises:
+        Exception: what a handler raised, or why its transaction could not commit.
         ImportError: the broker is `local://`, and the inbox is not installed.
         RuntimeError: it is called inside `transaction.atomic()` (that of a test case is allowed), or not in a test.
     """
@@ -75,7 +69,8 @@ def run_relay(*, using: str = DEFAULT_DB_ALIAS, handlers: bool = True) -> list[S
             "after that block. The transaction that a TestCase or pytest-django opens does not count."
         )
     transport = _TestTransport(using, handlers=handlers)
-    serve(using, drain=True, transport=transport)
+    with transport.raising_errors() if raise_errors else nullcontext():
+        serve(using, drain=True, transport=transport)
     return transport.sent
 
 
@@ -88,12 +83,16 @@ class _TestTransport:
         options = outbox_options()
         self.sent: list[SentMessage] = []
         self._is_local = handlers and scheme_of(options.BROKER_URL) == scheme_of(LOCAL_BROKER)
-        self._local: Transport | None = None
+        self._local: Any = None
         if self._is_local:
             transport_class(options.BROKER_URL)
         if handlers and apps.is_installed("inbox"):
             # By its name, as in `outbox.transports`, because the outbox imports nothing of the inbox.
-            self._local = import_string("inbox.testing.LocalTestTransport")(alias, is_broker=self._is_local)
+            self._local = import_string("inbox.testing.local.LocalTestTransport")(alias, is_broker=self._is_local)
+
+    def raising_errors(self) -> AbstractContextManager[None]:
+        """At the end of the block, raise the first error of a handler in it."""
+        return nullcontext() if self._local is None else self._local.raising_errors()
 
     def connect(self) -> None:
         pass

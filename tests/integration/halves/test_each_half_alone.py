@@ -143,6 +143,33 @@ from shop.models import Order
 def ship(message):
     Order.objects.create(name=message.payload["order"])
 """
+TESTS = f"""\
+from datetime import timedelta
+
+from django.test import TestCase
+from inbox.testing import assert_duplicate, deliver, drain, make_message, run_handler, travel
+from shop.handlers import ship
+from shop.models import Order
+
+
+class ShipTest(TestCase):
+    def test_order_is_shipped_once(self):
+        deliver(make_message({TOPIC!r}, {{"order": "17"}}), times=2)
+
+        assert_duplicate({TOPIC!r}, payload__order="17")
+        self.assertEqual(Order.objects.count(), 1)
+
+    def test_retry_is_due_later(self):
+        deliver(make_message({TOPIC!r}, {{}}), raise_errors=False)
+        travel(timedelta(minutes=1))
+        with self.assertRaises(KeyError):
+            drain()
+
+    def test_handler_is_called(self):
+        run_handler(ship, {{"order": "17"}})
+
+        self.assertEqual(Order.objects.get().name, "17")
+"""
 
 
 class Project:
@@ -247,3 +274,10 @@ def test_admin_of_each_half_alone_finds_its_templates_and_its_style_sheet(half, 
 
     names = f"half, process, action = {half!r}, {process!r}, {action!r}\n"
     project.manage("shell", "--verbosity", "0", "--command", INSERTED[half] + names + VISIT)
+
+
+def test_helpers_for_tests_of_handlers_work_without_the_outbox(tmp_path):
+    project = Project(tmp_path, "inbox", BROKER_URL="amqp://localhost//")
+    (tmp_path / "shop" / "tests.py").write_text(TESTS)
+
+    assert "Ran 3 tests" in project.manage("test", "shop")

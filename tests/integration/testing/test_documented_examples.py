@@ -1,4 +1,4 @@
-"""The examples of the page on testing, as the files of a project that has followed Getting started."""
+"""The examples of the pages on testing, as the files of a project that has followed Getting started."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ def titled_blocks(page):
     return files
 
 
+def examples():
+    return {**titled_blocks("how-to/test-your-code.md"), **titled_blocks("how-to/test-your-handlers.md")}
+
+
 @pytest.fixture
 def project(tmp_path, db):
     files = {
@@ -38,7 +42,7 @@ def project(tmp_path, db):
         "orders/__init__.py": "",
         "orders/tests/__init__.py": "",
         **{name: text for name, text in titled_blocks("getting-started.md").items() if name.startswith("orders/")},
-        **titled_blocks("how-to/test-your-code.md"),
+        **examples(),
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -51,7 +55,7 @@ def a_database():
     """The settings of another test database beside that of this test."""
     given = connection.settings_dict
     if connection.vendor == "sqlite":
-        return {"ENGINE": given["ENGINE"], "NAME": "project.sqlite3"}
+        return {"ENGINE": given["ENGINE"], "NAME": "project.sqlite3", "TEST": {"NAME": "test.sqlite3"}}
     names = ("ENGINE", "HOST", "PORT", "USER", "PASSWORD")
     return {**{name: given[name] for name in names}, "NAME": "shop", "TEST": {"NAME": f"test_shop_{os.getpid()}"}}
 
@@ -62,7 +66,7 @@ def run(project, *arguments):
 
 @pytest.mark.every_database
 def test_examples_pass_in_pytest(project):
-    documented = sum(text.count("def test_") for name, text in titled_blocks("how-to/test-your-code.md").items())
+    documented = sum(text.count("def test_") for text in examples().values())
 
     done = run(project, "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist")
 

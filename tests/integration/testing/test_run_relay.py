@@ -15,6 +15,7 @@ from django.test import TestCase, TransactionTestCase
 from inbox import Lease, idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.models import InboxMessage
+from inbox.testing.observing import HandlerFailed
 from outbox import callbacks, on_published, publish
 from outbox.testing import assert_published, run_relay
 from tests.support import ROOT
@@ -107,10 +108,47 @@ class TestWithLocalHandlers:
         handles(fail, topic=TOPIC)
         say("a")
 
-        run_relay()
+        with pytest.raises(ValueError, match="no") as raised:
+            run_relay()
 
+        assert raised.traceback[-1].name == "fail"
         assert effects() == []
         assert InboxMessage.objects.get().state == "retrying"
+
+    def test_failing_handler_keeps_no_other_from_running(self, handles, run_relay):
+        def fail_for_a(message):
+            if message.payload["name"] == "a":
+                raise ValueError("no")
+            the_effect(message)
+
+        handles(fail_for_a, topic=TOPIC)
+        for name in "abc":
+            say(name)
+
+        with pytest.raises(ValueError, match="no"):
+            run_relay()
+
+        assert effects() == ["b", "c"]
+        assert run_relay() == []
+
+    def test_failure_is_not_raised_when_that_is_not_wanted(self, handles, run_relay):
+        def fail(message):
+            raise ValueError("no")
+
+        handles(fail, topic=TOPIC)
+        say("a")
+
+        assert len(run_relay(raise_errors=False)) == 1
+        assert InboxMessage.objects.get().state == "retrying"
+
+    def test_message_that_the_inbox_refuses_is_raised_as_such(self, handles, run_relay):
+        handles(the_effect, topic=TOPIC, biz_id="order.id")
+        say("a")
+
+        with pytest.raises(HandlerFailed, match=r"the payload has no field 'order\.id'"):
+            run_relay()
+
+        assert InboxMessage.objects.get().state == "dead"
 
     def test_handler_that_breaks_its_transaction_does_not_break_the_test(self, handles, run_relay):
         def swallow(message):
@@ -267,14 +305,14 @@ class TestMisuse:
         assert "is for tests only" in done.stderr
 
 
-def test_plugin_is_imported_before_django_is_set_up():
+@pytest.mark.parametrize(
+    ("plugin", "is_wrong"),
+    [("outbox", "'django' in sys.modules"), ("inbox", "import_module('django.conf').settings.configured")],
+)
+def test_plugin_is_imported_before_django_is_set_up(plugin, is_wrong):
     environment = {name: value for name, value in os.environ.items() if name != "DJANGO_SETTINGS_MODULE"}
+    code = f"import sys; from importlib import import_module; import {plugin}.pytest_plugin; sys.exit({is_wrong})"
 
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys, outbox.pytest_plugin; sys.exit('django' in sys.modules)"],
-        env=environment,
-        cwd=ROOT,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, check=False)
 
     assert done.returncode == 0

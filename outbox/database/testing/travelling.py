@@ -13,17 +13,17 @@ from django.apps import apps
 from django.db import DEFAULT_DB_ALIAS, models, router
 from django.db.models import F, Model
 
-from outbox.testing.environment import require_tests
+from outbox.database.testing.environment import require_tests
 
 _APPS = ("outbox", "inbox")
 
 
 def travel(time: timedelta, *, using: str = DEFAULT_DB_ALIAS) -> None:
-    """Simulate that `time` has passed for the messages of the outbox and of the inbox.
+    """Simulate that `time` has passed for the messages of the outbox and of the inbox, whichever is installed.
 
     All instants in their rows move back by `time`: due, expiry, next attempt, end of a lease, creation. This alone runs
-    nothing; the next `run_relay()` processes the messages that are due then. A message that fails several times needs both
-    calls for each retry.
+    nothing; the next `run_relay()` of the outbox, or `drain()` of the inbox, processes the messages that are due then. For
+    each retry of a message that fails several times, travel and then call one of these.
 
     The clocks of Python and of the database do not change, and neither do the rows of other apps.
 

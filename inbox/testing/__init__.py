@@ -1,0 +1,40 @@
+"""Helpers for the tests of handlers.
+
+    from inbox.testing import assert_handled, deliver, make_message, run_handler
+
+    run_handler(reserve_stock, {"order": "1001", "sku": "pen"})
+
+    deliver(make_message("shop.order.placed", {"order": "1001", "sku": "pen"}), times=2)
+    assert_handled("shop.order.placed", payload__order="1001", duplicates=1)
+
+They use the real rows of the test's database, in the test's own transaction if it has one. So they work in a `TestCase`, in a
+`TransactionTestCase` and with pytest-django; but `assert_effect_once` kills processes, and needs committed rows. They use no
+broker.
+
+To relay what a test publishes and to run its handlers, see `outbox.testing.run_relay`. The names below are public.
+`inbox.pytest_plugin` provides them as fixtures.
+"""
+
+from inbox.testing.calling import run_handler
+from inbox.testing.crashing import assert_effect_once
+from inbox.testing.delivering import deliver, drain, redeliver
+from inbox.testing.messages import make_message
+from inbox.testing.observing import HandlerFailed
+from inbox.testing.received import ReceivedMessage, assert_duplicate, assert_handled, dead, handled
+from outbox.database.testing.travelling import travel
+
+__all__ = [
+    "HandlerFailed",
+    "ReceivedMessage",
+    "assert_duplicate",
+    "assert_effect_once",
+    "assert_handled",
+    "dead",
+    "deliver",
+    "drain",
+    "handled",
+    "make_message",
+    "redeliver",
+    "run_handler",
+    "travel",
+]

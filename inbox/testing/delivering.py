@@ -1,0 +1,160 @@
+"""Deliver messages to the handlers of this project as a consumer does, and run what is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+
+from inbox.conf import inbox_options
+from inbox.consumer.lanes import Delivery, Undecided, size_of
+from inbox.consumer.reception import Reception
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
+from inbox.leases.autocommit import is_inside_a_transaction
+from inbox.receiving.outages import Outages
+from inbox.receiving.outcomes import Received
+from inbox.runner import Runner
+from inbox.testing.messages import as_delivered
+from inbox.testing.observing import Failures
+from outbox.database.testing.environment import require_tests
+from outbox.kernel.clock import monotonic
+from outbox.kernel.loop import StopRequest
+
+
+def _nothing() -> None:
+    pass
+
+
+def deliver(*messages: Message, times: int = 1, raise_errors: bool = True) -> None:
+    """Deliver messages to all handlers of their topics, and run what is stored and due then.
+
+    A message travels as bytes, as it would from the broker, and each handler gets its own copy. Several messages are one load:
+    a batch handler gets them together.
+
+    Args:
+        messages: from `make_message`.
+        times: how often each is delivered. What comes after the first is a duplicate.
+        raise_errors: raise what a handler raised, after everything has been run and stored. RetryLater is not raised.
+
+    Raises:
+        LookupError: no handler takes the topic.
+        RuntimeError: it is called inside `transaction.atomic()` (that of a test case is allowed), or not in a test.
+        ValueError: there is no message, `times` is less than 1, or a message has an attempt; the inbox counts attempts itself.
+        inbox.testing.observing.HandlerFailed: a message was refused, or its transaction could not commit.
+        Exception: what the handler raised.
+    """
+    __tracebackhide__ = True
+    _deliver("deliver", messages, [False] * times, raise_errors=raise_errors)
+
+
+def redeliver(*messages: Message, raise_errors: bool = True) -> None:
+    """Deliver messages as a broker does that has delivered them before and got no answer: a consumer may have died with them.
+
+    What has been handled is a duplicate. Anything else is stored and its attempt counted before the handler runs.
+
+    Args, Raises: as `deliver`.
+    """
+    __tracebackhide__ = True
+    _deliver("redeliver", messages, [True], raise_errors=raise_errors)
+
+
+def drain(*, raise_errors: bool = True) -> int:
+    """Run all stored messages that are due, until none is; how many times a message was run.
+
+    These are retries, messages of ordered handlers, and what an operator has retried; see `travel` for retries that are due
+    later. It does the same as `inbox_consume --drain` without a broker, and does not apply rate limits. What handlers publish
+    stays in the outbox: `outbox.testing.run_relay` relays it and drains the inbox as well.
+
+    Args:
+        raise_errors: as for `deliver`.
+
+    Raises:
+        RuntimeError, HandlerFailed, Exception: as `deliver`.
+    """
+    __tracebackhide__ = True
+    require_tests("drain")
+    _refuse_inside_atomic("drain")
+    failures = Failures()
+    with failures.raising() if raise_errors else nullcontext():
+        return run_due(failures.watched())
+
+
+def run_due(handlers: Sequence[Handler]) -> int:
+    """Run what is due of all handlers of this project, which these are; how many times a message was run."""
+    return Runner(inbox_options(), handlers=lambda: handlers).drain(StopRequest())
+
+
+def receive(
+    handler: Handler, messages: Iterable[Message], *, redelivered: bool, acknowledged: Callable[[], object] = _nothing
+) -> bool:
+    """Have one load received by one handler; whether all of it is acknowledged.
+
+    Args:
+        acknowledged: called when the consumer acknowledges a message, which may be before its handler has been called.
+
+    Raises:
+        Exception: the database does not answer, or cannot store the messages.
+    """
+    unanswered = 0
+
+    def answer(delivery: Delivery, received: Received) -> None:
+        nonlocal unanswered
+        if received in {Received.PUT_OFF, Received.UNSTORED}:
+            unanswered += 1
+        else:
+            acknowledged()
+
+    reception = Reception(inbox_options(), is_current=lambda connection: True, answer=answer, ring=_nothing, outages=Outages())
+    deliveries = [as_delivered(message, redelivered=redelivered) for message in messages]
+    try:
+        reception.receive([Delivery(epoch=0, handler=handler, message=message, at=monotonic()) for message in deliveries])
+    except Undecided as error:
+        raise error.__cause__ or error from None
+    return not unanswered
+
+
+def _deliver(name: str, messages: Sequence[Message], deliveries: Sequence[bool], *, raise_errors: bool) -> None:
+    __tracebackhide__ = True
+    require_tests(name)
+    if not messages or not deliveries:
+        raise ValueError(f"{name}() has nothing to deliver: it needs a message, at least once.")
+    if later := next((message for message in messages if message.attempt > 1), None):
+        raise ValueError(
+            f"The message {later.id} has attempt={later.attempt}, and the inbox counts attempts itself. Call run_handler() to "
+            "choose one."
+        )
+    _refuse_without_handler(messages)
+    _refuse_inside_atomic(name)
+    failures = Failures()
+    with failures.raising() if raise_errors else nullcontext():
+        handlers = failures.watched()
+        for redelivered in deliveries:
+            for handler in handlers:
+                for load in _loads(handler, messages):
+                    if not receive(handler, load, redelivered=redelivered):
+                        raise RuntimeError(f"{handler.name} could not store {load}; the log says why.")
+            run_due(handlers)
+
+
+def _refuse_without_handler(messages: Iterable[Message]) -> None:
+    for message in messages:
+        if not registry.for_topic(message.topic):
+            known = ", ".join(sorted({repr(handler.topic) for handler in registry.all()}))
+            raise LookupError(f"No handler takes the topic {message.topic!r}. There are handlers of: {known or 'none'}.")
+
+
+def _loads(handler: Handler, messages: Iterable[Message]) -> Iterator[list[Message]]:
+    """The messages of this handler's topic, as many together as a worker takes at once."""
+    ours = [message for message in messages if message.topic == handler.topic]
+    for start in range(0, len(ours), size_of(handler)):
+        yield ours[start : start + size_of(handler)]
+
+
+def _refuse_inside_atomic(name: str) -> None:
+    for alias in sorted({handler.using for handler in registry.all()}):
+        if is_inside_a_transaction(alias):
+            raise RuntimeError(
+                f"{name}() was called inside transaction.atomic() on {alias!r}. The inbox commits each message by itself: call "
+                "it after that block. The transaction that a TestCase or pytest-django opens does not count."
+            )

@@ -1,0 +1,127 @@
+"""Handlers of this project as the helpers run them: observed, and without limits that a test would wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from inbox.errors import RetryLater
+from inbox.handlers.handler import Handler
+from inbox.handlers.message import Message
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage, State
+
+Around = Callable[[Handler, tuple[Message, ...], Callable[[], object]], object]
+"""Gets the handler, its messages, and the call to make."""
+
+
+class HandlerFailed(AssertionError):
+    """A message was not handled although its handler raised nothing: the inbox refused it, or its transaction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ObservedHandler(Handler):
+    around: Around
+
+    def call(self, *messages: Message) -> object:
+        return self.around(self, messages, lambda: super(_ObservedHandler, self).call(*messages))
+
+
+def observed(handler: Handler, around: Around) -> Handler:
+    """The handler, each of its runs made by `around`; without rate limit and load shedding."""
+    options = {field.name: getattr(handler, field.name) for field in fields(Handler)}
+    return _ObservedHandler(**{**options, "rate_limit": None, "concurrency": None, "shed": None}, around=around)
+
+
+def registered(handler: Callable[..., Any] | str, topic: str | None = None) -> Handler:
+    """The handler of `topic` that is this function, or is called this.
+
+    Raises:
+        LookupError: there is none.
+        ValueError: the function handles several topics, and `topic` does not say which.
+    """
+    known = [one for one in registry.all() if handler in (one.name, one.function, _coroutine_function(one))]
+    meant = [one for one in known if topic in {None, one.topic}]
+    if len(meant) == 1:
+        return meant[0]
+    topics = ", ".join(sorted(repr(one.topic) for one in known))
+    if meant:
+        raise ValueError(f"{handler!r} takes {topics}: say which, by make_message(topic, payload), or name the handler.")
+    if known:
+        raise LookupError(f"{handler!r} takes {topics}, and the message is of the topic {topic!r}.")
+    names = ", ".join(sorted(repr(one.name) for one in registry.all()))
+    raise LookupError(
+        f"{handler!r} is no handler: decorate the function with @idempotent_handler(), or call it yourself. There are: "
+        f"{names or 'none'}."
+    )
+
+
+def _coroutine_function(handler: Handler) -> object:
+    """What was decorated, if that was an `async def`."""
+    return getattr(getattr(handler.function, "awaitable", None), "__wrapped__", None)
+
+
+class Failures:
+    """Why messages were not handled while they were run by handlers that are `watched`."""
+
+    def __init__(self) -> None:
+        self._raised: dict[tuple[str, str], BaseException | None] = {}
+
+    def watched(self, handlers: Iterable[Handler] | None = None) -> list[Handler]:
+        """These handlers, or all of this project."""
+        return [observed(handler, self._run) for handler in (registry.all() if handlers is None else handlers)]
+
+    @contextmanager
+    def raising(self, handlers: Iterable[Handler] | None = None) -> Iterator[None]:
+        """At the end of the block, raise the first failure in it of a message of these handlers, or of any.
+
+        Every message of the block has been run by then. RetryLater is no failure.
+
+        Raises:
+            Exception: what the handler raised.
+            HandlerFailed: it raised nothing, and the message is not handled.
+        """
+        meant = registry.all() if handlers is None else list(handlers)
+        before = {_outcome(row) for row in _failed(meant)}
+        yield
+        failures = [failure for row in _failed(meant) if _outcome(row) not in before if (failure := self._failure(row))]
+        if failures:
+            first, *others = failures
+            if others:
+                first.add_note(f"Not handled besides: {len(others)}, see inbox.testing.ReceivedMessage.last_error.")
+            raise first
+
+    def _run(self, handler: Handler, messages: tuple[Message, ...], call: Callable[[], object]) -> object:
+        try:
+            result = call()
+        except BaseException as error:
+            self._raised |= {(handler.name, message.id): error for message in messages}
+            raise
+        self._raised |= {(handler.name, message.id): None for message in messages}
+        return result
+
+    def _failure(self, row: InboxMessage) -> BaseException | None:
+        error = self._raised.get((row.handler, row.message_id))
+        if isinstance(error, RetryLater) and row.state == State.RETRYING:
+            return None
+        where = f"{row.handler}, message {row.message_id}, biz-id {row.biz_id}: now {row.state}, attempt {row.attempts}"
+        if error is None or isinstance(error, RetryLater):
+            return HandlerFailed(f"{where}.\n{row.last_error}\n{row.traceback}".rstrip())
+        error.add_note(where)
+        return error
+
+
+def _failed(handlers: Iterable[Handler]) -> list[InboxMessage]:
+    names = {handler.using: {one.name for one in handlers if one.using == handler.using} for handler in handlers}
+    states = [State.RETRYING, State.DEAD]
+    return [
+        row
+        for alias, known in names.items()
+        for row in InboxMessage.objects.using(alias).filter(handler__in=known, state__in=states).order_by("pk")
+    ]
+
+
+def _outcome(row: InboxMessage) -> tuple[object, ...]:
+    return row.handler, row.pk, row.state, row.attempts, row.next_attempt_at

@@ -1,0 +1,206 @@
+"""What became of the messages that the handlers under test have received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.db import DEFAULT_DB_ALIAS
+
+from inbox.models import InboxMessage, State
+from inbox.testing.observing import registered
+from outbox.database.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
+
+What = str | Callable[..., Any] | None
+"""A topic, or a handler's function, or anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReceivedMessage:
+    """A message in the inbox of the test's database, as one handler has it.
+
+    Attributes:
+        handler: the name of the handler.
+        id: the message id.
+        payload: decoded, as the handler gets it. Bytes if the body is not JSON.
+        state: "done", "retrying", "dead" and so on; see `inbox.models.State`.
+        attempts: attempts that were counted. A handler that raises RetryLater uses none.
+        duplicates: deliveries after the first, whose effect was suppressed.
+        redeliveries: those of them that the broker delivered again.
+        conflicts: those of them with another content.
+        last_error: why the latest attempt failed, or "".
+        due_at: when it is run next, or None.
+        correlation_id: the id of the first message of its chain.
+        causation_id: the id of the message whose handler published it, or "".
+    """
+
+    handler: str
+    id: str
+    topic: str
+    payload: Any
+    biz_id: str
+    key: str
+    headers: Mapping[str, Any]
+    state: str
+    attempts: int
+    duplicates: int
+    redeliveries: int
+    conflicts: int
+    last_error: str
+    created_at: datetime | None
+    received_at: datetime
+    due_at: datetime | None
+    correlation_id: str
+    causation_id: str
+
+
+def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
+    """The messages whose effect is committed, in the order of receiving, once for each handler.
+
+    Args:
+        what: only messages of this topic, or of the handler that this function is.
+        using: the database alias of the inbox.
+        expected: only messages with these values. A name is an attribute of `ReceivedMessage`, or a path into one:
+            `payload__order="1001"`, `handler="orders.reserve_stock"`, `duplicates=1`. A value is compared with `==`; in a
+            payload also in its JSON form, so that a UUID equals its text.
+
+    Raises:
+        LookupError: the function is no handler.
+        TypeError: a name is not an attribute of `ReceivedMessage`.
+    """
+    return _found(_all(using), what, {"state": State.DONE.value, **expected})
+
+
+def dead(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> list[ReceivedMessage]:
+    """The dead letters, in the order of receiving: out of attempts, rejected, or refused.
+
+    Args, Raises: as for `handled`.
+    """
+    return _found(_all(using), what, {"state": State.DEAD.value, **expected})
+
+
+def assert_handled(what: What, *, count: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> ReceivedMessage:
+    """Assert that exactly `count` messages with these values were handled; return the first of them.
+
+    A message that several handlers take counts once for each of them.
+
+    Args:
+        count: at least 1.
+        what, using, expected: as for `handled`.
+
+    Raises:
+        AssertionError: another number was handled; its message lists the messages in the inbox.
+        LookupError, TypeError: as for `handled`.
+    """
+    __tracebackhide__ = True
+    if count < 1:
+        raise ValueError(f"count is {count}: assert that handled() is empty for none.")
+    messages, expected = _all(using), {"state": State.DONE.value, **expected}
+    found = _found(messages, what, expected)
+    if len(found) != count:
+        values = {name: value for name, value in expected.items() if name != "state"}
+        raise AssertionError(
+            f"{_number(len(found), 'message')} handled{_described(what, values)} on {using!r}, {count} expected.\n"
+            f"{_listed(messages, what, expected)}"
+        )
+    return found[0]
+
+
+def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIAS, **expected: Any) -> ReceivedMessage:
+    """Assert that exactly one message has these values, and that exactly `times` duplicates of it were suppressed; return it.
+
+    Args:
+        times: at least 1.
+        what, using, expected: as for `handled`; the message may be in any state.
+
+    Raises:
+        AssertionError: there is no such message, or more than one, or another number of duplicates; its message lists the
+            messages in the inbox.
+        LookupError, TypeError: as for `handled`.
+    """
+    __tracebackhide__ = True
+    if times < 1:
+        raise ValueError(f"times is {times}: assert duplicates=0 by assert_handled() for none.")
+    messages = _all(using)
+    found = _found(messages, what, expected)
+    if len(found) != 1:
+        raise AssertionError(
+            f"{_number(len(found), 'message')} received{_described(what, expected)} on {using!r}, 1 expected.\n"
+            f"{_listed(messages, what, expected)}"
+        )
+    (message,) = found
+    if message.duplicates != times:
+        raise AssertionError(
+            f"{_number(message.duplicates, 'duplicate')} suppressed{_described(what, expected)} on {using!r}, {times} "
+            f"expected.\n{_listed(messages, what, {**expected, 'duplicates': times})}"
+        )
+    return message
+
+
+def _all(using: str) -> list[ReceivedMessage]:
+    return [
+        ReceivedMessage(
+            handler=row.handler,
+            id=row.message_id,
+            topic=row.topic,
+            payload=decoded(bytes(row.body)),
+            biz_id=row.biz_id,
+            key=row.key,
+            headers=row.headers,
+            state=str(row.state),
+            attempts=row.attempts,
+            duplicates=row.duplicates,
+            redeliveries=row.redeliveries,
+            conflicts=row.conflicts,
+            last_error=row.last_error,
+            created_at=row.created_at,
+            received_at=row.received_at,
+            due_at=row.next_attempt_at,
+            correlation_id=row.correlation_id,
+            causation_id=row.causation_id,
+        )
+        for row in InboxMessage.objects.using(using).order_by("pk")
+    ]
+
+
+def _found(messages: Sequence[ReceivedMessage], what: What, expected: Mapping[str, Any]) -> list[ReceivedMessage]:
+    require_known(ReceivedMessage, expected)
+    is_meant = _is_meant(what)
+    return matching([message for message in messages if is_meant(message)], expected)
+
+
+def _is_meant(what: What) -> Callable[[ReceivedMessage], bool]:
+    if what is None:
+        return lambda message: True
+    if isinstance(what, str):
+        return lambda message: message.topic == what
+    name = registered(what).name
+    return lambda message: message.handler == name
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count or 'No'} {what} was" if count in {0, 1} else f"{count} {what}s were"
+
+
+def _described(what: What, expected: Mapping[str, Any]) -> str:
+    where = ""
+    if what is not None:
+        where = f" on the topic {what!r}" if isinstance(what, str) else f" by {registered(what).name}"
+    return where + with_values(expected)
+
+
+def _listed(messages: Sequence[ReceivedMessage], what: What, expected: Mapping[str, Any]) -> str:
+    return listed(messages, _line, expected, place="inbox", is_meant=_is_meant(what))
+
+
+def _line(message: ReceivedMessage) -> str:
+    values = {
+        "biz_id": "" if message.biz_id == message.id else message.biz_id,
+        "key": message.key,
+        "headers": message.headers,
+        "duplicates": message.duplicates,
+        "last_error": message.last_error,
+    }
+    return f"{line_of([message.handler, message.topic, message.state], values)} payload={short(message.payload)}"

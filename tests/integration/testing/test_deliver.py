@@ -1,0 +1,273 @@
+"""Deliveries on demand: the first one, duplicates, redeliveries, and what is stored and run later."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from decimal import Decimal
+
+import pytest
+from django.db import transaction
+from django.test import TestCase, TransactionTestCase
+
+from inbox import Reject, RetryLater, idempotent_handler
+from inbox.handlers.registry import registry
+from inbox.testing import assert_handled, deliver, make_message
+from inbox.testing.observing import HandlerFailed
+from outbox import publish
+from tests.support.apps.effects.models import Effect
+
+TOPIC = "tests.deliver"
+
+pytestmark = pytest.mark.every_database
+
+
+def a_message(name="a", **attributes):
+    return make_message(attributes.pop("topic", TOPIC), {"name": name}, **attributes)
+
+
+def the_effect(message):
+    Effect.objects.create(name=message.payload["name"])
+
+
+def effects():
+    return list(Effect.objects.order_by("pk").values_list("name", flat=True))
+
+
+class WhatEveryTestCaseCanDo:
+    def test_duplicate_has_no_effect(self):
+        idempotent_handler(TOPIC, name=TOPIC)(the_effect)
+        self.addCleanup(registry.remove, TOPIC)
+
+        deliver(a_message(), times=2)
+
+        assert effects() == ["a"]
+        assert_handled(TOPIC, duplicates=1)
+
+
+class TestInATestCase(WhatEveryTestCaseCanDo, TestCase):
+    pass
+
+
+class TestInATransactionTestCase(WhatEveryTestCaseCanDo, TransactionTestCase):
+    pass
+
+
+@pytest.mark.usefixtures("transaction_of_the_test")
+class TestDeliver:
+    def test_every_handler_of_the_topic_gets_its_own_copy(self, handles, deliver, assert_handled):
+        def change(message):
+            message.payload["name"] += "!"
+            the_effect(message)
+
+        handles(change, topic=TOPIC)
+        handles(change, topic=TOPIC)
+        handles(the_effect, topic="tests.other")
+
+        deliver(a_message())
+
+        assert effects() == ["a!", "a!"]
+        assert_handled(TOPIC, count=2, payload={"name": "a"})
+
+    def test_message_arrives_as_it_was_made(self, handles, deliver):
+        arrived = []
+        handles(arrived.append, topic=TOPIC)
+        message = make_message(
+            TOPIC, {"total": Decimal("9.90"), "n": 10**20}, key="k", headers={"tenant": "acme"}, causation_id="c"
+        )
+
+        deliver(message)
+
+        assert arrived == [message]
+
+    def test_business_that_repeats_itself_is_a_duplicate(self, handles, deliver, assert_duplicate):
+        handles(the_effect, topic=TOPIC)
+        deliver(a_message(biz_id="order-1"))
+        deliver(a_message(biz_id="order-1"))
+
+        assert effects() == ["a"]
+        assert_duplicate(TOPIC, biz_id="order-1")
+
+    def test_other_content_under_the_same_biz_id_is_a_conflict(self, handles, deliver, assert_duplicate):
+        handles(the_effect, topic=TOPIC)
+        deliver(a_message("a", biz_id="order-1"))
+        deliver(a_message("b", biz_id="order-1"))
+
+        assert assert_duplicate(TOPIC).conflicts == 1
+        assert effects() == ["a"]
+
+    def test_error_of_the_handler_reaches_the_test_and_leaves_no_effect(self, handles, deliver):
+        def fail(message):
+            the_effect(message)
+            raise ValueError("no")
+
+        handles(fail, topic=TOPIC)
+
+        with pytest.raises(ValueError, match="no") as raised:
+            deliver(a_message())
+
+        assert raised.traceback[-1].name == "fail"
+        assert effects() == []
+
+    def test_error_of_one_handler_keeps_no_other_from_running(self, handles, deliver, assert_handled):
+        def fail(message):
+            raise ValueError("no")
+
+        handles(fail, topic=TOPIC)
+        other = handles(the_effect, topic=TOPIC)
+
+        deliver(a_message(), raise_errors=False)
+
+        assert_handled(TOPIC, handler=other.name)
+        assert effects() == ["a"]
+
+    def test_handler_that_breaks_its_transaction_fails_although_it_raises_nothing(self, handles, deliver, dead):
+        def end(message):
+            transaction.set_rollback(True)
+
+        handles(end, topic=TOPIC)
+
+        with pytest.raises(HandlerFailed, match="TransactionBroken"):
+            deliver(a_message())
+
+    def test_rejected_message_is_dead_and_reaches_the_test(self, handles, deliver, dead):
+        def refuse(message):
+            raise Reject("no such order")
+
+        handles(refuse, topic=TOPIC)
+
+        with pytest.raises(Reject, match="no such order"):
+            deliver(a_message())
+
+        (letter,) = dead(TOPIC)
+        assert "no such order" in letter.last_error
+
+    def test_message_that_is_too_old_is_refused(self, handles, deliver, dead):
+        handles(the_effect, topic=TOPIC)
+        message = a_message()
+
+        with pytest.raises(HandlerFailed, match="past the deduplication window"):
+            deliver(make_message(TOPIC, {}, created_at=message.created_at - timedelta(days=40)))
+
+        assert len(dead()) == 1
+
+    def test_load_is_given_to_a_batch_handler_together(self, handles, deliver, assert_handled):
+        loads = []
+        handles(lambda messages: loads.append([message.payload["name"] for message in messages]), topic=TOPIC, size=2)
+
+        deliver(a_message("a"), a_message("b"), a_message("c"))
+
+        assert loads == [["a", "b"], ["c"]]
+        assert_handled(TOPIC, count=3)
+
+    @pytest.mark.parametrize("options", [{"ordered": True}, {"group_commit": 5}, {"rate_limit": "1/h"}, {"mode": "lease"}])
+    def test_handlers_of_each_kind_run(self, handles, deliver, options):
+        handles(the_effect, topic=TOPIC, **options)
+
+        deliver(*(a_message(name, key="k") for name in "abc"))
+
+        assert effects() == ["a", "b", "c"]
+
+    def test_topic_without_a_handler_is_refused(self, handles, deliver):
+        handles(the_effect, topic=TOPIC)
+
+        with pytest.raises(LookupError, match=r"No handler takes the topic 'tests\.nobody'.*'tests\.deliver'"):
+            deliver(make_message("tests.nobody", {}))
+
+    def test_attempt_of_a_message_is_refused(self, handles, deliver):
+        handles(the_effect, topic=TOPIC)
+
+        with pytest.raises(ValueError, match=r"attempt=3, and the inbox counts attempts itself\. Call run_handler"):
+            deliver(a_message(attempt=3))
+
+    @pytest.mark.parametrize("nothing", [{"times": 0}, {}])
+    def test_nothing_to_deliver_is_refused(self, deliver, nothing):
+        with pytest.raises(ValueError, match=r"deliver\(\) has nothing to deliver"):
+            deliver(*([a_message()] if nothing else []), **nothing)
+
+    def test_call_inside_atomic_is_refused(self, handles, deliver, drain):
+        handles(the_effect, topic=TOPIC)
+
+        with transaction.atomic():
+            with pytest.raises(RuntimeError, match="call it after that block"):
+                deliver(a_message())
+            with pytest.raises(RuntimeError, match="call it after that block"):
+                drain()
+
+
+@pytest.mark.usefixtures("transaction_of_the_test")
+class TestRedeliver:
+    def test_what_has_been_handled_is_a_duplicate(self, handles, deliver, redeliver, assert_duplicate):
+        handles(the_effect, topic=TOPIC)
+        message = a_message()
+        deliver(message)
+
+        redeliver(message)
+
+        assert effects() == ["a"]
+        assert assert_duplicate(TOPIC).redeliveries == 1
+
+    def test_what_has_not_been_handled_is(self, handles, redeliver, assert_handled):
+        handles(the_effect, topic=TOPIC, biz_id="name")
+
+        redeliver(a_message())
+
+        assert effects() == ["a"]
+        assert_handled(TOPIC, attempts=1)
+
+
+@pytest.mark.usefixtures("transaction_of_the_test")
+class TestDrain:
+    def test_retry_runs_when_it_is_due_and_not_before(self, handles, deliver, drain, travel):
+        attempts = []
+
+        def fail_first(message):
+            attempts.append(message.attempt)
+            if message.attempt == 1:
+                raise ValueError("no")
+
+        handles(fail_first, topic=TOPIC)
+        deliver(a_message(), raise_errors=False)
+        assert drain() == 0
+
+        travel(timedelta(minutes=1))
+
+        assert drain() == 1
+        assert attempts == [1, 2]
+
+    def test_error_of_a_retry_reaches_the_test(self, handles, deliver, drain, travel, settings, dead):
+        settings.INBOX = {"MAX_ATTEMPTS": 2}
+
+        def fail(message):
+            raise ValueError(f"attempt {message.attempt}")
+
+        handles(fail, topic=TOPIC)
+        deliver(a_message(), raise_errors=False)
+        travel(timedelta(minutes=1))
+
+        with pytest.raises(ValueError, match="attempt 2"):
+            drain()
+
+        assert len(dead(TOPIC, attempts=2)) == 1
+        assert drain() == 0
+
+    def test_message_that_is_deferred_is_no_failure(self, handles, deliver, drain, travel):
+        def later(message):
+            raise RetryLater(timedelta(minutes=5))
+
+        handles(later, topic=TOPIC)
+        deliver(a_message())
+        travel(timedelta(minutes=5))
+
+        assert drain() == 1
+
+    def test_what_handlers_publish_stays_in_the_outbox(self, handles, deliver, assert_published, run_relay):
+        handles(lambda message: publish("tests.second", message.payload), topic=TOPIC)
+        handles(the_effect, topic="tests.second")
+        message = a_message()
+
+        deliver(message)
+        assert assert_published("tests.second", state="ready").causation_id == message.id
+        assert effects() == []
+
+        run_relay()
+        assert effects() == ["a"]

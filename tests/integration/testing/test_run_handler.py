@@ -1,0 +1,208 @@
+"""Handlers called directly, with messages made for them, in the transaction that the inbox gives them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import date, timedelta
+from decimal import Decimal
+
+import pytest
+from django.db import DatabaseError, connection, transaction
+
+from inbox import Reject, batch_handler, idempotent_handler, leased_handler
+from inbox.errors import TransactionBroken, TransactionControl
+from inbox.handlers.registry import registry
+from inbox.models import InboxMessage
+from inbox.testing import make_message, run_handler
+from outbox import publish
+from outbox.testing import assert_nothing_published, assert_published
+from tests.support.apps.effects.models import Effect, Unique
+
+TOPIC = "tests.run_handler"
+
+pytestmark = pytest.mark.every_database
+
+
+@pytest.fixture
+def handler():
+    """Decorates a function as a handler of this test's topic."""
+    names = []
+
+    def decorate(function, *, by=idempotent_handler, **options):
+        names.append(f"{TOPIC}.{len(names)}")
+        return by(TOPIC, name=names[-1], **options)(function)
+
+    yield decorate
+    for name in names:
+        registry.remove(name)
+
+
+def a_message(payload=None, **attributes):
+    return make_message(TOPIC, {} if payload is None else payload, **attributes)
+
+
+class TestMakeMessage:
+    def test_payload_is_what_comes_out_of_json(self):
+        message = a_message({"total": Decimal("9.90"), "day": date(2026, 1, 2), "pair": (1, 2)})
+
+        assert message.payload == {"total": "9.90", "day": "2026-01-02", "pair": [1, 2]}
+
+    def test_what_is_not_given_is_what_a_first_delivery_has(self):
+        message = a_message()
+
+        assert message.biz_id == message.correlation_id == message.id
+        assert (message.attempt, message.redelivered, message.headers, message.key) == (1, False, {}, "")
+        assert message.created_at is not None
+
+    def test_later_attempt_is_redelivered(self):
+        message = a_message(biz_id="order-1", attempt=3, headers={"tenant": "acme"})
+
+        assert (message.biz_id, message.attempt, message.redelivered) == ("order-1", 3, True)
+        assert message.headers == {"tenant": "acme"}
+
+
+@pytest.mark.django_db
+class TestRunHandler:
+    def test_handler_may_publish_and_is_the_cause_of_that(self, handler):
+        function = handler(lambda message: publish("tests.called", message.payload))
+        message = a_message({"order": "1"})
+
+        run_handler(function, message)
+
+        said = assert_published("tests.called", payload__order="1")
+        assert (said.causation_id, said.correlation_id) == (message.id, message.correlation_id)
+
+    def test_failure_reaches_the_test_and_leaves_no_effect(self, handler):
+        def refuse(message):
+            Effect.objects.create(name="half")
+            publish("tests.called", {})
+            raise Reject("no such order")
+
+        with pytest.raises(Reject, match="no such order"):
+            run_handler(handler(refuse), a_message())
+
+        assert not Effect.objects.exists()
+        assert_nothing_published()
+
+    def test_nothing_is_stored_so_the_same_message_may_come_again(self, handler):
+        function = handler(lambda message: message.attempt)
+        message = a_message(attempt=2)
+
+        assert [run_handler(function, message), run_handler(function, message)] == [2, 2]
+        assert not InboxMessage.objects.exists()
+
+    def test_payload_is_enough_for_a_message(self, handler):
+        function = handler(lambda message: (message.topic, message.payload, message.biz_id, message.attempt))
+
+        assert run_handler(function, {"total": Decimal("9.90")}, biz_id="order-1", attempt=2) == (
+            TOPIC,
+            {"total": "9.90"},
+            "order-1",
+            2,
+        )
+
+    def test_handler_may_be_given_by_its_name(self, handler):
+        handler(lambda message: message.payload)
+
+        assert run_handler(f"{TOPIC}.0", 17) == 17
+
+    def test_attributes_of_a_message_that_has_its_own_are_refused(self, handler):
+        with pytest.raises(TypeError, match=r"biz_id: the message has its own\. Pass them to make_message"):
+            run_handler(handler(lambda message: None), a_message(), biz_id="order-1")
+
+    def test_function_of_two_topics_needs_a_message_that_says_which(self, handler):
+        function = handler(lambda message: message.topic)
+        idempotent_handler("tests.second", name="tests.second")(function)
+        try:
+            with pytest.raises(ValueError, match="say which, by make_message"):
+                run_handler(function, {})
+            assert run_handler(function, make_message("tests.second", {})) == "tests.second"
+        finally:
+            registry.remove("tests.second")
+
+    def test_payload_that_is_not_json_is_refused(self, handler):
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            run_handler(handler(lambda message: None), {"when": object()})
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            run_handler(handler(lambda message: None), float("nan"))
+
+    def test_message_has_the_biz_id_that_the_handler_names(self, handler):
+        function = handler(lambda message: message.biz_id, biz_id="order")
+
+        assert run_handler(function, a_message({"order": 17})) == "17"
+
+    def test_batch_handler_gets_a_list(self, handler):
+        function = handler(lambda messages: [message.payload for message in messages], by=batch_handler, size=10)
+
+        assert run_handler(function, a_message(1), a_message(2)) == [1, 2]
+
+    def test_one_message_is_not_two(self, handler):
+        with pytest.raises(ValueError, match="takes one message at a time, and 2 were given"):
+            run_handler(handler(lambda message: None), a_message(), a_message())
+
+    def test_async_handler_is_run_to_its_end(self, handler):
+        async def ship(message):
+            await Effect.objects.acreate(name=message.payload["name"])
+
+        run_handler(handler(ship, timeout=timedelta(seconds=30)), a_message({"name": "a"}))
+
+        assert Effect.objects.get().name == "a"
+
+    def test_leased_handler_has_no_transaction_and_takes_its_steps_once(self, handler):
+        taken = []
+
+        def charge(message):
+            assert not any(not getattr(block, "_from_testcase", False) for block in connection.atomic_blocks)
+            for _ in range(2):
+                charged = message.step("charge", lambda: taken.append(message.id) or {"total": Decimal(1)})
+            return charged
+
+        assert run_handler(handler(charge, by=leased_handler), a_message()) == {"total": "1"}
+        assert len(taken) == 1
+
+    def test_handler_that_ends_the_transaction_fails_as_in_production(self, handler):
+        def commit(message):
+            Effect.objects.create(name="half")
+            with connection.cursor() as cursor:
+                cursor.execute("COMMIT")
+
+        with pytest.raises(TransactionControl, match="leave commit and rollback to the inbox"):
+            run_handler(handler(commit), a_message())
+
+        assert not Effect.objects.exists()
+
+    def test_no_message_is_refused(self, handler):
+        with pytest.raises(ValueError, match="needs a message"):
+            run_handler(handler(lambda message: None))
+
+    def test_function_that_is_no_handler_of_the_topic_is_refused(self, handler):
+        function = handler(lambda message: None)
+
+        with pytest.raises(LookupError, match=r"takes 'tests\.run_handler', and the message is of the topic 'tests\.other'"):
+            run_handler(function, make_message("tests.other", {}))
+        with pytest.raises(LookupError, match="is no handler"):
+            run_handler(lambda message: None, a_message())
+
+    def test_it_may_be_called_inside_a_transaction(self, handler):
+        with transaction.atomic():
+            run_handler(handler(lambda message: publish("tests.called", {})), a_message())
+
+        assert_published("tests.called")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_swallowed_database_error_fails_as_in_production(handler):
+    Unique.objects.create(name="taken")
+
+    def swallow(message):
+        Effect.objects.create(name="half")
+        with suppress(DatabaseError):
+            Unique.objects.create(name="taken")
+        if connection.vendor == "sqlite":  # which goes on after an error, so it is marked as Django marks a failed block
+            transaction.set_rollback(True)
+
+    with pytest.raises(TransactionBroken, match="can no longer commit"):
+        run_handler(handler(swallow), a_message())
+
+    assert not Effect.objects.exists()
+    assert not InboxMessage.objects.exists()
