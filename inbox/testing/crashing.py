@@ -72,7 +72,7 @@ def assert_effect_once(
     Raises:
         AssertionError: at some step the effect was lost, or happened more than once; its message lists all steps.
         LookupError: this is not a handler of the topic of the message.
-        RuntimeError: the test is in a transaction, its database is in memory, the lease is kept in Redis, or this platform
+        RuntimeError: the test is in a transaction, its database is in memory, its lease is in Redis, or this platform
             cannot fork; or it is not in a test.
         ValueError: two of the messages have the same biz-id.
         Exception: what the handler raises without being killed.
@@ -132,7 +132,7 @@ def _refuse_unfit(handler: Handler) -> None:
         )
     if handler.lease and inbox_options().LEASE_STORE != IN_THE_DATABASE:
         raise RuntimeError(
-            f"The lease of {handler.name} is kept in Redis, where a killed process has it until it ends. Test it with "
+            f"The lease of {handler.name} is in Redis, where a killed process has it until it ends. Test it with "
             f"INBOX['LEASE_STORE'] = {IN_THE_DATABASE!r}."
         )
 

@@ -61,7 +61,7 @@ def several(messages):
 
 
 def a_handler(handles, kind):
-    return handles(several if "batch" in KINDS[kind] else the_effect, **KINDS[kind])
+    return handles(several if "size" in KINDS[kind] else the_effect, **KINDS[kind])
 
 
 def an_order():

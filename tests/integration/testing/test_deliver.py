@@ -9,7 +9,7 @@ import pytest
 from django.db import transaction
 from django.test import TestCase, TransactionTestCase
 
-from inbox import Reject, RetryLater, idempotent_handler
+from inbox import Lease, Reject, RetryLater, idempotent_handler
 from inbox.handlers.registry import registry
 from inbox.testing import assert_handled, deliver, make_message
 from inbox.testing.observing import HandlerFailed
@@ -159,7 +159,7 @@ class TestDeliver:
         assert loads == [["a", "b"], ["c"]]
         assert_handled(TOPIC, count=3)
 
-    @pytest.mark.parametrize("options", [{"ordered": True}, {"group_commit": 5}, {"rate_limit": "1/h"}, {"mode": "lease"}])
+    @pytest.mark.parametrize("options", [{"ordered": True}, {"group_commit": 5}, {"rate_limit": "1/h"}, {"lease": Lease()}])
     def test_handlers_of_each_kind_run(self, handles, deliver, options):
         handles(the_effect, topic=TOPIC, **options)
 

@@ -81,11 +81,11 @@ class TestAnEffectInTheTransaction:
         assert len(processes) > 1
 
     @pytest.mark.parametrize(
-        "options", [{"ordered": True}, {"batch": 5}, {"group_commit": 5}, {"biz_id": lambda message: message.id}]
+        "options", [{"ordered": True}, {"size": 5}, {"group_commit": 5}, {"biz_id": lambda message: message.id}]
     )
     def test_effect_happens_once_for_each_kind_of_handler(self, handles, options):
         def one_effect(given):
-            for message in given if options.get("batch") else [given]:
+            for message in given if options.get("size") else [given]:
                 the_effect(message)
 
         handles(one_effect, topic=TOPIC, **options)
@@ -249,7 +249,7 @@ def test_lease_in_redis_is_refused(handles, settings):
     settings.INBOX = {"LEASE_STORE": "redis://nobody.invalid"}
     handles(the_effect, topic=TOPIC, lease=Lease())
 
-    with pytest.raises(RuntimeError, match="is kept in Redis"):
+    with pytest.raises(RuntimeError, match="is in Redis"):
         assert_effect_once(the_effect, a_message(), effect=count)
 
 
