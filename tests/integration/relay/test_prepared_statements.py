@@ -23,7 +23,7 @@ from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"])]
 
-OURS = {"inbox_begin", "inbox_finish"}
+OURS = {"inbox_begin", "inbox_read"}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_statements_are_prepared_with_the_first_message_and_reused(handles):
 
 def test_statements_are_prepared_again_after_a_number_of_runs(handles, monkeypatch):
     """A plan made while the table was empty reads all of it."""
-    for statement in (arrivals._BEGIN, sentinel._FINISH):
+    for statement in (arrivals._BEGIN, sentinel._READ):
         monkeypatch.setattr(statement, "_most_runs", 7)
     handler = handles(the_effect)
     for _ in range(16):
@@ -110,7 +110,7 @@ def test_duplicate_is_found_with_and_without_prepared_statements(handles):
     assert effects() == 1
 
 
-@pytest.mark.parametrize("clean", ["DISCARD ALL", "DEALLOCATE ALL", "DEALLOCATE inbox_begin", "DEALLOCATE inbox_finish"])
+@pytest.mark.parametrize("clean", ["DISCARD ALL", "DEALLOCATE ALL", "DEALLOCATE inbox_begin", "DEALLOCATE inbox_read"])
 def test_statements_dropped_between_two_messages_are_prepared_again(handles, clean):
     calls = []
     handler = handles(lambda message: (calls.append(message), the_effect(message)))
