@@ -103,7 +103,7 @@ class InboxMessage(models.Model):
                 condition=Q(state__in=["received", "retrying", "running"]),
             ),
             models.Index(
-                # Without handler: else the planner would seek the head of a key among all open messages of the handler.
+                # Without the handler, or the planner would seek the head of a key among all open messages of its handler.
                 fields=["state"],
                 name="inbox_open",
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),

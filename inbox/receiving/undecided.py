@@ -39,7 +39,7 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _GLANCE = timedelta(milliseconds=10)
-"""How long the runner waits to learn whether a message is being handled elsewhere."""
+"""How long the runner waits to find out whether another process is handling a message."""
 _ENDS_ITS_PROCESS = "Reading its body has ended the process {attempts} times, so it is not read again."
 _one_reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 """By database. A delivery that is read concurrently with one that ends the process would be counted and refused with it."""

@@ -228,7 +228,7 @@ def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta(
 
 
 def age(alias: str, row: int) -> timedelta:
-    """How long ago a message arrived, by the database's clock; zero if it has no row any more."""
+    """How long ago a message arrived, by the database's clock; zero if it no longer has a row."""
     instants = InboxMessage.objects.using(alias).filter(pk=row).values_list("received_at", DatabaseTime())
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 

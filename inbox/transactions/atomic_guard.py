@@ -18,7 +18,7 @@ from inbox.errors import TransactionBroken
 
 @contextmanager
 def none_left_open() -> Iterator[None]:
-    """Restore the current number of open blocks on every connection of this thread.
+    """At exit, restore the number of open blocks on every connection of this thread.
 
     Raises:
         TransactionBroken: the handler returned with an open block. Its writes are rolled back, here or by the caller.

@@ -138,7 +138,7 @@ class _Session:
 
 
 def _may_be_of_its_session(error: BaseException) -> bool:
-    """Did a statement fail not because of its values? A setting of an earlier handler may be the cause."""
+    """Did a statement fail for a reason other than its values? A setting of an earlier handler may be one."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, DatabaseError | InterfaceError):
