@@ -1,8 +1,8 @@
-"""`local://`: no broker at all, for this service's own handlers.
+"""`local://`: no broker, only this service's own handlers.
 
 The relay's pass *hands over* instead of sending: in its own transaction it stores one inbox row per subscribed handler and
-marks the message published. One database transaction, no network, no slow code inside. The runner executes the rows, each in
-a transaction of its own. Durable and exactly once, on SQLite too.
+marks the message published. This is one database transaction, without network or slow code. The runner executes the rows,
+each in its own transaction. Messages are durable and effects happen exactly once, on SQLite too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LocalTransport:
         return self._runner, RunnerHeartbeats(self._runner)
 
     def _send_together(self, messages: Sequence[OutgoingMessage]) -> dict[int, Verdict] | None:
-        """Hand all of them over, with one statement for each handler; None when one of them must be found and left out."""
+        """Hand over all of them, with one statement for each handler; None if one of them must be found and left out."""
         try:
             with transaction.atomic(using=self._alias):
                 return self._hand_over(messages)
@@ -102,7 +102,7 @@ class LocalTransport:
         return verdicts
 
     def _elsewhere(self, handlers: Sequence[Handler]) -> Sequence[Handler]:
-        """The handlers that cannot get it, because they write to another database."""
+        """The handlers that write to another database and so cannot get it."""
         return [handler for handler in handlers if handler.using != self._alias]
 
     def _why_refused(self, message: OutgoingMessage) -> Verdict | None:

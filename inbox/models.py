@@ -1,4 +1,4 @@
-"""The inbox table: one row per message and handler, unique on what the business calls the fact."""
+"""The inbox table: one row per message and handler, unique on handler, topic and biz-id."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outbox.kernel.text import NAME_LENGTH
 
 
 class State(models.TextChoices):
-    """Where a message is in one handler. Every transition is one guarded statement in `inbox.store`."""
+    """The state of a message in one handler. Every transition is one guarded statement in `inbox.store`."""
 
     RECEIVED = "received"
     RETRYING = "retrying"
@@ -23,14 +23,14 @@ class State(models.TextChoices):
 
 
 DUE = (State.RECEIVED, State.RETRYING, State.RUNNING)
-"""States from which a message is run when its next attempt is due: of a running one, when its lease has ended."""
+"""States from which a message is run when its next attempt is due; a running one, when its lease has ended."""
 
 SETTLED = (State.DONE, State.SKIPPED, State.SHED)
-"""States in which nothing more will happen and nobody is waited for; these rows may be purged."""
+"""Final states: no attempt and no decision is pending, so these rows may be purged."""
 
 
 class InboxMessage(models.Model):
-    """That one handler has seen one message, and what became of it."""
+    """One message in one handler, and its outcome."""
 
     id = models.BigAutoField(primary_key=True)
     handler = models.CharField(max_length=NAME_LENGTH)
@@ -41,14 +41,14 @@ class InboxMessage(models.Model):
     # It has a place in the order of its key: its id, or `place`.
     ordered = models.BooleanField(default=False, db_default=False)
     # The dead message whose payload an operator has corrected here, and its place in the order of its key. It may be purged
-    # before this one, so the reference has no constraint; an index of all rows would cost every message an entry.
+    # before this one, so the reference has no constraint. A full index would cost an entry for every message.
     replaces = models.ForeignKey(
         "self", null=True, on_delete=models.DO_NOTHING, db_constraint=False, db_index=False, related_name="replacements"
     )
     place = models.BigIntegerField(null=True)
     state = models.CharField(max_length=12, choices=State)
     attempts = models.PositiveIntegerField(default=0, db_default=0)
-    # The fencing token: one more for every lease of this message, so that the owner of an expired one settles nothing.
+    # The fencing token: every lease of this message increments it, so the owner of an expired lease settles nothing.
     fence = models.PositiveBigIntegerField(default=0, db_default=0)
     content_type = models.CharField(max_length=NAME_LENGTH)
     body = models.BinaryField()
@@ -58,14 +58,14 @@ class InboxMessage(models.Model):
     correlation_id = models.CharField(max_length=NAME_LENGTH, default="")
     causation_id = models.CharField(max_length=NAME_LENGTH, default="")
     traceparent = models.CharField(max_length=NAME_LENGTH, default="")
-    # Deliveries that came after the first. Of these: delivered again by the broker, sent again by a relay, sent again on
-    # purpose by an operator; the rest is the business repeating itself. And how many said something else.
+    # Deliveries after the first. Of these: redelivered by the broker, resent by a relay, replayed by an operator; the
+    # remainder was published again under the same biz-id. And how many had other content.
     duplicates = models.PositiveIntegerField(default=0, db_default=0)
     redeliveries = models.PositiveIntegerField(default=0, db_default=0)
     resends = models.PositiveIntegerField(default=0, db_default=0)
     replays = models.PositiveIntegerField(default=0, db_default=0)
     conflicts = models.PositiveIntegerField(default=0, db_default=0)
-    # The latest of those that said something else, so that people can compare.
+    # The latest one with other content, so that people can compare.
     conflicting_id = models.CharField("conflicting message id", max_length=NAME_LENGTH, default="", db_default="")
     conflicting_body = models.BinaryField(null=True)
     conflicting_at = models.DateTimeField(null=True)
@@ -73,12 +73,12 @@ class InboxMessage(models.Model):
     quarantined = models.BooleanField(default=False, db_default=False)
     last_error = models.TextField(default="", db_default="")
     traceback = models.TextField(default="", db_default="")
-    # What the handler returned, where somebody may ask for it again (Celery).
+    # The handler's return value, if it may be asked for again (Celery).
     result = models.JSONField(null=True)
     created_at = models.DateTimeField(null=True)
     received_at = models.DateTimeField()
-    # NULL while a transaction is running the message, which nobody else ever sees, while it waits behind another of its key,
-    # and in settled states. While it runs under a lease: when the lease ends.
+    # NULL while a transaction is running the message (others never see that), while it waits behind another of its key, and
+    # in settled states. While it runs under a lease: when the lease ends.
     next_attempt_at = models.DateTimeField(null=True)
     settled_at = models.DateTimeField(null=True)
 
@@ -97,19 +97,19 @@ class InboxMessage(models.Model):
         )
         indexes = (
             models.Index(
-                # By handler first: whoever polls reads nothing of handlers that it may not run, see `store.due`.
+                # Handler first: a poll reads no entries of handlers that it may not run, see `store.due`.
                 fields=["handler", "next_attempt_at"],
                 name="inbox_due",
                 condition=Q(state__in=["received", "retrying", "running"]),
             ),
             models.Index(
-                # The handler is not to be searched by, or the head of a key would be sought among all of its open messages.
+                # Without the handler, or the planner would seek the head of a key among all open messages of its handler.
                 fields=["state"],
                 name="inbox_open",
                 condition=Q(state__in=["received", "retrying", "waiting", "running", "dead"]),
             ),
             models.Index(fields=["settled_at"], name="inbox_settled", condition=Q(state__in=["done", "skipped", "shed"])),
-            # What is rare among the settled, for people who look for it.
+            # The rare settled states, for people who search for them.
             models.Index(fields=["state", "id"], name="inbox_unhandled", condition=Q(state__in=["skipped", "shed"])),
             models.Index(fields=["id"], name="inbox_duplicates", condition=Q(duplicates__gt=0)),
             models.Index(fields=["message_id"], name="inbox_message_id"),
@@ -128,7 +128,7 @@ class InboxMessage(models.Model):
 
 
 class Step(models.Model):
-    """What a named step of a message returned, so that a retry does not take it again."""
+    """The result of a named step of a message, so that a retry does not run it again."""
 
     message = models.ForeignKey(InboxMessage, on_delete=models.CASCADE, related_name="steps")
     name = models.CharField(max_length=NAME_LENGTH)
@@ -146,7 +146,7 @@ class Step(models.Model):
 class TrailEntry(models.Model):
     """One transition of one message in one handler: written in the transaction of the transition, and never changed.
 
-    It outlives its message, so it is tied to it by its names alone.
+    It outlives its message, so it has no foreign key to it.
     """
 
     id = models.BigAutoField(primary_key=True)
@@ -186,7 +186,7 @@ class TokenBucket(models.Model):
 
 
 class LeaseMemory(models.Model):
-    """Since when a lease store outside this database remembers what it was told; it may lose its memory, we do not."""
+    """Since when a lease store outside this database has complete data; it may lose data, this database does not."""
 
     store = models.CharField(max_length=NAME_LENGTH, primary_key=True)
     incarnation = models.CharField(max_length=64)
@@ -200,9 +200,9 @@ class LeaseMemory(models.Model):
 
 
 class ConsumerHeartbeat(models.Model):
-    """One running process that runs handlers on this database, as it last said of itself.
+    """One running process that runs handlers on this database, as of its last heartbeat.
 
-    For people only: no promise depends on it.
+    For people only: no guarantee depends on it.
     """
 
     id = models.UUIDField(primary_key=True)

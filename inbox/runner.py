@@ -1,7 +1,7 @@
 """The runner: executes stored messages when they are due — retries, handed-over messages, the careful path.
 
-Each message is claimed in a commit of its own and run in a transaction of its own, so any number of runners may work side by
-side, in any number of processes.
+Each message is claimed in its own commit and run in its own transaction, so any number of runners may work concurrently, in
+any number of processes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _nobody() -> None:
 
 
 def _limited(handlers: Sequence[Handler]) -> list[tuple[Handler, Limiter]]:
-    """Those with a rate limit, with what keeps it."""
+    """The handlers with a rate limit, with their limiters."""
     return [(handler, limiter) for handler in handlers if (limiter := limiter_of(handler))]
 
 
 def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
-    """Those that have a stored message due now, in their order; one query for each database."""
+    """The handlers with a stored message due now, in their order; one query for each database."""
     by_alias: defaultdict[str, dict[str, Handler]] = defaultdict(dict)
     for handler in handlers:
         by_alias[handler.using][handler.name] = handler
@@ -63,23 +63,23 @@ def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
 
 
 def _after(served: str, handlers: Sequence[Handler]) -> list[Handler]:
-    """All of them, by name, beginning behind the one that is called `served`."""
+    """All of them, by name, starting after the one named `served`."""
     return sorted(handlers, key=lambda handler: (handler.name <= served, handler.name))
 
 
 def _stored_on(alias: str) -> str:
-    """The name of this work in the log, when it alone cannot be done."""
+    """The name of this work in the log, if only this work fails."""
     return f"stored messages on {alias!r}"
 
 
 class Runner:
-    """Runs what is due for the handlers of this process. A message of an unknown handler stays for a worker that knows it.
+    """Runs the due messages of this process's handlers. A message of an unknown handler stays for a worker that knows it.
 
-    Any number of threads may take turns. While nothing is due one of them looks, at growing distances; whoever finds
-    something rings for the next.
+    Any number of threads may take turns. While nothing is due, one of them polls at growing intervals; a thread that finds
+    a message wakes the next one.
 
     Args:
-        handlers: answers with the handlers of this process, again and again.
+        handlers: returns the handlers of this process; called repeatedly.
     """
 
     def __init__(
@@ -119,28 +119,28 @@ class Runner:
         logger.info("The runner has ended; it ran %d stored messages.", self.ran)
 
     def ring(self) -> None:
-        """Something has just been stored, or there is more: do not rest."""
+        """A message was just stored, or there are more: poll at once."""
         self._rest = _SHORTEST_REST_SECONDS
         self._look_now()
 
     def _look_now(self) -> None:
-        """At once, but when there is nothing, not again any sooner."""
+        """Poll at once, and keep the poll interval."""
         self._look_at = 0.0
         self.on_ring()
 
     def seconds_left(self, now: float) -> float:
-        """How long nobody needs to look whether something is due."""
+        """Seconds until the next poll."""
         return max(0.0, self._look_at - now)
 
     def turn(self) -> int:
-        """Run at most one message on each database; how many were run."""
+        """Run at most one message on each database, and its followers; how many were run."""
         with self._lock:
             self._look_at = monotonic() + self._rest
             self._rest = min(self._rest * 2, self._options.POLL_INTERVAL.total_seconds())
         return self._turn()
 
     def drain(self, stop: StopRequest) -> int:
-        """Work until nothing is due; how many messages were run. An error nobody foresaw ends it."""
+        """Work until nothing is due; how many messages were run. An unexpected error ends it."""
         self._stop = stop
         done = 0
         while not stop:
@@ -174,7 +174,7 @@ class Runner:
         ran = 0
         for alias in sorted({handler.using for handler in handlers}):
             claimed: tuple[Handler, InboxMessage] | None = None
-            # Nobody waits for one that is unavailable: this thread is wanted elsewhere.
+            # Do not wait for an unavailable database: this thread has other work.
             if not self._may_ask(alias):
                 continue
             try:
@@ -208,7 +208,7 @@ class Runner:
         return ran
 
     def _is_of_its_row(self, stored: InboxMessage, alias: str, error: DatabaseAway) -> bool:
-        """Can the database store, and does it only refuse this message's row? Then that is skipped for a while."""
+        """Can the database store, and does it refuse only this message's row? Then the row is skipped for a while."""
         if not (error.refused and self.outages.can_store(alias)):
             return False
         self._refused_of(alias).skip(stored.pk, error.__cause__ or error)
@@ -221,7 +221,7 @@ class Runner:
         return self._refused.setdefault(alias, RefusedMessages(alias))
 
     def _may_ask(self, alias: str) -> bool:
-        """False while it is paused. After an outage one thread finds out whether it has ended, however long it takes."""
+        """False while it is paused. In an outage, one thread checks whether it has ended, however long that takes."""
         with self._lock:
             if monotonic() < self._ask_at.get(alias, 0.0):
                 return False
@@ -230,7 +230,7 @@ class Runner:
             return True
 
     def _run(self, handler: Handler, stored: InboxMessage) -> int:
-        """Run it in the slot that its handler has for it."""
+        """Run it in the slot that was taken for it."""
         slots = slots_of(handler)
         if slots is None:
             return self._run_in_a_row(handler, stored)
@@ -241,7 +241,7 @@ class Runner:
             slots.leave()
 
     def _run_in_a_row(self, handler: Handler, stored: InboxMessage) -> int:
-        """Run it, and for a moment those that follow it in the order of its key: each spares a search and a commit."""
+        """Run it, and for a moment its followers in the order of its key: each saves a search and a commit."""
         ran, enough_at = 0, monotonic() + _IN_A_ROW_SECONDS
         while True:
             more = handler.rate_limit is None and monotonic() < enough_at and not self._stop
@@ -252,12 +252,12 @@ class Runner:
                 return ran
             stored = decided(partial(claims.claimed, handler.using, follower.row), handler.using)
             if self._stop:
-                # Whoever goes on working takes it at once, with all of its attempts.
+                # Another runner can take it at once, with all of its attempts.
                 decided(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
                 return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
-        """Claim for a handler whose `concurrency` is not reached. It has one slot more then."""
+        """Claim for a handler whose `concurrency` is not reached, and take one of its slots."""
         here = [handler for handler in handlers if handler.using == alias and self._take_slot(handler)]
         claimed: tuple[Handler, InboxMessage] | None = None
         try:
@@ -273,7 +273,7 @@ class Runner:
         return slots is None or slots.take_for_stored(self._look_now)
 
     def _claim_in_turn(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
-        """Handlers with a rate limit and those without take turns, so that neither keep the others waiting."""
+        """Handlers with a rate limit and those without take turns, so that neither group delays the other."""
         free = [handler for handler in handlers if handler.rate_limit is None]
         ways = [partial(self._claim_free, free, alias), partial(self._claim_limited, _limited(handlers), alias)]
         self._free_first ^= {alias}
@@ -281,14 +281,14 @@ class Runner:
         return first() or second()
 
     def _claim_free(self, free: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
-        """They take turns as well: the backlog of one handler delays no other."""
+        """These handlers take turns as well: the backlog of one delays no other."""
         claimed = claim_next(_after(self._served.get(alias, ""), free), alias, self._options, self._refused_of(alias))
         if claimed:
             self._served[alias] = claimed[0].name
         return claimed
 
     def _claim_limited(self, limited: Sequence[tuple[Handler, Limiter]], alias: str) -> tuple[Handler, InboxMessage] | None:
-        """Take a token first, but only when there is something to take it for: one that is not used in time is lost."""
+        """Take a token first, but only if a message is due: a token that is not used in time is lost."""
         limiters = {handler.name: limiter for handler, limiter in limited}
         ready = [handler for handler, limiter in limited if limiter.wait_seconds() <= _SHORTEST_REST_SECONDS]
         for handler in _due_among(random.sample(ready, len(ready))):
@@ -303,7 +303,7 @@ class Runner:
         return None
 
     def _rest_for_tokens(self) -> float | None:
-        """How long until what is due and waits for a rate limit may go on; None when nothing does."""
+        """Seconds until a due message that waits for a rate limit may run; None if there is none."""
         try:
             limiters = {handler.name: limiter for handler, limiter in _limited(self._handlers())}
             waiting = _due_among(handler for handler in self._handlers() if handler.name in limiters)

@@ -3,9 +3,9 @@
 A fresh delivery is handled at once, and its row and its effect commit together (`execute`, `together`). Every other delivery is
 stored first, many with one statement, and acknowledged after that commit; a runner handles it later:
 
-- a delivery to an *ordered* handler. Handlers cannot be called in the order of a broker's queue: what fails comes back behind
-  others, and two processes that share a queue run side by side. One consumer at a time stores the deliveries of a queue in
-  their order; from then on the order of a key is that of its rows (`store.ordering`).
+- a delivery to an *ordered* handler. Handlers cannot be called in the order of a broker's queue: a failed delivery returns
+  behind others, and two processes that share a queue run concurrently. One consumer at a time stores the deliveries of a queue
+  in their order; from then on the order of a key is that of its rows (`store.ordering`).
 - a delivery that the broker has made before, so that its attempt can be counted before it is handled.
 - a delivery that has waited too long for a worker, its batch or a token of its rate limit. RabbitMQ closes the channel of a
   consumer that leaves a delivery unacknowledged for longer than `consumer_timeout`.
@@ -36,25 +36,25 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _HAND_OVER_WAIT = timedelta(milliseconds=20)
-"""How long the relay, which has others to hand over, waits for a concurrent duplicate."""
+"""How long the relay waits for a concurrent duplicate, because other messages wait behind."""
 
 
 def admit(
     handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], options: InboxOptions, *, shed: str = ""
 ) -> list[Received]:
-    """Store deliveries of one handler in one transaction, in their order; what became of each.
+    """Store deliveries of one handler in one transaction, in their order; returns the outcome of each.
 
-    Of an ordered handler no other thread may admit deliveries of the same queue meanwhile, and after an error these same
+    For an ordered handler, no other thread may admit deliveries of the same queue meanwhile, and after an error the same
     deliveries must be admitted again before any later one of that queue.
 
     Args:
-        deliveries: each with what the broker says: has it delivered this very message before?
+        deliveries: each with whether the broker has delivered this message before.
         shed: why load shedding drops them; "" stores them to be handled.
 
     Raises:
-        DatabaseAway: the database does not answer, or, of an ordered handler, they could not be stored for whatever reason.
-            Nothing was decided.
-        django.db.Error: it refuses to store one delivery of a handler that is not ordered, even without its values.
+        DatabaseAway: the database does not answer, or the deliveries of an ordered handler could not be stored for any
+            reason. Nothing was decided.
+        django.db.Error: the database refuses to store one delivery of an unordered handler, even without its values.
     """
     incoming = [_incoming(handler, arrival, shed, redelivered=redelivered) for arrival, redelivered in deliveries]
     inserted = _in_one_order(handler, incoming)
@@ -76,13 +76,13 @@ def admit(
         return _singly(handler, deliveries, options, shed) if len(deliveries) > 1 else [Received.PUT_OFF]
     except DatabaseError as error:
         if len(deliveries) > 1:
-            # The values of one are to blame, and the others are not to wait for it.
+            # The values of one delivery cause the error; the others must not wait for it.
             return _singly(handler, deliveries, options, shed)
         return _without_values(handler, *deliveries[0], options, error)
     except Exception as error:
         if not handler.ordered:
             raise
-        # The cause must be mended first: no later delivery of the queue is stored before these.
+        # No later delivery of the queue may be stored before these.
         logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(incoming))
         raise DatabaseAway(f"its deliveries cannot be stored: {describe(error)}") from error
     became = [admitted(handler, arrival, one, shed) for (arrival, _), one in zip(deliveries, taken, strict=True)]
@@ -92,7 +92,7 @@ def admit(
 
 
 def hand_over(handler: Handler, *arrivals: Arrival) -> None:
-    """Store deliveries that have no broker, in their order, inside the caller's transaction, to be run by the runner.
+    """Store deliveries without a broker, in their order, inside the caller's transaction. The runner runs them.
 
     Raises:
         TwinBusy: another transaction is handling one of these messages; roll back and hand them over again.
@@ -113,7 +113,7 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
 def _in_one_order(handler: Handler, incoming: Sequence[Incoming]) -> Sequence[int]:
     """The indexes of `incoming` in the order to insert them in.
 
-    Two transactions that insert copies of the same messages must not wait for each other in a ring. Those of an ordered
+    Two transactions that insert copies of the same messages must not deadlock. The deliveries of an ordered
     handler are inserted as they came; one transaction at a time inserts those of a queue.
     """
     indexes = range(len(incoming))
@@ -138,7 +138,7 @@ def _singly(handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], option
 def _without_values(
     handler: Handler, arrival: Arrival, redelivered: bool, options: InboxOptions, error: DatabaseError
 ) -> list[Received]:
-    """Store a delivery whose values the database refuses as a dead letter, of which only the body is stored."""
+    """Store a delivery whose values the database refuses as a dead letter with its body only."""
     body_only = replace(arrival, row=undecoded(arrival.row), refused=unfit(error))
     if arrival.refused == body_only.refused:
         if handler.ordered:

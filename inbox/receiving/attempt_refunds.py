@@ -1,4 +1,4 @@
-"""What is owed to a database that became unavailable: attempts that were counted and could not be made are to be given back."""
+"""Attempt refunds: attempts that were counted but could not be made, because their database became unavailable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Debts:
-    """What many threads owe, by database."""
+    """The pending refunds of many threads, by database."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,10 +25,10 @@ class Debts:
                 self._owed[alias].append(away.owed)
 
     def settle(self, alias: str) -> None:
-        """Do what is owed to this database, and what is still owed another time.
+        """Make the pending refunds of this database.
 
         Raises:
-            DatabaseAway: it is still unavailable.
+            DatabaseAway: it is still unavailable, and the refunds stay pending.
         """
         while (debt := self._next(alias)) is not None:
             try:
@@ -36,7 +36,7 @@ class Debts:
             except DatabaseAway as away:
                 with self._lock:
                     self._owed[alias].appendleft(debt)
-                away.refused = False  # what comes next is not to blame
+                away.refused = False  # the next message is not the cause
                 raise
             except Exception:
                 logger.exception("An attempt on %r cannot be given back; its message is due again after a while.", alias)

@@ -1,8 +1,8 @@
-"""Messages that may have ended their process are run one at a time in each process.
+"""Crash quarantine: each process runs messages that may have ended their process one at a time.
 
-When an attempt was begun and has never ended, the message did that, or another one that was in hand at the same time. Begun
-together again they would end together again, until the innocent are as dead as the guilty one. So each is run while this
-process has no other such message in hand. What is in hand beside it loses an attempt, and is itself run like this next.
+If an attempt began and never ended, its message ended the process, or another one that ran at the same time did. Run together
+again, they would all run out of attempts. So each is run while this process runs no other such message. Any message that runs
+beside it when the process ends loses an attempt, and is itself quarantined next.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from inbox.models import InboxMessage, State
 
 
 def is_suspect(claimed: InboxMessage) -> bool:
-    """Has an attempt before the one that is claimed now never ended?"""
+    """Did an attempt before the claimed one never end?"""
     return claimed.attempts > 1 and claimed.state in {State.RECEIVED, State.RUNNING}
 
 
 class OneAtATime:
-    """Which thread of this process has a suspect in hand, if any has."""
+    """The thread of this process that runs a quarantined message, if any."""
 
     def __init__(self) -> None:
         self._free = threading.Lock()
         self._owner: int | None = None
 
     def take(self) -> bool:
-        """May this thread take one in hand? If so, no other may until it calls `leave`."""
+        """May this thread run one? If so, no other thread may until it calls `leave`."""
         self.leave()
         if not self._free.acquire(blocking=False):
             return False
@@ -33,7 +33,7 @@ class OneAtATime:
         return True
 
     def leave(self) -> None:
-        """This thread has none in hand, or not any more."""
+        """This thread runs none, or no longer."""
         if self._owner == threading.get_ident():
             self._owner = None
             self._free.release()

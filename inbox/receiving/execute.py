@@ -1,11 +1,11 @@
-"""One delivery, one handler, one transaction: the exactly-once half.
+"""One delivery, one handler, one transaction: the exactly-once path.
 
-*Fast path*, a fresh delivery: insert the inbox row, call the handler, hit the sentinel, commit; the caller acknowledges after
-that. *Careful path*, a delivery the broker has sent before: store it first, so that the attempt can be counted in a commit of
-its own before the handler runs; a message that kills its process then runs out of attempts. Failed messages are stored, too,
-and acknowledged: retries wait in the database, where people can see them.
+*Fast path*, for a fresh delivery: insert the inbox row, call the handler, execute the commit sentinel, commit; then the
+caller acknowledges. *Careful path*, for a delivery that the broker has made before: store it first, so that the attempt is
+counted in its own commit before the handler runs; a message that kills its process then runs out of attempts. Failed messages
+are also stored and acknowledged: retries wait in the database, where people can see them.
 
-Whatever happens, a delivery ends as one of `Received`; only PUT_OFF and UNSTORED are not acknowledged, and tried again.
+Every delivery ends as one of `Received`. Only PUT_OFF and UNSTORED are not acknowledged; they are tried again.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def receive(
     redelivered: bool,
     acknowledge: Callable[[], object] | None = None,
 ) -> Received:
-    """Take one delivery to its end.
+    """Process one delivery to its outcome.
 
     Args:
-        acknowledge: called when the delivery may be acknowledged before this returns: under a lease its row and its body are
-            committed before the handler is called, which may run for longer than the broker waits for an acknowledgement.
+        acknowledge: called if the delivery may be acknowledged before this returns: under a lease in the database, its row and
+            body are committed before the handler runs, possibly for longer than the broker waits for an acknowledgement.
 
     Raises:
         DatabaseAway: the database does not answer; nothing was decided.
@@ -93,10 +93,10 @@ def receive(
 def claim_next(
     handlers: Sequence[Handler], alias: str, options: InboxOptions, refused: RefusedMessages | None = None
 ) -> tuple[Handler, InboxMessage] | None:
-    """Claim one stored message that is due on `alias`, its attempt counted; None when there is none.
+    """Claim one stored message that is due on `alias` and count its attempt; None if there is none.
 
     Args:
-        refused: those whose rows the database refuses to change. They are left out, and another one is claimed.
+        refused: messages whose rows the database refuses to change; they are skipped, and another is claimed.
 
     Raises:
         DatabaseAway: the database does not answer.
@@ -128,7 +128,7 @@ def claim_next(
 
 
 def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None = None) -> Received:
-    """Run a stored message whose attempt has been claimed. When it is handled, `follower` has claimed who follows it.
+    """Run a stored message whose attempt has been claimed. If it is handled, `follower` has claimed the next message.
 
     Raises:
         DatabaseAway: the database does not answer.
@@ -165,8 +165,8 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
 
 
 def _refuse(handler: Handler, stored: InboxMessage, envelope: Envelope, why: str, options: InboxOptions) -> Received:
-    """A dead letter, because it cannot be read."""
-    # Of what was stored unread nobody has used the name in its headers, and what cannot be read has no claim to it.
+    """Make it a dead letter, because it cannot be read."""
+    # If it was stored unread, nothing has used the biz-id in its headers; an unreadable message must not occupy it.
     unread = stored.state == State.RECEIVED and stored.attempts == 1 and not stored.ordered and stored.replaces_id is None
     if unread and not stored.biz_id.startswith(UNIDENTIFIED):
         return decide(handler, stored, read(handler, envelope, options, refused=why)) or Received.DEAD
@@ -199,7 +199,7 @@ def _run_in_transaction(
         return message if ran else None
 
     try:
-        # A handler whose session is lost each time it runs is run again once, and then once for each attempt.
+        # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
         message = persistently(handler.using, run, reruns=attempt == 1)
     except DatabaseAway as away:
         away.owed = partial(claims.give_back, handler.using, stored.pk, attempt)
@@ -231,7 +231,7 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
         message = persistently(handler.using, run)
     except (DatabaseAway, TwinBusy):
         raise
-    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         return store_failure(handler, arrival.row, failure_of(handler, error, 1, options), options)
     return handled(handler, message) if message else duplicate(handler, arrival.row)

@@ -1,6 +1,6 @@
-"""Which messages this process is handling in open transactions, so that it knows a concurrent duplicate at once.
+"""Messages that this process is handling in open transactions, so that it detects a concurrent duplicate at once.
 
-Without it each duplicate would hold a worker while it waits in the database for the end of the first delivery. A message that
+Otherwise each duplicate would occupy a worker while it waits in the database for the end of the first delivery. A message that
 another process is handling is remembered for a short time after a delivery has waited for it in vain.
 """
 
@@ -17,7 +17,7 @@ from inbox.store.rows import NewRow
 from outbox.kernel.clock import monotonic
 
 _REMEMBERED = 5
-"""How many times as long as a worker has waited: so duplicates of one message make it wait for a sixth of its time at most."""
+"""A multiple of the wait, so that duplicates of one message make a worker wait for at most a sixth of its time."""
 
 _Name = tuple[str, str, str]
 
@@ -37,7 +37,7 @@ class InHand:
 
     @contextmanager
     def holding(self, rows: Iterable[NewRow]) -> Iterator[bool]:
-        """Handle these messages in the block; False when this process is handling one of them already."""
+        """Handle these messages in the block; False if this process is already handling one of them."""
         names = {_name(row) for row in rows}
         with self._lock:
             free = self._holders.keys().isdisjoint(names)
@@ -51,7 +51,7 @@ class InHand:
 
     @contextmanager
     def running(self, stored: InboxMessage) -> Iterator[None]:
-        """Handle a stored message in the block, which is claimed, and so is free whoever holds it."""
+        """Handle a claimed stored message in the block, even if another thread holds it."""
         name = (stored.handler, stored.topic, stored.biz_id)
         with self._lock:
             self._holders[name] += 1
@@ -65,13 +65,13 @@ class InHand:
         return _name(row) in self._holders
 
     def after(self, row: NewRow, callback: Callable[[], object]) -> None:
-        """Call `callback`, which must not raise, when this process has handled that message, if it is handling it."""
+        """If this process is handling that message, call `callback` at its end; `callback` must not raise."""
         with self._lock:
             if _name(row) in self._holders:
                 self._after[_name(row)].append(callback)
 
     def note_elsewhere(self, row: NewRow, waited: timedelta) -> None:
-        """Another process is handling it, and did not end in the time that was `waited`."""
+        """Record that another process is handling it and did not end within `waited`."""
         now = monotonic()
         with self._lock:
             self._elsewhere = {name: until for name, until in self._elsewhere.items() if until > now}

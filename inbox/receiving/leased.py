@@ -1,8 +1,8 @@
 """One message under a lease: acquire, run, settle.
 
-The handler runs outside any transaction, with its lease kept alive, and what became of it is written by a statement that the
-store refuses once the lease has ended. So a message has one owner at a time, its effect happens at least once, and an owner
-that overslept can not undo what its successor did.
+The handler runs outside any transaction, while its lease is extended. Its outcome is written by a statement that the store
+refuses once the lease has ended. So a message has one owner at a time, its effect happens at least once, and an owner whose
+lease has expired cannot overwrite its successor's outcome.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from outbox.kernel.retry import Pause
 logger = logging.getLogger(__name__)
 
 _AWAY_REST = timedelta(seconds=5)
-"""How long a stored message rests that found the store of leases away."""
+"""Backoff of a stored message while the lease store is unavailable."""
 _KEY_BUSY_REST = timedelta(seconds=0.5)
 _NEVER_ENDED = "Its attempts never ended: its process died, or the store of its lease became unavailable."
 
@@ -62,14 +62,14 @@ def receive(
     redelivered: bool,
     acknowledge: Callable[[], object] | None = None,
 ) -> Received:
-    """Take a delivery that may be run to its end.
+    """Process a delivery that may be run to its outcome.
 
-    It is acknowledged before it is run if its lease is in the database, because then its row and its body are, too. With Redis
+    It is acknowledged before the run if its lease is in the database, because its row and body are there, too. With Redis,
     the broker's copy is the only one until the run has ended.
 
     Raises:
-        DatabaseAway, LeaseStoreAway: the database or the store of leases does not answer; nothing was run.
-        TwinBusy: its row is being inserted by another.
+        DatabaseAway, LeaseStoreAway: the database or the lease store does not answer; nothing was run.
+        TwinBusy: another transaction is inserting its row.
     """
     row, envelope = arrival.row, arrival.envelope
     drop_unusable_connections()
@@ -105,7 +105,7 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     try:
         verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
     except (LeaseStoreAway, KeyBusy) as busy:
-        # Nobody's attempt, and no reason to let the messages of others wait.
+        # No attempt was made, and other messages must not wait.
         rest = _KEY_BUSY_REST
         if isinstance(busy, LeaseStoreAway):
             rest = _AWAY_REST
@@ -157,13 +157,13 @@ def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, 
     if failure is None:
         return handled(handler, message)
     if steps.in_doubt:
-        # Only now: the message is dead, so whoever runs it again has been told to by a person.
+        # Only now: the message is dead, so it runs again only if an operator decides so.
         _settle(lease, partial(store.forget, lease, steps.in_doubt))
     return announce(handler, row.message_id, row.biz_id, failure)
 
 
 def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, options: InboxOptions) -> Failure | None:
-    """Run the handler; why it failed, or None when it did not."""
+    """Run the handler; returns its failure, or None."""
     handler = lease.wanted.handler
     if lease.attempt > handler.retry.over(options.retry).max_attempts:
         return Failure(error=_NEVER_ENDED, retry_after=None, attempts=lease.attempt - 1)
@@ -173,20 +173,20 @@ def _attempt(lease: Lease, message: Message, steps: Steps, envelope: Envelope, o
     try:
         with changes, autocommit(handler.using):
             call(handler, message, envelope)
-    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         return failure_of(handler, steps.interrupted or error, lease.attempt, options, row=lease.pk)
     finally:
         changes.end_sessions()
-    # The handler may have caught it, and then the message must stop all the same.
+    # The handler may have caught the interruption; the message must stop anyway.
     return failure_of(handler, steps.interrupted, lease.attempt, options) if steps.interrupted else None
 
 
 def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
-    """Write the outcome down; a store that is unavailable is asked again for as long as the lease can still be ours.
+    """Store the outcome; while the store is unavailable, retry for as long as the lease can still be ours.
 
     Raises:
-        DatabaseAway: it was unavailable for longer than that.
+        DatabaseAway: the store was unavailable for longer.
     """
     pause = Pause()
     while True:
@@ -200,7 +200,7 @@ def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
 
 
 def _overtaken(lease: Lease, options: InboxOptions) -> Received:
-    """Whoever holds it now decides. The database keeps it, so that somebody will look at it when nobody does."""
+    """The new owner decides. A row is stored, so that a runner checks the message if it has no owner."""
     logger.error(
         "%s: its run has ended, but its lease had ended before, so nothing was settled and it may be run again. Make the "
         "duration and the limit of its Lease longer than its longest run.",
@@ -212,7 +212,7 @@ def _overtaken(lease: Lease, options: InboxOptions) -> Received:
 
 
 def _keep(wanted: Wanted, options: InboxOptions, held: Held, *, counting: bool = True) -> bool:
-    """Have a message looked at again when the lease ends that another has; `counting` this delivery as its duplicate.
+    """Store a message to be checked when its owner's lease ends; `counting` this delivery as its duplicate.
 
     False: the database has a row of it.
     """

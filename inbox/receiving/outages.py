@@ -1,8 +1,8 @@
-"""Which databases cannot store messages now: one record for all threads of a process, from the broker or from the store.
+"""Databases that cannot store messages now: one record for all consumer and runner threads of a process.
 
 A database that does not answer, accepts no writes, or lacks a table is *unavailable*: nothing is acknowledged or given back to
-the broker for it, and all its handlers pause. One that can store, although one handler's message could not be stored, pauses
-that handler alone, and not even that where the message can be left for later: see `consumer.reception`.
+the broker for it, and all its handlers pause. If the database can store but one handler's message could not be stored, only
+that handler pauses, and not even that handler if the message can be left for later: see `consumer.reception`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outbox.kernel.outage import Outage
 
 
 class Outages:
-    """Called by any thread that has a database connection to ask with."""
+    """Called by any thread with a database connection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,21 +34,21 @@ class Outages:
         return outage is not None and outage.ongoing
 
     def pause(self, alias: str, what: str, away: DatabaseAway) -> tuple[float, bool]:
-        """`what` could not be stored: how many seconds to leave it alone, and whether that is true of the whole database."""
+        """`what` could not be stored: how many seconds to pause it, and whether the whole database is unavailable."""
         problem = self._problem(alias)
         with self._lock:
             if problem is None:
                 return self._works.setdefault(what, Outage(f"the store of {what}")).note(away, away.remedy), False
             outage = self._database(alias)
-            # Only one of the threads that learn of it at once extends the pause; otherwise they would count as many tries.
+            # Only one of the threads that find the outage at once extends the pause; otherwise each would count as a try.
             return 0.0 if outage.ongoing else outage.note(*problem), True
 
     def can_store(self, alias: str) -> bool:
-        """Try to store, and leave the record as it is."""
+        """Try to store, without changing the record."""
         return self._problem(alias) is None
 
     def ask(self, alias: str) -> float:
-        """Try to store: seconds to leave the database alone, or 0: it can."""
+        """Try to store: seconds to pause the database, or 0 if it can store."""
         problem = self._problem(alias)
         with self._lock:
             if problem is not None:
@@ -67,7 +67,7 @@ class Outages:
 
     @staticmethod
     def _problem(alias: str) -> tuple[str, str] | None:
-        """Why nothing can be stored, and what an operator does about it; None when it can."""
+        """Why nothing can be stored, and the operator's remedy; None if the database can store."""
         try:
             trial.try_to_store(alias)
         except TwinBusy:

@@ -1,6 +1,6 @@
-"""What became of a delivery: written down, logged, told by a signal.
+"""The outcome of a delivery: stored, logged and announced by a signal.
 
-Every way of running a handler ends here. How it is run is the business of `receiving` and of the modules beside it.
+Every way of running a handler ends here. The other modules of `receiving` run it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _SHORTEST_DELAY = timedelta(seconds=1)
 
 
 class Received(Enum):
-    """What became of a delivery."""
+    """The outcome of a delivery."""
 
     HANDLED = "handled"
     DUPLICATE = "duplicate"
     STORED = "stored"
-    """Its attempt failed, or it was put on the careful path; the database has it."""
+    """Its attempt failed, or it takes the careful path; the database has it."""
     DEAD = "dead"
     SHED = "shed"
-    """Too many wait, and it may be dropped: written down, not handled."""
+    """Too many wait, and it may be dropped: stored, not handled."""
     PUT_OFF = "put off"
     """A concurrent duplicate is being run: not acknowledged, to be tried again in a moment."""
     UNSTORED = "unstored"
-    """Neither it nor why it failed could be stored: not acknowledged, to be tried again later."""
+    """Neither it nor its failure could be stored: not acknowledged, to be tried again later."""
 
 
 def store_failure(
@@ -64,7 +64,7 @@ def store_failure(
     try:
         new = decided(write, handler.using)
     except DatabaseError as error:
-        # The values of its row are to blame; what is written now has none of them but the body.
+        # The values of its row cause the error; the new row has only the body.
         row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
         new = decided(write, handler.using)
     if not new:
@@ -97,8 +97,8 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
 
 
 def defer_locked(handler: Handler, stored: InboxMessage) -> Received:
-    """A claimed message cannot be run, because another session has locked its row: its attempt is given back later."""
-    # Not by this thread: it waits until that session lets go, and gets the row before anybody claims it.
+    """Defer a claimed message whose row another session has locked; its attempt is refunded later."""
+    # In a thread of its own, which waits for the lock and gets the row before the next claim.
     threading.Thread(target=_give_back_unlocked, args=[handler, stored], name="locked row", daemon=True).start()
     logger.warning(
         "%s: message %s (biz-id %s) is deferred: %s", handler.name, stored.message_id, stored.biz_id, _locked(handler, stored)
@@ -144,7 +144,7 @@ def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Re
 
 
 def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "") -> Received:
-    """What became of a delivery that was stored before it is handled."""
+    """The outcome of a delivery that was stored before it is handled."""
     row = arrival.row
     if taken.state == State.DEAD:
         return announce(handler, row.message_id, row.biz_id, refusal(arrival))
@@ -155,7 +155,7 @@ def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "
 
 
 def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
-    """What becomes of a duplicate that met this; None: it is being run right now, or is gone meanwhile."""
+    """The outcome of a duplicate of `earlier`; None: that row is being run now, or was deleted meanwhile."""
     if earlier is None:
         return Received.PUT_OFF
     if earlier.abandoned and (buried := _bury(handler, earlier.row, row.message_id, row.biz_id)):
@@ -177,17 +177,17 @@ def refusal(arrival: Arrival) -> Failure:
 def failure_of(
     handler: Handler, error: BaseException, attempt: int, options: InboxOptions, *, row: int | None = None
 ) -> Failure:
-    """What an attempt that raised `error` means for its message.
+    """The failure of an attempt that raised `error`.
 
     Args:
-        row: the message's own, when it was stored before this attempt.
+        row: the message's row, if it was stored before this attempt.
     """
     policy = handler.retry.over(options.retry)
     if isinstance(error, RetryLater):
         return _deferral(error, attempt, policy, _age(handler, row))
     trace = "".join(traceback.format_exception(error))
     if is_collision(error):
-        # Nobody's fault, however often: it rests like after a failure and counts as no attempt.
+        # Not the handler's fault, however often: the backoff of a failure, and no attempt counted.
         text = f"collided with other transactions {TRIES_AT_ONCE} times: {describe(error)}"
         return Failure(error=text, traceback=trace, retry_after=policy.delay(1), attempts=attempt - 1)
     if isinstance(error, Reject):
@@ -204,7 +204,7 @@ def failure_of(
 
 
 def _deferral(error: RetryLater, attempt: int, policy: RetryPolicy, age: timedelta) -> Failure:
-    """The handler asked for a later time, `age` after the message arrived."""
+    """The handler deferred the message, `age` after it arrived."""
     shown = timedelta(seconds=int(age.total_seconds()))
     delay = policy.delay(attempt) if error.delay is None else error.delay
     if error.give_up_after is not None:
@@ -212,14 +212,14 @@ def _deferral(error: RetryLater, attempt: int, policy: RetryPolicy, age: timedel
         if left <= timedelta():
             text = f"given up {shown} after it arrived, as RetryLater(give_up_after={error.give_up_after!r}) says"
             return Failure(error=f"{text}: {describe(error)}", retry_after=None, attempts=attempt)
-        # So that it is tried once more when its time is over.
+        # One more attempt is made when its time is over.
         delay = min(delay, left)
     text = f"deferred, {shown} after it arrived: {describe(error)}" if shown else f"deferred: {describe(error)}"
     return Failure(error=text, retry_after=max(delay, _SHORTEST_DELAY), attempts=attempt - 1, put_off=True)
 
 
 def _age(handler: Handler, row: int | None) -> timedelta:
-    """How long ago a stored message arrived; zero for a new one, and when the database does not say."""
+    """How long ago a stored message arrived; zero for a new one, or if the database fails."""
     if row is None:
         return timedelta()
     try:
@@ -234,7 +234,7 @@ def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -
 
 
 def announce_buried(buried: claims.Buried) -> Received:
-    """A handler has committed by itself, and the runner found its message; it may be one that this process does not know."""
+    """Announce a message that the runner found because its handler committed by itself; the handler may be unknown here."""
     return _announce(buried.handler, buried.message_id, buried.biz_id, _abandoned())
 
 
@@ -247,7 +247,7 @@ def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> R
     if dead:
         level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"
     else:
-        # What a handler put off is no failure.
+        # A deferral is not a failure.
         level = logging.INFO if failure.put_off else logging.WARNING
         rest = failure.retry_after or timedelta()
         fate = f"is tried again in {rest.total_seconds():.0f} s"

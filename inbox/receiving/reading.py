@@ -1,10 +1,10 @@
-"""Reading a delivery: which message is it, for which handler, and may it be handled at all?
+"""Reading a delivery: which message is it, for which handler, and may it be handled?
 
-Nothing here touches a database. What cannot be read, cannot be named, or lies outside the deduplication window becomes an
-arrival that is *refused*, with the reason for people; it will be stored as a dead letter and not lost.
+This module accesses no database. A delivery that cannot be read or identified, or is outside the deduplication window, becomes
+a *refused* arrival with a reason for people; it is stored as a dead letter and not lost.
 
-A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. That of a delivery which the broker has made before is not read
-until an attempt is counted: it may be what ended the process that had it. `undecided` sees to that.
+A body is read within the limit of `INBOX["BODY_LIMIT_BYTES"]`. The body of a redelivery is not read until an attempt is
+counted, because it may have ended the process that had it. `undecided` ensures that.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _LIMIT = "The limit is set by INBOX['BODY_LIMIT_BYTES']. Raise it and retry the 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A delivery, read: the row it would be, and the message it carries.
+    """A delivery that was read: its row and its message.
 
     Attributes:
-        message: what its handler gets; None when it is refused, undecoded, or stored before it is run.
-        refused: why it cannot be handled; then it is a dead letter from the start. "" when it can.
-        quarantined: it is refused by the maximum message age, and could be handled but for that.
-        undecoded: its body has not been looked at.
+        message: the handler's argument; None if it is refused, undecoded, or stored before it is run.
+        refused: why it cannot be handled, so that it is stored as a dead letter; "" if it can.
+        quarantined: only the maximum message age refuses it.
+        undecoded: its body has not been read.
     """
 
     row: NewRow
@@ -63,7 +63,7 @@ class Arrival:
 def read(
     handler: Handler, envelope: Envelope, options: InboxOptions, *, refused: str = "", redelivered: bool = False
 ) -> Arrival:
-    """Decide what this delivery is for `handler`, or say why it is `refused`. Nothing is written, nothing is raised."""
+    """Identify this delivery for `handler`, or say why it is `refused`. It writes and raises nothing."""
     if redelivered and not refused and can_wait(handler, envelope):
         return _read_undecoded(handler, envelope, options)
     biz_id = outside = ""
@@ -78,15 +78,15 @@ def read(
             refused = why_undecodable(error)
     row = _row(handler, envelope, biz_id=biz_id)
     if message is not None:
-        # What is stored first is read again when it is run, and many of them are stored at once.
+        # An ordered message is read again when it is run, and many of them are stored at once.
         message = None if handler.ordered else replace(message, biz_id=row.biz_id)
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
 
 
 def can_wait(handler: Handler, envelope: Envelope) -> bool:
-    """Can it be stored before its body is read? Else its reading is counted, see `undecided.read_counted`."""
-    # An ordered message needs its name and its key for its place in the order: named later, it might stand behind a copy of
-    # itself. A store of leases has to be asked about the delivery, which may be of a message that it has forgotten.
+    """Can it be stored before its body is read? If not, its reading is counted, see `undecided.read_counted`."""
+    # An ordered message needs its biz-id and key for its place in the order: identified later, it might be placed behind a
+    # copy of itself. A lease store must be asked about the delivery, because it may have forgotten the message.
     return handler.lease is None and (not handler.ordered or _is_named_by_headers(handler, envelope))
 
 
@@ -113,10 +113,10 @@ def why_undecodable(error: Undecodable) -> str:
 
 
 def undecided_row(handler: Handler, envelope: Envelope, *, redelivered: bool) -> NewRow:
-    """The row of a delivery under a provisional name, before it is known whether its message has been delivered before.
+    """The row of a delivery under a provisional biz-id, before it is known whether its message has been delivered before.
 
-    Its headers are those that it came with, attributes included, so that nothing of it is lost before it is decided. Its name
-    is a digest of all that it says, so that copies of it share a row.
+    It has all headers and attributes of the delivery, so that nothing is lost before it is decided. Its biz-id is a digest of
+    the whole delivery, so that copies share a row.
     """
     headers = headers_as_json(dict(sorted(envelope.to_headers().items())))
     row = replace(_row(handler, envelope, biz_id=_UNDECIDED), headers=headers)
@@ -133,7 +133,7 @@ def is_undecided_redelivery(biz_id: str) -> bool:
 
 
 def undecided_envelope(stored: InboxMessage) -> Envelope:
-    """The delivery that `undecided_row` made this row of."""
+    """The delivery from which `undecided_row` made this row."""
     properties = {"message_id": stored.message_id, "content_type": stored.content_type}
     body = bytes(stored.body)
     return from_delivery(properties=properties, headers=stored.headers, body=body, routing_key=stored.topic)
@@ -164,17 +164,17 @@ def _not_ours(biz_id: str) -> str:
 
 
 def identify_late(handler: Handler, message: Message, stored: InboxMessage) -> str:
-    """The biz-id it was stored under; when it had none, and an operator retries it, what can be found now."""
+    """Its stored biz-id; if it had none and an operator retries it, the one that can be found now."""
     if not stored.biz_id.startswith(UNIDENTIFIED):
         return stored.biz_id
     return identify(handler, message) if handler.biz_id else stored.biz_id
 
 
 def outside_window(envelope: Envelope, options: InboxOptions) -> str:
-    """Why this delivery is too old (or too new) to be told from a duplicate, or "". The maximum message age.
+    """Why this delivery is too old (or too new) for deduplication, or "": the maximum message age.
 
-    Rows are purged after RETENTION; a copy that comes later would have its effect again. The margin is far larger than any
-    skew of the clocks that are compared: the producer's database's, this machine's and, when rows are purged, our database's.
+    Rows are purged after RETENTION; a later copy would have its effect again. The margin is far larger than any skew between
+    the compared clocks: that of the producer's database, this machine's and, when rows are purged, our database's.
     """
     if envelope.created_at is None:
         return ""
@@ -199,7 +199,7 @@ def _long(span: timedelta) -> str:
 def message_of(
     envelope: Envelope, options: InboxOptions, *, needs_id: bool = True, attempt: int = 1, biz_id: str = ""
 ) -> Message:
-    """The message a handler gets.
+    """The message for a handler.
 
     Raises:
         Undecodable: it has no identity, or its body cannot be read.
@@ -234,7 +234,7 @@ def _refuse_by_headers(envelope: Envelope, options: InboxOptions, *, needs_id: b
 
 
 def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
-    """The message for the first run, and for every further one a new one: a handler may change its payload."""
+    """The message for the first run, and a new one for every later run: a handler may change its payload."""
     if arrival.message is not None:
         yield arrival.message
     while True:
@@ -242,7 +242,7 @@ def messages_of(arrival: Arrival, options: InboxOptions) -> Iterator[Message]:
 
 
 def _row(handler: Handler, envelope: Envelope, *, biz_id: str) -> NewRow:
-    """The row of a delivery with this biz-id; with "" one that is named after what it says."""
+    """The row of a delivery with this biz-id; with "", named by a digest of its contents."""
     digest = hashlib.sha256(envelope.body).hexdigest()
     if not biz_id:
         biz_id = UNIDENTIFIED + hashlib.sha256(f"{envelope.dedup_id}\n{digest}".encode()).hexdigest()

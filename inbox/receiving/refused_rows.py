@@ -1,7 +1,7 @@
-"""Stored messages whose rows the database refuses to change, as by a trigger of somebody else's: skipped while the others run.
+"""Stored messages whose rows the database refuses to change, for example by a trigger: skipped while the others run.
 
-That the database can store is tried each time, with a row that is taken back. So a database that cannot is not mistaken for one
-bad row, and is waited for.
+Each time, a trial row that is rolled back shows whether the database can store at all. So an outage is not mistaken for one bad
+row, and the runner waits for its end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 5
-"""So many refused rows are found, or are tried again, with one claim."""
+"""How many refused rows one claim finds, or tries again."""
 
 
 class RefusedMessages(RefusedRows):
-    """Those of one database, for all threads of a process."""
+    """The refused messages of one database, for all threads of a process."""
 
     def __init__(self, alias: str) -> None:
         super().__init__(at_once=_AT_ONCE)
@@ -39,14 +39,14 @@ class RefusedMessages(RefusedRows):
         claim: Callable[[Collection[int]], InboxMessage | None],
         refused_row: Callable[[Collection[int]], int | None],
     ) -> InboxMessage | None:
-        """`claim` without the rows that it cannot change.
+        """Call `claim` without the rows that it cannot change.
 
         Args:
-            claim: one message that is none of these.
-            refused_row: the row that `claim` has failed over; None when it would not fail again.
+            claim: claims one message that is none of these.
+            refused_row: finds the row that `claim` failed over; None if it would not fail again.
 
         Raises:
-            django.db.DatabaseError: it is not the fault of some rows.
+            django.db.DatabaseError: single rows are not the cause.
         """
         for _ in range(_AT_ONCE):
             skipped = self.skipped()
@@ -65,7 +65,7 @@ class RefusedMessages(RefusedRows):
         return None
 
     def skip(self, row: int, error: BaseException) -> None:
-        """Leave it alone for a while, and report it when it is time."""
+        """Skip it for a while, and log it when the reminder is due."""
         self.record({row: error})
         if self._reminder.is_due():
             logger.error(

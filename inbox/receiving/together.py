@@ -1,10 +1,9 @@
 """Many fresh deliveries in one transaction: a batch that its handler takes at once, or single calls that share a commit.
 
-One bulk INSERT, the handler, one sentinel over all rows, one commit. Whatever goes wrong undoes all of them, and then the
-caller runs smaller parts, down to single messages, which fail for themselves: so a poisoned message is told from its
-neighbours by nothing but its own failure.
+One bulk INSERT, the handler, one sentinel over all rows, one commit. Any error rolls all of them back. Then the caller runs
+smaller parts, down to single messages, so that a poisoned message fails alone.
 
-Source of the idea: group commit in databases (DeWitt et al. 1984), for the round trips instead of the disk.
+Source of the idea: group commit in databases (DeWitt et al. 1984), to save round trips instead of disk writes.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxOptions) -> list[Received] | None:
-    """Take fresh deliveries, none of them refused, to their end in one transaction; what became of each, in their order.
+    """Process fresh deliveries, none of them refused, in one transaction; returns the outcome of each, in their order.
 
-    None: together they failed, and nothing has happened; run them in smaller parts.
+    None: they failed together, without any effect; run them in smaller parts.
 
     Raises:
         DatabaseAway: the database does not answer; nothing was decided.
@@ -65,7 +64,7 @@ def _run_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxO
             return
         for row, message in messages.items():
             call(handler, message, of[row].envelope)
-        # Of single calls each would have its own commit: a hook that raises must not cost the others theirs.
+        # Single calls would each have their own commit: a hook that raises must not stop the others' hooks.
         connection: Any = connections[handler.using]
         connection.run_on_commit = [
             (savepoints, partial(_run_hook, handler, hook), False) for savepoints, hook, _ in connection.run_on_commit
@@ -80,7 +79,7 @@ def _run_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxO
         raise
     except TwinBusy:
         return None
-    # Handlers run where no signal arrives, so even KeyboardInterrupt is the handler's own.
+    # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
         if isinstance(error, TransactionEnded) and error.is_stored:
             failure = failure_of(handler, error, 1, options)
@@ -103,7 +102,7 @@ def _run_hook(handler: Handler, hook: Callable[[], object]) -> None:
 
 
 def _dead(handler: Handler, row: NewRow, failure: Failure, options: InboxOptions, messages: Mapping[int, Message]) -> Received:
-    """The handler has committed by itself and failed: what it had in hand is a dead letter now."""
+    """The handler committed by itself and failed: its messages are dead letters now."""
     return store_failure(handler, row, failure, options) if id(row) in messages else duplicate(handler, row)
 
 
@@ -113,5 +112,5 @@ def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:
     try:
         return duplicate(handler, row)
     except DatabaseAway:
-        # Its neighbours are committed, and running all of them again would count them as duplicates.
+        # The others are committed; running all of them again would count them as duplicates.
         return Received.PUT_OFF

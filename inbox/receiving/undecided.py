@@ -1,14 +1,14 @@
-"""Deliveries that are stored before it is known what is to become of them.
+"""Deliveries that are stored before their outcome can be decided.
 
-One is a concurrent duplicate: its message is being handled, and until that has ended nobody can tell whether it happens. Kept
-unacknowledged, many of them would fill the prefetch window of their queue; given back, each would be delivered again at once,
-round and round. The other is a delivery that the broker has made before and that only its body names: an attempt is counted
-before its body is read.
+One kind is a concurrent duplicate: its message is being handled, and the outcome is unknown until the handler ends. Many
+unacknowledged duplicates would fill the prefetch window of their queue; returned to the broker, each would be redelivered at
+once, in a loop. The other kind is a delivery that the broker has made before and that only its body identifies: an attempt is
+counted before its body is read.
 
-Either is stored under a provisional name and acknowledged. The runner decides about it later.
+Both are stored under a provisional biz-id and acknowledged. The runner decides them later.
 
-Some deliveries that the broker has made before cannot be acknowledged until they have been read. Of these a row under the
-provisional name only counts how often that was begun; it is deleted when the body has been read.
+Some redeliveries cannot be acknowledged until they have been read. For these, a row under the provisional biz-id only counts
+how often reading has begun; it is deleted when the body has been read.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _GLANCE = timedelta(milliseconds=10)
-"""How long the runner waits to learn whether a message is being handled elsewhere."""
+"""How long the runner waits to find out whether another process is handling a message."""
 _ENDS_ITS_PROCESS = "Reading its body has ended the process {attempts} times, so it is not read again."
 _one_reading: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-"""By database. A delivery that is read beside one that ends the process would be counted with it, and be refused with it."""
+"""By database. A delivery that is read concurrently with one that ends the process would be counted and refused with it."""
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=30)
 
 
 def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
-    """Store a concurrent duplicate: STORED, or what became of it. PUT_OFF: it cannot be stored now.
+    """Store a concurrent duplicate; returns its outcome. PUT_OFF: it cannot be stored now.
 
     Raises:
         DatabaseAway: the database does not answer; nothing was decided.
@@ -70,7 +70,7 @@ def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *
 
 
 def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) -> Arrival:
-    """Read a delivery that the broker has made before and that has to be read before it is stored. That is counted first.
+    """Read a redelivery that must be read before it is stored, and count the reading first.
 
     Raises:
         DatabaseAway: the database does not answer; nothing was decided.
@@ -86,22 +86,22 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
 
 
 def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
-    """How often it has been begun to read this delivery, now included; 0 when that cannot be counted."""
+    """How often reading this delivery has begun, including now; 0 if that cannot be counted."""
     for counted in (row, replace(rows.undecoded(row), biz_id=row.biz_id)):
         try:
             return decided(partial(undecided.begin_reading, handler.using, counted, options.TWIN_TIMEOUT), handler.using)
         except TwinBusy:
             break
         except DatabaseError as error:
-            # Its values are to blame; of the second row there are none but the body.
+            # Its values cause the error; the second row has only the body.
             logger.debug("%s: a delivery cannot be stored with its headers: %s", handler.name, describe(error))
     return 0
 
 
 def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received | None:
-    """Give a claimed delivery that was stored before it was read its name, unless another row has that; what became of it.
+    """Give a claimed delivery that was stored before it was read its biz-id, unless another row has it; returns its outcome.
 
-    None: this is the row of its message now, to be run.
+    None: this is now the row of its message, to be run.
     """
     name = partial(undecided.name_undecided, handler.using, stored, arrival.row, _GLANCE)
     try:
@@ -121,12 +121,12 @@ def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received
 
 
 def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
-    """Count it as a duplicate of the row that its message has.
+    """Count it as a duplicate of its message's row.
 
     Raises:
         TwinBusy: that row is being run.
     """
-    # What has a name from its headers was stored unread, see `reading.read`.
+    # A row with a biz-id from its headers was stored unread, see `reading.read`.
     redelivered = is_undecided_redelivery(stored.biz_id) or not is_undecided(stored.biz_id)
     fold = partial(undecided.fold_undecided, handler.using, stored, arrival.row, _GLANCE, redelivered=redelivered)
     earlier = decided(fold, handler.using)
@@ -137,7 +137,7 @@ def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
 
 
 def _defer(handler: Handler, stored: InboxMessage) -> Received:
-    """Its message is being handled: look again after about as long as it has waited, because that may take a long time."""
+    """Its message is being handled, perhaps for long: check again after about as long as it has waited."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
     delay = waited * random.uniform(0.7, 1)
     decided(lambda: claims.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)

@@ -1,6 +1,6 @@
-"""Where every delivery went: one row for the first of a message, one count for each further one.
+"""The accounting of all deliveries: one row for the first of a message, one count for each further one.
 
-What is settled is nearly everything, and is counted without being read: each count and sum has a partial index.
+Nearly all rows are settled. They are counted without being read: each count and sum has a partial index.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _COUNTS = ("duplicates", "redeliveries", "resends", "replays", "conflicts")
 
 @dataclass(frozen=True, kw_only=True)
 class Duplicates:
-    """Deliveries that had no second effect, by their cause, and how many of them said something else."""
+    """Deliveries that had no second effect, by their cause, and how many of them had other content."""
 
     suppressed: int
     redelivery: int
@@ -34,12 +34,12 @@ class Duplicates:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """What the table says became of every delivery, at one instant.
+    """The outcome of every delivery according to the table, at one instant.
 
     Attributes:
-        states: how many rows are in each; every state is named.
-        edited: how many of the rows are no deliveries: an operator has corrected the payload of another one in them.
-        quarantined: how many of the dead only an override runs, see `operating.override_maximum_age`.
+        states: number of rows in each state; every state is named.
+        edited: number of rows that are not deliveries: each has the payload of another row, corrected by an operator.
+        quarantined: number of dead letters that only an override runs, see `operating.override_maximum_age`.
     """
 
     states: Mapping[str, int]
@@ -49,14 +49,14 @@ class Balance:
 
     @property
     def delivered(self) -> int:
-        """How many deliveries this inbox has taken over, of messages whose rows have not been purged."""
+        """Number of deliveries that this inbox has accepted, of messages whose rows have not been purged."""
         return sum(self.states.values()) - self.edited + self.duplicates.suppressed
 
 
 def balance(alias: str) -> Balance:
-    """Everything in one statement, so that no message is counted twice or not at all while it changes its state.
+    """Read all counts in one statement, so that no message is counted twice or missed while it changes its state.
 
-    It reads the index of the settled rows from end to end: about 50 ms for a million of them on PostgreSQL.
+    It reads the whole index of the settled rows: about 50 ms for a million rows on PostgreSQL.
     """
     nothing = ", 0" * (len(_COUNTS) - 1)
     open_states = [state for state in State if state not in SETTLED]
@@ -85,7 +85,7 @@ def balance(alias: str) -> Balance:
 
 
 def conflicts(alias: str, limit: int) -> Sequence[InboxMessage]:
-    """The rows that met a delivery with their biz-id and other content, the latest conflict first. Without their bodies."""
+    """The rows with a duplicate that has other content, the latest conflict first, without their bodies."""
     rows = InboxMessage.objects.using(alias).filter(conflicts__gt=0)
     return list(rows.defer("body", "headers", "traceback", "conflicting_body").order_by("-conflicting_at", "-id")[:limit])
 

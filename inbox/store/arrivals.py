@@ -1,4 +1,4 @@
-"""A delivery that comes for the first time, and the one that comes again."""
+"""The first delivery of a message, and its duplicates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COUNTED_AS = {
     DuplicateCause.RESEND: "resends",
     DuplicateCause.REPLAY: "replays",
 }
-"""By cause the column that counts it; what is in none of them is the business's own."""
+"""By cause, the column that counts it; no column counts `BUSINESS`."""
 _KEEP_CONFLICT = (
     "conflicts = conflicts + CASE WHEN digest <> %s THEN 1 ELSE 0 END, "
     "conflicting_id = CASE WHEN digest <> %s THEN %s ELSE conflicting_id END, "
@@ -38,7 +38,7 @@ _KEEP_CONFLICT = (
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
 _PLACES = [f"${number}" for number in range(1, len(COLUMNS) + 1)]
 _ATTEMPT, _LONGEST_WAIT = (f"${len(COLUMNS) + number}" for number in (1, 2))
-# One round trip: bound the wait for a concurrent duplicate, insert, give the transaction its own lock_timeout back.
+# One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
 _BEGIN = PreparedStatement(
     "inbox_begin",
     [*COLUMNS.values(), "int", "text"],
@@ -59,7 +59,7 @@ def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta, *, attempt: in
         TwinBusy: another transaction is inserting the same row and did not end within `twin_timeout`.
     """
     connection = connections[alias]
-    # In a caller's transaction a duplicate must not leave the lock_timeout of this statement behind.
+    # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
     if is_outermost(connection) and is_usable(connection):
         return _begin_prepared(connection, row, twin_timeout, attempt)
     inserted = insert(alias, row, twin_timeout, state=State.RECEIVED)
@@ -121,8 +121,8 @@ def store_running(
     """∅ → running, under a lease that ends after `ends_after`; the row. None: it exists.
 
     Args:
-        duplicate: the row stands for a delivery that has none and is being run, and counts this one as its duplicate.
-        conflicting: that one says something else.
+        duplicate: the row is that of a delivery that has none and is being run; this one is counted as its duplicate.
+        conflicting: this one has other content.
 
     Raises:
         TwinBusy: see `begin_fresh`.
@@ -174,9 +174,9 @@ def insert(
     if not is_postgresql(connection):
         sql = f"INSERT INTO {TABLE} ({columns}) VALUES ({places}) {_ONCE} RETURNING id, ''"
         return _guard(alias, fetch_all(connection, sql, parameters))
-    # One round trip: bound the wait for a concurrent duplicate, insert, give the transaction its own lock_timeout back, also
-    # when nothing was inserted. A row that is there is left out before the unique index is asked, which would wait for the end
-    # of a handler that is running the row.
+    # One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout, also if
+    # nothing was inserted. A row that exists is excluded before the unique index is checked, which would wait for the end of a
+    # handler that is running the row.
     sql = (
         f"{BOUND}, begun AS (INSERT INTO {TABLE} ({columns}) SELECT {places} FROM bound "
         f"WHERE NOT EXISTS (SELECT 1 FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s) {_ONCE} "
@@ -193,18 +193,18 @@ def _guard(alias: str, found: Sequence[tuple[Any, ...]]) -> Guard | None:
 
 
 def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Earlier | None:
-    """Count a delivery of something stored before by its cause. When it says something else, keep what it says.
+    """Count a duplicate of a stored row by its cause. If its content differs, store that content.
 
     Args:
-        redelivered: the broker says that it has delivered this very message before.
+        redelivered: the broker says that it has delivered this message before.
 
-    None: a transaction is running that row right now, or it is gone meanwhile; ask again later.
+    None: a transaction is running that row now, or it was deleted meanwhile; try again later.
     """
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
     if_the_same = cause_if_the_same(row, redelivered=redelivered)
     column = _COUNTED_AS[if_the_same]
-    # What has no id is only known to be the same when the broker says so.
+    # A message without an id is known to be the same only if the broker says so.
     same_id = row.message_id if row.message_id or redelivered else None
     found = fetch_all(
         connection,
@@ -212,7 +212,7 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
         f"{column} = {column} + CASE WHEN message_id = %s THEN 1 ELSE 0 END, "
         f"{_KEEP_CONFLICT.format(now=now(connection), body=binary(connection))} "
         f"WHERE id = (SELECT id FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s {skip_locked}) "
-        # The columns as they are: SQLite 3.40 answers `... IS NULL` in RETURNING wrongly.
+        # Plain columns: SQLite 3.40 evaluates `... IS NULL` in RETURNING wrongly.
         "RETURNING id, state, message_id, digest, next_attempt_at",
         [same_id, *[row.digest] * 2, row.message_id, row.digest, row.body, row.digest, row.handler, row.topic, row.biz_id],
     )
@@ -229,7 +229,7 @@ def count_duplicate(alias: str, row: NewRow, *, redelivered: bool = False) -> Ea
 
 
 def cause_if_the_same(row: NewRow, *, redelivered: bool) -> DuplicateCause:
-    """Why it came again if its message id is that of the first."""
+    """The cause of a duplicate with the message id of the first."""
     if redelivered:
         return DuplicateCause.REDELIVERY
     return DuplicateCause.REPLAY if row.replayed else DuplicateCause.RESEND

@@ -1,9 +1,9 @@
-"""The shared token buckets: how many more messages the processes of a handler may take now, all of them together.
+"""The shared token buckets: how many more messages all processes of a handler together may take now.
 
 A bucket fills at the handler's rate up to its *burst*, and every message takes a token out of it (the leaky bucket as a meter,
-Turner 1986). Processes lease whole tokens in small portions. A bucket is one row in the handler's own database and goes by
-that database's clock, so no two processes have to agree on the time. On PostgreSQL a lease is one statement: a process that
-freezes in the middle holds no lock.
+Turner 1986). Processes lease whole tokens in small portions. A bucket is one row in the handler's own database and uses
+that database's clock, so the processes need no common time. On PostgreSQL a lease is one statement: a process that freezes in
+the middle holds no lock.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TABLE = TokenBucket._meta.db_table
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """What a process got.
+    """The leased tokens of a process.
 
     Attributes:
         tokens: how many messages it may take.
-        left: what is in the bucket now.
+        left: tokens left in the bucket.
     """
 
     tokens: int
@@ -48,9 +48,9 @@ def pour(tokens: float, elapsed: float, *, rate: float, burst: float, most: int)
 
 
 def lease_tokens(alias: str, handler: str, *, rate: float, burst: float, most: int) -> Leased:
-    """Take up to `most` tokens out of the bucket of `handler`, which is full when nobody has asked before.
+    """Take up to `most` tokens out of the bucket of `handler`, which is full at its first use.
 
-    To be called outside transactions: what is leased is committed at once, and the others wait for no handler.
+    To be called outside transactions: the lease is committed at once, and other processes wait for no handler.
     """
     connection = connections[alias]
     lease = _lease_on_postgresql if is_postgresql(connection) else _lease_on_sqlite
@@ -71,8 +71,8 @@ def _begin(connection: BaseDatabaseWrapper, handler: str, burst: float) -> None:
 
 
 def _lease_on_postgresql(connection: BaseDatabaseWrapper, handler: str, rate: float, burst: float, most: int) -> Leased | None:
-    # The clock is read after the lock: waiting for another's lease must not look like a clock that was set back. No lease
-    # waits for the disk: a bucket that a crash of the server takes back by some moments holds no more than its burst.
+    # The clock is read after the lock: waiting for another lease must not look like a clock that was set back. No lease
+    # waits for the disk: a bucket whose latest leases are lost in a server crash holds no more than its burst.
     sql = (
         "WITH held AS MATERIALIZED (SELECT handler, tokens, filled_at, set_config('synchronous_commit', 'off', true) "
         f"FROM {TABLE} WHERE handler = %s FOR UPDATE), "

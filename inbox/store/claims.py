@@ -1,8 +1,8 @@
-"""Messages that wait in the database: claimed in a commit of their own, run, failed, given back.
+"""Messages that wait in the database: claimed in their own commit, run, failed, given back.
 
-A row that is being run is invisible to others as such: inside its transaction `next_attempt_at` is NULL, outside it is not.
-So a committed open row without `next_attempt_at` can only come from a handler that committed by itself. It is never run
-again; `bury_abandoned` makes it visible.
+Other transactions do not see that a row is being run: only inside its own transaction `next_attempt_at` is NULL. So a
+committed due row without `next_attempt_at` can only come from a handler that committed by itself. It is never run again;
+`bury_abandoned` makes it a dead letter.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def claim_due(
     suspects: bool = True,
     without: Collection[int] = (),
 ) -> InboxMessage | None:
-    """Take one due message of these handlers and count the attempt, in a commit of its own: the first handler that has any.
+    """Claim one due message of the first of these handlers that has any, and count the attempt, in its own commit.
 
-    A process that dies in the middle leaves it due again after `redelivery_after`, with the attempt counted, so that a
-    message which kills its process runs out of attempts. Nobody waits: a row that another transaction is running is locked
-    and skipped, whatever its `next_attempt_at` says. A running row whose lease has ended is taken from its owner: it gets
-    another fence.
+    If the process dies, the message is due again after `redelivery_after`, with the attempt counted, so that a message
+    which kills its process runs out of attempts. The claim does not wait: a row that another transaction is running is
+    locked and skipped, whatever its `next_attempt_at`. A running row whose lease has ended is taken from its owner: it
+    gets another fence.
 
     Args:
         handlers: the caller changes their order from call to call, so that the backlog of one does not stop the others.
-        suspects: also those whose last attempt was begun and never ended.
-        without: none of these rows.
+        suspects: also those whose last attempt began and never ended.
+        without: rows to skip.
     """
     connection = connections[alias]
     if not handlers:
@@ -72,7 +72,7 @@ def claim_due(
 
 
 def refused_claim(alias: str, handlers: Sequence[str], *, suspects: bool = True, without: Collection[int] = ()) -> int | None:
-    """The row that `claim_due` fails over, because the database refuses to change it; None when it does not fail.
+    """The row that `claim_due` fails on, because the database refuses to change it; None if it does not fail.
 
     Nothing is claimed.
     """
@@ -118,16 +118,16 @@ def begin_stored(
     was: str = State.RECEIVED,
     longest_wait: timedelta = LONGEST_LOCK_WAIT,
 ) -> Guard | None:
-    """Lock a claimed row as the first statement of the handler's transaction. None: it is not ours any more.
+    """Lock a claimed row as the first statement of the handler's transaction. None: it is no longer ours.
 
     Args:
         alone_in: no other message of this key may run at the same time.
-        follower: gets to know who follows it in its order.
+        follower: identifies the next message in its order.
         was: the state that it was claimed in, for the trail.
 
     Raises:
         KeyBusy: one does. Roll back, and give the row back.
-        TwinBusy: another session has locked the row and did not let it go within `longest_wait`.
+        TwinBusy: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
     postgresql = is_postgresql(connection)
@@ -140,13 +140,13 @@ def begin_stored(
         returned += f", ordered, {columns}"
         parameters += for_columns
     sql = (
-        # In a CASE, or the planner may take the whole index of what is due for a shorter way to one row than its primary key.
+        # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
         f"WHERE id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END "
         f"RETURNING {returned}"
     )
     begin = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
     if postgresql:
-        # One round trip: bound the wait for the row, lock it, give the transaction its own lock_timeout back, found or not.
+        # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
         sql = f"{BOUND}, begun AS ({begin} FROM bound {sql}) SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
         parameters.insert(0, as_bound(longest_wait))
     else:
@@ -167,7 +167,7 @@ def begin_stored(
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:
-    """Give a row that was stored without identity the one that is known now. False: another row has it."""
+    """Give a row that was stored without a biz-id the one known now. False: another row has it."""
     try:
         with transaction.atomic(using=alias):
             InboxMessage.objects.using(alias).filter(pk=row).update(biz_id=biz_id)
@@ -177,12 +177,12 @@ def rekey(alias: str, row: int, biz_id: str) -> bool:
 
 
 def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves: OrderedKey | None = None) -> bool:
-    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: not ours any more.
+    """received | retrying → retrying | dead, after the handler's transaction was rolled back. False: no longer ours.
 
-    A dead letter keeps its place in the order of its key, unless it `leaves` that order and lets the next one follow.
+    A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
 
     Raises:
-        TwinBusy: another session has locked the row and does not let it go.
+        TwinBusy: another session has locked the row and does not release it.
     """
     dead = failure.retry_after is None
     became = State.DEAD if dead else State.RETRYING
@@ -214,27 +214,27 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
 
 
 def note_error(alias: str, row: int, failure: Failure) -> None:
-    """Write down why an attempt failed that was no longer ours: it outlasted its claim, and another has begun."""
+    """Store the error of an attempt that outlasted its claim, so that another attempt has begun."""
     InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(
         last_error=printable(failure.error, ERROR_LENGTH), traceback=printable(failure.traceback, TRACEBACK_LENGTH)
     )
 
 
 def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta()) -> None:
-    """Uncount a claimed attempt that could not be made, and have it due again `after` a rest."""
+    """Refund a claimed attempt that could not be made; the message is due again `after` a backoff."""
     InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
         attempts=attempts - 1, next_attempt_at=DatabaseTime(after)
     )
 
 
 def age(alias: str, row: int) -> timedelta:
-    """How long ago a message arrived, by the database's clock; zero when it has no row any more."""
+    """How long ago a message arrived, by the database's clock; zero if it no longer has a row."""
     instants = InboxMessage.objects.using(alias).filter(pk=row).values_list("received_at", DatabaseTime())
     return max((asked_at - received_at for received_at, asked_at in instants), default=timedelta())
 
 
 def who_locks(alias: str, row: int) -> str:
-    """Which session has locked the row, for people; "" when that cannot be seen."""
+    """Which session has locked the row, for people; "" if that is unknown."""
     connection = connections[alias]
     if not is_postgresql(connection):
         return ""
@@ -261,7 +261,7 @@ class Buried:
 
 
 def bury_abandoned(alias: str, row: int | None = None) -> list[Buried]:
-    """received, visible although a transaction is running it → dead; which ones. Without `row` all that there are."""
+    """received, committed by its handler itself → dead; which ones. Without `row`, all such rows."""
     # Reading first, because an UPDATE of no row would still take SQLite's write lock.
     rows = due.abandoned(alias) if row is None else [row]
     if not rows:

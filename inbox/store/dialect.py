@@ -1,4 +1,4 @@
-"""What the modules of the store share: the table, and small differences between the databases."""
+"""Shared by the modules of the store: the table, and small differences between the databases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 TABLE = InboxMessage._meta.db_table
 LONGEST_LOCK_WAIT = timedelta(seconds=2)
 BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"
-"""Before a statement FROM bound, on PostgreSQL: so long it waits for a lock, and UNBOUND in its result undoes that."""
+"""Before a PostgreSQL statement FROM bound: it limits the wait for a lock, and UNBOUND in its result undoes that."""
 UNBOUND = "set_config('lock_timeout', bound.before, true)"
 
 
@@ -27,7 +27,7 @@ def as_bound(longest_wait: timedelta) -> str:
 
 
 def is_outermost(connection: BaseDatabaseWrapper) -> bool:
-    """Is the open transaction our own, and no savepoint inside a caller's?"""
+    """Is the open transaction our own, not a savepoint inside a caller's?"""
     return len(connection.atomic_blocks) == 1
 
 
@@ -43,9 +43,9 @@ def adapted(connection: BaseDatabaseWrapper, value: Any) -> Any:
 
 
 def fetch_all(connection: BaseDatabaseWrapper, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Execute a statement with large parameters, which go beside it and as they are; its rows.
+    """Execute a statement with large parameters, which are sent separately and unescaped; its rows.
 
-    Django's cursor puts them into the statement as text, where a body takes up twice its size, several times over. It is still
+    Django's cursor interpolates them into the statement as text: several copies of a body, each of twice its size. It is still
     used when statements are being watched.
     """
     connection.ensure_connection()

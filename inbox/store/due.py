@@ -1,11 +1,11 @@
 """Which stored messages are due: looked up handler by handler, in the index `inbox_due` (handler, time of the next attempt).
 
-A process runs the messages of some handlers only: of those it knows, and of those with a rate limit when it has a token. An
-index by time alone would make it read every due message of all others first, at every poll. A probe for each handler reads the
-one entry it looks for, however many messages of other handlers, later ones or settled ones there are.
+A process runs the messages of some handlers only: of those it knows, and of those with a rate limit if it has a token. With an
+index by time alone, every poll would first read all due messages of other handlers. A probe for each handler reads one entry,
+regardless of the number of messages of other handlers, later ones or settled ones.
 
-Rows that another session has locked are passed over, but each of them is read for that, at every poll. So only a few are tried
-on PostgreSQL: of those due longest, and when all of these are locked, of those due last. What lies between waits for the locks.
+Rows that another session has locked are skipped, but every poll reads each of them. So on PostgreSQL only a few are tried: of
+those due longest and, if all of these are locked, of those due last. The rows in between wait for the locks.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 STORED = f"state IN ({', '.join(repr(state.value) for state in DUE)})"
-"""Of messages that are run when their next attempt is due, as the index `inbox_due` has it."""
+"""True for messages that are run when their next attempt is due, as in the index `inbox_due`."""
 ABANDONED = f"{STORED} AND next_attempt_at IS NULL"
 MOST_COUNTED = 1_000
-"""The messages of an unknown handler are counted as far as this."""
+"""The messages of an unknown handler are counted up to this."""
 _FIRST_TRIED, _LAST_TRIED = 32, 4
-"""Rows of runs that outlast `REDELIVERY_AFTER` are locked and due longest: about as many as all processes have workers."""
+"""Rows of runs that outlast `REDELIVERY_AFTER` are locked and due longest: about one for each worker of all processes."""
 _NO_SUSPECTS = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
 _WANTED = {
     "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
@@ -45,11 +45,11 @@ def first_due(
 ) -> tuple[str, list[Any]]:
     """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
 
-    On PostgreSQL the row is locked, and a few rows that other transactions have locked are passed over.
+    On PostgreSQL the row is locked, and a few rows that other transactions have locked are skipped.
 
     Args:
-        suspects: also those whose last attempt was begun and never ended.
-        without: none of these.
+        suspects: also those whose last attempt began and never ended.
+        without: rows to skip.
     """
     also = "" if suspects else _NO_SUSPECTS
     if without:
@@ -59,12 +59,12 @@ def first_due(
     if is_postgresql(connection):
         first = _longest_due(connection, also, most=_FIRST_TRIED)
         last = _longest_due(connection, also, order="DESC", most=_LAST_TRIED)
-        # In a CASE, or the planner may take the whole index of what is due for a shorter way to one row than its primary key.
+        # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
         lock = (
             f"SELECT id FROM {TABLE} WHERE id = tried.id "
             f"AND CASE WHEN {STORED} THEN next_attempt_at <= {now(connection)} ELSE false END FOR UPDATE SKIP LOCKED"
         )
-        # One probe after the other, and one row after the other: LIMIT ends them when one has been locked.
+        # Probes and rows are read one after the other: LIMIT stops them when one row has been locked.
         sql = (
             f"SELECT found.id FROM {wanted}, LATERAL (({first}) UNION ALL ({last})) AS tried, LATERAL ({lock}) AS found LIMIT 1"
         )
@@ -74,7 +74,7 @@ def first_due(
 
 
 def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
-    """Those of `handlers` that have a message that is due now, in their order."""
+    """Those of `handlers` that have a due message, in their order."""
     if not handlers:
         return []
     connection = connections[alias]
@@ -85,7 +85,7 @@ def due_handlers(alias: str, handlers: Sequence[str]) -> list[str]:
 
 
 def longest_due(alias: str) -> list[int]:
-    """Of every handler the message that has been due longest, if any is due."""
+    """For every handler, the message that has been due longest, if any is due."""
     connection = connections[alias]
     probe, wanted = _longest_due(connection), _WANTED[connection.vendor]
     with connection.cursor() as cursor:
@@ -94,7 +94,7 @@ def longest_due(alias: str) -> list[int]:
 
 
 def stored_handlers(alias: str) -> list[str]:
-    """The handlers that have messages which are run when they are due; one probe for each, however many messages there are."""
+    """The handlers with messages that are run when due; one probe for each, regardless of the number of messages."""
     first = f"SELECT min(stored.handler) FROM {TABLE} stored WHERE {STORED}"
     with connections[alias].cursor() as cursor:
         cursor.execute(
@@ -106,9 +106,9 @@ def stored_handlers(alias: str) -> list[str]:
 
 
 def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
-    """How many messages are stored for handlers that are none of `handlers`, by handler, counted as far as `MOST_COUNTED`.
+    """How many messages are stored for handlers not in `handlers`, by handler, counted up to `MOST_COUNTED`.
 
-    Tasks are Celery's to run.
+    Celery runs its tasks itself.
     """
     unknown = [name for name in stored_handlers(alias) if name not in {*handlers} and not name.startswith(CELERY_TOPICS)]
     counted = f"SELECT count(*) FROM (SELECT 1 FROM {TABLE} WHERE handler = %s AND {STORED} LIMIT {MOST_COUNTED}) AS counted"
@@ -121,7 +121,7 @@ def orphans(alias: str, handlers: Sequence[str]) -> dict[str, int]:
 
 
 def abandoned(alias: str) -> list[int]:
-    """The rows that are visible although a transaction is running them."""
+    """The rows that their handlers have committed by themselves."""
     handlers = stored_handlers(alias)
     if not handlers:
         return []

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Incoming:
-    """A delivery to be taken in.
+    """A delivery to be stored.
 
     Attributes:
-        in_order: its handler is ordered, so with a key it takes a place in the order of that key.
+        in_order: its handler is ordered, so if it has a key, it gets a place in the order of that key.
         refused: why it is a dead letter from the start, or "".
         shed: why it is not handled at all, or "".
         quarantined: it is refused by the maximum message age, see `operating.override_maximum_age`.
-        redelivered: the broker says that it has delivered this very message before.
+        redelivered: the broker says that it has delivered this message before.
     """
 
     row: NewRow
@@ -46,11 +46,11 @@ class Incoming:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What became of it.
+    """The outcome of storing it.
 
     Attributes:
-        state: the state that it was stored in; "" when it is a duplicate.
-        earlier: what a duplicate met; None when that is being run right now, so that it could not be counted.
+        state: the state that it was stored in; "" if it is a duplicate.
+        earlier: the row of a duplicate; None if that row is being run now, so that it could not be counted.
     """
 
     state: str = ""
@@ -58,12 +58,12 @@ class Taken:
 
 
 _Stored = dict[str, tuple[str, int]]
-"""By biz-id the state that a delivery was stored in, and its row."""
+"""By biz-id, the state that a delivery was stored in, and its row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One delivery with its place: does it have one, and is no other of these before it in its key?"""
+    """One delivery: does it have a place in an order, and is it the first of its key here?"""
 
     given: Incoming
     ordered: bool
@@ -74,10 +74,10 @@ def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> l
     """∅ → received, due now; ∅ → waiting, in order and behind another of its key; ∅ → dead if refused; ∅ → shed.
 
     For deliveries of one handler, in their order, inside a transaction of `ordering.deciding` or one like it. With
-    `dead_blocks` a refused one holds its place until an operator decides; else it has none.
+    `dead_blocks`, a refused one keeps its place until an operator decides; otherwise it has none.
 
     Raises:
-        TwinBusy: somebody else held what is needed for longer than the transaction's lock_timeout. Roll back, do it again.
+        TwinBusy: another transaction held a lock for longer than this one's lock_timeout. Roll back and try again.
     """
     if not incoming:
         return []
@@ -105,7 +105,7 @@ def _places(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[_Place]:
 
 
 def _note(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:
-    """Those that are not handled matter, each for its own reason."""
+    """Deliveries that are not handled matter, each with its reason."""
     first: dict[str, Incoming] = {}
     for given in incoming:
         first.setdefault(given.row.biz_id, given)
@@ -117,12 +117,12 @@ def _note(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:
 
 
 def _taken(alias: str, given: Incoming, state: str, _row: int) -> Taken:
-    # Of two in one batch that say the same, the first was inserted, and the second meets it here.
+    # Of two copies in one batch, the first was inserted, and the second is its duplicate.
     return Taken(state) if state else Taken(earlier=count_duplicate(alias, given.row, redelivered=given.redelivered))
 
 
 def _headless(places: Sequence[_Place], taken: Sequence[Taken]) -> list[str]:
-    """Keys whose first one here was a duplicate, so that the next, which was to wait for it, may be the head."""
+    """Keys whose first delivery here was a duplicate, so that the next one, stored as waiting, may be the head."""
     missing = {place.given.row.key for place, one in zip(places, taken, strict=True) if place.leads and not one.state}
     waiting = {place.given.row.key for place, one in zip(places, taken, strict=True) if one.state == State.WAITING}
     return sorted(missing & waiting)
@@ -131,8 +131,8 @@ def _headless(places: Sequence[_Place], taken: Sequence[Taken]) -> list[str]:
 def _insert_all(connection: BaseDatabaseWrapper, places: Sequence[_Place]) -> _Stored:
     """One statement, see `together`; its rows are numbered in their order.
 
-    What is stored already is left out before the unique index is asked: that would wait for the end of a handler which is
-    running the row. It still waits for a twin that is being inserted.
+    Rows that exist are excluded before the unique index is checked, which would wait for the end of a handler that is running
+    the row. The statement still waits for a concurrent duplicate that is being inserted.
     """
     columns = {
         **IN_JSON,
@@ -195,7 +195,7 @@ def _state_of(settled_as: str, handler: str, key: str, ordered: str, behind: str
 
 
 def _settled_as(place: _Place) -> str:
-    """The state of a delivery that is not to be handled; "" for any other."""
+    """The state of a delivery that must not be handled; "" for any other."""
     if place.given.refused:
         return State.DEAD.value
     return State.SHED.value if place.given.shed else ""

@@ -1,9 +1,9 @@
-"""The right to run one message outside any transaction, kept in the message's own row.
+"""The right to run one message outside any transaction, stored in the message's own row.
 
-A row that is `running` belongs to whoever got its latest *fence*, until `next_attempt_at`. Every statement here that acts for
-an owner names its fence and is refused once the lease has ended or another has taken it, by the database's clock.
+A `running` row belongs to the owner of its latest *fence*, until `next_attempt_at`. Every statement here that acts for an owner
+names its fence, and is refused once the lease has ended by the database's clock or another owner has taken it.
 
-Also here: what the database remembers about a store of leases elsewhere, and the rows of messages whose lease is kept there.
+Also here: what the database stores about an external lease store, and the rows of messages with a lease in such a store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _THE_ROW = "handler = %s AND topic = %s AND biz_id = %s AND state IN ('received'
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """A lease on a row: which row, which try, and the fencing token."""
+    """A lease on a row: the row, the attempt and the fencing token."""
 
     row: int
     attempt: int
@@ -45,10 +45,10 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The row that a delivery without a lease met.
+    """The existing row of a delivery that got no lease.
 
     Attributes:
-        remaining: how much of its lease is left, when it is running.
+        remaining: the remaining time of its lease, if it is running.
     """
 
     state: str
@@ -66,12 +66,12 @@ def lease_fresh(alias: str, row: NewRow, lease: timedelta, twin_timeout: timedel
 
 
 def lease_over(alias: str, row: NewRow, lease: timedelta, *, asked_before: bool = False) -> Granted | None:
-    """running, past its lease → running, one attempt and one fence on. None: it is not that, or says something else.
+    """running, past its lease → running, attempt and fence incremented. None: it is not that, or its content differs.
 
-    For a delivery of a message whose process has died; a runner would take it over as well, a little later.
+    For a delivery of a message whose process has died; a runner would also take it over, a little later.
 
     Args:
-        asked_before: an answer of `lease_fresh` may have been lost. What that has granted for exactly as long is granted again.
+        asked_before: an answer of `lease_fresh` may have been lost. A lease that it granted for the same time is granted again.
     """
     connection = connections[alias]
     seconds, ours = lease.total_seconds(), "false"
@@ -107,15 +107,15 @@ def lease_stored(
     *,
     was: str = State.RECEIVED,
 ) -> Granted | None:
-    """received | retrying | running, claimed → running, one fence on. None: it is not ours any more.
+    """received | retrying | running, claimed → running, fence incremented. None: it is no longer ours.
 
     Args:
         alone_in: no other message of this key may run at the same time.
         was: the state that it was claimed in, for the trail.
 
     Raises:
-        KeyBusy: one does. Give the row back.
-        TwinBusy: another session has locked the row and does not let it go.
+        KeyBusy: another one does. Give the row back.
+        TwinBusy: another session has locked the row and does not release it.
     """
     connection = connections[alias]
     bound, among, wait = "", "", []
@@ -136,7 +136,7 @@ def lease_stored(
 
 
 def standing(alias: str, row: NewRow) -> Standing | None:
-    """How the stored row of this message stands; None when there is none."""
+    """The state and lease of this message's stored row; None if there is none."""
     connection = connections[alias]
     left = (
         f"EXTRACT(EPOCH FROM next_attempt_at - {now(connection)})"
@@ -153,24 +153,24 @@ def standing(alias: str, row: NewRow) -> Standing | None:
 
 
 def extend(alias: str, pk: int, fence: int, lease: timedelta) -> bool:
-    """running → running, until `lease` from now. False: it is not ours any more."""
+    """running → running, until `lease` from now. False: it is no longer ours."""
     return bool(_owned(alias, pk, fence).update(next_attempt_at=DatabaseTime(lease)))
 
 
 def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) -> bool:
-    """running → done, and the next one of its `order` follows. False: it is not ours any more."""
+    """running → done, and promote the next one of its `order`. False: it is no longer ours."""
     with _in_order(alias, order, matters=False):
         done = _owned(alias, pk, fence).update(**_done())
         note(alias, [pk] if done else [], was=State.RUNNING, matters=False)
         _pass_on(alias, order)
-    # A connection that is lost with the answer to a commit has us ask twice.
+    # After a connection lost during the commit, this is called again.
     return bool(done) or _was_left(alias, pk, fence, State.DONE)
 
 
 def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey | None = None) -> bool:
-    """running → retrying | dead, which ends the lease. False: it is not ours any more.
+    """running → retrying | dead, which ends the lease. False: it is no longer ours.
 
-    A dead letter keeps its place in the order of its key, unless it `leaves` that order and lets the next one follow.
+    A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
     """
     written, matters = _failed(failure, leaves), not failure.put_off
     with _in_order(alias, leaves, matters=matters):
@@ -190,7 +190,7 @@ def keep(
     duplicate: DuplicateCause | None = None,
     conflicting: bool = False,
 ) -> bool:
-    """∅ → running, for a message that is at work by a lease kept elsewhere: it is looked at again when that ends.
+    """∅ → running, for a message that runs under an external lease: it is checked again when that lease ends.
 
     False: the row exists. For the arguments and errors see `store_running`.
     """
@@ -217,7 +217,7 @@ def show_running(
     *,
     was: str = State.RECEIVED,
 ) -> bool:
-    """received | retrying | running, claimed → running under a lease kept elsewhere. False: it is not ours any more.
+    """received | retrying | running, claimed → running under an external lease. False: it is no longer ours.
 
     Args:
         was: the state that it was claimed in, for the trail.
@@ -235,18 +235,18 @@ def show_running(
 
 
 def wait_for(alias: str, pk: int, attempts: int, until: timedelta) -> None:
-    """A claimed row that another runs by a lease kept elsewhere → running until that ends; no attempt is counted."""
+    """A claimed row that another owner runs under an external lease → running until that ends; no attempt is counted."""
     _claimed(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
 
 
 def finish_kept(
     alias: str, row: NewRow, order: OrderedKey | None = None, *, delivered: bool = False, uncounted: int = 0
 ) -> bool:
-    """received | retrying | running → done, on the word of the store that keeps its lease. False: there is no such row.
+    """received | retrying | running → done, as its external lease store reports. False: there is no such row.
 
     Args:
-        delivered: a delivery was run, and the row may have been made of a duplicate; from now on it says what that said.
-        uncounted: attempts that were claimed and not made.
+        delivered: a delivery was run; the row, which may be that of a duplicate, gets its content.
+        uncounted: attempts that were claimed but not made.
     """
     with _in_order(alias, order, matters=False):
         note_leaving(alias, _THE_ROW, _named(row), became=State.DONE, matters=False)
@@ -266,10 +266,10 @@ def fail_kept(
     twin_timeout: timedelta,
     leaves: OrderedKey | None = None,
 ) -> int | None:
-    """∅ | received | retrying | running → retrying | dead, on the word of the store that keeps its lease; the row.
+    """∅ | received | retrying | running → retrying | dead, as its external lease store reports; the row.
 
-    It has its steps from now on, and says what the failed message said: it may have been made of a duplicate. None: its row
-    is settled.
+    It gets the steps and the content of the failed message, because it may be the row of a duplicate. None: its row is
+    settled.
 
     Raises:
         TwinBusy: see `begin_fresh`.
@@ -287,16 +287,16 @@ def fail_kept(
 
 
 def memory_of(alias: str, store: str, incarnation: str) -> tuple[str, datetime | None]:
-    """What the database knows of a store of leases elsewhere: its incarnation, and since when it remembers everything.
+    """The stored incarnation of an external lease store, and since when that store has complete data.
 
-    `incarnation` is written down when nothing is known yet; a store that is used for the first time has lost nothing.
+    `incarnation` is stored if none is known yet; a store that is used for the first time has lost nothing.
     """
     memory, _ = LeaseMemory.objects.using(alias).get_or_create(store=store, defaults={"incarnation": incarnation})
     return memory.incarnation, memory.remembers_since
 
 
 def note_loss(alias: str, store: str, *, known: str, found: str) -> bool:
-    """That store is another incarnation than the one we knew: it remembers from now on. False: somebody noted it before."""
+    """Record that the store is a new incarnation, with complete data from now on. False: that was recorded before."""
     lost = LeaseMemory.objects.using(alias).filter(store=store, incarnation=known)
     return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
 
@@ -357,7 +357,7 @@ def _failed(failure: Failure, leaves: OrderedKey | None) -> dict[str, Any]:
 
 
 def _in_order(alias: str, order: OrderedKey | None, *, matters: bool) -> AbstractContextManager[Any]:
-    """A transaction for what the order of a key is changed with, or for the trail; what has neither needs none."""
+    """A transaction for a change of a key's order, or for the trail; a change without either needs none."""
     return deciding(alias) if order else noting(alias, matters=matters)
 
 
@@ -368,7 +368,7 @@ def _pass_on(alias: str, order: OrderedKey | None) -> None:
 
 
 def _refuse_company(alias: str, pk: int, alone_in: OrderedKey | None) -> None:
-    """Under the gate, so that of two who begin at once one sees the other."""
+    """Under the gate, so that of two concurrent runs one sees the other."""
     if alone_in is None:
         return
     hold_gates(alias, alone_in.handler, [alone_in.key])

@@ -1,4 +1,4 @@
-"""What the inbox knows of one message: its trail in every handler, and what their rows tell besides."""
+"""The history of one message in the inbox: its trail in every handler, and the data of its rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LARGE = ("body", "headers", "traceback", "conflicting_body", "result")
 
 
 def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
-    """See `outbox.console.trail`. A message without a trail has a beginning and, once it is settled, an end by its rows."""
+    """See `outbox.console.trail`. Without a trail, the rows give the first transition and, once settled, the last one."""
     having, away = with_table(TrailEntry, aliases)
     moments: list[Moment] = []
     standings: list[Standing] = []
@@ -54,7 +54,7 @@ def account_of(message_id: str, aliases: Collection[str] | None) -> Account:
 
 
 def ids_of(topic: str, biz_id: str, aliases: Collection[str] | None) -> list[str]:
-    """See `outbox.console.trail`. Handler by handler, because the index of biz-ids begins with their names."""
+    """See `outbox.console.trail`. Handler by handler, because the index of biz-ids begins with the handler."""
     found: list[str] = []
     for alias in with_table(TrailEntry, aliases)[0]:
         with connections[alias].cursor() as cursor:
@@ -76,7 +76,7 @@ def _rows(alias: str, message_id: str) -> Sequence[InboxMessage]:
 
 
 def _spellings(message_id: str) -> set[str]:
-    """Ours are written in one way, those of others in theirs. A message without an id cannot be asked for."""
+    """Our ids have one spelling, other producers' ids their own. A message without an id cannot be searched."""
     try:
         return {message_id, str(uuid.UUID(message_id))}
     except ValueError:

@@ -1,4 +1,4 @@
-"""What operators see and decide: retry, override, skip, replace, purge."""
+"""Operators' queries and decisions: retry, override, skip, replace, purge."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPERATORS_WAIT = timedelta(seconds=10)
 
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
 SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
-"""Of these a running one only when its lease has ended."""
+"""A running one only when its lease has ended."""
 _TRIED_AGAIN: Mapping[str, Any] = {
     "state": State.RETRYING,
     "attempts": 0,
@@ -37,9 +37,9 @@ _TRIED_AGAIN: Mapping[str, Any] = {
 def retry(alias: str, row: int, *, reason: str = "") -> bool:
     """dead | retrying | received → retrying, due now, with a full set of attempts. False: it is in none of these states.
 
-    running, past its lease → running, due now; its owner settles nothing any more. False, too, for what the maximum message
-    age has refused, see `override_maximum_age`. While a handler is running the message this waits for its end, for a while,
-    and then answers. In an order it is `waiting` while another is before it.
+    running, past its lease → running, due now; its owner can settle nothing. Also False if the maximum message age has
+    refused it, see `override_maximum_age`. While a handler is running the message, this waits for its end, for a limited
+    time, and then answers. In an order it is `waiting` while another is before it.
 
     Args:
         reason: for the trail: who did it.
@@ -48,10 +48,10 @@ def retry(alias: str, row: int, *, reason: str = "") -> bool:
 
 
 def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
-    """dead, refused by the maximum message age → retrying, due now. False: it is not, or not any more.
+    """dead, refused by the maximum message age → retrying, due now. False: it is not, or no longer.
 
-    Nothing but the operator's word says that it has not been handled before. From here on it is a message like others: its row
-    stands, so a further copy is a duplicate again.
+    Only the operator asserts that it has not been handled before. From now on it is a normal message: its row exists, so a
+    further copy is a duplicate again.
 
     Args:
         reason: for the trail: who did it, and why.
@@ -63,27 +63,27 @@ def override_maximum_age(alias: str, row: int, *, reason: str = "") -> bool:
 def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
     """dead | retrying | received | waiting → skipped: its effect will not happen. False: it is in none of these states.
 
-    running, past its lease → skipped; its owner settles nothing any more. A lease that is kept elsewhere may have been
-    extended without the row's knowing: see `inbox.leases.operating`.
+    running, past its lease → skipped; its owner can settle nothing. An external lease may have been extended without a
+    change of the row: see `inbox.leases.operating`.
 
-    While a handler is running the message this waits for its end, for a while, and then tells the truth. In an order the next
-    one follows.
+    While a handler is running the message, this waits for its end, for a limited time, and then answers. In an order the next
+    one is promoted.
 
     Args:
-        reason: stays with the row.
+        reason: stored in the row.
         by: for the trail, beside the reason: who did it.
     """
     return _decide(alias, row, SKIPPABLE, "; ".join(filter(None, (reason, by))), written=_skipped(reason))
 
 
 def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:
-    """dead → skipped, and ∅ → received, due now, for the row that replaces it; its number. None: it is not dead any more.
+    """dead → skipped, and ∅ → received, due now, for the row that replaces it; its id. None: it is no longer dead.
 
-    None, too, when its biz-id is taken, and for what the maximum message age has refused, see `override_maximum_age`. In an
-    order the new row has the place of the old one; it is `waiting` while another is before it.
+    Also None if its biz-id is taken, or if the maximum message age has refused it, see `override_maximum_age`. In an order
+    the new row has the place of the old one; it is `waiting` while another is before it.
 
     Args:
-        corrected: the message with its new payload; its biz-id is that of no other row.
+        corrected: the message with its new payload and a biz-id that no other row has.
         by: who did it, for the reason of the old row and for the trail of both.
     """
     try:
@@ -151,11 +151,11 @@ def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, writ
 def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> None:
     row = InboxMessage.objects.using(alias).filter(pk=message.pk)
     if message.state == State.RUNNING:
-        # It stays one of which only the store of its lease knows whether it has been run, until somebody has that lease.
+        # Only its lease store knows whether it has been run, so it stays running until another owner has that lease.
         state = State.RUNNING if written["state"] == State.RETRYING else written["state"]
         written = {**written, "state": state, "fence": F("fence") + 1}
     if not message.ordered or message.state == State.WAITING:
-        # Whoever holds the gate may be waiting for the row of one that waits; and it is not the head.
+        # The holder of the gate may be waiting for a waiting row, which is not the head.
         row.update(**written)
         return
     hold_gates(alias, message.handler, [message.key])
@@ -166,7 +166,7 @@ def _write(alias: str, message: InboxMessage, written: Mapping[str, Any]) -> Non
 
 
 def oldest_waiting(alias: str) -> datetime | None:
-    """Since when the stored message waits that has waited longest, past its due time or behind its key's head; None: none."""
+    """Since when the oldest stored message has waited, past its due time or behind its key's head; None: none."""
     messages = InboxMessage.objects.using(alias)
     due = messages.filter(pk__in=longest_due(alias)).aggregate(since=Min("next_attempt_at"))
     behind = messages.filter(state=State.WAITING).aggregate(since=Min("received_at"))
@@ -174,7 +174,7 @@ def oldest_waiting(alias: str) -> datetime | None:
 
 
 def purge_settled(alias: str, older_than: timedelta, *, chunk: int = 1000) -> Iterator[int]:
-    """Delete settled rows older than `older_than`, in small transactions; yields how many went with each.
+    """Delete settled rows older than `older_than`, in small transactions; yields the number deleted by each.
 
     Open and dead messages stay until they are settled.
     """

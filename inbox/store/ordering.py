@@ -1,21 +1,21 @@
-"""The order of a key: who is at its head, and who follows when the head is settled.
+"""The order of a key: its head, and the promotion of the next row when the head is settled.
 
 A row with `ordered` has a place in the order of its handler and key: its id, or, if it replaces another row, that row's place.
-The first open one is the *head*. It alone is due; all others are `waiting`. Whoever settles the head lets the next one follow
-in the same transaction, and whoever adds a row looks first whether there is a head. Both hold the *gate* of the key until they
-commit, so that looking and writing are one; otherwise a row could be added behind a head that is just leaving, and nobody
-would ever wake it.
+The first open one is the *head*. Only the head is due; all others are `waiting`. The transaction that settles the head promotes
+the next row, and a transaction that adds a row first checks whether there is a head. Both hold the *gate* of the key until they
+commit, so that check and write are atomic; otherwise a row could be added behind a head that is just being settled, and nothing
+would ever promote it.
 
-The gate is held for moments only, never while a handler runs. What is held while a handler runs is the *run* lock of the
-key, which nobody waits for: it keeps those apart that are due out of order, such as a dead letter that was passed over and is
+The gate is held only briefly, never while a handler runs. The *run* lock of the key is held while a handler runs, and no
+transaction waits for it: it separates rows that are due out of order, such as a dead letter that was passed over and is
 retried by an operator.
 
-No two of these wait for each other. Gates are taken in one order, before any row is locked for adding; under a gate only a
-`waiting` row is locked, and whoever else has such a row locked waits for no gate. On SQLite, which has one writer, the
-writer's lock is all of that.
+These locks cannot deadlock. Gates are taken in one order, before any row is locked for adding; under a gate only a `waiting`
+row is locked, and any other transaction that has locked such a row waits for no gate. On SQLite, which has one writer, the
+write lock replaces all of these.
 
-Every path that takes a row out of the order must pass it on: `hold_gates`, write, `promote_next`. What is forgotten there
-stands still until `release_stuck` finds it.
+Every path that takes a row out of the order must promote the next one: `hold_gates`, write, `promote_next`. If a path omits
+that, the key stands still until `release_stuck` finds it.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
 OPEN = "ordered AND state IN ('received', 'retrying', 'waiting', 'running', 'dead')"
-"""Who has a place in the order, as the index `inbox_order` knows it."""
+"""True for rows with a place in the order, as in the index `inbox_order`."""
 GATE = (
     "pg_advisory_xact_lock({gate}), set_config('idle_in_transaction_session_timeout', "
     "coalesce({bound}, current_setting('idle_in_transaction_session_timeout')), true)"
 )
-"""For the RETURNING of the statement that settles a row: hold its gate, and bound how long this process may sleep with it."""
+"""For the RETURNING of the statement that settles a row: hold its gate, and limit how long a frozen process may hold it."""
 PLACE = "COALESCE(place, id)"
 _HEAD = f"SELECT id, state FROM {TABLE} WHERE handler = {{}} AND key = {{}} AND {OPEN} ORDER BY {PLACE} LIMIT 1"
 _PROMOTE = f"UPDATE {TABLE} SET state = 'received', attempts = attempts + {{attempts}}, next_attempt_at = {{due}}"
 _READ_COMMITTED = "read committed"
 _LONGEST_SLEEP_MS = 10_000
-"""After which the server ends the transaction of a process that was frozen with a gate in its hands."""
+"""After this time the server ends the transaction of a frozen process that holds a gate."""
 _LONGEST_WAIT = timedelta(seconds=10)
 _KEYS_AT_ONCE = 10_000
 
 
 def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey) -> list[Any]:
-    """The parameters of `GATE`: which one, and how long. Inside the transaction of a test the bound would outlive it."""
+    """The parameters of `GATE`: the lock and the limit. Inside a test's transaction the limit would stay in force."""
     return [_gate(*order), f"{_LONGEST_SLEEP_MS}ms" if len(connection.atomic_blocks) == 1 else None]
 
 
 def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
-    """Hold the gates of these keys until the open transaction ends; waits for those who hold them now.
+    """Hold the gates of these keys until the open transaction ends; waits for their current holders.
 
-    Before rows of an order are added, and before `promote_next`. What is looked at under a gate must be looked at by a later
-    statement, and the transaction must be READ COMMITTED: any other would see what was there before the wait.
+    Call it before adding rows of an order, and before `promote_next`. Only a later statement may read the rows of a gate, and
+    the transaction must be READ COMMITTED: any other would see the state before the wait.
     """
     connection = connections[alias]
     gates = sorted({_gate(handler, key) for key in keys if key})
@@ -78,10 +78,10 @@ def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
 
 
 def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta | None = None) -> int | None:
-    """waiting → received, due now, for the head of the key; its row. None when the head is none that waits, or there is none.
+    """waiting → received, due now, for the head of the key; its row. None if the head is not waiting, or there is none.
 
     Under the gate, after a row of the key was settled (done, skipped) or has lost its place, in the same transaction. With
-    `claimed_for` it is claimed at once, as `claim_due` does: its attempt is counted, and it is due when that time is over.
+    `claimed_for` it is claimed at once, as by `claim_due`: its attempt is counted, and it is due after that time.
     """
     connection = connections[alias]
     claim = [0 if claimed_for is None else 1, (claimed_for or timedelta()).total_seconds()]
@@ -98,7 +98,7 @@ def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta |
         ((state, row),) = _promote(connection, [handler, key, *claim]) or [("", None)]
         if row is not None or state != State.WAITING:
             return _told(alias, row)
-        # An operator has skipped that one between our look and our write; look again.
+        # An operator has skipped it between our read and our write; read again.
 
 
 def _told(alias: str, promoted: int | None) -> int | None:
@@ -108,7 +108,7 @@ def _told(alias: str, promoted: int | None) -> int | None:
 
 
 def _promote(connection: BaseDatabaseWrapper, given: list[Any]) -> list[tuple[str, int | None]]:
-    """What state the head was in, and which row was promoted; nothing when there is no head."""
+    """The state of the head, and the promoted row; empty if there is no head."""
     if is_usable(connection):
         return [(state, int(row) if row else None) for state, row in _PROMOTE_HEAD.execute(connection, given).rows]
     with connection.cursor() as cursor:
@@ -120,7 +120,7 @@ def _promote_head(handler: str, key: str, attempts: str, seconds: str) -> str:
     promote = _PROMOTE.format(attempts=attempts, due=NOW_AFTER["postgresql"] % seconds)
     return (
         f"WITH head AS MATERIALIZED ({_HEAD.format(handler, key)}), promoted AS ({promote} FROM head "
-        # Not by an index of all that waits: see the sentinel.
+        # CASE prevents an index of all waiting rows: see the sentinel.
         f"WHERE {TABLE}.id = head.id AND head.state = 'waiting' "
         f"AND CASE WHEN {TABLE}.state = 'waiting' THEN TRUE ELSE FALSE END RETURNING {TABLE}.id) "
         "SELECT head.state, promoted.id FROM head LEFT JOIN promoted ON true"
@@ -131,7 +131,7 @@ _PROMOTE_HEAD = PreparedStatement("inbox_promote", ["text", "text", "int", "floa
 
 
 def is_head(alias: str, handler: str, key: str, place: int) -> bool:
-    """Is no open row of the key before this place? Under the gate."""
+    """Does no open row of the key precede this place? Under the gate."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
             f"SELECT 1 FROM {TABLE} WHERE handler = %s AND key = %s AND {OPEN} AND {PLACE} < %s LIMIT 1", [handler, key, place]
@@ -140,9 +140,9 @@ def is_head(alias: str, handler: str, key: str, place: int) -> bool:
 
 
 def begun(connection: BaseDatabaseWrapper, order: OrderedKey) -> tuple[str, list[Any]]:
-    """For the RETURNING of the statement that locks a row to run it: isolation level, and is nobody else running the key?
+    """For the RETURNING of the statement that locks a row to run it: isolation level, and is the run lock acquired?
 
-    The answer is no when the second is false. The lock is held until the transaction ends.
+    If not, another transaction is running the key. The lock is held until the transaction ends.
     """
     if not is_postgresql(connection):
         return "'', 1", []
@@ -150,9 +150,9 @@ def begun(connection: BaseDatabaseWrapper, order: OrderedKey) -> tuple[str, list
 
 
 def passes_on(alias: str, order: OrderedKey, isolation: str) -> OrderedKey | None:
-    """The order that the sentinel must pass on; None when that is seen to after the commit.
+    """The order in which the sentinel must promote; None if that is done after the commit.
 
-    A transaction that is not READ COMMITTED sees nobody who came while its handler ran. A crash in between leaves the key to
+    A transaction that is not READ COMMITTED sees no rows added while its handler ran. A crash in between leaves the key to
     `release_stuck`.
     """
     if isolation in {"", _READ_COMMITTED}:
@@ -163,9 +163,9 @@ def passes_on(alias: str, order: OrderedKey, isolation: str) -> OrderedKey | Non
 
 @contextmanager
 def deciding(alias: str, longest_wait: timedelta = _LONGEST_WAIT) -> Iterator[None]:
-    """A short transaction for what is decided under gates: READ COMMITTED whatever the project's default is, and bounded.
+    """A short transaction for decisions under gates: READ COMMITTED whatever the project's default is, with time limits.
 
-    Nested in another transaction, such as an admin's request, it is a savepoint of that and takes its isolation as it is.
+    Nested in another transaction, such as an admin request's, it is a savepoint and has the isolation of that transaction.
     """
     with transaction.atomic(using=alias):
         connection = connections[alias]
@@ -184,9 +184,9 @@ class Released:
     """What `release_stuck` found.
 
     Attributes:
-        stuck: keys that waited for nobody. There should be none.
+        stuck: keys whose head was waiting. There should be none.
         passed: dead letters that lost their place.
-        up_to: where to go on, or None when the last key was seen.
+        up_to: where to continue, or None if the last key was seen.
     """
 
     stuck: int
@@ -195,16 +195,16 @@ class Released:
 
 
 def release_stuck(alias: str, passing: Sequence[str], after: OrderedKey | None) -> Released:
-    """The safety net: let the head of every key go on that is `waiting`, which nobody else will ever do.
+    """The safety net: promote every head that is `waiting`, which no other path will do.
 
-    It also takes the dead letters out of the order of the handlers in `passing`, those with Ordered(on_dead="skip"), which got
-    there before the handler had that option or by committing behind the inbox's back.
+    It also takes dead letters out of the order of the handlers in `passing`, those with Ordered(on_dead="skip"): dead letters
+    from before the handler had that option, or of handlers that committed behind the inbox's back.
     """
     heads = _heads(alias, after or OrderedKey("", ""))
     stuck = [order for order, _, state in heads if state == State.WAITING]
     dead = [(order, row) for order, row, state in heads if state == State.DEAD and order.handler in passing]
     normal = not stuck or _sees_every_commit(alias)
-    # Elsewhere a key is released just after the commit, and we may have looked in between.
+    # Otherwise a key is promoted just after the commit, and our read may have been in between.
     return Released(
         stuck=sum(_promote_by_itself(alias, order) is not None for order in stuck) * normal,
         passed=sum(_pass_over(alias, order, row) for order, row in dead),
@@ -213,7 +213,7 @@ def release_stuck(alias: str, passing: Sequence[str], after: OrderedKey | None) 
 
 
 def _heads(alias: str, after: OrderedKey) -> list[tuple[OrderedKey, int, str]]:
-    """The head of every key, key by key: a skip scan over the index, whatever waits behind the heads."""
+    """The head of every key: a skip scan over the index, regardless of the rows behind the heads."""
     connection = connections[alias]
     if is_postgresql(connection):
         following = (
@@ -264,6 +264,6 @@ def _gate(handler: str, key: str) -> int:
 
 
 def _lock(space: str, handler: str, key: str) -> int:
-    """An advisory lock's number. Two keys with one number only wait for each other, which costs time and nothing else."""
+    """An advisory lock's number. Two keys with the same number wait for each other, which costs only time."""
     digest = hashlib.blake2b(f"{TABLE} {space}\0{handler}\0{key}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, signed=True)

@@ -1,4 +1,4 @@
-"""What goes in and out of the store: a row to be, why a message failed, what a duplicate met."""
+"""The inputs and outputs of the store: a new row, a failure, the existing row of a duplicate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from django.db import OperationalError
 from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 
 UNIDENTIFIED = "unidentified:"
-"""Prefix of the biz-id of a delivery whose own could not be found; never given to a handler's own identities."""
+"""Prefix of the biz-id of a delivery whose own could not be found; a handler's own biz-ids never have it."""
 EDITED = "edited:"
-"""Prefix of the biz-id of a row whose payload an operator has corrected; never given to a handler's own identities."""
+"""Prefix of the biz-id of a row whose payload an operator has corrected; a handler's own biz-ids never have it."""
 PARTLY = "Its effect may be there in part. Check by hand, then retry or skip."
 ABANDONED = f"The handler committed by itself. {PARTLY}"
 
@@ -28,12 +28,12 @@ def edited_name(row: int, biz_id: str) -> str:
 
 
 def business_id(biz_id: str) -> str:
-    """The biz-id as the business knows it, of a row that may be the replacement of another."""
+    """The business's biz-id of a row that may be the replacement of another."""
     return biz_id.split(":", 2)[2] if biz_id.startswith(EDITED) else biz_id
 
 
 class TwinBusy(Exception):
-    """Another transaction has this very message in hand and did not end in time."""
+    """Another transaction is handling the same message and did not end in time."""
 
 
 class KeyBusy(Exception):
@@ -52,7 +52,7 @@ def locked_means_busy() -> Iterator[None]:
 
 
 class OrderedKey(NamedTuple):
-    """What one order is kept of: an ordering key in one handler."""
+    """The scope of one order: an ordering key in one handler."""
 
     handler: str
     key: str
@@ -63,7 +63,7 @@ class NewRow:
     """A delivery that can be stored: identified, every text fit for its column, `headers` serialised.
 
     Attributes:
-        replayed: an operator has had it sent again.
+        replayed: an operator replayed it.
     """
 
     handler: str
@@ -99,23 +99,23 @@ COLUMNS = {
     "created_at": "timestamptz",
     "body": "bytea",
 }
-"""What is stored of a `NewRow`, with PostgreSQL's types."""
+"""The stored columns of a `NewRow`, with PostgreSQL's types."""
 
 
 def emptied(row: NewRow) -> NewRow:
-    """The row without body and headers, as it is kept when the message is done. The digest stays."""
+    """The row without body and headers, as it is stored when the message is done. The digest stays."""
     return replace(row, body=b"", headers="{}")
 
 
 def undecoded(row: NewRow) -> NewRow:
-    """The row of a delivery whose values the database refuses: its body, under a name that the same delivery gets again."""
+    """The row of a delivery whose values the database refuses: its body, under a biz-id that the same delivery gets again."""
     named = f"{row.topic}\n{row.biz_id}\n{row.message_id}\n{row.digest}".encode("utf-8", "surrogatepass")
     biz_id = UNIDENTIFIED + hashlib.sha256(named).hexdigest()
     return with_body_only(row.handler, row.topic, biz_id, row.body, digest=row.digest)
 
 
 def with_body_only(handler: str, topic: str, biz_id: str, body: bytes, *, digest: str) -> NewRow:
-    """A row that says nothing of itself besides its name."""
+    """A row with only its name and its body."""
     return NewRow(
         handler=handler,
         topic=topic,
@@ -136,11 +136,11 @@ def with_body_only(handler: str, topic: str, biz_id: str, body: bytes, *, digest
 
 @dataclass(slots=True)
 class Follower:
-    """The message that follows in an order the one which is being run, for whoever will run it at once.
+    """The next message in the order of the one that is being run, claimed to be run at once.
 
     Attributes:
-        claimed_for: after which it is due again, when whoever claimed it has died.
-        row: which one it is, its attempt counted, once the other is done; None when none follows.
+        claimed_for: the time after which it is due again, if its process has died.
+        row: its row, with its attempt counted, once the other message is done; None if none follows.
     """
 
     claimed_for: timedelta
@@ -149,14 +149,14 @@ class Follower:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """The rows that the open transaction began with, and what proves that it is still the same transaction.
+    """The rows that the open transaction began with, and the proof that it is still the same transaction.
 
     Attributes:
         is_settled: the rows were inserted as `done`, so the sentinel reads them and writes nothing.
-        emptied: what they would say, if they were inserted without body and headers; in their order.
-        order: the order that its one row has a place in, to be passed on to the next.
-        follower: claims the next for the one who runs this; None leaves it to be found.
-        was: the state that its rows were in before; "" when they are new.
+        emptied: the full rows, in their order, if they were inserted without body and headers.
+        order: the order that its one row has a place in; the next message in it is to be promoted.
+        follower: the next message is claimed for it; None leaves that message due.
+        was: the previous state of its rows; "" if they are new.
     """
 
     alias: str
@@ -174,11 +174,11 @@ class Failure:
     """Why a message is not done.
 
     Attributes:
-        retry_after: rest until the next attempt; None makes it a dead letter.
-        attempts: how many have been made now.
-        put_off: the handler asked for a later time; nothing went wrong.
+        retry_after: backoff until the next attempt; None makes it a dead letter.
+        attempts: number of attempts made now.
+        put_off: the handler deferred it; this is not an error.
         quarantined: the maximum message age refused it; only an operator's override runs it.
-        is_stored: its row says so already.
+        is_stored: it is already in its row.
     """
 
     error: str
@@ -191,21 +191,21 @@ class Failure:
 
 
 class DuplicateCause(StrEnum):
-    """Why a message came again."""
+    """The cause of a duplicate."""
 
     REDELIVERY = "redelivery"
     """The broker had delivered it before."""
     RESEND = "resend"
-    """The same message was sent twice, as by a relay that crashed before it knew of the broker's confirm."""
+    """The same message was sent twice, as by a relay that crashed before it received the broker's confirm."""
     REPLAY = "replay"
-    """An operator had it sent again."""
+    """An operator replayed it."""
     BUSINESS = "business"
-    """Another message of the same biz-id: whoever published it has said the same thing twice."""
+    """Another message of the same biz-id: its publisher published the same fact twice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """The row that a duplicate met."""
+    """The existing row of a duplicate."""
 
     row: int
     state: str

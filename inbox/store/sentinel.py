@@ -1,7 +1,7 @@
 """The commit sentinel: the last statement of a handler's transaction proves that it is still the one that began.
 
-Django and PostgreSQL roll back without an exception when a handler has swallowed a database error; a consumer that
-acknowledged then would lose the message.
+Django and PostgreSQL roll back without an exception if a handler has swallowed a database error. A consumer that acknowledged
+then would lose the message.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ENDED = f"The handler ended the inbox's transaction: it committed or rolled back
 SAVEPOINT = "inbox_guard"
 _WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = ''"
 _EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
-"""Written besides, where the bodies of done messages are not kept. The digest stays: conflicting duplicates are still found."""
-# Said outright, the planner would go by a partial index, over the dead entries of all that was handled since the last vacuum.
+"""Also written, if the bodies of done messages are not stored. The digest stays: conflicting duplicates are still found."""
+# Without CASE, the planner would use a partial index and read the dead entries of all rows handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
 _READ = PreparedStatement("inbox_read", ["bigint"], f"SELECT 1 FROM {TABLE} WHERE id = $1 AND {_INSERTED_BY_US}")
@@ -65,13 +65,13 @@ _FINISH_IN_ORDER = {
 def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
-    Rows that were inserted as `done` are read instead: PostgreSQL keeps in `xmin` which transaction has inserted a row, and in
-    a transaction that cannot commit any more it refuses to read.
+    Rows that were inserted as `done` are read instead: PostgreSQL stores in `xmin` which transaction has inserted a row, and in
+    a transaction that can no longer commit it refuses to read.
 
-    A row with a place in an order passes it on to the next, which is then its follower; that is no part of the proof.
+    If a row has a place in an order, the next one is promoted and is then its follower; that is not part of the proof.
 
     Args:
-        result: what the handler returned, as JSON, where somebody may ask for it again.
+        result: the handler's result as JSON, if it may be asked for again.
 
     Raises:
         TransactionBroken: this transaction cannot commit.
@@ -152,7 +152,7 @@ def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
 def bury_if_committed(guard: Guard) -> bool:
     """done → dead for rows that were inserted as `done` by a transaction that the handler has committed, and then failed.
 
-    In a commit of its own, after the handler's transaction was rolled back. False: it was, and took the rows with it.
+    In its own commit, after the handler's transaction was rolled back. False: the rollback removed the rows.
     """
     connection = connections[guard.alias]
     if not guard.is_settled or connection.in_atomic_block:
@@ -171,7 +171,7 @@ def bury_if_committed(guard: Guard) -> bool:
         )
         buried = [row for (row,) in cursor.fetchall()]
         for row, said in zip(guard.rows, guard.emptied, strict=False):
-            # An operator who retries it needs what it says.
+            # An operator who retries it needs its content.
             cursor.execute(
                 f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE id = %s AND state = 'dead'",
                 [said.body, said.headers, row],
@@ -183,9 +183,9 @@ def bury_if_committed(guard: Guard) -> bool:
 def refuse_if_ended(guard: Guard) -> None:
     """SQLite: is the handler still inside the transaction that began?
 
-    Its driver is left in autocommit when somebody ends the transaction behind Django's back, so every later statement would
-    commit by itself. Releasing our savepoint fails then. PostgreSQL begins another transaction, which our caller rolls back
-    and the sentinel tells by its id.
+    Its driver stays in autocommit if the transaction was ended behind Django's back, so every later statement would commit
+    by itself. Releasing our savepoint fails then. PostgreSQL begins another transaction, which our caller rolls back and the
+    sentinel detects by its id.
 
     Raises:
         TransactionEnded: no.

@@ -1,6 +1,6 @@
-"""What the named steps of a message returned, so that a retry does not take them again.
+"""The results of a message's named steps, so that a retry does not run them again.
 
-A step whose result is SQL's NULL was begun and has not said how it ended; JSON's null is a result like any other.
+A step whose result is SQL's NULL was begun, and its end is unknown; JSON's null is a result like any other.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _WRITE = "ON CONFLICT (message_id, name) DO UPDATE SET result = excluded.result,
 def steps_of(alias: str, row: int) -> dict[str, str | None]:
     """The results of its steps as JSON, by name; None for one that was begun."""
     with connections[alias].cursor() as cursor:
-        # As text: PostgreSQL's own kind of JSON would come decoded, and then null and NULL are one.
+        # As text: PostgreSQL's jsonb would be decoded, and then null and NULL are the same.
         as_text = "result::text" if is_postgresql(connections[alias]) else "result"
         cursor.execute(f"SELECT name, {as_text} FROM {STEPS} WHERE message_id = %s", [row])
         return dict(cursor.fetchall())
 
 
 def remember(alias: str, row: int, fence: int, step: str, result: str | None) -> bool:
-    """Write down what a step returned, or with None that it has begun. False: the lease is not ours any more."""
+    """Store the result of a step, or with None that it has begun. False: the lease is no longer ours."""
     connection = connections[alias]
     as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
     # Locked, because a takeover that commits between reading and inserting would not see the step.
@@ -44,7 +44,7 @@ def remember(alias: str, row: int, fence: int, step: str, result: str | None) ->
 
 
 def remember_all(alias: str, row: int, steps: Mapping[str, str | None]) -> None:
-    """Write down what is known of the steps of a message that failed under a lease kept elsewhere."""
+    """Store the known steps of a message that failed under an external lease."""
     connection = connections[alias]
     as_json = "%s::jsonb" if is_postgresql(connection) else "%s"
     with connection.cursor() as cursor:
@@ -57,5 +57,5 @@ def remember_all(alias: str, row: int, steps: Mapping[str, str | None]) -> None:
 
 
 def forget_begun(alias: str, row: int, fence: int, step: str) -> None:
-    """Take a step that was begun and has not ended as never begun, unless the message has got a later fence."""
+    """Delete a step that was begun and has not ended, unless the message has a later fence."""
     Step.objects.using(alias).filter(message_id=row, message__fence=fence, name=step, result__isnull=True).delete()

@@ -1,7 +1,7 @@
-"""Rows of Celery tasks. Celery delivers them and tries them again, so an open row is run by the delivery that meets it.
+"""Rows of Celery tasks. Celery delivers and retries them, so an open row is run by the delivery that finds it.
 
-Such a row is there while a message that the broker has delivered before is at work, and after a worker died over it. A task
-that fails in the ordinary way leaves none: what comes next is Celery's to say.
+Such a row exists while a redelivered message is running, and after a worker died while running it. A task that fails normally
+leaves none: Celery decides what comes next.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from outbox.database.now import now_after
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has become of a message.
+    """The outcome of a message.
 
     Attributes:
-        result: what its handler returned, as JSON; None when that is not known.
+        result: its handler's result as JSON; None if that is unknown.
     """
 
     state: State
@@ -33,9 +33,9 @@ class Outcome:
 
 
 def claim_met(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMessage | None:
-    """received | retrying, its attempt counted, in a commit of its own: the row that this delivery has met.
+    """received | retrying, its attempt counted, in its own commit: the existing row of this delivery.
 
-    None: another transaction has it in hand, or there is nothing to run.
+    None: another transaction is handling it, or there is nothing to run.
     """
     connection = connections[alias]
     skip_locked = "FOR UPDATE SKIP LOCKED" if is_postgresql(connection) else ""
@@ -51,7 +51,7 @@ def claim_met(alias: str, row: NewRow, redelivery_after: timedelta) -> InboxMess
 
 
 def forget(alias: str, row: int, attempts: int) -> bool:
-    """received → ∅, after the task failed in the ordinary way. False: it is not ours any more."""
+    """received → ∅, after the task failed normally. False: it is no longer ours."""
     ours = InboxMessage.objects.using(alias).filter(
         pk=row, attempts=attempts, state=State.RECEIVED, next_attempt_at__isnull=False
     )
@@ -59,13 +59,13 @@ def forget(alias: str, row: int, attempts: int) -> bool:
 
 
 def keep_how_sent(alias: str, row: NewRow, headers: str) -> None:
-    """Write down how the task of `row` was sent, after what was written by itself has turned out to be a dead letter."""
+    """Store how the task of `row` was sent, after its row has become a dead letter."""
     written = InboxMessage.objects.using(alias).filter(handler=row.handler, topic=row.topic, biz_id=row.biz_id)
     written.filter(message_id=row.message_id).update(headers=json.loads(headers))
 
 
 def outcome(alias: str, row: NewRow) -> Outcome | None:
-    """What has become of the message that `row` says again; None when it is gone."""
+    """The outcome of the message that `row` repeats; None if its row was deleted."""
     with connections[alias].cursor() as cursor:
         cursor.execute(
             f"SELECT state, CAST(result AS text), last_error FROM {TABLE} WHERE handler = %s AND topic = %s AND biz_id = %s",

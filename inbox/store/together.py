@@ -27,7 +27,7 @@ VALUES = ", ".join("headers::jsonb" if column == "headers" else column for colum
 
 def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:
     """∅ → done for many at once, as the first statement of their transaction: the guard, and those of `rows`, in their order,
-    that are no duplicates of others or of each other. None: all of them are.
+    that are not duplicates of others or of each other. None: all are duplicates.
 
     Where `arrivals.begin_fresh` writes `received`, so does this.
 
@@ -40,7 +40,7 @@ def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) 
     if is_postgresql(connection):
         found = _insert(alias, [*map(emptied, rows)] if is_emptied else rows, twin_timeout, state)
     else:
-        # There is no round trip to save in a file. The savepoint of the last is the guard of all.
+        # A file has no round trips to save. The savepoint of the last row guards all rows.
         each = ((row, begin_fresh(alias, row, twin_timeout)) for row in rows)
         found = [(guard.rows[0], row.biz_id, guard.transaction) for row, guard in each if guard is not None]
     if not found:
@@ -64,7 +64,7 @@ def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) 
 def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: State) -> list[tuple[Any, ...]]:
     connection = connections[alias]
     at = now(connection)
-    # One round trip. The aggregates have all rows inserted before the transaction gets its own lock_timeout back.
+    # One round trip. The aggregates ensure that all rows are inserted before lock_timeout is restored.
     sql = (
         f"{BOUND}, begun AS (INSERT INTO {TABLE} ({', '.join(COLUMNS)}, state, attempts, received_at, settled_at) "
         f"SELECT {VALUES}, %s, %s, {at}, {'NULL' if state is State.RECEIVED else at} "
@@ -74,7 +74,7 @@ def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: 
         "FROM bound, (SELECT array_agg(id) AS ids, array_agg(biz_id) AS biz_ids FROM begun) AS all_begun"
     )
     values = [state.value, int(state is State.DONE)]
-    # In one order everywhere: two transactions that insert copies of the same messages must not wait for each other in a ring.
+    # In one order everywhere: two transactions that insert copies of the same messages must not deadlock.
     in_one_order = sorted(rows, key=lambda row: row.biz_id)
     given = [json.dumps([as_json(row) for row in in_one_order]), [row.body for row in in_one_order]]
     with locked_means_busy():

@@ -1,7 +1,7 @@
-"""The trail: which transition a message went through in a handler, when, in whose hands and why.
+"""The trail: the transitions of a message in a handler, each with its time, process and reason.
 
-An entry is written in the transaction of its transition, on a row that this transaction has locked. So there is an entry if and
-only if the transition was committed, also for a process that was killed a moment later.
+An entry is written in the transaction of its transition, on a row that this transaction has locked. So an entry exists if and
+only if the transition was committed, even if the process was killed a moment later.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _TRAIL = TrailEntry._meta.db_table
 
 
 def is_noted(*, matters: bool) -> bool:
-    """Do transitions leave a trail: those that matter to a person, or those that do not?"""
+    """Does the trail record transitions that matter to people, or those that do not?"""
     return matters or inbox_options().TRAIL == "all"
 
 
 def noting(alias: str, *, matters: bool) -> AbstractContextManager[Any]:
-    """A transaction for a transition with its entry. What leaves none needs none: its one statement is one."""
+    """A transaction for a transition with its entry. Without an entry, its single statement needs none."""
     return transaction.atomic(using=alias) if is_noted(matters=matters) else nullcontext()
 
 
 def note(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matters: bool = True) -> None:
-    """After a transition: these messages were in one state, and are in the one that their rows tell.
+    """Record a transition after it was made: from the state `was` to the state in their rows.
 
     Args:
-        was: "" when the row was inserted.
-        reason: for people; "" when the states say it.
-        matters: to a person. What does not is written only with `INBOX["TRAIL"] = "all"`.
+        was: "" if the row was inserted.
+        reason: for people; "" if the states explain it.
+        matters: to people. Other transitions are recorded only with `INBOX["TRAIL"] = "all"`.
     """
     if rows and is_noted(matters=matters):
         places = ", ".join(["%s"] * len(rows))
@@ -49,9 +49,9 @@ def note(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matters
 def note_leaving(
     alias: str, condition: str, parameters: Sequence[Any], *, became: str, reason: str = "", matters: bool = True
 ) -> int:
-    """Before a transition of the rows of which `condition` is true: what they were, and what they are about to be.
+    """Record a transition before it is made: of the rows that match `condition`, from their states to `became`.
 
-    They are locked, so that the transition finds them as they were here; how many they are, or none if nothing was noted.
+    They are locked, so that they do not change before the transition; returns their number, or 0 if nothing was recorded.
     """
     if not is_noted(matters=matters):
         return 0

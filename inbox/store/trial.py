@@ -1,4 +1,4 @@
-"""May anything be stored now? Asked of a database that could not, and of one that a process begins with."""
+"""Can a database store now? Tried after a failure to store, and when a process begins with the database."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from inbox.store.dialect import LONGEST_LOCK_WAIT
 from inbox.store.rows import NewRow, with_body_only
 
 _MORE_THAN_A_PAGE = 10_000
-"""Bytes: what a full disk has no room for, even where small rows still fit between others."""
+"""In bytes. A full disk has no room for it, even if small rows still fit between others."""
 
 
 def try_to_store(alias: str) -> None:
-    """Insert a row as for a delivery, on a new session, and take it back.
+    """Insert a row as for a delivery, on a new session, and roll it back.
 
     Raises:
         TwinBusy: another session has locked the table.

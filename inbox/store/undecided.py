@@ -1,6 +1,6 @@
-"""Deliveries that are stored under a provisional name, until it is known which message they carry and that it is handled once.
+"""Deliveries that are stored under a provisional biz-id, until it is known which message they carry and that it is handled.
 
-Their row becomes that of the message, or is a duplicate of the row that the message has.
+Their row becomes the row of the message, or is a duplicate of the message's row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COUNTS = ("duplicates", "redeliveries", "resends", "replays")
 
 
 def begin_reading(alias: str, row: NewRow, twin_timeout: timedelta) -> int:
-    """∅ | waiting → waiting, outside of every order, so that nobody runs it; how often that has been done.
+    """∅ | waiting → waiting, outside of every order, so that no runner runs it; how often that was done.
 
     Raises:
         TwinBusy: see `begin_fresh`.
@@ -47,7 +47,7 @@ def end_reading(alias: str, row: NewRow) -> None:
 
 
 def name_undecided(alias: str, stored: InboxMessage, row: NewRow, longest_wait: timedelta) -> bool | None:
-    """Make of a claimed row the row of its message. False: the message has a row. None: the claim has ended.
+    """Make a claimed row the row of its message. False: the message has a row. None: the claim has ended.
 
     Raises:
         TwinBusy: another transaction is inserting that row and did not end within `longest_wait`.
@@ -77,7 +77,7 @@ def name_undecided(alias: str, stored: InboxMessage, row: NewRow, longest_wait: 
 def fold_undecided(
     alias: str, stored: InboxMessage, row: NewRow, longest_wait: timedelta, *, redelivered: bool
 ) -> Earlier | None:
-    """Count a claimed row, and the duplicates counted on it, as duplicates of the row that its message has, and delete it.
+    """Count a claimed row, and the duplicates counted on it, as duplicates of its message's row, and delete it.
 
     None: that row has been deleted meanwhile, or the claim has ended.
 
@@ -96,12 +96,12 @@ def fold_undecided(
             )
             counted = cursor.fetchone()
             if counted is None:
-                # Its claim has ended, and another has it.
+                # Its claim has ended; another runner has it.
                 transaction.set_rollback(True, using=alias)
                 return None
             duplicates, *causes = counted
             if earlier.cause is DuplicateCause.BUSINESS:
-                # They were copies of this delivery, and of another message than the row's.
+                # They were copies of this delivery, not of the row's message.
                 causes = [0] * len(causes)
             added = ", ".join(f"{name} = {name} + %s" for name in (*_COUNTS, "conflicts"))
             conflicts = duplicates if earlier.conflicting else 0
@@ -116,7 +116,7 @@ def _lock(alias: str, row: NewRow, longest_wait: timedelta) -> None:
 
 
 def decide_now(alias: str, row: NewRow) -> None:
-    """received, undecided and due later → due now: what it waited for has ended."""
+    """received, undecided and due later → due now: the run that it waited for has ended."""
     InboxMessage.objects.using(alias).filter(
         handler=row.handler, topic=row.topic, biz_id=row.biz_id, state=State.RECEIVED, attempts=0
     ).update(next_attempt_at=DatabaseTime())

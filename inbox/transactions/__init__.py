@@ -1,1 +1,1 @@
-"""The handler's transaction, and what keeps it whole."""
+"""The handler's transaction and its guards."""

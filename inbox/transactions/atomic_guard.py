@@ -1,8 +1,8 @@
-"""What a handler begins, it must end: the `atomic()` blocks of its thread's connections.
+"""The atomic guard: a handler must close the `atomic()` blocks that it opens on its thread's connections.
 
-Django keeps a stack of them for each connection, and whoever leaves one leaves the topmost. With a block left open, leaving the
-inbox's own would only release a savepoint: nothing would be committed, and all that this thread does afterwards would be part
-of a transaction that never ends. So what is left open is taken off the stacks, and the handler has failed.
+Django keeps a stack of blocks for each connection, and leaving a block leaves the topmost one. With a block left open, leaving
+the inbox's own block would only release a savepoint: nothing would be committed, and all later work of this thread would be
+part of a transaction that never ends. So the guard removes such blocks, and the handler fails.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from inbox.errors import TransactionBroken
 
 @contextmanager
 def none_left_open() -> Iterator[None]:
-    """Leave every connection of this thread in as many blocks as it is in now.
+    """At exit, restore the number of open blocks on every connection of this thread.
 
     Raises:
-        TransactionBroken: the block has ended and left one open. What was written in it is rolled back, here or by the caller.
+        TransactionBroken: the handler returned with an open block. Its writes are rolled back, here or by the caller.
     """
     before = {connection.alias: _depth(connection) for connection in connections.all(initialized_only=True)}
     try:
@@ -37,11 +37,11 @@ def none_left_open() -> Iterator[None]:
 
 
 def abandon(connection: Any) -> None:
-    """Close a connection with whatever transaction it is in; its next use connects anew."""
+    """Close a connection and any transaction that it is in; its next use reconnects."""
     connection.in_atomic_block = False
     connection.atomic_blocks, connection.savepoint_ids = [], []
     connection.close()
-    # It stays when somebody had closed it inside a transaction, which nobody else will end now.
+    # Django keeps it if it was closed inside a transaction; nothing else ends that one now.
     connection.connection = None
 
 
@@ -49,13 +49,13 @@ def _close(before: Mapping[str, tuple[int, int]]) -> list[str]:
     left_open = []
     for connection in connections.all(initialized_only=True):
         blocks, savepoints = before.get(connection.alias, (0, 0))
-        # A handler that is struck by its timeout inside atomic() may leave one of the two, or no more than the flag.
+        # A handler that times out inside atomic() may leave only one of the two, or only the flag.
         higher = len(connection.atomic_blocks) > blocks or len(connection.savepoint_ids) > savepoints
         if not higher and (blocks or not connection.in_atomic_block):
             continue
         left_open.append(connection.alias)
         if blocks:
-            # Whoever began the block around it rolls back, and this with it.
+            # The caller rolls back the enclosing block, including this one.
             del connection.atomic_blocks[blocks:], connection.savepoint_ids[savepoints:]
         else:
             abandon(connection)

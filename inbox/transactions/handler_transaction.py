@@ -40,11 +40,11 @@ def in_transaction(
     durable: bool = True,
     remember: Callable[[object], str | None] | None = None,
 ) -> bool:
-    """Inbox rows, effects and sentinel in one transaction: `begin`, `run`, the sentinel, commit; `of` tells people of what.
+    """Execute `begin`, `run` and the sentinel in one transaction, and commit it; `of` names its messages in the log.
 
     Args:
-        durable: it must be a transaction of its own, and no savepoint of its caller's.
-        remember: makes of what `run` returned the JSON that stays with the row.
+        durable: it must be a separate transaction, not a savepoint of the caller's.
+        remember: converts the result of `run` to the JSON that is stored with the row.
 
     False: `begin` found nothing to do.
     """
@@ -60,7 +60,7 @@ def in_transaction(
         connections[handler.using].ensure_connection()
     try:
         with transaction.atomic(using=handler.using, durable=durable):
-            # The first hook of this transaction: whatever a later one raises, the effect is in.
+            # The first hook of this transaction: even if a later one raises, the effect is committed.
             transaction.on_commit(mark, using=handler.using)
             with statements_of_ours():
                 guard = begin()
@@ -88,7 +88,7 @@ def in_transaction(
 
 
 def _is_buried(guard: Guard) -> bool:
-    """Had the handler committed by itself, with rows that say `done`? They are dead letters now."""
+    """Did the handler commit by itself, with rows in state `done`? They are dead letters now."""
     try:
         return sentinel.bury_if_committed(guard)
     except (DatabaseError, InterfaceError) as error:
@@ -97,7 +97,7 @@ def _is_buried(guard: Guard) -> bool:
 
 
 def call(handler: Handler, message: Message, envelope: Envelope) -> object:
-    """Run the handler for one message; what it publishes is told to have been caused by that. What it returned."""
+    """Run the handler for one message, the cause of all that it publishes; returns the handler's result."""
     cause = Cause(
         message_id=message.id,
         correlation_id=message.correlation_id or message.id,
@@ -108,14 +108,14 @@ def call(handler: Handler, message: Message, envelope: Envelope) -> object:
 
 
 def refuse_if_uncommitted(alias: str, committed: bool) -> None:
-    """Somebody has switched autocommit off on this connection, and then leaving atomic() commits nothing."""
+    """Raise if autocommit was switched off on this connection: then leaving atomic() commits nothing."""
     if not committed and not connections[alias].in_atomic_block:  # as it still is in the transaction of a test
         connections[alias].close()
         raise TransactionBroken("The transaction ended without a commit: autocommit is off on this connection.")
 
 
 class _Supervision:
-    """Keep the handler from ending our transaction by SQL, and warn about writes that are not in it."""
+    """Keep the handler from ending our transaction by SQL, and warn about writes outside it."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -123,7 +123,7 @@ class _Supervision:
 
     def __enter__(self) -> None:
         handler = self._handler
-        # First, because it may fail: then nothing has been begun that must be ended.
+        # First, because it may fail: then there is nothing to undo.
         if handler.timeout is not None and connections[handler.using].vendor == "postgresql":
             with connections[handler.using].cursor() as cursor:
                 cursor.execute(f"SET LOCAL statement_timeout = {int(handler.timeout.total_seconds() * 1000)}")

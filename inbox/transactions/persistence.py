@@ -1,8 +1,8 @@
-"""Statements of the inbox's own: retried at once after a collision, once more on a new session, or the database is unavailable.
+"""The inbox's own statements: retried at once after a collision, once more on a new session, else the database is unavailable.
 
-What executed a statement decides what its error means. When a statement of the inbox fails, other than by a collision or by the
-values of its row, the database is the cause: it cannot store, and nothing is decided. When a statement of the handler fails,
-that is the handler's failed attempt.
+The meaning of an error depends on the statement's owner. If a statement of the inbox fails, other than by a collision or by
+the values of its row, the database is the cause: it cannot store, and nothing is decided. If a statement of the handler fails,
+the handler's attempt fails.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class DatabaseAway(Exception):
     """The handler's database does not answer, or cannot store. Nothing was decided: do not acknowledge, wait, receive again.
 
     Attributes:
-        remedy: what an operator does about it, or "".
-        refused: it answers, and has refused to store this on two sessions; it may store other messages.
-        owed: what to do when it is back: give back an attempt that was counted and could not be made.
+        remedy: the operator's remedy, or "".
+        refused: it answers, but has refused to store this on two sessions; it may store other messages.
+        owed: to be called when it is available: refunds an attempt that was counted but not made.
     """
 
     owed: Callable[[], None] | None = None
@@ -47,7 +47,7 @@ class DatabaseAway(Exception):
 
 
 class _Unstored(Exception):
-    """A statement of ours failed, and its row is not to blame. The database's error is its cause."""
+    """A statement of the inbox failed, not because of its row. `__cause__` is the database's error."""
 
 
 @contextmanager
@@ -61,17 +61,17 @@ def statements_of_ours() -> Iterator[None]:
 
 
 def persistently(alias: str, attempt: Callable[[], _T], *, reruns: bool = True) -> _T:
-    """Run a transaction again at once: a few times when it collided with another, once on a new session when its own failed it.
+    """Run a transaction; rerun it at once a few times after a collision, and once on a new session if its session fails.
 
-    A session fails when it is lost, or when a statement of ours finds it unfit: read-only since a failover, or changed by an
+    A session fails if it is lost, or if a statement of the inbox finds it unfit: read-only since a failover, or changed by an
     earlier handler.
 
     Args:
-        reruns: a handler that was running when its session was lost is run again, too.
+        reruns: also rerun a handler that was running when its session was lost.
 
     Raises:
         DatabaseAway: the database does not answer, or cannot store.
-        Exception: what the transaction raised, or what it raised at the last try.
+        Exception: the transaction's error, at its last try.
     """
     drop_unusable_connections()
     session = _Session(alias, reruns=reruns)
@@ -102,10 +102,10 @@ class _Session:
         self._replaced = False
 
     def is_replaced_after(self, error: Exception) -> bool:
-        """Is there a new session, on which the transaction is to be run again?
+        """Is there a new session on which to rerun the transaction?
 
         Raises:
-            DatabaseAway: there is none, or a statement of ours has failed on the new one, too.
+            DatabaseAway: there is none, or a statement of the inbox failed on the new one, too.
         """
         if isinstance(error, _Unstored):
             cause = error.__cause__ or error
@@ -127,7 +127,7 @@ class _Session:
         return True
 
     def report(self) -> None:
-        """The transaction has succeeded. On a second session, an operator should know what was wrong with the first."""
+        """The transaction succeeded. If it needed a second session, log what was wrong with the first."""
         if self._unfit:
             logger.warning(
                 "A session of the database %r could not store and was replaced by a new one, which could: %s. If a handler had "
@@ -138,7 +138,7 @@ class _Session:
 
 
 def _may_be_of_its_session(error: BaseException) -> bool:
-    """Has a statement failed that the values in it do not explain? What an earlier handler left in the session may."""
+    """Did a statement fail for a reason other than its values? A setting of an earlier handler may be one."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, DatabaseError | InterfaceError):
@@ -148,7 +148,7 @@ def _may_be_of_its_session(error: BaseException) -> bool:
 
 
 def why_not_stored(error: BaseException, alias: str) -> str:
-    """Why nothing can be stored. Of a table that is not found, with the path on which it was looked for."""
+    """Why nothing can be stored; for a table that is not found, with the search_path."""
     reason = describe(error)
     if sqlstate_of(error) == UNDEFINED_TABLE:
         with suppress(DatabaseError, InterfaceError), connections[alias].cursor() as cursor:
@@ -158,11 +158,11 @@ def why_not_stored(error: BaseException, alias: str) -> str:
 
 
 def decided(write: Callable[[], _T], alias: str) -> _T:
-    """Write an outcome in a commit of its own.
+    """Store an outcome in its own commit.
 
     Raises:
-        DatabaseAway: it could not be written, so nothing is decided.
-        django.db.Error: the values of its row are to blame.
+        DatabaseAway: it could not be stored, so nothing is decided.
+        django.db.Error: the values of its row are the cause.
     """
 
     def attempt() -> _T:

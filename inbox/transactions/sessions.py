@@ -1,13 +1,13 @@
-"""The database session that handlers share, and what one of them changes in it.
+"""The database session that handlers share, and the settings that a handler changes in it.
 
 A worker keeps its session from message to message. `SET` without LOCAL, `RESET`, `DISCARD`, `set_config(…, false)` and SQLite's
-`PRAGMA` outlast the transaction, and would decide how other handlers' statements run: read-only, with another search_path, with
-a timeout of a millisecond. So what a handler changes is undone inside its transaction, for our own last statement and for a
-proxy that gives the server's session to others, and its session is ended afterwards; the next message gets a new one. What is
-changed outside of that transaction, under a lease or on another database, is undone by a statement of its own.
+`PRAGMA` outlast the transaction and would affect other handlers' statements: read-only, another search_path, a timeout of a
+millisecond. So a handler's changes are undone inside its transaction, for the inbox's own last statement and for a proxy that
+gives the server's session to others. The session is ended afterwards; the next message gets a new one. Changes outside that
+transaction, under a lease or on another database, are undone by a separate statement.
 
-Seen is what is executed through Django's cursors. What a database function changes, or a cursor of the driver's own, is found
-when a statement fails for it: after such an error the session is ended as well.
+Only statements that are executed through Django's cursors are seen. A change by a database function, or by a cursor of the
+driver's own, is found when a statement fails because of it: after such an error the session is ended as well.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NAMED = re.compile(rf"(?:^|;){_COMMENTS}set\s+(?:session\s+)?(?!local\b)([a-z_]
 _NAMED_IN_CALL = re.compile(r"\bset_config\s*\(\s*'([a-z_][\w.]*)'", re.IGNORECASE)
 
 _RIGHTS = ("session_authorization", "role")
-"""What RESET ALL leaves as it is. They are reset first, because they decide what else may be reset."""
+"""RESET ALL does not reset these. They are reset first, because they decide what else may be reset."""
 
 
 class SessionChanges:
-    """The settings that one run of a handler changes, on any database; as a context around it."""
+    """The settings that one run of a handler changes, on any database; the context of that run."""
 
     def __init__(self) -> None:
         self._names: defaultdict[str, set[str]] = defaultdict(set)
@@ -50,25 +50,25 @@ class SessionChanges:
             connections[alias].execute_wrappers.remove(self._watch)
 
     def undo(self, alias: str) -> None:
-        """Inside the handler's transaction, as its next statement: the settings become what the session began with."""
+        """Inside the handler's transaction, as its next statement: reset the settings to the session's first values."""
         connection = connections[alias]
         if alias not in self._names or connection.vendor != "postgresql":
             return
         self._undone.add(alias)
         names = {name.lower() for name in self._names[alias]}
         if alias in self._unnamed:
-            # Of a session that is ended next: what Django has set in it may go as well.
+            # The session is ended next, so Django's settings may be reset as well.
             names = {"all", *_RIGHTS}
         statements = [f"RESET {name}" for name in (*_RIGHTS, *sorted(names.difference(_RIGHTS))) if name in names]
         role = connection.settings_dict["OPTIONS"].get("assume_role")
         if role and not names.isdisjoint(_RIGHTS):
             statements.append(f"SET ROLE {connection.ops.quote_name(role)}")
-        # A transaction that is broken refuses this, as it will refuse our next statement, which says so.
+        # A broken transaction refuses this, and then our next statement, which reports it.
         with suppress(DatabaseError, InterfaceError), transaction.atomic(using=alias), connection.cursor() as cursor:
             cursor.execute("; ".join(statements))
 
     def end_sessions(self) -> None:
-        """Outside transactions: nothing that was changed is left."""
+        """Outside transactions: undo all changes that are left."""
         for alias in self._names:
             if alias not in self._undone and connections[alias].connection is not None:
                 self.undo(alias)
@@ -81,13 +81,13 @@ class SessionChanges:
             alias = context["connection"].alias
             named = [*_NAMED.findall(text), *(_NAMED_IN_CALL.findall(text) if calls else ())]
             self._names[alias].update(named)
-            # Such as SESSION CHARACTERISTICS, or a name that is a parameter.
+            # For example SESSION CHARACTERISTICS, or a name in a parameter.
             if len(named) < changes:
                 self._unnamed.add(alias)
         return execute(sql, params, many, context)
 
 
 def end_session(alias: str) -> None:
-    """Close the connection of this thread, unless a transaction around us is using it; its next use connects anew."""
+    """Close this thread's connection, unless an enclosing transaction is using it; its next use reconnects."""
     if not connections[alias].in_atomic_block:
         connections[alias].close()

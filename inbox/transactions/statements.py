@@ -1,7 +1,7 @@
 """Does a statement end or begin a transaction?
 
-It is asked about each statement of a handler, and most of them have none of the words. In the others comments, quoted text and
-names are left out, and each of several statements in one string counts.
+Each statement of a handler is checked, and most contain none of the keywords. In the others, comments, quoted text and quoted
+names are skipped, and each of several statements in one string is checked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CONTROL = re.compile(
     re.IGNORECASE,
 )
 _WORDS = re.compile(r"\b(?:begin|commit|end|abort|start|prepare|rollback)\b", re.IGNORECASE)
-# The bodies of functions and triggers have statements of their own.
+# The bodies of functions and triggers contain statements.
 _DEFINES = re.compile(r"\s*create\b", re.IGNORECASE)
 _LEFT_OUT = re.compile(
     r"""/\*|--[^\n]*|\be'(?:[^'\\]|''|\\.)*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$((?:[a-z_]\w*)?)\$.*?\$\1\$""",
@@ -24,7 +24,7 @@ _COMMENT = re.compile(r"/\*|\*/")
 
 
 def controls_transaction(statement: object, connection: Any) -> str:
-    """The text of `statement`, as any driver takes it, when it begins, ends or prepares a transaction; else ""."""
+    """The text of `statement`, in any driver's form, if it begins, ends or prepares a transaction; else ""."""
     text = text_of(statement, connection)
     if not _WORDS.search(text):
         return ""
@@ -34,10 +34,10 @@ def controls_transaction(statement: object, connection: Any) -> str:
 
 
 def text_of(statement: object, connection: Any) -> str:
-    """`statement` as text, as any driver takes it."""
+    """The text of `statement`, in any driver's form."""
     if isinstance(statement, bytes):
         return statement.decode("latin-1")
-    # psycopg composes statements of parts.
+    # psycopg composes statements from parts.
     as_string = getattr(statement, "as_string", None)
     return str(as_string(connection.connection) if as_string else statement)
 
