@@ -27,7 +27,7 @@ _BROKER_HINT = "Use amqp://user:password@host//, or local:// for this service's 
 
 @register()
 def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E001: the INBOX setting, or what it takes from OUTBOX, cannot be read."""
+    """inbox.E001: the INBOX setting, or an option it takes from OUTBOX, is invalid."""
     given = getattr(settings, "INBOX", None)
     try:
         options.parse(InboxOptions, "INBOX", {} if given is None else given)
@@ -35,7 +35,7 @@ def check_options(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> lis
     except options.InvalidOptions as error:
         return [Error(problem, id="inbox.E001") for problem in error.problems]
     except ImproperlyConfigured as error:
-        # The outbox says it where both are installed.
+        # If the outbox is installed, it reports this.
         return [] if apps.is_installed("outbox") else [Error(str(error), id="inbox.E001")]
     return []
 
@@ -57,7 +57,7 @@ def check_handlers(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
 
 @register(deploy=True)
 def check_dedup_keys(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.I001, with --deploy: handlers that know a message sent twice by a foreign business only if it repeats its id."""
+    """inbox.I001, with --deploy: handlers that detect a foreign producer's duplicate only if it has the same id."""
     try:
         if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
             return []
@@ -97,7 +97,7 @@ def check_broker(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list
 
 @register()
 def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E007: leases are to be kept in Redis, and its library is missing."""
+    """inbox.E007: LEASE_STORE is Redis, and its library is missing."""
     try:
         chosen = inbox_options().LEASE_STORE
     except ImproperlyConfigured:
@@ -115,7 +115,7 @@ def check_lease_store(app_configs: Sequence[AppConfig] | None, **kwargs: Any) ->
 
 @register()
 def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W001: the two halves of this service speak to different brokers."""
+    """inbox.W001: outbox and inbox of this service use different brokers."""
     try:
         url = inbox_options().broker_url
     except ImproperlyConfigured:
@@ -135,7 +135,7 @@ def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
 
 @register(deploy=True)
 def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W002, with --deploy: two services of one name would share queues or leases, and a message would reach only one."""
+    """inbox.W002, with --deploy: services with the same name would share queues or leases; a message would reach only one."""
     try:
         chosen = inbox_options()
     except ImproperlyConfigured:
@@ -155,7 +155,7 @@ def check_group(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
 
 @register()
 def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E006: ordered handlers on a broker that does not give a queue to one consumer at a time."""
+    """inbox.E006: ordered handlers on a broker without single active consumers."""
     try:
         url = inbox_options().broker_url
     except ImproperlyConfigured:
@@ -176,7 +176,7 @@ def check_order(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[
 
 @register()
 def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W004: handlers that may keep the broker waiting until it takes this consumer for dead."""
+    """inbox.W004: handlers that may exceed the broker's `consumer_timeout`."""
     try:
         chosen = inbox_options()
     except ImproperlyConfigured:
@@ -199,13 +199,13 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
 
 
 def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta, str]:
-    """How long a run of the handler may keep a delivery unacknowledged, and by which of its options."""
+    """How long a run of the handler may leave a delivery unacknowledged, and by which of its options."""
     if handler.lease:
         # With a lease in the database a delivery is acknowledged before it is run.
         if options.LEASE_STORE == IN_THE_DATABASE:
             return timedelta(), ""
         return handler.lease.limit, f"its lease is in Redis and has limit={handler.lease.limit}"
-    # What is ordered is stored and acknowledged before it is run.
+    # An ordered handler's delivery is stored and acknowledged before it is run.
     if handler.timeout is None or handler.ordered:
         return timedelta(), ""
     also = f", group_commit={handler.group_commit}" if handler.group_commit > 1 else ""
@@ -216,19 +216,19 @@ def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta
 def check_databases(
     app_configs: Sequence[AppConfig] | None, databases: Sequence[str] | None = None, **kwargs: Any
 ) -> list[CheckMessage]:
-    """inbox.E003: a database that the promises do not hold on."""
+    """inbox.E003: an unsupported database."""
     return unsupported_databases(InboxMessage, databases, check_id="inbox.E003")
 
 
 @register()
 def check_database_settings(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.E005: settings under which a transaction or an instant is not what it seems."""
+    """inbox.E005: database settings that break transactions or instants."""
     return unfit_settings(InboxMessage, check_id="inbox.E005")
 
 
 @register()
 def check_sqlite_mode(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> list[CheckMessage]:
-    """inbox.W003: SQLite whose transactions begin as readers; the outbox says it where both are installed."""
+    """inbox.W003: SQLite whose transactions begin as readers; if the outbox is installed, it reports this."""
     if apps.is_installed("outbox"):
         return []
     return deferred_sqlite(InboxMessage, check_id="inbox.W003")

@@ -37,32 +37,32 @@ class InboxOptions:
     """Every option of `INBOX`, with its default.
 
     Attributes:
-        BROKER_URL: any kombu URL or `local://`; "" takes `OUTBOX["BROKER_URL"]`, so that a service says it once.
-        MANAGEMENT_URL: RabbitMQ's management API, which knows policies that limit deliveries; "": its usual port, for a broker
-            that is at its own.
+        BROKER_URL: any kombu URL or `local://`; "" takes `OUTBOX["BROKER_URL"]`, so that a service sets it once.
+        MANAGEMENT_URL: RabbitMQ's management API, which shows policies that limit deliveries; "": its default port, if the
+            broker uses its default port.
         EXCHANGE: the topic exchange that queues are bound to; "" takes `OUTBOX["EXCHANGE"]`.
         GROUP: this service's name on the broker, the first part of its queues' names; "" takes the project's name.
         QUEUE_TYPE: RabbitMQ queue type of the queues declared: "quorum" or "classic".
-        ACCEPT: media types that are decoded; all must be JSON. Anything else is a dead letter.
-        BODY_LIMIT_BYTES: largest body that is decoded, before and after it is inflated. Anything larger is a dead letter.
-        CONCURRENCY: worker threads of a consumer process, each with a database connection of its own.
-        ACK_TIMEOUT: how long the broker waits for an answer before it takes a consumer for dead: RabbitMQ's consumer_timeout.
-        PREFETCH: most unanswered deliveries of each queue in one process's hands.
+        ACCEPT: media types that are decoded; all must be JSON. Messages of other types become dead letters.
+        BODY_LIMIT_BYTES: largest body that is decoded, before and after inflating. Larger messages become dead letters.
+        CONCURRENCY: worker threads of a consumer process, each with its own database connection.
+        ACK_TIMEOUT: how long the broker waits for an acknowledgement: RabbitMQ's `consumer_timeout`.
+        PREFETCH: most unanswered deliveries of each queue in one process.
         MAX_ATTEMPTS: failed attempts after which a message is dead: the first and 16 retries. A handler's `retry` overrides
             this and the delays.
         RETRY_BASE, RETRY_FACTOR, RETRY_CAP: delay after the first failed attempt, its growth, its limit.
-        REDELIVERY_AFTER: a stored message whose process died in the middle is tried again after this.
-        TWIN_TIMEOUT: how long a delivery waits for a concurrent twin's transaction before it is put off.
-        LEASE_STORE: where handlers under a lease keep their leases: "database", the handler's own, or a redis:// URL.
-        RETENTION: how long handled rows are kept, which is the deduplication window.
-        KEEP_BODIES: of which settled messages the body and the headers are kept: "all", or "failed", those that are not done.
-        TRAIL: which transitions leave a trail: "decisions", those that matter to a person, or "all".
-        TRAIL_RETENTION: how long the trail is kept.
-        AGE_FENCE_MARGIN: a delivery older than RETENTION less this is not run, as its row may be purged already.
-        POLL_INTERVAL: longest rest of the loop that runs stored messages.
+        REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this.
+        TWIN_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
+        LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
+        RETENTION: how long handled rows are stored, which is the deduplication window.
+        KEEP_BODIES: which settled messages keep body and headers: "all", or "failed", those that are not done.
+        TRAIL: which transitions leave a trail: "decisions", those that matter to an operator, or "all".
+        TRAIL_RETENTION: how long the trail is stored.
+        AGE_FENCE_MARGIN: a delivery older than RETENTION minus this is not run, as its row may be purged already.
+        POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
         WATCHDOG: a consumer whose main loop is silent this long is ended.
-        SHUTDOWN_GRACE: longest time between SIGTERM and the end of the process.
+        SHUTDOWN_GRACE: longest time from SIGTERM to the end of the process.
     """
 
     BROKER_URL: str = field(default="", repr=False)
@@ -127,7 +127,7 @@ class InboxOptions:
 
     @property
     def broker_setting(self) -> str:
-        """Where `broker_url` is set, for people."""
+        """The setting of `broker_url`, for texts."""
         return 'INBOX["BROKER_URL"]' if self.BROKER_URL else 'OUTBOX["BROKER_URL"]'
 
     @cached_property
@@ -140,12 +140,12 @@ class InboxOptions:
 
     @property
     def longest_silence(self) -> float:
-        """Seconds after which a delivery that nobody runs yet is stored and acknowledged: the other half is for running it."""
+        """Seconds after which a waiting delivery is stored and acknowledged: the other half is for running it."""
         return self.ACK_TIMEOUT.total_seconds() / 2
 
     @property
     def oldest_run(self) -> timedelta:
-        """The age past which a delivery is not run any more."""
+        """The maximum message age: an older delivery is not run."""
         return self.RETENTION - self.AGE_FENCE_MARGIN
 
 
@@ -153,12 +153,12 @@ _latest: tuple[object, object, InboxOptions] | None = None
 
 
 def inbox_options() -> InboxOptions:
-    """The options in force now.
+    """The current options.
 
     Raises:
-        ImproperlyConfigured: `INBOX`, or what it takes from `OUTBOX`, cannot be read; `manage.py check` reports it, too.
+        ImproperlyConfigured: `INBOX`, or an option it takes from `OUTBOX`, is invalid; `manage.py check` reports it, too.
     """
-    global _latest  # noqa: PLW0603 - a cache of one, told apart by the settings object it was read from
+    global _latest  # noqa: PLW0603 - a cache of one entry, keyed by the settings objects
     given, outbox = getattr(settings, "INBOX", None), getattr(settings, "OUTBOX", None)
     if _latest is None or _latest[0] is not given or _latest[1] is not outbox:
         try:
@@ -171,7 +171,7 @@ def inbox_options() -> InboxOptions:
 
 
 def _option_of_the_outbox(name: str, otherwise: str) -> str:
-    """What `OUTBOX` says, which another app reads, if it is installed at all.
+    """An option of `OUTBOX`, which the outbox reads itself, if it is installed.
 
     Raises:
         ImproperlyConfigured: it is not a string.

@@ -1,6 +1,6 @@
-"""An operator corrects the payload of a dead message: the corrected one is another row, which is run like any stored message.
+"""Operators' corrections of a dead message's payload. The corrected message is a new row, run like any stored message.
 
-The first row stays, as `skipped`: further deliveries of what was published still meet its biz-id and its digest.
+The first row stays, as `skipped`: later deliveries of the published message still match its biz-id and its digest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Correction:
     """A correction that may be stored.
 
     Attributes:
-        row: the message with its new payload, under the biz-id of its own row.
+        row: the message with its new payload, under the new row's biz-id.
         changes: see `difference`.
     """
 
@@ -44,7 +44,7 @@ class Correction:
 
 
 def editable(stored: InboxMessage) -> str:
-    """The payload of a dead message as JSON that a person can edit; its body as text if it is not JSON.
+    """The payload of a dead message as JSON for editing; its body as text if it is not JSON.
 
     Raises:
         NotEditable: the message cannot be corrected, for this reason.
@@ -64,7 +64,7 @@ def editable(stored: InboxMessage) -> str:
 
 
 def correct(stored: InboxMessage, text: str) -> Correction:
-    """What becomes of a dead message when its payload is the JSON in `text`.
+    """The correction of a dead message whose new payload is the JSON in `text`.
 
     Raises:
         NotEditable: the message cannot be corrected, or not like this, for this reason.
@@ -84,10 +84,10 @@ def correct(stored: InboxMessage, text: str) -> Correction:
 
 
 def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
-    """Replace a dead message by another row with the payload in `text`, due now; its number. None: it is not dead any more.
+    """Replace a dead message by a row with the payload in `text`, due now; return its number. None: it is no longer dead.
 
     Args:
-        by: who does it, for the trail.
+        by: the operator, for the trail.
 
     Raises:
         NotEditable: see `correct`.
@@ -97,7 +97,7 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
 
 
 def _why_not(stored: InboxMessage) -> str:
-    """Why it cannot be corrected, whatever the new payload is; "" if it can."""
+    """Why it cannot be corrected, regardless of the new payload; "" if it can."""
     if stored.state != State.DEAD:
         return f"It is {stored.get_state_display().lower()}, and only a dead message can be corrected."
     if stored.quarantined:
@@ -123,7 +123,7 @@ def _why_not_after_steps(stored: InboxMessage) -> str:
 
 
 def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
-    """The payload that `text` says, and its layout."""
+    """The payload in `text`, and its layout."""
     try:
         payload = decode_payload(text.encode("utf-8", "surrogatepass"), JSON, limit=options.BODY_LIMIT_BYTES)
         json.dumps(payload, allow_nan=False)
@@ -140,11 +140,11 @@ def _read(text: str, options: InboxOptions) -> tuple[Any, str]:
 
 
 def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options: InboxOptions) -> str:
-    """The biz-id of the corrected message's row: a name of its own if it is about the same fact, else that of its fact.
+    """The biz-id of the corrected message's row: a new name if it is about the same fact, else that of its fact.
 
     Raises:
         Undecodable: it could not be handled: see `message_of` and `identify`.
-        NotEditable: its biz-id is that of another message.
+        NotEditable: another message has its biz-id.
     """
     handler, known = registry.get(stored.handler), business_id(stored.biz_id)
     assert handler is not None  # noqa: S101 - see _why_not
@@ -166,9 +166,9 @@ def _biz_id(stored: InboxMessage, body: bytes, headers: dict[str, Any], options:
 
 
 def _identified_alike(handler: Handler, stored: InboxMessage, known: str, options: InboxOptions) -> bool:
-    """Does the handler find today in the first payload what it found when the message came, as far as it can be read?
+    """Does the handler still find the same biz-id in the first payload, as far as that can be read?
 
-    If not, it asks for what a row does not have, and its answer means nothing here.
+    If not, it needs data that a row does not have, and its result cannot be used here.
     """
     try:
         return identify(handler, message_of(stored_envelope(stored), options, needs_id=False)) == known

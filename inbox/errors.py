@@ -1,4 +1,4 @@
-"""What a handler may raise on purpose, and what can go wrong around it."""
+"""Exceptions that a handler may raise, and errors around it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ _LONGEST_DELAY = timedelta(days=3650)
 
 
 class InboxError(Exception):
-    """The root of everything this app raises on purpose."""
+    """The base class of this app's own errors."""
 
 
 class RetryLater(InboxError):
-    """Not now, and this is no failure: the effect is rolled back and the message comes again after `delay`.
+    """Defer the message without a failure: the effect is rolled back, and the message is run again after `delay`.
 
     Args:
-        delay: at least a second; default: as after a failure. It counts as no attempt, however often it is raised.
-        reason: for the people who look at the message meanwhile.
-        give_up_after: how long after its arrival the message may still be deferred. It is tried once more at that time, and
-            when this is raised again it is a dead letter, with the reason; default: unbounded.
+        delay: at least a second; default: as after a failure. A deferral never counts as an attempt.
+        reason: shown to operators meanwhile.
+        give_up_after: how long after its arrival the message may still be deferred. It is tried once more at that time; if
+            this is raised again, it becomes a dead letter, with the reason; default: unbounded.
 
     Raises:
-        TypeError: `delay` or `give_up_after` is no timedelta.
-        ValueError: `delay` is longer than 3650 days, or `give_up_after` is not longer than zero.
+        TypeError: `delay` or `give_up_after` is not a timedelta.
+        ValueError: `delay` exceeds 3650 days, or `give_up_after` is not longer than zero.
     """
 
     def __init__(
@@ -46,36 +46,36 @@ class RetryLater(InboxError):
 
 
 class Reject(InboxError):
-    """Never: the effect is rolled back and the message is a dead letter now, for `reason`."""
+    """Do not retry: the effect is rolled back, and the message becomes a dead letter, with `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
 
 
 class StepInterrupted(Reject):
-    """A step may have happened and may not, and is not to be repeated: a dead letter for a person to decide about."""
+    """A step may have happened and must not be repeated: a dead letter for an operator to decide about."""
 
 
 class LeaseLost(InboxError):
-    """The lease of this run has ended, so another may be running the message. Nothing that this run does is settled."""
+    """The lease of this run has ended, so another process may be running the message. This run settles nothing."""
 
 
 class TransactionBroken(InboxError):
     """The handler returned normally, but the transaction around it can no longer commit.
 
-    It swallowed a database error or closed the connection. Acknowledging the message now would lose it, so this is a failed
+    It swallowed a database error or closed the connection. An acknowledgement would now lose the message, so this is a failed
     attempt.
     """
 
 
 class TransactionEnded(InboxError):
-    """The handler committed or rolled back by itself, so what it did may be there in part.
+    """The handler committed or rolled back by itself, so its effect may be partial.
 
-    Running it again might repeat that part, and leaving it might miss the rest: the message is a dead letter for a person to
+    Another run might repeat that part, and no run might miss the other part: the message is a dead letter for an operator to
     decide about.
 
     Attributes:
-        is_stored: the dead letter is stored already; what the handler committed by itself included its inbox row.
+        is_stored: the dead letter is already stored; the handler's own commit included its inbox row.
     """
 
     def __init__(self, reason: str, *, is_stored: bool = False) -> None:
@@ -88,13 +88,13 @@ class TransactionControl(InboxError):
 
 
 class NotCallable(InboxError, TypeError):
-    """A handler that cannot be called as one: a generator function, or a result that is still to be run."""
+    """The handler cannot be called: it is a generator function, or returned a result that must still be run."""
 
 
 class HandlerTimeout(BaseException):
     """A handler took longer than its `timeout`: a failed attempt.
 
-    No Exception, so that a handler that catches those does not catch this.
+    A BaseException, so that `except Exception` in a handler does not catch it.
     """
 
     def __init__(self, what: str = "it", limit: timedelta | None = None) -> None:
@@ -102,12 +102,12 @@ class HandlerTimeout(BaseException):
 
 
 class NotRun(InboxError):
-    """A Celery task that the inbox does not run, with the reason: it is a dead letter, was skipped, or is too old."""
+    """The inbox does not run a Celery task, with the reason: it is a dead letter, was skipped, or is too old."""
 
 
 class NotEditable(InboxError):
-    """An operator's correction of a message is refused, with the reason; the row stays as it was."""
+    """An operator's correction of a message is refused, with the reason; the row is unchanged."""
 
 
 class TaskNotSent(InboxError):
-    """An operator's retry of a Celery task could not be sent; the row stays as it was."""
+    """An operator's retry of a Celery task could not be sent; the row is unchanged."""

@@ -1,4 +1,4 @@
-"""An operator has a stored message run again. That of a Celery task nobody here runs: Celery has to be told."""
+"""An operator's retry of a stored message. The inbox does not run Celery tasks, so their retry is sent to Celery."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Transition = Callable[[str, int], bool]
 
 
 def resending(transition: Transition) -> Transition:
-    """`transition`, and when it is the row of a Celery task, the task sent again in the same transaction.
+    """`transition`; for the row of a Celery task, also send the task again in the same transaction.
 
-    It may arrive before the commit; then it waits for that. What cannot be sent is rolled back, and raises TaskNotSent.
+    If it arrives before the commit, it waits for that. A task that cannot be sent is rolled back, and raises TaskNotSent.
     """
 
     def decide(alias: str, row: int) -> bool:
@@ -34,7 +34,7 @@ def resending(transition: Transition) -> Transition:
 
 def _send(stored: InboxMessage) -> None:
     try:
-        from celery import current_app  # noqa: PLC0415 - optional, and there whenever such a row is
+        from celery import current_app  # noqa: PLC0415 - optional; such a row exists only with it
 
         from inbox.celery.calls import signature_of  # noqa: PLC0415 - imports it, too
         from inbox.celery.sending import send  # noqa: PLC0415

@@ -1,9 +1,9 @@
-"""Signals of the consumer, for metrics only. Nothing is promised of them, so no effect may depend on one.
+"""Signals of the consumer, for metrics only. They are not guaranteed, so no effect may depend on one.
 
-A signal is sent after the commit, in the process that did the work, and is lost when that dies in between. The states in the
-table are not lost, and what must happen belongs in a handler.
+A signal is sent after the commit, in the process that did the work, and is lost if that dies in between. The states in the
+table are not lost. Put required effects into a handler.
 
-Receivers run in the thread of the worker that handled the message: one that waits holds up the worker. They are called with
+Receivers run in the thread of the worker that handled the message: a slow receiver delays the worker. They are called with
 `send_robust`: an error in one is logged and changes nothing.
 """
 
@@ -16,10 +16,10 @@ message_retrying = Signal()
 """An attempt failed or the handler asked for a later time. Arguments: `handler`, `message_id`, `error`."""
 
 message_dead = Signal()
-"""It is a dead letter now. Arguments: `handler`, `message_id`, `error`."""
+"""A message became a dead letter. Arguments: `handler`, `message_id`, `error`."""
 
 duplicate_suppressed = Signal()
-"""A delivery whose effect has already happened, or is stored to happen. Arguments: `handler`, `message_id`, `biz_id`,
+"""A delivery whose effect has already happened, or is stored to be run. Arguments: `handler`, `message_id`, `biz_id`,
 `cause`: "redelivery" by the broker, "resend" of the same message, "replay" by an operator, or "business", another message with
 the same biz-id."""
 
@@ -27,4 +27,4 @@ conflicting_duplicate = Signal()
 """Same handler, topic and biz-id, but different content: a bug upstream. Arguments: `handler`, `message_id`, `biz_id`."""
 
 message_shed = Signal()
-"""It was dropped because too many wait, and written down. Arguments: `handler`, `message_id`, `biz_id`, `reason`."""
+"""A message was shed because too many wait, and is stored. Arguments: `handler`, `message_id`, `biz_id`, `reason`."""

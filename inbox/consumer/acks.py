@@ -1,7 +1,7 @@
-"""Acknowledging what came on one channel, many deliveries at once where that is possible.
+"""Acknowledging the deliveries of one channel, many at once where possible.
 
-RabbitMQ takes "this one and all before it" as cheaply as one; that is right as long as all before it have been answered. So
-the answered ones at the front of what is outstanding go with one frame, and those behind an unanswered one go singly.
+For RabbitMQ, an ack with `multiple` ("this tag and all before it") costs as much as a single ack; all earlier tags must be
+settled. So one frame acknowledges the settled tags up to the first unsettled one. The later ones are acknowledged singly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from amqp import spec
 
 
 class Acks:
-    """What is outstanding on `channel`. Used by the thread that owns the connection only."""
+    """The outstanding deliveries of `channel`. Only for the thread that owns the connection."""
 
     def __init__(self, channel: Any, *, multiple: bool) -> None:
         self._channel = channel
@@ -28,13 +28,13 @@ class Acks:
         self._outstanding[message.delivery_tag] = None
 
     def settle(self, message: kombu.Message) -> None:
-        """To be acknowledged with the next `flush`."""
+        """Acknowledge it with the next `flush`."""
         self._settled.add(message.delivery_tag)
 
     def requeue(self, message: kombu.Message) -> None:
-        """Give it back, to be delivered again."""
+        """Return it to be delivered again."""
         if self._multiple:
-            # Unlike basic.reject, RabbitMQ from 4.3 on counts this as no failed delivery. py-amqp has no method for it.
+            # Unlike basic.reject, RabbitMQ 4.3+ does not count this as a failed delivery. py-amqp has no method for it.
             self._channel.send_method(spec.Basic.Nack, "Lbb", (message.delivery_tag, False, True))
         else:
             message.requeue()

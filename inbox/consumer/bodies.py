@@ -1,7 +1,7 @@
-"""Bodies as they were sent.
+"""Message bodies as they were sent.
 
 kombu inflates a compressed body, and py-amqp decodes it by its content encoding, as soon as it arrives: without a limit, on the
-thread that owns the connection, and before the inbox knows which message it is. Here they do neither; see `inbox.reading`.
+thread that owns the connection, and before the inbox knows which message it is. This module disables both; see `inbox.reading`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outbox.kernel.envelope import COMPRESSION
 
 
 def receiving_bodies_as_sent(channel: Any) -> Any:
-    """`channel`, whose deliveries keep their bodies as they were sent."""
+    """Make `channel` leave the bodies of its deliveries unchanged."""
     channel.Message = _as_sent(channel.Message)
     if hasattr(channel, "auto_decode"):
         channel.auto_decode = False
@@ -23,7 +23,7 @@ def receiving_bodies_as_sent(channel: Any) -> Any:
 
 
 def body_of(message: kombu.Message) -> bytes:
-    """Its bytes; of a virtual transport it may be text.
+    """The body as bytes; a virtual transport may give text.
 
     Raises:
         TypeError: it is neither.
@@ -35,7 +35,7 @@ def body_of(message: kombu.Message) -> bytes:
 @cache
 def _as_sent(kind: type[Any]) -> type[Any]:
     class AsSent(kind):  # type: ignore[misc] # kombu's, of whichever transport
-        # kombu leaves alone the body of a message that something is wrong with.
+        # kombu does not inflate the body of a message that has errors.
         errors: Any = ("not inflated",)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ def _as_sent(kind: type[Any]) -> type[Any]:
             self.errors = []
 
         def serializable(self) -> Any:
-            """What a virtual transport stores when the message is requeued. kombu would leave out how it is compressed."""
+            """The form that a virtual transport requeues. kombu alone would omit the compression header."""
             stored = super().serializable()
             if COMPRESSION in self.headers:
                 stored["headers"][COMPRESSION] = self.headers[COMPRESSION]

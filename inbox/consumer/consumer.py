@@ -1,9 +1,9 @@
 """The thread that owns the broker connection.
 
-It receives, acknowledges and beats the heart, so that a long handler never costs the connection; the threads of the pool run
-one load each in the database. Between them go deliveries one way and answers the other, both tagged with the *epoch* of the
-connection they belong to: an answer for an older life is dropped, because its delivery tag may name another message by now.
-Any error of the connection or of a channel ends that life; the broker delivers again, and the inbox absorbs it.
+It receives, acknowledges and sends heartbeats, so that a long handler never loses the connection. The pool's threads run one
+load each in the database. Deliveries go to them and answers come back, both tagged with the *epoch* of their connection. An
+answer for a previous connection is dropped, because its delivery tag may now name another message. Any error of the connection
+or of a channel closes the connection; the broker delivers again, and the inbox suppresses the duplicates.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _HOUSEKEEPING_SECONDS = 0.5
 _MANY_ANSWERS = 10
 _GLANCE_SECONDS = 0.0001
 _AGAIN_AFTER = {Received.PUT_OFF: 1.0, Received.UNSTORED: 60.0}
-"""Seconds until what has not been decided is tried again. Here, because the broker counts what it delivers again."""
+"""Seconds until an undecided delivery is tried again. It stays here, because the broker counts each redelivery."""
 _HELD_IN_VAIN = 1.5
-"""Of `longest_silence`: when deliveries that cannot be stored go back to the broker, before it takes this process for dead."""
+"""Of `longest_silence`: when deliveries that cannot be stored go back to the broker, before its `consumer_timeout`."""
 _HEALTH_SECONDS = 30.0
 _NOT_RECEIVED = "Until then nothing is received for it."
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What is to be done with a delivery, not before `at` (monotonic): acknowledge it, or try it `again`."""
+    """Acknowledge a delivery, or try it `again`; not before `at` (monotonic)."""
 
     delivery: Delivery
     again: bool
@@ -89,7 +89,7 @@ class Subscription:
 
 
 class Consumer:
-    """Receives for `handlers` until asked to stop, and has what is stored run as well."""
+    """Receives for `handlers` until asked to stop, and has stored messages run as well."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class Consumer:
                 except self._failures() as error:
                     self._wait_for_broker(error)
                 except Exception as error:
-                    # What answers there need not speak its protocol well; one odd frame must not end every consumer.
+                    # The server may violate the protocol; one malformed frame must not end every consumer.
                     logger.exception("The broker said something that cannot be understood.")
                     self._wait_for_broker(error)
         finally:
@@ -209,10 +209,9 @@ class Consumer:
         self._checked_at = monotonic()
 
     def _subscribe(self) -> None:
-        """Receive from the queues whose handlers' databases can store what comes.
+        """Receive from the queues whose handlers' databases can store messages.
 
-        What is delivered and cannot be stored would go back to the broker when this process ends, and count as one more
-        delivery.
+        A delivery that cannot be stored would return to the broker when this process ends, and count as one more delivery.
         """
         open_lanes = {id(subscription.lane) for subscription in self._open.values()}
         waiting = [(lane, queue) for lane, queue in self._usable if id(lane) not in open_lanes and self._pool.can_store(lane)]
@@ -228,7 +227,7 @@ class Consumer:
                     self._try_suspected(lane, declared)
                     consumer.consume()
             except Unusable as error:
-                # Until the next look at the queues.
+                # Until the next check of the queues.
                 self._forbidden.add(lane)
                 self._complain(lane, f"{error} {_NOT_RECEIVED}")
             except self._failures():
@@ -243,12 +242,12 @@ class Consumer:
             logger.info("Consuming %d queues from %s.", len(self._open), masked(self._options.broker_url))
 
     def _try_suspected(self, lane: Lane, declared: kombu.Queue) -> None:
-        """Subscribe, on a connection of its own, to a queue at which the last connection ended, before it ends this one, too.
+        """Try a queue whose subscription ended the last connection on a separate connection, before it ends this one, too.
 
-        RabbitMQ ends the connection over a quorum queue that has lost its majority.
+        RabbitMQ closes the connection of a consumer whose quorum queue has lost its majority.
 
         Raises:
-            Unusable: that connection has ended as well.
+            Unusable: that connection was closed as well.
         """
         if lane not in self._suspected:
             return
@@ -266,7 +265,7 @@ class Consumer:
 
     @property
     def _usable(self) -> list[tuple[Lane, kombu.Queue]]:
-        """The lanes with queues that may be received from."""
+        """The lanes whose queues may be received from."""
         return [
             (lane, queue)
             for lane, queue in self._lanes
@@ -278,10 +277,9 @@ class Consumer:
         return list(self._open.values())
 
     def _declare(self) -> set[str]:
-        """Have all queues and their bindings, before the first delivery and then again and again; whose cannot be used.
+        """Declare all queues and bindings, at the start and periodically; return the handlers with unusable queues.
 
-        A binding that somebody removed, or that went with a deleted exchange, leaves a consumer that looks healthy and hears
-        nothing.
+        After its binding was removed, or its exchange deleted, a consumer looks healthy but receives nothing.
         """
         unusable = set()
         self._policies.refresh()
@@ -297,7 +295,7 @@ class Consumer:
         return unusable
 
     def _complain(self, about: str | Lane, complaint: str) -> None:
-        """Log it once; and again when it comes back after it was corrected, which "" says."""
+        """Log a complaint once, and again if it returns after "" has cleared it."""
         if complaint and complaint not in self._complaints.values():
             logger.error(complaint)
         self._complaints[about] = complaint
@@ -310,7 +308,7 @@ class Consumer:
         self._pool.put(lane, Delivery(epoch, lane.handler, message, monotonic(), refused))
 
     def _pump(self) -> None:
-        """Answer, receive what has come, and wait for either a little."""
+        """Answer, receive what has arrived, and wait briefly for either."""
         if len(self._open) < len(self._lanes) and not self._stop:
             self._subscribe()
         self._answer()
@@ -334,7 +332,7 @@ class Consumer:
         amqp = self._connection.connection
         waits_for_more = False
         with suppress(TimeoutError):
-            # What py-amqp has read and not yet dispatched is in its own buffer, where no poll of the socket would show it.
+            # Frames that py-amqp has read but not dispatched are in its own buffer, which a poll of the socket does not show.
             while amqp.transport._read_buffer or not waits_for_more:  # noqa: SLF001 - see read_in_chunks
                 amqp.drain_events(timeout=_GLANCE_SECONDS)
                 waits_for_more = True
@@ -374,7 +372,7 @@ class Consumer:
         """Called by the workers."""
         rest = _AGAIN_AFTER.get(received, 0.0)
         self._answers.append(Answer(delivery, again=rest > 0, at=monotonic() + rest))
-        # Not for each: the connection's thread takes them by the dozen, at its next tick, or when a worker rests.
+        # Not for each: the connection's thread takes several at once, at its next tick, or when a worker is idle.
         if self._is_answer_due():
             self._answered.ring()
 
@@ -386,7 +384,7 @@ class Consumer:
         return not self._stop and epoch == self._epoch
 
     def _check_subscriptions(self) -> None:
-        """Healthy means that the broker knows bindings and subscriptions of our queues, not that a socket is open."""
+        """Check that the broker has our queues' bindings and subscriptions; an open socket does not show that."""
         self._checked_at = monotonic()
         if self._declare() != self._unusable:
             raise ConnectionError("an operator has changed its queues")
@@ -398,15 +396,15 @@ class Consumer:
                 raise ConnectionError(f"the broker has no subscription on queue {subscription.queue.name!r} any more")
 
     def _gauge(self) -> None:
-        """Tell the shedders how many messages wait in their queues."""
+        """Report the lengths of the queues to their shedders."""
         for subscription in self._subscriptions:
             if (shedder := shedder_of(subscription.lane.handler)) is not None:
                 shedder.saw(*self._length_of(subscription.queue))
 
     def _store_stale(self, now: float) -> None:
-        """Let nothing wait here unanswered until the broker takes us for dead and closes the channel (consumer_timeout).
+        """Store deliveries that wait here before the broker closes the channel (`consumer_timeout`).
 
-        On a thread of its own: when things wait for that long, no worker is free.
+        On a separate thread: when deliveries wait for that long, no worker is free.
         """
         if self._holder is not None and self._holder.is_alive():
             return
@@ -417,8 +415,8 @@ class Consumer:
     def _give_back_in_vain(self, now: float) -> None:
         """Close the channels of queues whose deliveries have waited here for too long, because they cannot be stored.
 
-        The broker would do it after `consumer_timeout`, again and again for as long as the outage lasts, and end the connection
-        with all other channels on it. Each time would count as a delivery. This is once for each outage.
+        The broker would close them after each `consumer_timeout` of the outage, which ends the connection and all its other
+        channels, and would count a delivery each time. This counts one per outage.
         """
         for lane in self._pool.held_in_vain(now - _HELD_IN_VAIN * self._options.longest_silence):
             for channel in [channel for channel, subscription in self._open.items() if subscription.lane is lane]:
@@ -440,7 +438,7 @@ class Consumer:
             connections.close_all()
 
     def _watch(self, now: float) -> None:
-        """Tell about a handler that does not end: its inbox row is not committed, so nobody else can see it."""
+        """Report a handler that does not end: its inbox row is not committed, so no other connection sees it."""
         limit = self._options.STUCK_AFTER.total_seconds()
         overdue = [busy for busy in self._pool.busy() if now - busy.since >= limit]
         self._told_of &= {id(busy) for busy in overdue}
@@ -467,16 +465,16 @@ class Consumer:
         if len(self._open) < len(self._usable):
             return False
         waiting = any(self._length_of(subscription.queue)[0] for subscription in self._subscriptions)
-        # The broker counts what is on its way to us as ours, and it may have come while we asked.
+        # The broker's count excludes deliveries on their way to us; they may have arrived during the query.
         return not waiting and not self._unanswered
 
     def _length_of(self, queue: kombu.Queue) -> tuple[int, int]:
-        """How many messages wait in it, and how many consumers it has."""
+        """The number of messages that wait in it, and of its consumers."""
         try:
             declared = queue.queue_declare(passive=True)
             return int(declared.message_count), int(declared.consumer_count)
         except ChannelError:
-            # On kombu's virtual transports an empty queue is one that does not exist.
+            # On kombu's virtual transports an empty queue does not exist.
             if speaks_amqp(self._options.broker_url):
                 raise
             return 0, 1
@@ -496,17 +494,17 @@ class Consumer:
                 logger.debug("Discarding a broker connection: %s", describe(error))
 
     def _finish(self) -> None:
-        """Let the workers end what they have in hand, tell the broker, give the rest back."""
+        """Let the workers finish their loads, answer the broker, return the other deliveries."""
         logger.info("Stopping: finishing what is in hand. Signal again to end at once.")
         self._reception.close()
         self._pool.close()
-        # From here on a queue without our subscription is as it should be.
+        # From here on our queues may have no subscription.
         self._checked_at = inf
         try:
             if self._connection is not None:
                 for subscription in self._subscriptions:
-                    # The next consumer of an ordered queue must not begin while older deliveries are in our hands; it begins
-                    # when the channel is closed.
+                    # The next consumer of an ordered queue must not begin before our deliveries are answered; it begins when
+                    # the channel is closed.
                     if not subscription.lane.handler.ordered:
                         subscription.consumer.cancel()
             while self._pool.alive and self._connection is not None:
@@ -525,7 +523,7 @@ class Consumer:
             return
         try:
             self._answer()
-            # Closing the channels gives back what was prefetched, at once and in order.
+            # Closing the channels returns prefetched deliveries, at once and in order.
             self._connection.close()
         except self._failures() as error:
             logger.debug("Closing the broker connection: %s", describe(error))

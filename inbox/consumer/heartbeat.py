@@ -1,8 +1,8 @@
-"""Heartbeats of a process that runs handlers: people see which processes live, for which handlers, and what each waits for.
+"""Heartbeats of a process that runs handlers. They show operators which processes run, their handlers, and what each waits for.
 
-They are sent from threads of their own, one for each database: neither the thread that owns the broker connection nor a worker
-ever waits for them. That the loops of the process go round is the watchdog's business: it ends a process that is silent.
-Sending one may fail without consequence but for those who look, because no promise depends on it.
+Separate threads send them, one for each database: neither the thread that owns the broker connection nor a worker ever waits
+for them. The watchdog, not the heartbeat, ends a process whose loops are silent. No guarantee depends on a heartbeat: a failure
+to send one affects only what operators see.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _LONGEST_GOODBYE_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What a process does now.
+    """The current activity of a process.
 
     Attributes:
-        handlers: those that it takes messages for.
+        handlers: those it receives messages for.
         received: deliveries since its start.
         ran: stored messages that it has run since its start.
-        waits_for: what keeps it from working; "" when it works.
+        waits_for: what stops it from working; "" when it works.
     """
 
     handlers: Sequence[Handler]
@@ -60,21 +60,21 @@ class Activity:
 
 
 def unattended(alias: str) -> list[str]:
-    """Names of this project's handlers on a database for which no process runs, as far as heartbeats show."""
+    """Names of this project's handlers on a database that no process runs, according to the heartbeats."""
     running = consumers.rows(alias).filter(silent=False).values_list("handlers", flat=True)
     attended = {name for names in running for name in names}
     return sorted(handler.name for handler in registry.all() if handler.using == alias and handler.name not in attended)
 
 
 def what_to_start() -> str:
-    """For an operator, when something is unattended."""
+    """The remedy for `unattended` handlers."""
     if scheme_of(inbox_options().broker_url) == scheme_of(LOCAL_BROKER):
         return "Their messages wait in the database. Start `outbox_relay` or `inbox_consume`."
     return "Their messages wait in the broker's queues. Start `inbox_consume`, or look into its log if it runs."
 
 
 class Heartbeats:
-    """The heartbeats of this process; `activity` is asked from other threads what to say."""
+    """The heartbeats of this process. Other threads call `activity` for their content."""
 
     def __init__(self, activity: Callable[[], Activity]) -> None:
         self._activity = activity
@@ -84,8 +84,8 @@ class Heartbeats:
 
     @contextmanager
     def sending(self, aliases: Collection[str]) -> Iterator[None]:
-        """Send them to these databases during the block, and delete the rows at its end."""
-        # The transaction of a test is seen by no other connection.
+        """Send heartbeats to these databases during the block, and delete the rows at its end."""
+        # No other connection sees the transaction of a test.
         asked = sorted(alias for alias in aliases if not connections[alias].in_atomic_block)
         threads = [
             threading.Thread(target=self._send_to, args=[alias], name=f"heartbeat-{alias}", daemon=True) for alias in asked
@@ -97,7 +97,7 @@ class Heartbeats:
         finally:
             self._end.set()
             end_at = monotonic() + _LONGEST_GOODBYE_SECONDS
-            # Not longer: a database that does not answer keeps nobody from ending.
+            # Bounded: an unresponsive database must not block the shutdown.
             for thread in threads:
                 thread.join(max(end_at - monotonic(), 0))
 
@@ -135,7 +135,7 @@ class _Sender:
     def pause_seconds(self) -> float:
         if self._failing:
             return AFTER_FAILURE_SECONDS
-        # Where there is one writer, each heartbeat takes its lock.
+        # On a database with one writer, each heartbeat takes the write lock.
         return HEARTBEAT_SECONDS if connections[self._alias].vendor == "postgresql" else UNCHANGED_SECONDS
 
     def send(self, state: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class _Sender:
 
 
 class RunnerHeartbeats:
-    """The heartbeats of a relay that runs this service's handlers (local://), sent beside it."""
+    """The heartbeats of a relay that runs this service's handlers (local://)."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -179,5 +179,5 @@ class RunnerHeartbeats:
                 pass
 
     def drain(self, stop: StopRequest) -> int:
-        """There is nothing to wait for."""
+        """Nothing to wait for."""
         return 0

@@ -1,6 +1,6 @@
-"""What has been delivered and nobody has in hand yet: one lane for each queue.
+"""Deliveries that no worker has taken yet: one lane for each queue.
 
-A lane knows what its handler takes at a time: one message, a batch, what shares a commit, or as many as there are.
+A lane knows how many its handler takes at a time: one message, a batch, a group commit, or all that are waiting.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from inbox.limits.slots import slots_of
 TAKEN_IN_AT_ONCE = 100
 """Deliveries of an ordered handler that are stored in one transaction."""
 SIFTED_AT_ONCE = 100
-"""Deliveries that are looked through together for those to be dropped."""
+"""Deliveries that are checked together for load shedding."""
 LOAD_BYTES = 8 * 1024 * 1024
-"""Bodies that one load may have together, unless it is a single delivery: what a worker decodes and stores at a time."""
+"""Most bytes of bodies in one load, unless it is a single delivery: a worker decodes and stores a load at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A message from the broker and the life of the channel it came on.
+    """A message from the broker, and the epoch of its connection.
 
     Attributes:
-        at: when it came (monotonic).
+        at: when it arrived (monotonic).
         refused: why kombu could not unpack it, or "".
     """
 
@@ -47,17 +47,17 @@ class Delivery:
 
     @property
     def size(self) -> int:
-        """Of the body, in bytes, or in characters where a virtual transport has them."""
+        """Of the body, in bytes, or in characters where a virtual transport gives text."""
         return len(self.message.body or b"")
 
 
 class Undecided(Exception):
-    """A worker could not end a load, because its database does not answer: it is to be taken again.
+    """A worker could not finish a load, because its database does not answer. The load is taken again.
 
     Attributes:
-        load: the deliveries of it that have no answer yet, in their order.
-        seconds: how long to leave them alone.
-        everywhere: the database answers nobody, so what others of its handlers have to do rests as well.
+        load: its deliveries without an answer, in their order.
+        seconds: the backoff before they are taken again.
+        everywhere: the database does not answer at all, so its other handlers pause, too.
     """
 
     def __init__(self, load: list[Delivery], seconds: float, *, everywhere: bool) -> None:
@@ -75,13 +75,13 @@ def size_of(handler: Handler) -> int:
 
 
 def prefetch_of(handler: Handler, options: InboxOptions) -> int:
-    """How many unanswered deliveries of one queue this process may have: what is in hand, and the next load on its way."""
+    """How many unanswered deliveries of one queue this process may have: the current load and the next."""
     size = size_of(handler)
     return prefetch(handler, options) if size == 1 else max(prefetch(handler, options), 2 * size)
 
 
 class Lane:
-    """The deliveries of one queue, in their order. Not thread-safe: whoever owns it holds a lock."""
+    """The deliveries of one queue, in their order. Not thread-safe: its owner holds a lock."""
 
     def __init__(self, handler: Handler) -> None:
         self.handler = handler
@@ -89,7 +89,7 @@ class Lane:
         self._kept: deque[Delivery] = deque()
         self._most = size_of(handler)
         self._wait = handler.batch.wait.total_seconds() if handler.batch else 0.0
-        # Taking in is not handling: an ordered handler's messages are limited where they are run.
+        # An ordered handler's messages are only stored here; its limits apply where they are run.
         self._limiter = None if handler.ordered else limiter_of(handler)
         self._slots = None if handler.ordered else slots_of(handler)
         self._shedder = shedder_of(handler)
@@ -104,7 +104,7 @@ class Lane:
         self._waiting.append(delivery)
 
     def take(self, now: float, *, hurry: bool = False) -> list[Delivery]:
-        """The next load for a worker, who calls `leave_slot` after it; empty when there is none yet.
+        """The next load for a worker, which calls `leave_slot` after it; empty when there is none yet.
 
         `hurry` does not wait for a batch to fill.
         """
@@ -117,12 +117,12 @@ class Lane:
             self.leave_slot()
         self._in_hand = bool(self.handler.ordered) and most > 0
         if self._rest and most:
-            # What could not be ended is tried by one worker; the next one tries only after another rest.
+            # One worker retries a load that could not be finished; the next one only after another backoff.
             self._rests_until = now + self._rest
         return [(self._kept or self._waiting).popleft() for _ in range(most)]
 
     def seconds_left(self, now: float, *, hurry: bool = False) -> float:
-        """How long until there may be a load to take; infinite when only another delivery, or a worker's end, brings one."""
+        """Seconds until a load may be ready; infinite when that needs another delivery, or a worker to finish."""
         if not self._ready or self._in_hand or (self._slots is not None and not self._slots.is_free):
             return float("inf")
         unfilled = 0.0
@@ -131,9 +131,9 @@ class Lane:
         return max(0.0, self._rests_until - now, unfilled, self._limiter.wait_seconds() if self._limiter is not None else 0.0)
 
     def take_to_sift(self, now: float) -> list[Delivery]:
-        """While too many wait in the queue: deliveries to be looked through. What is not dropped is to be kept.
+        """While the handler sheds load: deliveries to check. Pass those that are not dropped to `keep`.
 
-        They cost no token of a rate limit: of what is dropped, nothing is run.
+        They cost no rate-limit tokens, because dropped messages are not run.
         """
         if not self._is_shedding or now < self._rests_until:
             return []
@@ -141,7 +141,7 @@ class Lane:
         return [self._waiting.popleft() for _ in range(most)]
 
     def keep(self, sifted: list[Delivery]) -> None:
-        """These are not dropped: they are next."""
+        """Put deliveries that are not dropped first."""
         self._kept.extend(sifted)
 
     @property
@@ -150,39 +150,39 @@ class Lane:
 
     @property
     def _ready(self) -> int:
-        """How many may be taken now; while too many wait, only what has been looked through."""
+        """How many may be taken now; during load shedding, only checked ones."""
         return len(self._kept) if self._is_shedding else len(self)
 
     def done(self) -> None:
-        """A worker has ended a load of this lane: of an ordered handler only one is in hand at a time."""
+        """A worker has finished a load of this lane. An ordered handler has one load in hand at a time."""
         self._in_hand = False
         self._rests_until = self._rest = 0.0
 
     def put_back(self, load: list[Delivery], now: float, *, rest: float) -> None:
-        """A worker could not end these: they are next, after `rest` seconds."""
+        """A worker could not finish these: they are next, after `rest` seconds."""
         current = [delivery for delivery in load if delivery.at > self._forgot_at]
-        # In the order they came in, whichever worker gives its load back first.
+        # In order of arrival, whichever worker returns its load first.
         self._waiting = deque(sorted([*current, *self._waiting], key=lambda delivery: delivery.at))
         self._in_hand = False
         self._rest, self._rests_until = rest, now + rest
 
     def leave_slot(self) -> None:
-        """A worker has run a load, so another one may run the next, if the handler's `concurrency` was reached."""
+        """A worker has run a load: free its slot of the handler's `concurrency`."""
         if self._slots is not None:
             self._slots.leave()
 
     def give_back_tokens(self, count: int) -> None:
-        """So many that were taken have not been handled, and will take tokens again."""
+        """Return the tokens of deliveries that were not handled; they take tokens again."""
         if self._limiter is not None:
             self._limiter.give_back(count)
 
     def drop_others(self, epoch: int) -> None:
-        """Forget what came in another life than `epoch`; the broker delivers it again."""
+        """Drop deliveries of other epochs; the broker delivers them again."""
         self._waiting = deque(delivery for delivery in self._waiting if delivery.epoch == epoch)
         self._kept = deque(delivery for delivery in self._kept if delivery.epoch == epoch)
 
     def forget(self, now: float) -> int:
-        """Everything that has come until now has been given back to the broker; how many of these waited here."""
+        """All deliveries so far were returned to the broker: drop them. Returns how many waited here."""
         count = len(self)
         self._kept.clear()
         self._waiting.clear()
@@ -191,16 +191,16 @@ class Lane:
 
     @property
     def oldest(self) -> float:
-        """When what has waited for the longest came; infinite when nothing waits."""
+        """Arrival of the oldest waiting delivery; infinite when the lane is empty."""
         return min((delivery.at for delivery in (*self._kept, *self._waiting)), default=float("inf"))
 
     @property
     def is_stuck(self) -> bool:
-        """Its last load could not be ended."""
+        """Its last load could not be finished."""
         return self._rest > 0
 
     def stale(self, before: float, now: float) -> list[Delivery]:
-        """Take out what has waited since `before`. Nothing is taken out of an order, nor while the lane rests."""
+        """Take out deliveries that arrived before `before`. An ordered lane, or one in backoff, gives none."""
         if self.handler.ordered or now < self._rests_until or self.oldest >= before:
             return []
         found = [delivery for delivery in (*self._kept, *self._waiting) if delivery.at < before]
@@ -210,7 +210,7 @@ class Lane:
 
 
 def _fitting(waiting: Iterable[Delivery], most: int) -> int:
-    """How many of the first `most` make one load: at least one, however large it is."""
+    """How many of the first `most` fit into one load: at least one, of any size."""
     if most <= 1:
         return most
     size = 0

@@ -1,8 +1,8 @@
-"""What the policies of RabbitMQ do to a queue, which AMQP does not show: the management API is asked.
+"""The RabbitMQ policies of a queue. AMQP does not show them, so the management API is queried.
 
-A delivery limit set by a policy applies whatever the queue's own argument says: RabbitMQ takes the lower one. The API is asked
-at `INBOX["MANAGEMENT_URL"]`, or at its usual port when the broker is at its own. Where it does not answer, such limits are not
-seen.
+A delivery limit set by a policy applies in addition to the queue's own argument: RabbitMQ takes the lower one. The API is
+queried at `INBOX["MANAGEMENT_URL"]`, or at its default port if the broker uses its default port. Without an answer, such limits
+are not detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 _USUAL = {"amqp": (5672, "http", 15672), "pyamqp": (5672, "http", 15672), "amqps": (5671, "https", 15671)}
-"""By scheme of the broker: its usual port, and scheme and usual port of the API."""
+"""By scheme of the broker: its default port, and scheme and default port of the API."""
 _ANSWER_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 600.0
 _APPLIES = {"all", "queues", "quorum_queues"}
@@ -35,12 +35,12 @@ _KINDS = ("policies", "operator-policies")
 
 
 class Policies:
-    """Asked by the thread that owns the broker connection."""
+    """Used by the thread that owns the broker connection."""
 
     def __init__(self, options: InboxOptions) -> None:
         self._broker_url = options.broker_url
         self._is_asked = speaks_amqp(options.broker_url)
-        # Classic queues have no delivery limit, and only an older queue may be a quorum queue nevertheless.
+        # Classic queues have no delivery limit; only a queue declared earlier may still be a quorum queue.
         self._unseen_level = logging.WARNING if options.QUEUE_TYPE == "quorum" else logging.INFO
         self._url = options.MANAGEMENT_URL
         self._ask_at = float("-inf")
@@ -48,7 +48,7 @@ class Policies:
         self._opener = build_opener(ProxyHandler({}))
 
     def delivery_limit(self, queue: str) -> str:
-        """Why nothing may be received from this queue under its policies, with the remedy; "" when that is not known."""
+        """Why its policies forbid receiving from this queue, with the remedy; "" if no limit is known."""
         for kind, policies in self._known.items():
             policy = _effective(policies, queue)
             limit = policy["definition"].get("delivery-limit") if policy else None
@@ -62,7 +62,7 @@ class Policies:
         return ""
 
     def refresh(self) -> None:
-        """Ask which policies there are now."""
+        """Read the current policies."""
         if not self._is_asked or monotonic() < self._ask_at:
             return
         broker = kombu.Connection(self._broker_url)
@@ -103,7 +103,7 @@ class Policies:
 
 
 def _effective(policies: list[dict[str, Any]], queue: str) -> dict[str, Any] | None:
-    """The one that applies to a quorum queue of this name: of those that match, that of the highest priority."""
+    """The policy that applies to a quorum queue of this name: the match with the highest priority."""
     matching = [policy for policy in policies if policy["apply-to"] in _APPLIES and _matches(policy["pattern"], queue)]
     return max(matching, key=lambda policy: policy["priority"], default=None)
 
@@ -111,11 +111,11 @@ def _effective(policies: list[dict[str, Any]], queue: str) -> dict[str, Any] | N
 def _matches(pattern: str, queue: str) -> bool:
     try:
         return re.search(pattern, queue) is not None
-    except re.error:  # Erlang's expressions are Perl's
+    except re.error:  # Erlang's regular expressions are Perl's
         return True
 
 
 def _usual_url(broker_url: str, broker: kombu.Connection) -> str:
-    """Where a broker at its usual port has its API; "" for any other, of which that is not known."""
+    """The API's URL of a broker at its default port; "" at any other port: not known."""
     port, scheme, usual = _USUAL[scheme_of(broker_url)]
     return f"{scheme}://{broker.hostname}:{usual}" if (broker.port or port) == port else ""

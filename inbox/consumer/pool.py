@@ -1,7 +1,7 @@
-"""Worker threads: each has a database connection of its own and takes whatever is next, from the broker or from the store.
+"""Worker threads: each has its own database connection and runs the next load, from the broker or from the store.
 
-The thread that owns the broker connection puts deliveries in and gets answers out; here they are only run. Deliveries and
-stored messages take turns, so that neither starves the other, and no more handlers run at a time than there are threads.
+The thread that owns the broker connection puts deliveries in and gets answers out. Deliveries and stored messages take turns,
+so that neither starves the other. No more handlers run at a time than there are threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LONGEST_WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """A thread and the load it has had in hand since `since` (monotonic)."""
+    """A thread, and the load that it runs since `since` (monotonic)."""
 
     since: float
     thread: int
@@ -34,13 +34,12 @@ class Busy:
 
 
 class Pool:
-    """`size` threads that run loads of `lanes` by `receive`, and between them what `runner` finds due.
+    """`size` threads that run loads of `lanes` by `receive`, and between them the due messages of `runner`.
 
-    While too many wait for a lane's handler, `sift` drops some of its loads and answers with the rest. What is left
-    `Undecided` goes back to the front of its lane. When that is because a database cannot store, all lanes of its handlers
-    rest, and one thread at a time may `ask` for it: that answers how many seconds to rest, or 0. Nothing is run on a database
-    before it has been asked once. `at_rest` is called, and must be
-    quick, whenever a thread finds nothing to do.
+    While a lane's handler sheds load, `sift` drops some deliveries of a load and returns the others. `Undecided` deliveries go
+    back to the front of their lane. If a database cannot store, all lanes of its handlers pause, and one thread at a time calls
+    `ask`, which returns the seconds to pause, or 0. Deliveries are run on a database only after one `ask`. `at_rest` is called
+    whenever a thread finds nothing to do, and must be quick.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class Pool:
         return sum(thread.is_alive() for thread in self._threads)
 
     def refuse_if_ended(self) -> None:
-        """Raises RuntimeError when a thread has ended before `close`, which none should."""
+        """Raises RuntimeError if a thread has ended before `close`."""
         if self.alive < len(self._threads):
             raise RuntimeError("A worker thread has ended; this process must be started anew.")
 
@@ -89,13 +88,13 @@ class Pool:
             self._changed.notify()
 
     def hurry(self) -> None:
-        """Do not wait for batches to fill: nothing more will come."""
+        """Do not wait for batches to fill."""
         with self._changed:
             self._hurry = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Take nothing more; what is in hand is ended."""
+        """Take no more loads; the current ones are finished."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -107,36 +106,36 @@ class Pool:
                 lane.drop_others(epoch)
 
     def can_store(self, lane: Lane) -> bool:
-        """Does the database of its handler take what comes, as far as is known?"""
+        """Can the database of its handler store messages, as far as is known?"""
         with self._changed:
             return lane.handler.using not in self._ask_at
 
     def held_in_vain(self, before: float) -> list[Lane]:
-        """Lanes with deliveries that came before that instant and could not be stored."""
+        """Lanes with deliveries that arrived before that instant and could not be stored."""
         with self._changed:
             unable = [lane for lane in self._lanes if lane.is_stuck or lane.handler.using in self._ask_at]
             return [lane for lane in unable if lane.oldest < before]
 
     def forget(self, lane: Lane) -> int:
-        """The deliveries of this lane, also those in a worker's hands, are the broker's again; how many have waited here."""
+        """Drop this lane's deliveries, also those of a worker's load: they are the broker's again. Returns how many waited."""
         with self._changed:
             return lane.forget(monotonic())
 
     def join(self, seconds: float) -> None:
-        """Wait for the end of a thread, for so long."""
+        """Wait up to `seconds` for a thread to end."""
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(seconds)
                 return
 
     def stale(self, before: float) -> list[tuple[Lane, list[Delivery]]]:
-        """Take out the deliveries that have waited here since `before`, but none whose database cannot store."""
+        """Take out the deliveries that arrived before `before`, but none whose database cannot store."""
         with self._changed:
             now = monotonic()
             return [(lane, stale) for lane in self._answering if (stale := lane.stale(before, now))]
 
     def run(self, lane: Lane, load: list[Delivery], do: Callable[[list[Delivery]], object]) -> None:
-        """On this thread: what is left `Undecided` goes back to the front of its lane."""
+        """Run a load on this thread; `Undecided` deliveries go back to the front of their lane."""
         left: Undecided | None = None
         try:
             do(load)
@@ -153,7 +152,7 @@ class Pool:
 
     def _put_back(self, lane: Lane, left: Undecided) -> None:
         now = monotonic()
-        # The connection may have ended meanwhile, and then the broker delivers them again.
+        # If the connection has ended meanwhile, the broker delivers them again.
         current = [delivery for delivery in left.load if delivery.epoch >= self._epoch]
         lane.put_back(current, now, rest=0.0 if left.everywhere else left.seconds)
         if left.everywhere:
@@ -189,7 +188,7 @@ class Pool:
             while not self._closing:
                 now = monotonic()
                 if job := self._choose(now):
-                    self._changed.notify()  # there may be more, for somebody who is resting
+                    self._changed.notify()  # there may be more work, for an idle thread
                     return job
                 self._at_rest()
                 left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering]

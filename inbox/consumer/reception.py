@@ -1,4 +1,4 @@
-"""What a worker does with a load of deliveries: read them, have them received, answer each."""
+"""How a worker handles a load of deliveries: read them, have them received, answer each."""
 
 from __future__ import annotations
 
@@ -39,29 +39,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A delivery and what it says."""
+    """A delivery and its content."""
 
     delivery: Delivery
     arrival: Arrival
 
     def again(self) -> _Read:
-        """For another run: its handler gets a message anew, because it may have changed the payload of this one."""
+        """A copy for another run, with a new message: the handler may have changed the payload of this one."""
         return replace(self, arrival=replace(self.arrival, message=None))
 
 
 _WHAT_REFUSES = "Look for a trigger, a rule or a damaged index of inbox_inboxmessage that refuses it, and remove the cause."
 _Run = Callable[[list[_Read]], list[Received] | None]
-"""Runs a part of a load; None when it must be run in smaller parts."""
+"""Runs a part of a load; None if it must be run in smaller parts."""
 
 
 class Reception:
     """Called by worker threads, each with a load of one lane.
 
     Args:
-        is_current: is this epoch still the connection's? What came in another life is left alone.
-        answer: take note of what became of a delivery.
-        ring: something has been stored that is due now.
-        outages: which databases cannot store, shared with the runner.
+        is_current: is this epoch the current connection's? Deliveries of other epochs are ignored.
+        answer: records the outcome of a delivery.
+        ring: called after a message that is due now was stored.
+        outages: the databases that cannot store, shared with the runner.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Reception:
         self.received: Counter[Received] = Counter()
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin no more runs."""
         self._closing = True
 
     def receive(self, load: list[Delivery]) -> None:
-        """Take a load to its end, each delivery of it to an answer, or leave it with the broker.
+        """Run a load until each delivery has an answer, or leave it with the broker.
 
         Raises:
-            Undecided: the database does not answer, so these of them are as they were. Nobody waits here for its return,
-                because the handlers of other databases want this thread.
+            Undecided: the database does not answer, so these deliveries are unchanged. This thread does not wait for the
+                database, because handlers of other databases need it.
         """
         handler = load[0].handler
         parts = self._parts(handler, self._read_all(handler, [delivery for delivery in load if self._is_wanted(delivery)]))
@@ -134,10 +134,10 @@ class Reception:
             held.popleft()
 
     def sift(self, load: list[Delivery]) -> list[Delivery]:
-        """Drop what may be dropped of a load, because too many wait, and write it down; the rest, in its order.
+        """Shed the droppable deliveries of a load, and store each as shed; return the others, in order.
 
         Raises:
-            Undecided: see `receive`; the rest is among them.
+            Undecided: see `receive`; it includes the others.
         """
         handler = load[0].handler
         shed: dict[str, list[_Read]] = {}
@@ -154,18 +154,18 @@ class Reception:
             except DatabaseAway as away:
                 if not self._is_refused_alone(handler, away):
                     raise self._undecided(handler, chain(kept, *shed.values()), away) from away
-                kept += shed[reason]  # one of them cannot be stored: which, is found out when they are received
+                kept += shed[reason]  # one of them cannot be stored; receiving them finds out which
             del shed[reason]
         return sorted((one.delivery for one in kept), key=lambda delivery: delivery.at)
 
     def ask(self, alias: str) -> float:
-        """Try to store in a database, and do first what is owed to it: seconds to leave it alone, or 0: it can store."""
+        """Settle a database's pending refunds, then try to store in it: seconds to pause it, or 0 if it can store."""
         with suppress(DatabaseAway):
             self._debts.settle(alias)
         return self._outages.ask(alias)
 
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
-        """The load in parts that are run alike, in its order."""
+        """The load, split into parts that are run alike."""
         if handler.ordered:
             return deque([(load, self._later(handler))] if load else [])
         parts: deque[tuple[list[_Read], _Run]] = deque()
@@ -217,7 +217,7 @@ class Reception:
         return shedder.why_shed(message_of(arrival.envelope, self._options, biz_id=arrival.row.biz_id))
 
     def _is_late(self, part: list[_Read]) -> bool:
-        """Have others of its load taken so long that it can only be stored before the broker takes us for dead?"""
+        """Did others of its load take so long that it must only be stored, before the broker's `consumer_timeout`?"""
         first = part[0].delivery
         return not first.handler.ordered and monotonic() - first.at > self._options.longest_silence
 
@@ -239,7 +239,7 @@ class Reception:
         except DatabaseAway:
             raise
         except BaseException as error:
-            # Nothing may end the worker while the process goes on receiving.
+            # No error may end the worker while the process still receives.
             logger.exception("%s: %d deliveries met an error nobody foresaw.", handler.name, len(part))
             connections.close_all()
             if handler.ordered:
@@ -263,14 +263,14 @@ class Reception:
         return True
 
     def _acknowledge(self, delivery: Delivery) -> None:
-        """Before its handler has ended; the broker must not be answered twice."""
+        """Acknowledge before the handler has ended, and record it: the broker must not be answered twice."""
         self._acknowledged.add(id(delivery))
         self._answer(delivery, Received.STORED)
 
     def _deferred(self, one: _Read) -> Received:
-        """Store a delivery whose message another one is handling. What cannot be stored so is tried again in a moment."""
+        """Store a delivery whose concurrent duplicate is being handled. If that fails, it is tried again shortly."""
         handler = one.delivery.handler
-        # The next delivery of an ordered queue must not be stored before it.
+        # In an ordered queue, the next delivery must not be stored before this one.
         if handler.ordered or one.arrival.refused:
             return Received.PUT_OFF
         try:
@@ -280,7 +280,7 @@ class Reception:
             return Received.PUT_OFF
 
     def _failed(self, one: _Read, error: BaseException) -> Received:
-        """Store a delivery that failed outside its handler, so that people see it and it runs out of attempts."""
+        """Store a delivery that failed outside its handler, so that operators see it and its attempts are limited."""
         handler, again = one.delivery.handler, one.delivery.redelivered
         try:
             failure = failure_of(handler, error, 1, self._options)
@@ -295,13 +295,13 @@ class Reception:
             return Received.UNSTORED
 
     def _is_refused_alone(self, handler: Handler, away: DatabaseAway) -> bool:
-        """Can the database store other messages? In an ordered queue, those behind this one wait all the same."""
+        """Can the database store other messages? In an ordered queue, later messages wait in any case."""
         return away.refused and not handler.ordered and self._outages.can_store(handler.using)
 
     def _leave_unstored(self, part: Sequence[_Read], away: DatabaseAway) -> bool:
-        """Leave a delivery that cannot be stored for later, unanswered, so that the others go on. False: it is one of these.
+        """Defer a delivery that cannot be stored, unanswered, so that the others continue. False: the part has several.
 
-        The prefetch limit stops a handler of which every message is left so.
+        If every message of a handler is deferred, the prefetch limit stops it.
         """
         self._debts.add(part[0].delivery.handler.using, away)
         if len(part) > 1:
@@ -328,7 +328,7 @@ class Reception:
         return Undecided(load, seconds, everywhere=everywhere)
 
     def _read_all(self, handler: Handler, load: list[Delivery]) -> list[_Read]:
-        """What each of them says.
+        """Read the deliveries.
 
         Raises:
             Undecided: see `receive`.
@@ -342,7 +342,7 @@ class Reception:
         handler, refused = delivery.handler, delivery.refused
         try:
             envelope = envelope_of(delivery.message)
-        except Exception as error:  # noqa: BLE001 - whatever a foreign producer thought of, it must not end the worker
+        except Exception as error:  # noqa: BLE001 - a foreign producer's message must not end the worker
             envelope, refused = _opaque(delivery.message), f"It cannot be read: {type(error).__name__}: {describe(error)}"
         if delivery.redelivered and not refused and not can_wait(handler, envelope):
             return read_counted(handler, envelope, self._options)
@@ -350,7 +350,7 @@ class Reception:
 
 
 def envelope_of(message: kombu.Message) -> Envelope:
-    """What was delivered, as far as that can be told without its body."""
+    """The delivered message, as far as it can be read without its body."""
     return from_delivery(
         properties={**message.properties, "content_type": message.content_type},
         headers=message.headers or {},
@@ -360,7 +360,7 @@ def envelope_of(message: kombu.Message) -> Envelope:
 
 
 def _opaque(message: kombu.Message) -> Envelope:
-    """What can be told of a delivery that says nothing in a form we know: its id, and its body for people to look at."""
+    """The envelope of a delivery in an unknown format: its id, and its body for operators to inspect."""
     properties = {"message_id": message.properties.get("message_id"), "content_type": OPAQUE}
     try:
         body = body_of(message)

@@ -1,4 +1,4 @@
-"""A consumer: watchdog, the runner beside it, an orderly end."""
+"""A consumer process: consumer, runner, watchdog, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _BEAT_SECONDS = 0.5
 
 
 def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequest | None = None) -> None:
-    """Receive from the broker and run what is stored until asked to stop, or with `drain` until nothing is due.
+    """Receive from the broker and run stored messages until asked to stop, or with `drain` until nothing is due.
 
-    With local:// there is nothing to receive; then this only runs what the relay handed over.
+    With local:// this only runs the messages that the relay has handed over.
 
     Args:
         concurrency: worker threads; default: INBOX["CONCURRENCY"].
@@ -65,7 +65,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
 
 
 def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog) -> None:
-    # Handlers run on threads of their own, so that one of them may take its time without the watchdog's notice.
+    # Handlers run on separate threads, so that a long one does not trigger the watchdog.
     pool = Pool([], runner, size=size)
     pool.start()
     logger.info("Running what is stored, on %d threads.", size)

@@ -1,11 +1,11 @@
-"""Which queue belongs to which handler.
+"""The queues of the handlers.
 
-One queue per group, handler and topic, bound to the shared topic exchange. The topic is part of the name, so that during a
+Each group, handler and topic has one queue, bound to the shared topic exchange. The name contains the topic, so that during a
 rolling deploy an old worker never takes messages of a topic that only the new code knows.
 
-A queue of an ordered handler has a *single active consumer*: the broker delivers to one subscription at a time and goes over
-to the next when that one is gone, so its messages are taken in in their order. With `partitions` there are several such queues
-behind an exchange that hashes the ordering key, so that a key is always found in the same one.
+A queue of an ordered handler has a *single active consumer*: the broker delivers to one subscription at a time and switches to
+the next when that one ends, so messages are stored in order. `partitions` makes several such queues behind an exchange that
+hashes the ordering key, so that a key is always in the same queue.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from outbox.kernel.broker import EXCHANGE_TYPE, speaks_amqp
 from outbox.kernel.envelope import ORDERING_KEY_HEADER
 from outbox.kernel.text import describe, fit
 
-# RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. Attempts are counted in
-# the database; the broker must not count on its own.
+# RabbitMQ 4 drops a message after 20 redeliveries from a quorum queue without a dead-letter exchange. The database counts
+# attempts; the broker must not.
 _NEVER = 1_000_000_000
 _HASHING = "x-consistent-hash"
 _PLUGIN = "rabbitmq_consistent_hash_exchange"
@@ -36,24 +36,24 @@ _QUEUE_DECLARE = spec.Queue.Declare
 _SINGLE_ACTIVE = "x-single-active-consumer"
 _TYPE, _LIMIT = "x-queue-type", "x-delivery-limit"
 _LIMITS_BY_DEFAULT, _DEFAULT_LIMIT = 4, 20
-"""From this version of RabbitMQ on, a quorum queue without a limit of its own has this one."""
+"""From this version of RabbitMQ on, a quorum queue has this limit by default."""
 _DIFFERS = re.compile(r"inequivalent arg '(x-[^']+)' .* but current is (?:none|(?:the value )?'(.*)'(?: of type '(\w+)')?)$")
-"""RabbitMQ names the type where it is not that of the value it was given."""
+"""RabbitMQ names the type if it differs from that of the given value."""
 _MOST_ARGUMENTS = 20
 
 
 class Unusable(Exception):
-    """Nothing may be received from a handler's queues as they are; the reason and the remedy, for an operator."""
+    """A handler's queues cannot be used as they are; the reason and the remedy, for an operator."""
 
 
 class Unordered(Unusable):
-    """What the broker has of a handler's queues cannot keep its order."""
+    """A handler's queues on the broker cannot keep its order."""
 
 
 class DeliveryLimited(Unusable):
     """The broker drops a message of the queue after a number of deliveries.
 
-    A delivery is not an attempt: restarts, crashes and lost connections count, and so do outages of the database.
+    A delivery is not an attempt: restarts, crashes, lost connections and outages of the database count, too.
     """
 
 
@@ -92,14 +92,14 @@ def queues_of(handler: Handler, options: InboxOptions) -> list[kombu.Queue]:
 
 
 def declare(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> str:
-    """Have the queues of `handler` and their bindings; what an operator should know about them, or "".
+    """Declare and bind the queues of `handler`; return a message for the operator, or "".
 
-    Each step has a channel of its own, because a refusal ends the channel.
+    Each step uses its own channel, because a refusal closes the channel.
 
     Raises:
-        Unordered: the handler is ordered, and with what is there it would not be. Nothing may be received from its queues.
+        Unordered: the handler is ordered, and the existing queues cannot keep its order. They must not be received from.
         DeliveryLimited: an argument of a queue limits how often a message is delivered.
-        Forbidden: the user may not declare or bind a queue of its.
+        Forbidden: the user may not declare or bind its queues.
     """
     with forbidden_alone(handler, options):
         return _declare_all(connection, handler, options)
@@ -107,16 +107,16 @@ def declare(connection: kombu.Connection, handler: Handler, options: InboxOption
 
 @contextmanager
 def forbidden_alone(handler: Handler, options: InboxOptions) -> Iterator[None]:
-    """What the broker refuses of this handler's own queues, or of its topic, is no refusal of the others.
+    """Limit a refusal of this handler's own queues, or of its topic, to this handler.
 
     Raises:
-        Forbidden: in place of such a refusal.
+        Forbidden: instead of such a refusal.
     """
     try:
         yield
     except AccessRefused as error:
         refused = describe(error)
-        # A login that is refused, or the exchange of all handlers.
+        # The login is refused, or the exchange of all handlers.
         if "access to " not in refused or (f"exchange '{options.exchange}'" in refused and "topic '" not in refused):
             raise
         raise Forbidden(
@@ -130,10 +130,10 @@ def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxO
     if _is_partitioned(handler, options):
         _declare_hashing(connection, handler, options)
     _refuse_other_partitions(connection, handler, options)
-    # The first of several comes last, as a mark that all are there.
+    # The first partition comes last, as a mark that all exist.
     complaints = [_declare(connection, queue) for queue in reversed(queues_of(handler, options))]
     if _is_partitioned(handler, options):
-        # And then what feeds them: a key that does not find all of them bound would begin in another one.
+        # Bind their exchange last: if it fed fewer queues than all, a key would begin in another one.
         with connection.channel() as channel:
             _topic_exchange(options)(channel).declare()
             _hashing_exchange(handler, options)(channel).bind_to(_topic_exchange(options), routing_key=handler.topic)
@@ -141,20 +141,20 @@ def _declare_all(connection: kombu.Connection, handler: Handler, options: InboxO
 
 
 def refuse_limits(connection: kombu.Connection, policies: Policies, handler: Handler, options: InboxOptions) -> None:
-    """The queues of `handler` are there: do policies limit how often a message is delivered?
+    """Check the policies of `handler`'s existing queues.
 
     Raises:
-        DeliveryLimited: one does.
+        DeliveryLimited: one limits how often a message is delivered.
     """
     for queue in queues_of(handler, options):
         limit = policies.delivery_limit(queue.name)
-        # A classic queue has no such limit; one that was declared as another kind is used as it is.
+        # A classic queue has no such limit; a queue that was declared with another type is used as it is.
         if limit and (options.QUEUE_TYPE == "quorum" or _differing_arguments(connection, queue).get(_TYPE) == "quorum"):
             raise DeliveryLimited(limit)
 
 
 def _refuse_other_partitions(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:
-    """Keys would change their queues while messages wait in them."""
+    """Refuse another partition count: keys would change queues while messages wait."""
     if not handler.ordered or not speaks_amqp(options.broker_url):
         return
     count = handler.partitions
@@ -177,7 +177,7 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
             queue(channel).declare()
     except PreconditionFailed as error:
         if error.method_sig != _QUEUE_DECLARE:
-            # Another channel's end, which is read wherever somebody waits for an answer: its consumer took too long.
+            # Any wait for an answer reads another channel's close, too: its consumer exceeded `consumer_timeout`.
             raise
         differing = _differing_arguments(connection, queue)
         if _SINGLE_ACTIVE in differing and _SINGLE_ACTIVE in queue.queue_arguments:
@@ -200,9 +200,9 @@ def _declare(connection: kombu.Connection, queue: kombu.Queue) -> str:
 
 
 def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> dict[str, str | None]:
-    """The arguments with which an existing queue differs from `queue`, a delivery limit included, as the broker names them.
+    """The arguments of an existing queue that differ from `queue`, a delivery limit included, as the broker names them.
 
-    It names one of them at a time, so the queue is declared again with what it names, until it agrees.
+    The broker names one at a time, so the queue is declared again with that value, until the broker accepts it.
     """
     differing: dict[str, str | None] = {}
     if not queue.queue_arguments:
@@ -225,7 +225,7 @@ def _differing_arguments(connection: kombu.Connection, queue: kombu.Queue) -> di
         else:
             arguments[name] = _read_as(value, kind)
         if name == _TYPE and value != "quorum":
-            # Other types of queues refuse it, and have no such limit.
+            # Other queue types refuse this argument, and have no such limit.
             arguments.pop(_LIMIT, None)
     return differing
 
@@ -252,7 +252,7 @@ def _read_as(value: str, kind: str | None) -> Any:
 
 
 def _declare_hashing(connection: kombu.Connection, handler: Handler, options: InboxOptions) -> None:
-    """On a connection of its own, because the refusal of a type that the broker does not know ends the connection."""
+    """On a separate connection, because the broker closes the connection over an unknown exchange type."""
     try:
         with connection.clone() as own, own.channel() as channel:
             _hashing_exchange(handler, options)(channel).declare()
@@ -286,5 +286,5 @@ def _topic_exchange(options: InboxOptions) -> kombu.Exchange:
 
 
 def _hashing_exchange(handler: Handler, options: InboxOptions) -> kombu.Exchange:
-    """What has no key, or says it otherwise than in this header, is all hashed to one and the same queue."""
+    """Messages without a key in this header all go to one queue."""
     return kombu.Exchange(queue_name(handler, options), _HASHING, durable=True, arguments={"hash-header": ORDERING_KEY_HEADER})

@@ -1,4 +1,4 @@
-"""The connection of a handler that has no transaction around it: each of its statements commits by itself."""
+"""The connection of a handler that runs outside any transaction: each of its statements commits by itself."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from outbox.database.connections import has_begun
 
 def is_inside_a_transaction(alias: str) -> bool:
     """Is there an `atomic()` on this connection, other than that of a test case?"""
-    # As Django's own atomic(durable=True) looks at it.
+    # The same check as Django's atomic(durable=True).
     return any(not getattr(block, "_from_testcase", False) for block in connections[alias].atomic_blocks)
 
 
 @contextmanager
 def autocommit(alias: str) -> Iterator[None]:
-    """A handler that begins a transaction on `alias` and leaves it open has written nothing, and would take our own next write
-    into it, also when it has failed.
+    """Refuse a transaction on `alias` that the handler leaves open: its writes are not committed, and our next write would join
+    it, also after a failure.
 
     Raises:
-        TransactionBroken: it has. The connection is closed, and that transaction rolled back.
+        TransactionBroken: one was open. The connection is closed, and that transaction rolled back.
     """
     try:
         with none_left_open():
@@ -37,7 +37,7 @@ def autocommit(alias: str) -> Iterator[None]:
 
 
 def _refuse_left_open(alias: str) -> None:
-    """One begun behind Django's back."""
+    """Refuse a transaction that Django does not know of."""
     connection = connections[alias]
     in_a_test_case = connection.in_atomic_block
     if connection.connection is None or in_a_test_case:

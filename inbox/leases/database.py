@@ -1,7 +1,7 @@
 """Leases in the handler's own database: the record is the inbox row itself.
 
-The row is stored, with its body, when the lease is taken, so a duplicate that meets it can be acknowledged at once, and a
-message whose process has died is taken over by any runner when its lease has ended.
+The row is stored, with its body, when the lease is taken. So a duplicate that finds it can be acknowledged at once, and any
+runner takes over the message of a dead process when its lease has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DatabaseLeases:
     """See `LeaseStore`. The clock is the database's."""
 
     def __init__(self, options: InboxOptions) -> None:
-        """Nothing to open: the handler says which database."""
+        """Nothing to open: the handler names the database."""
 
     def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
         began_at, alias, lasts = monotonic(), wanted.handler.using, _unlike_others(wanted.terms.duration)
@@ -67,7 +67,7 @@ class DatabaseLeases:
 
 
 def _unlike_others(lease: timedelta) -> timedelta:
-    """A moment longer. Whoever lost the connection with the answer knows its own lease again by that."""
+    """Slightly longer, by a random time. An owner that lost the answer recognizes its lease by it."""
     return lease + timedelta(microseconds=random.randrange(1, 100_000))
 
 

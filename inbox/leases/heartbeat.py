@@ -1,10 +1,10 @@
-"""The heartbeat: threads of the process keep the leases of running handlers alive, one for each place where leases are kept.
+"""The lease heartbeat: threads that extend the leases of running handlers, one for each store and database.
 
-A server that does not answer holds up whoever asks it, so the leases of one database do not wait for another.
+An unresponsive server blocks its caller, so the leases of one database do not wait for another.
 
-Each lease is extended after a third of its time, so two misses cost nothing, and never beyond the limit of its handler. A lease
-that is lost is logged and marked; its owner can settle nothing, and its next step is refused. A store that is unavailable is
-asked again until the lease must have ended.
+Each lease is extended after a third of its duration, so two misses cost nothing, and never beyond the limit of its handler. A
+lost lease is logged and marked; its owner can settle nothing, and its next step is refused. The heartbeat retries an
+unavailable store until the lease must have ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ASK_AGAIN_SECONDS = 1.0
 
 @dataclass(eq=False)
 class _Beating:
-    """A lease that is to be kept alive."""
+    """A lease to extend."""
 
     store: LeaseStore
     lease: Lease
@@ -40,20 +40,20 @@ class _Beating:
 
 
 class Heartbeat:
-    """Keeps leases alive, in whatever places they are."""
+    """Extends the leases of all stores."""
 
     def __init__(self) -> None:
         self._of: dict[tuple[LeaseStore, str], _Pulse] = {}
 
     def keeping(self, store: LeaseStore, lease: Lease) -> AbstractContextManager[None]:
         """Extend `lease` as long as the block runs."""
-        # A store elsewhere asks the handler's database as well, for what that knows of it.
+        # A store outside the handler's database also queries that database.
         place = store, lease.wanted.handler.using
         return self._of.setdefault(place, _Pulse(lease.wanted.handler.using)).keeping(store, lease)
 
 
 class _Pulse:
-    """Keeps the leases of one place alive. Its thread begins with the first."""
+    """Extends the leases of one store and database. The first starts its thread."""
 
     def __init__(self, alias: str) -> None:
         self._alias = alias
@@ -89,10 +89,10 @@ class _Pulse:
                 for kept in due:
                     self._beat(kept)
             except Exception:
-                # Whatever it was, the other leases must not be lost for it.
+                # The other leases must not be lost because of it.
                 logger.exception("The heartbeat of leases met an error nobody foresaw.")
             finally:
-                # Leases are long: a connection would only lie idle until the next beat.
+                # Leases are long: the connection would be idle until the next beat.
                 connections.close_all()
 
     def _wait(self) -> list[_Beating]:

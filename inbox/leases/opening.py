@@ -1,4 +1,4 @@
-"""Which store of leases the settings name."""
+"""The lease store that the settings name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from inbox.conf import IN_THE_DATABASE, InboxOptions
 from inbox.leases.database import DatabaseLeases
 from inbox.leases.stores import LeaseStore
 
-# Found by name: its library need not be installed where it is not used.
+# Imported by name: its library is optional.
 _REDIS = "inbox.leases.redis.RedisLeases"
 _opened: dict[tuple[str, str, timedelta], LeaseStore] = {}
 
 
 def lease_store(options: InboxOptions) -> LeaseStore:
-    """The store of leases, one for all threads of this process."""
+    """The lease store, one for all threads of this process."""
     key = (options.LEASE_STORE, options.group, options.RETENTION)
     if key not in _opened:
         kind: Any = DatabaseLeases if options.LEASE_STORE == IN_THE_DATABASE else import_string(_REDIS)

@@ -1,4 +1,4 @@
-"""What an operator decides about a running message: nothing before its run has ended, by the word of the store of its lease."""
+"""Operators' actions on a running message: allowed only after its lease store says that its run has ended."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Transition = Callable[[str, int], bool]
 
 
 def once_ended(transition: Transition) -> Transition:
-    """`transition`, and False for a message whose lease is still extended in a store that its row knows nothing of.
+    """`transition`, but False for a message whose lease still runs in a store other than its row.
 
-    Raises, when called, LeaseStoreAway: that cannot be asked, and nothing was decided.
+    Raises, when called, LeaseStoreAway: the store does not answer, and nothing was decided.
     """
 
     def decide(alias: str, row: int) -> bool:
         running = InboxMessage.objects.using(alias).filter(pk=row, state=State.RUNNING).first()
-        # Whoever begins a run from here on moves the time that the row tells, and the transition looks at that.
+        # A run that begins after this changes the row's time, which the transition checks.
         if running is not None and lease_store(inbox_options()).is_held(alias, stored_row(running)):
             return False
         return transition(alias, row)

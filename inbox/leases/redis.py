@@ -1,12 +1,12 @@
-"""Leases in Redis: nothing is written to the database when all goes well.
+"""Leases in Redis: a successful run writes nothing to the database.
 
-One hash for each message, see `scripts`. What fails is stored as an inbox row like everywhere, with what is known of its steps,
-and a record says that it has such a row. So does the record of a message that a second delivery asked for meanwhile: that
-delivery is stored, too, and looked at again when the lease has ended. Deliveries of a message that has a row never run.
+Each message has one hash, see `scripts`. A failed message is stored as an inbox row, with its known steps, and its record says
+that it has a row. So does the record of a message with a second delivery during its run: that delivery is stored, too, and
+checked again when the lease has ended. Deliveries of a message that has a row never run.
 
-Redis may lose its memory. Each script checks that it has not (an incarnation mark that the database knows as well, and how many
-writes this process has heard of by which server) and does nothing when it has. What a message meant before the loss can not be
-known any more: it is not run again by itself.
+Redis may lose data. Each script checks for a loss (an incarnation mark that the database also has, and the number of writes
+that this process has seen, by server) and does nothing after one. Whether a message was handled before the loss is then
+unknown: it does not run again automatically.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _MILLISECONDS = timedelta(milliseconds=1)
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """What one database knows of this Redis: its mark, and since when it remembers everything; None: since ever."""
+    """A database's record of this Redis: its mark, and the time since which its data is complete; None: always."""
 
     incarnation: str
     since: datetime | None
 
 
 class _Heard(NamedTuple):
-    """What Redis reported last: the server process that answered, and how many writes it had seen."""
+    """The last report of Redis: the server process that answered, and the number of writes it had seen."""
 
     server: str = ""
     writes: int = 0
@@ -78,7 +78,7 @@ class RedisLeases:
             decode_responses=True,
             socket_connect_timeout=_SOCKET_SECONDS,
             socket_timeout=_SOCKET_SECONDS,
-            # Every script may be run twice: a connection that Redis has closed meanwhile is no reason to wait.
+            # Every script is idempotent, so retry at once if Redis has closed the connection.
             retry=Retry(NoBackoff(), 1),
         )
         self._scripts: dict[str, Any] = {}
@@ -158,7 +158,7 @@ class RedisLeases:
         raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """By handler, what has left no row: `handled`, `duplicates` of these by cause, and `conflicts`.
+        """By handler, messages without a row: `handled`, their `duplicates` by cause, and `conflicts`.
 
         Raises:
             LeaseStoreAway: Redis does not answer.
@@ -212,7 +212,7 @@ class RedisLeases:
         return answer
 
     def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
-        """What the script answered, without what it reported of Redis."""
+        """The script's answer, without its report of Redis."""
         keys = [self._key("memory"), self._key(_record_of(row)), self._key("counts")]
         said, told, *more = self._call(script, keys, [incarnation, *self._heard_of(incarnation), *arguments])
         if said != "lost":
@@ -225,7 +225,7 @@ class RedisLeases:
     def _hear(self, incarnation: str, told: _Heard) -> None:
         with self._lock:
             before = self._heard.get(incarnation, told)
-            # Of one server, another thread may have heard more meanwhile.
+            # Another thread may have a later report of the same server.
             self._heard[incarnation] = max(before, told) if before.server == told.server else told
         if before.server and before.server != told.server:
             logger.warning(
@@ -258,7 +258,7 @@ class RedisLeases:
     def _memory(self, alias: str) -> _Memory:
         known = self._memories.get(alias)
         if known is None:
-            # One lock for each database: where one does not answer, the leases of the others must be extended all the same.
+            # One lock for each database: if one does not answer, the leases of the others must still be extended.
             with self._opening.setdefault(alias, threading.Lock()):
                 known = self._memories.get(alias) or self._open(alias)
                 with self._lock:
@@ -273,7 +273,7 @@ class RedisLeases:
             known, since = decided(lambda: leases.memory_of(alias, name, found), alias)  # noqa: B023 - called at once
             if known == found:
                 with self._lock:
-                    # What this process has heard before counts: it may show that something is lost.
+                    # An earlier report stays: it may show a loss.
                     self._heard.setdefault(found, _Heard(*told))
                 return _Memory(known, since)
             if decided(lambda: leases.note_loss(alias, name, known=known, found=found), alias):  # noqa: B023
@@ -297,7 +297,7 @@ class RedisLeases:
             try:
                 said: Any = self._client.info("memory")
             except redis.ResponseError:
-                # Not everybody may ask.
+                # The user may lack the right to INFO.
                 said = {}
         self._told_of_eviction = True
         if said.get("maxmemory") and said.get("maxmemory_policy") != "noeviction":
@@ -310,9 +310,9 @@ class RedisLeases:
 
 
 def _is_doubtful(wanted: Wanted, memory: _Memory) -> bool:
-    """Would a record be missing only because Redis has lost it?"""
+    """Might a missing record be one that Redis has lost?"""
     if wanted.stored is not None:
-        # What failed is known to the database with its steps. What was running is known to Redis alone.
+        # The database has a failed message's steps. Only Redis has those of a running one.
         return wanted.stored.state == State.RUNNING
     if memory.since is None:
         return False
@@ -335,7 +335,7 @@ def _of_the_row(wanted: Wanted) -> tuple[int, int, int]:
 
 
 def _record_of(row: NewRow) -> str:
-    # Hashed, because names may be long and hold any character.
+    # Hashed, because names may be long and contain any character.
     return hashlib.sha256(json.dumps([row.handler, row.topic, row.biz_id]).encode()).hexdigest()[:32]
 
 

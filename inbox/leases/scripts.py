@@ -1,17 +1,17 @@
-"""What Redis does for a lease, in Lua: each script is one atomic step by Redis's own clock.
+"""The Lua scripts of the Redis lease store: each is one atomic step, by Redis's clock.
 
-Keys: 1 what Redis remembers of itself, 2 the record of one message, 3 the counts. The first three arguments of every script are
-the incarnation that the caller knows, and what it has heard last: by which server, and how many writes that had seen. Every
-script answers with these two, for the next call.
+Keys: 1 the state of Redis itself, 2 the record of one message, 3 the counts. The first three arguments of every script are the
+incarnation that the caller knows, and its last report: the server, and the number of writes that server had seen. Every script
+returns these two, for the next call.
 
-Redis remembers its `incarnation`, how many `writes` it has seen, the `server` process that saw the last of them, and all
-`servers` in their order: run id, and how many writes there had been when it took over. A Redis that was emptied has another
-incarnation or none. One that came back from an older state, after a restart or as a replica that was promoted, had seen fewer
-writes when it took over than the caller has heard of, however many it has seen since. Both answer "lost" and do nothing.
+Redis stores its `incarnation`, the number of `writes` it has seen, the `server` process that saw the last of them, and all
+`servers` in order: run id, and the number of writes when it took over. An emptied Redis has another incarnation or none. A
+Redis restored from an older state, by a restart or the promotion of a replica, had seen fewer writes when it took over than the
+caller's report, however many it has seen since. Both answer "lost" and do nothing.
 
 A record's fields: `state` (running, free, consumed), `owner`, `fence`, `until` (milliseconds), `attempts`, `digest` and
-`message` (short hashes of body and message id), `row` (1: the database has a row of it, which decides from then on), `under`
-(the incarnation in which it was last run), `step:…`.
+`message` (short hashes of body and message id), `row` (1: the message has a row in the database, which decides from then on),
+`under` (the incarnation of its last run), `step:…`.
 """
 
 _REMEMBERED = """
@@ -37,10 +37,9 @@ local function kept(by, count)
   return true
 end
 """
-"""`kept`: does this Redis have everything that was there when `server` had seen `count` writes?
+"""`kept`: does this Redis have all data from when server `by` had seen `count` writes?
 
-A user without the right to INFO does not learn that another server has taken over. Then only a count that is too low shows
-a loss.
+Without the right to INFO, a change of server is not detected. Then only a count that is too low shows a loss.
 """
 
 _OPEN = (
@@ -179,7 +178,7 @@ redis.call('HSETNX', KEYS[1], 'incarnation', ARGV[1])
 return {memory[1], heard()}
 """
 )
-"""What Redis knows of itself; ARGV[1] becomes its incarnation when it has none."""
+"""The state of Redis itself; ARGV[1] becomes its incarnation if it has none."""
 
 BREAK = (
     _REMEMBERED
@@ -188,4 +187,4 @@ if memory[1] == ARGV[1] and not kept(ARGV[2], tonumber(ARGV[3])) then redis.call
 return 1
 """
 )
-"""Redis has come back from an older state: from now on it is another incarnation, so that everybody notices."""
+"""Give a Redis restored from an older state another incarnation, so that all processes detect it."""

@@ -1,8 +1,8 @@
-"""The named steps of a message: each is taken once, and a retry gets what it returned.
+"""The named steps of a message: each is taken once, and a retry gets its result.
 
-What a step did and that it was taken are two writes to two places, so a process that dies between them leaves a doubt that
-nobody can settle but the other side. A *repeatable* step is taken again then. One that is not is written down before it
-begins; found begun and not ended, it stops the message loudly: a dead letter for a person, who finds out and decides.
+A step's effect and its record are two writes in two systems. If a process dies between them, only the other system knows
+whether the step has happened. A *repeatable* step is then taken again. Any other step is recorded before it begins; if a retry
+finds it begun and not ended, the message becomes a dead letter, for an operator to check and decide.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Steps:
     """The steps of one run.
 
     Attributes:
-        interrupted: why the message must stop, also when its handler has caught that.
-        in_doubt: the step that may have happened and may not.
+        interrupted: why the message must stop, even if its handler caught the exception.
+        in_doubt: the step that may have happened.
     """
 
     def __init__(self, store: LeaseStore, lease: Lease) -> None:
@@ -67,7 +67,7 @@ class Steps:
         return await sync_to_async(self._end)(name, returned)
 
     def _begin(self, name: str, *, repeatable: bool) -> str | None:
-        """What the step returned when it was taken before; None: it is to be taken now."""
+        """The step's result if it was taken before; None: take it now."""
         self._refuse(name)
         steps = self._lease.steps
         if name in steps and steps[name] is None:
@@ -97,7 +97,7 @@ class Steps:
         if repeatable:
             return
         if isinstance(error, RetryLater | Reject):
-            # Said on purpose: it has not happened.
+            # By these exceptions the step declares that it has not happened.
             self._store.forget(self._lease, name)
             self._lease.steps.pop(name, None)
             return
@@ -117,7 +117,7 @@ class Steps:
                 "what JSON can hold. A retry takes it again.",
             ) from error
         self._remember(name, result)
-        # As a retry will get it, so that both runs see the same.
+        # A retry gets the same value.
         return json.loads(result)
 
     def _remember(self, name: str, result: str | None) -> None:

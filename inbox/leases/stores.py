@@ -1,10 +1,10 @@
-"""What a lease is, and what every store of leases promises.
+"""Leases, and the guarantees of every lease store.
 
-A lease is the right to run one message until an instant, by the store's clock. Each carries a *fencing token*, greater than
-that of any earlier lease of the same message (Kleppmann, "How to do distributed locking", 2016). Every write names it, and is
-refused once the lease has ended or another has been given out: an owner that overslept settles nothing.
+A lease is the right to run one message until an instant, by the store's clock. Each has a *fencing token*, greater than that
+of any earlier lease of the same message (Kleppmann, "How to do distributed locking", 2016). Every write names it, and is
+refused once the lease has ended or another was granted: an owner that was frozen for too long settles nothing.
 
-A store that cannot be asked raises, and then nothing is run: no lease is ever assumed.
+An unavailable store raises, and then nothing is run: no lease is ever assumed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from outbox.kernel.envelope import headers_as_json
 
 
 class LeaseStoreAway(DatabaseAway):
-    """The store of leases does not answer. Nothing was decided, and nothing may be run."""
+    """The lease store does not answer. Nothing was decided, and nothing may be run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """A message that somebody wants to run.
+    """A message for which a lease is requested.
 
     Attributes:
-        row: what it is; for a delivery also what is stored when it fails.
-        stored: its row, when it is stored and its attempt has been claimed; None for a delivery.
-        redelivered: the broker says that it has delivered it before.
-        sent_at: when it could first be delivered, by the producer's clock; None when nobody said.
+        row: its content; for a delivery also the row to store if it fails.
+        stored: its row, if it is stored and its attempt was claimed; None for a delivery.
+        redelivered: the broker reports an earlier delivery.
+        sent_at: when it could first be delivered, by the producer's clock; None if unknown.
     """
 
     handler: Handler
@@ -46,26 +46,26 @@ class Wanted:
 
     @property
     def terms(self) -> Terms:
-        """How long its lease lasts, and how long a run may take."""
+        """The duration of its lease, and the limit of a run."""
         if self.handler.lease is None:
             raise ValueError(f"The handler {self.handler.name} has no lease.")
         return self.handler.lease
 
     @property
     def order(self) -> OrderedKey | None:
-        """The order that its row has a place in."""
+        """The order that its row belongs to."""
         stored = self.stored
         return OrderedKey(stored.handler, stored.key) if stored is not None and stored.ordered and stored.key else None
 
     @property
     def alone_in(self) -> OrderedKey | None:
-        """The key of which no other message may run meanwhile; also when it has lost its place in the order."""
+        """The key of which no other message may run meanwhile, also if its row has left the order."""
         stored = self.stored
         wanted = stored is not None and stored.key and (stored.ordered or self.handler.ordered)
         return OrderedKey(stored.handler, stored.key) if stored is not None and wanted else None
 
     def leaves(self, failure: Failure) -> OrderedKey | None:
-        """The order that it loses its place in when it has failed like this."""
+        """The order that its row leaves after this failure."""
         return self.order if failure.retry_after is None and self.handler.skips_dead else None
 
 
@@ -77,11 +77,11 @@ class Lease:
         fence: the fencing token.
         attempt: which try this is, counted from 1.
         pk: the message's row, if it is known to have one.
-        owner: this lease's own name, where the store wants one.
-        steps: results of the steps that earlier runs took, as JSON by name; None for one that was begun and never ended.
+        owner: the unique name of this lease, if the store uses one.
+        steps: results of steps of earlier runs, as JSON by name; None for a step that was begun and never ended.
         began_at, ends_at: monotonic; the end is never later than the store's own.
-        settling: its handler has ended, and whether it is still ours is being found out.
-        lost: it is known to be nobody's or another's.
+        settling: its handler has ended, and the store is asked whether the lease is still ours.
+        lost: it is known to have ended or to be another owner's.
     """
 
     wanted: Wanted
@@ -103,7 +103,7 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Is it lost, or has it ended for all that this process can know?"""
+        """Is it lost, or has it ended as far as this process knows?"""
         return self.lost or monotonic() >= self.ends_at
 
 
@@ -112,10 +112,10 @@ class Held:
     """Another owner runs it now.
 
     Attributes:
-        remaining: until the end of that lease.
-        attempts: made so far, that one included.
-        cause: why it came again.
-        conflicting: that one says something else under the same biz-id.
+        remaining: time until that lease ends.
+        attempts: attempts so far, that one included.
+        cause: why this is a duplicate.
+        conflicting: that one has other content under the same biz-id.
     """
 
     remaining: timedelta
@@ -126,10 +126,10 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """It has been run to its end before.
+    """It has been handled before.
 
     Attributes:
-        counted: the store has counted this duplicate itself, having found `cause` and `conflicting`; else its row counts it.
+        counted: the store has counted this duplicate, with `cause` and `conflicting`; else its row counts it.
     """
 
     counted: bool = False
@@ -139,12 +139,12 @@ class Consumed:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Its row in the database decides: it has failed before, or is not this claimer's any more."""
+    """Its row in the database decides: it has failed before, or this claim is no longer valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The store has lost its memory since: whether it has been run before can not be known."""
+    """The store has lost data since: whether the message has been run before is unknown."""
 
     reason: str
 
@@ -153,14 +153,14 @@ Verdict = Lease | Held | Consumed | Kept | Forgotten
 
 
 class LeaseStore(Protocol):
-    """Where leases are kept. Each call is atomic and durable when it returns, as far as the store is durable at all.
+    """A store of leases. Each call is atomic, and durable on return as far as the store is durable at all.
 
-    Every method raises LeaseStoreAway or DatabaseAway when the store cannot be asked. Asking a second time for what was
-    granted, because the first answer was lost, gives the same answer.
+    Every method raises LeaseStoreAway or DatabaseAway if the store does not answer. A request that was granted, and is
+    repeated because its answer was lost, gets the same answer.
     """
 
     def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
-        """Get the right to run a message, with its attempt counted.
+        """Get the right to run a message, and count its attempt.
 
         Raises:
             TwinBusy: a transaction is inserting its row right now and does not end within `twin_timeout`.
@@ -168,29 +168,29 @@ class LeaseStore(Protocol):
         """
 
     def extend(self, lease: Lease, by: timedelta) -> bool:
-        """Let it end `by` from now. False: it is not ours any more."""
+        """Let it end `by` from now. False: it is no longer ours."""
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
-        """Write down what a step returned, or with None that it has begun. False: the lease is not ours any more."""
+        """Record a step's result, or with None that it has begun. False: the lease is no longer ours."""
 
     def consume(self, lease: Lease) -> bool:
-        """It has been run to its end. False: the lease is not ours any more, and nothing is written."""
+        """Record that the message is handled. False: the lease is no longer ours, and nothing is written."""
 
     def free(self, lease: Lease, failure: Failure) -> bool:
-        """It has failed: store it to be retried, or as a dead letter. False: as `consume`."""
+        """Store a failed message, for a retry or as a dead letter. False: as `consume`."""
 
     def forget(self, lease: Lease, step: str) -> None:
-        """This step, which was begun and has not ended, counts as never begun; unless there was a later lease."""
+        """Treat a step that was begun and has not ended as never begun, unless there was a later lease."""
 
     def is_held(self, alias: str, row: NewRow) -> bool:
-        """Does somebody run this stored message now? From here on its row decides about it, once that run has ended."""
+        """Is this stored message running now? Its row decides about it once that run has ended."""
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
-        """By handler, what has left no row: `handled`, its `duplicates`, these by cause, and `conflicts` among them."""
+        """By handler, messages without a row: `handled`, their `duplicates`, also by cause, and `conflicts` among these."""
 
 
 def stored_row(stored: InboxMessage) -> NewRow:
-    """A stored message as the delivery that it came with."""
+    """A stored message as a new delivery's row."""
     return NewRow(
         handler=stored.handler,
         topic=stored.topic,

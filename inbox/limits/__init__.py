@@ -1,1 +1,1 @@
-"""What bounds a handler: its rate, and load shedding."""
+"""A handler's limits: rate, concurrency, load shedding."""

@@ -1,8 +1,8 @@
 """The rate limit of a handler, in one of its processes.
 
-All processes of a handler share one token bucket (`store.buckets`). Each leases small portions of it (`purse`) and takes from
-these. Nobody who takes waits for a database: a thread of this process's own leases what was asked for in vain. While the
-database is unavailable nothing is granted.
+All processes of a handler share one token bucket (`store.buckets`). Each leases small portions of it (`token_cache`) and takes
+tokens from these. `take` never waits for a database: a separate thread leases missing tokens. While the database is
+unavailable, no tokens are granted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _IDLE_SECONDS = 1.0
 
 
 def prefetch(handler: Handler, options: InboxOptions) -> int:
-    """How many unanswered deliveries of `handler` this process may have in hand: what its rate allows in two seconds.
+    """How many unanswered deliveries of `handler` this process may hold: as many as its rate allows in two seconds.
 
-    At least 1 and at most PREFETCH. More would wait here for their tokens, until the broker takes them for lost.
+    At least 1 and at most PREFETCH. More would wait here for tokens until the broker's `consumer_timeout`.
     """
     if handler.rate_limit is None:
         return options.PREFETCH
@@ -63,9 +63,9 @@ class Limiter:
         self._away = False
 
     def take(self, most: int) -> int:
-        """How many of `most` messages may run now; 0 is none. Each is one token, to be used at once or given back.
+        """How many of `most` messages may run now. Each is one token, to be used at once or given back.
 
-        Never waits and never touches a database. What was short is leased meanwhile, for whoever asks next.
+        Never waits and never uses a database. Missing tokens are leased meanwhile, for the next call.
         """
         taken = self._take(most)
         if self.is_wanted:
@@ -73,16 +73,16 @@ class Limiter:
         return taken
 
     def take_or_lease(self, most: int) -> int:
-        """As `take`, for a thread that may wait for the database and is in no transaction: it leases for itself."""
+        """As `take`, but leases on this thread, which may wait for the database and is outside any transaction."""
         return self._take(most) or (self._take(most) if self.lease() else 0)
 
     def give_back(self, tokens: int) -> None:
-        """They were taken just now and nothing was run: another thread of this process may have them."""
+        """Return tokens taken just now and not used: another thread of this process may take them."""
         with self._lock:
             self._purse.give_back(tokens, monotonic())
 
     def wait_seconds(self) -> float:
-        """When to `take` again: 0 when a token is there or is to be asked for, else seconds until one may be there."""
+        """Seconds until the next `take`: 0 if a token is available or should be requested."""
         with self._lock:
             now = monotonic()
             if self._purse.tokens(now):
@@ -91,13 +91,13 @@ class Limiter:
 
     @property
     def is_wanted(self) -> bool:
-        """Was more asked for than was there, or nearly all of it, a moment ago?"""
+        """Did a recent request use more tokens than available, or nearly all?"""
         wanted_at = self._wanted_at
         return wanted_at is not None and monotonic() - wanted_at < _DEMAND_SECONDS
 
     def lease(self) -> bool:
-        """Lease the next portion when it is time to; are there enough tokens now? Waits for the database."""
-        # One thread of this process at a time; what it brings is for all of them.
+        """Lease the next portion if it is due; are there enough tokens now? Waits for the database."""
+        # One thread at a time leases for all threads of this process.
         with self._leasing:
             with self._lock:
                 purse, now = self._purse, monotonic()
@@ -128,7 +128,7 @@ class Limiter:
             self._purse.rest(random.uniform(0, _AFTER_COLLISION) if collided else self._pause.next_seconds(), monotonic())
         if collided:
             return
-        # It may be the session, which a handler has changed or a failover left behind.
+        # A handler or a failover may have left the session in a bad state.
         end_session(self._alias)
         if self._away:
             return
@@ -148,7 +148,7 @@ class Limiter:
 
 
 def limiter_of(handler: Handler) -> Limiter | None:
-    """The limiter of `handler` in this process, the same for every thread; None when it has no rate limit."""
+    """The limiter of `handler` in this process, shared by all threads; None if it has no rate limit."""
     if handler.rate_limit is None:
         return None
     with _registering:
@@ -159,7 +159,7 @@ def limiter_of(handler: Handler) -> Limiter | None:
 
 
 class _Lessor:
-    """The thread that leases from one database what was asked for in vain. It ends when nobody has done so for a while."""
+    """The thread that leases missing tokens from one database. It ends after a while without requests."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -172,7 +172,7 @@ class _Lessor:
             if limiter not in self._wanting:
                 self._wanting.add(limiter)
                 self._bell.set()
-            # After a fork the thread is gone.
+            # A fork does not copy the thread.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._work, name="inbox-lessor", daemon=True)
                 self._thread.start()
@@ -187,9 +187,9 @@ class _Lessor:
             connections.close_all()
 
     def _serve(self) -> bool:
-        """Lease for all that want; False when nobody has wanted anything for a while."""
+        """Lease for all limiters that need tokens; False after a while without requests."""
         with self._lock:
-            # Taken out first: who wants again while its tokens come rings anew.
+            # Cleared first: a request during the lease rings again.
             wanting, self._wanting = self._wanting, set()
         unserved = {limiter for limiter in wanting if limiter.is_wanted and not limiter.lease()}
         rest = min((limiter.wait_seconds() for limiter in unserved), default=_IDLE_SECONDS)

@@ -1,8 +1,8 @@
-"""Load shedding: which deliveries are not handled because too many wait.
+"""Load shedding: dropping deliveries while too many wait.
 
-Shedding begins above the handler's limit and ends at nine tenths of it. Each reading of the queue's length allows as many to
-be dropped as would bring it there, shared between the queue's consumers: so however fast they drop, and however many they are,
-they hardly drop below it. Without a fresh reading nothing is dropped.
+Shedding begins above the handler's limit and ends at nine tenths of it. Each reading of the queue's length allows as many drops
+as bring it to that length, shared between the queue's consumers. So they hardly drop below it, however fast or many they are.
+Without a fresh reading nothing is dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TELL_EVERY_SECONDS = 10.0
 class Shedder:
     """Whether deliveries of one handler are to be dropped now. Shared by all threads of this process; see `shedder_of`.
 
-    It reads no clock but this process's own and no queue: `saw` tells it how many wait.
+    It reads only this process's clock and no queue: `saw` reports the queue's length.
     """
 
     def __init__(self, handler: Handler) -> None:
@@ -46,7 +46,7 @@ class Shedder:
         self._tell_at = 0.0
 
     def saw(self, lag: int, consumers: int = 1) -> None:
-        """So many messages wait in the queue, which has so many consumers, as a passive declare answers now."""
+        """Record the number of waiting messages and consumers of the queue, from a passive declare."""
         with self._lock:
             enough = self._shed.above * _ENOUGH
             self._lag, self._seen_at = lag, monotonic()
@@ -68,11 +68,11 @@ class Shedder:
 
     @property
     def is_shedding(self) -> bool:
-        """Is there any need to ask `why_shed` now?"""
+        """Is `why_shed` needed now?"""
         return self._allowance > 0 and monotonic() - self._seen_at < _FRESH_SECONDS
 
     def why_shed(self, message: Message) -> str:
-        """Why `message` is dropped, or "" when it is to be handled."""
+        """Why `message` is dropped, or "" if it is to be handled."""
         with self._lock:
             if not self.is_shedding:
                 return ""
@@ -86,7 +86,7 @@ class Shedder:
             return reason
 
     def dropped(self, count: int) -> None:
-        """So many have been written down, to be told of with the next reading of the queue."""
+        """Count stored drops, to be logged with the next reading of the queue."""
         with self._lock:
             self._dropped += count
 
@@ -112,7 +112,7 @@ def _answered(answer: object) -> bool:
 
 
 def shedder_of(handler: Handler) -> Shedder | None:
-    """The shedder of `handler` in this process, the same for every thread; None when it sheds nothing."""
+    """The shedder of `handler` in this process, shared by all threads; None if it sheds nothing."""
     if handler.shed is None:
         return None
     with _registering:

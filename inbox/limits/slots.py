@@ -1,9 +1,8 @@
 """How many threads of this process run one handler at a time: its `concurrency`.
 
-A thread that runs a message of such a handler has one of its slots meanwhile, whether the message was delivered or stored. Both
-kinds get slots in turn: without that, stored messages would wait for as long as deliveries keep coming. So once the runner has
-looked for a stored message and found no free slot, a slot that a delivery had is not given to another one before the runner has
-looked again.
+A thread that runs a message of such a handler holds one of its slots, for deliveries and stored messages alike. Both kinds get
+slots in turn; otherwise stored messages would wait as long as deliveries arrive. So after the runner has found no free slot for
+a stored message, a slot that a delivery had is not given to another delivery until the runner has looked again.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Slots:
             return True
 
     def take_for_stored(self, look: Callable[[], object]) -> bool:
-        """Take one to look for a stored message. When none is free, `look`, which must not raise, is called once one is."""
+        """Take one to look for a stored message. If none is free, `look`, which must not raise, is called once one is."""
         with self._lock:
             if self._taken == self.count:
                 self._runner_looks = look
@@ -49,17 +48,17 @@ class Slots:
             return True
 
     def give_back(self) -> None:
-        """It was taken to look for a stored message, and there is none."""
+        """Return a slot taken to look for a stored message: there is none."""
         with self._lock:
             self._taken -= 1
             self._runner_looks = None
 
     def begin_stored(self) -> None:
-        """It was taken to look for a stored message, and there is one."""
+        """Use a slot taken to look for a stored message: there is one."""
         self._was_for_delivery = False
 
     def leave(self) -> None:
-        """What it was taken for has been run."""
+        """Free the slot after the run."""
         with self._lock:
             self._taken -= 1
             look = self._runner_looks
@@ -68,7 +67,7 @@ class Slots:
 
 
 def slots_of(handler: Handler) -> Slots | None:
-    """The slots of `handler` in this process, the same for every thread; None when it may use all threads."""
+    """The slots of `handler` in this process, shared by all threads; None if it may use all threads."""
     if handler.concurrency is None:
         return None
     with _registering:

@@ -1,12 +1,11 @@
-"""The tokens that one process has leased from the shared bucket of a handler, and how many it leases next.
+"""The tokens that one process has leased from the shared bucket of a handler, and the size of the next lease.
 
-A portion is meant to last for some fifty milliseconds, so that the database is asked some twenty times a second at any rate.
-What is not used in twice that time is lost: so what is used in any span is never more than what the bucket gave out in that
-span and the moment before it, however many processes there are. The size of the next portion follows what this process uses,
-doubled while more is asked for early and halved when some is lost (Jacobson 1988), or a slow process would keep others from
-theirs.
+A portion should last about 50 ms, so that the database is queried about 20 times a second at any rate. Tokens expire after
+twice that time. So the tokens used in any period never exceed those that the bucket granted in that period and just before it,
+however many processes there are. The next portion follows this process's use: doubled if more is needed early, halved when
+tokens expire (Jacobson 1988); otherwise a slow process would take tokens from the others.
 
-Pure arithmetic: the caller says what time it is (monotonic, in seconds) and keeps other threads out.
+Pure arithmetic: the caller passes the time (monotonic, in seconds) and serialises the calls.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _AHEAD_FROM = 4
 
 @dataclass(slots=True)
 class _Portion:
-    """Leased together, and lost together. `whole`: the bucket gave all that was asked for."""
+    """Tokens leased together, which expire together. `whole`: the bucket granted the full request."""
 
     leased: int
     left: int
@@ -34,12 +33,12 @@ class _Portion:
 
 
 class Purse:
-    """One process's part of a rate.
+    """One process's share of a rate.
 
     Attributes:
         rate: messages a second, in all processes together.
-        burst: most tokens that the shared bucket holds: one, and what the rate brings in a tenth of a second.
-        keep: seconds after which what is left of a portion is lost.
+        burst: most tokens that the shared bucket holds: one, and a tenth of a second's rate.
+        keep: seconds after which the unused tokens of a portion expire.
         portion: how many tokens to lease next.
         ask_at: when to lease them, at the earliest.
     """
@@ -47,7 +46,7 @@ class Purse:
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self.burst = 1.0 + rate * BURST_SECONDS
-        # At a low rate each token is worth waiting for: who asked for it may take a moment to come back.
+        # At a low rate, tokens live longer: the thread that needs one may return later.
         self.keep = max(2 * PORTION_SECONDS, min(_LONGEST_KEEP, 1.0 / rate))
         self.portion = 1
         self.ask_at = 0.0
@@ -60,12 +59,12 @@ class Purse:
         while self._portions and now - self._portions[0].leased_at > self.keep:
             lost = self._portions.popleft()
             if lost.left:
-                # Half of it at least: a process that only stood still for a moment goes on as fast as before.
+                # At least half: a process that paused briefly continues as fast as before.
                 self.portion = max(1, lost.leased - lost.left, self.portion // 2)
         return sum(portion.left for portion in self._portions)
 
     def wants_more(self, now: float) -> bool:
-        """Is it time to lease before the last portion is used up? Small ones are leased when somebody asks in vain."""
+        """Should the next lease precede the last portion's end? Small portions are leased when tokens are missing."""
         return self.portion >= _AHEAD_FROM and 2 * self.tokens(now) <= self.portion
 
     def take(self, most: int, now: float) -> int:
@@ -87,13 +86,13 @@ class Purse:
         self._portions[0].left += tokens
 
     def put_in(self, leased: int, left: float, now: float) -> None:
-        """The bucket gave `leased` tokens of the portion asked for, and has `left`."""
+        """The bucket granted `leased` tokens of the requested portion, and has `left`."""
         if leased:
             self._latest = _Portion(leased, leased, now, whole=leased == self.portion)
             self._portions.append(self._latest)
         self.ask_at = now
         if left < 1:
-            # The jitter keeps processes from asking in step.
+            # The jitter keeps processes from asking in sync.
             rest = max(_SHORTEST_REST, (self._largest - left) / self.rate) + random.uniform(0, 0.01)
             self.ask_at = now + min(rest, _LONGEST_REST)
 
@@ -104,5 +103,5 @@ class Purse:
             self._latest = None
 
     def rest(self, seconds: float, now: float) -> None:
-        """The bucket does not answer: do not ask for so long."""
+        """The bucket does not answer: do not ask for `seconds`."""
         self.ask_at = now + seconds
