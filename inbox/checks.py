@@ -200,13 +200,12 @@ def check_timeouts(app_configs: Sequence[AppConfig] | None, **kwargs: Any) -> li
 
 def _longest_silence(handler: Handler, options: InboxOptions) -> tuple[timedelta, str]:
     """How long a run of the handler may leave a delivery unacknowledged, and by which of its options."""
+    # What is ordered is stored and acknowledged before it is run, and so is a delivery with a lease in the database.
+    if handler.ordered or (handler.lease and options.LEASE_STORE == IN_THE_DATABASE):
+        return timedelta(), ""
     if handler.lease:
-        # With a lease in the database a delivery is acknowledged before it is run.
-        if options.LEASE_STORE == IN_THE_DATABASE:
-            return timedelta(), ""
         return handler.lease.limit, f"its lease is in Redis and has limit={handler.lease.limit}"
-    # An ordered handler's delivery is stored and acknowledged before it is run.
-    if handler.timeout is None or handler.ordered:
+    if handler.timeout is None:
         return timedelta(), ""
     also = f", group_commit={handler.group_commit}" if handler.group_commit > 1 else ""
     return handler.timeout * handler.group_commit, f"timeout={handler.timeout}{also}"

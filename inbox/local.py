@@ -8,12 +8,13 @@ each in its own transaction. Messages are durable and effects happen exactly onc
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from django.db import DatabaseError, transaction
 
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import RunnerHeartbeats
+from inbox.consumer.lanes import LOAD_BYTES
 from inbox.handlers.handler import Handler
 from inbox.handlers.registry import registry
 from inbox.receiving.admit import hand_over
@@ -41,13 +42,16 @@ class LocalTransport:
         pass
 
     def send(self, messages: Sequence[OutgoingMessage], deadline: float) -> Sent:
-        verdicts = self._send_together(messages) if monotonic() <= deadline else {}
-        if verdicts is None:
-            verdicts = {}
-            for message in messages:
+        verdicts: dict[int, Verdict] = {}
+        for part in _in_parts(messages):
+            if monotonic() > deadline:
+                break
+            together = self._send_together(part)
+            for message in part if together is None else ():
                 if monotonic() > deadline:
                     break
                 verdicts[message.position] = self._send_one(message)
+            verdicts.update(together or {})
         transaction.on_commit(self._runner.ring, using=self._alias, robust=True)
         return Sent(verdicts=verdicts)
 
@@ -127,3 +131,17 @@ class LocalTransport:
                 f"inside one transaction of {self._alias!r}; use a broker between databases",
             )
         return None
+
+
+def _in_parts(messages: Sequence[OutgoingMessage]) -> Iterator[Sequence[OutgoingMessage]]:
+    """The messages in their order, as many in each part as one statement should carry."""
+    part: list[OutgoingMessage] = []
+    size = 0
+    for message in messages:
+        size += len(message.envelope.body)
+        if part and size > LOAD_BYTES:
+            yield part
+            part, size = [], len(message.envelope.body)
+        part.append(message)
+    if part:
+        yield part

@@ -11,6 +11,10 @@ import threading
 from collections.abc import Callable
 
 from inbox.handlers.handler import Handler
+from outbox.kernel.clock import monotonic
+
+_RESERVED_SECONDS = 0.2
+"""The runner may be unable to look, because its database is unavailable; deliveries do not wait for that."""
 
 
 class Slots:
@@ -22,11 +26,13 @@ class Slots:
         self._taken = 0
         self._was_for_delivery = False
         self._runner_looks: Callable[[], object] | None = None
+        self._reserved_until = 0.0
 
     @property
     def is_free(self) -> bool:
         """May a worker take one now, for deliveries?"""
-        return self._taken < self.count and not (self._was_for_delivery and self._runner_looks)
+        is_reserved = self._was_for_delivery and self._runner_looks and monotonic() < self._reserved_until
+        return self._taken < self.count and not is_reserved
 
     def take(self) -> bool:
         """Take one for deliveries."""
@@ -62,6 +68,7 @@ class Slots:
         with self._lock:
             self._taken -= 1
             look = self._runner_looks
+            self._reserved_until = monotonic() + _RESERVED_SECONDS
         if look is not None:
             look()
 

@@ -132,7 +132,20 @@ def _incoming(handler: Handler, arrival: Arrival, shed: str, *, redelivered: boo
 
 
 def _singly(handler: Handler, deliveries: Sequence[tuple[Arrival, bool]], options: InboxOptions, shed: str) -> list[Received]:
-    return [became for delivery in deliveries for became in admit(handler, [delivery], options, shed=shed)]
+    became: list[Received] = []
+    for delivery in deliveries:
+        try:
+            became += admit(handler, [delivery], options, shed=shed)
+        except DatabaseError as error:
+            # The others are stored, and must not be stored again because of this one.
+            became.append(Received.UNSTORED)
+            logger.error(  # noqa: TRY400 - the reason says it all
+                "%s: message %s cannot be stored; it stays unacknowledged and is tried again later: %s",
+                handler.name,
+                delivery[0].row.message_id or "without id",
+                describe(error),
+            )
+    return became
 
 
 def _without_values(

@@ -141,7 +141,9 @@ def _run_delivered(
     except DatabaseAway as away:
         # The broker does not deliver it again.
         logger.warning("%s: its outcome cannot be stored, so it is run again when its lease has ended: %s", lease, away)
-        return Received.STORED
+    except Exception:
+        logger.exception("%s: an unexpected error; it is run again when its lease has ended.", lease)
+    return Received.STORED
 
 
 def _run(store: LeaseStore, lease: Lease, message: Message, envelope: Envelope, options: InboxOptions) -> Received:

@@ -48,7 +48,7 @@ def in_transaction(
 
     False: `begin` found nothing to do.
     """
-    committed = False
+    committed = proved = False
     guard: Guard | None = None
     changes = SessionChanges()
 
@@ -75,10 +75,12 @@ def in_transaction(
                 raise
             changes.undo(handler.using)
             sentinel.finish(guard, attempt, result)
+            proved = True
         refuse_if_uncommitted(handler.using, committed)
     except BaseException as error:
         if not committed:
-            if guard is not None and _is_buried(guard):
+            # After the proof, only our own commit can have made the rows visible: its answer was lost.
+            if guard is not None and not proved and _is_buried(guard):
                 raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise
         logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, of)

@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import pytest
+from django.db import connection
 
 from inbox.models import State
 from inbox.receiving.outcomes import Received
-from inbox.store import accounting, intake
-from tests.support.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
+from inbox.receiving.reading import read
+from inbox.receiving.together import receive_together
+from inbox.store import accounting, intake, sentinel
+from tests.support.deliveries import OPTIONS, an_envelope, deliver, drain, effects, the_effect, the_row
 from tests.support.lost_answers import losing_the_answer
 
 pytestmark = [pytest.mark.django_db(transaction=True)]
+
+
+def test_handled_message_whose_commit_was_not_confirmed_is_done(handles, process_environment):
+    handler = handles(the_effect)
+    answer = losing_the_answer(
+        process_environment,
+        before=lambda: deliver(handler, an_envelope(biz_id="first")),
+        call=lambda: deliver(handler, an_envelope(biz_id="second")),
+        written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'second'",
+        after=(sentinel, "finish"),
+    )
+
+    assert answer is Received.DUPLICATE
+    assert (the_row(biz_id="second").state, effects("second")) == (State.DONE, 1)
+
+
+def test_batch_whose_commit_was_not_confirmed_is_done(handles, process_environment):
+    handler = handles(lambda messages: [the_effect(message) for message in messages] and None, size=10)
+    load = [read(handler, an_envelope(biz_id=name), OPTIONS) for name in "abc"]
+    losing_the_answer(
+        process_environment,
+        before=connection.ensure_connection,
+        call=lambda: receive_together(handler, load, OPTIONS),
+        written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'a'",
+        after=(sentinel, "finish"),
+    )
+
+    assert {the_row(biz_id=name).state for name in "abc"} == {State.DONE}
+    assert [effects(name) for name in "abc"] == [1, 1, 1]
 
 
 def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_duplicate(handles, process_environment):
