@@ -24,11 +24,12 @@ from django.db import DatabaseError, transaction
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
+from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Received, admitted, unfit
 from inbox.receiving.reading import Arrival
 from inbox.store import intake, ordering
 from inbox.store.intake import Incoming, Taken
-from inbox.store.rows import TwinBusy, undecoded
+from inbox.store.rows import NewRow, TwinBusy, undecoded
 from inbox.transactions.persistence import DatabaseAway, decided
 from outbox.database.connections import lock_timeout
 from outbox.kernel.text import describe
@@ -73,7 +74,7 @@ def admit(
         if handler.ordered:
             reason = f"a transaction has had one of these messages in hand for over {options.TWIN_TIMEOUT}"
             raise DatabaseAway(reason) from error
-        return _singly(handler, deliveries, options, shed) if len(deliveries) > 1 else [Received.PUT_OFF]
+        return _singly(handler, deliveries, options, shed) if len(deliveries) > 1 else [_put_off(incoming[0].row, options)]
     except DatabaseError as error:
         if len(deliveries) > 1:
             # The values of one delivery cause the error; the others must not wait for it.
@@ -108,6 +109,11 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
             admitted(handler, arrival, one)
 
     transaction.on_commit(announce, using=handler.using, robust=True)
+
+
+def _put_off(row: NewRow, options: InboxOptions) -> Received:
+    in_hand.note_elsewhere(row, options.TWIN_TIMEOUT)
+    return Received.PUT_OFF
 
 
 def _in_one_order(handler: Handler, incoming: Sequence[Incoming]) -> Sequence[int]:

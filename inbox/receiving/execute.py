@@ -239,8 +239,6 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
 
 def _receive_carefully(handler: Handler, arrival: Arrival, options: InboxOptions) -> Received:
     (became,) = admit(handler, [(arrival, True)], options)
-    if became is Received.PUT_OFF:
-        in_hand.note_elsewhere(arrival.row, options.TWIN_TIMEOUT)
     if became is not Received.STORED:
         return became
     claimed = claim_next([handler], handler.using, options)

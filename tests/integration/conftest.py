@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from inbox.receiving.in_hand import in_hand
 from tests.support.fakes.amqp_peer import FakeAmqpPeer
 from tests.support.relaying import connected
 
@@ -18,3 +19,10 @@ def transport(peer):
     """Connected to `peer`."""
     with connected(peer.url) as transport:
         yield transport
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_hand_elsewhere():
+    """Which messages another process is handling is remembered for seconds, and tests use the same names again."""
+    yield
+    in_hand._elsewhere.clear()
