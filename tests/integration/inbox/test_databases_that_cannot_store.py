@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import amqp
@@ -374,12 +374,15 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
     handler, given = handles(effect_on_other, topic=TOPIC, using="other", ordered=True), broker_options(rabbitmq_url)
     declare(handler, given)
     others = send_one_bad_among_others(rabbitmq_url)
-    with consuming([handler], given):
-        with one_refused("P0001"):
+    with ExitStack() as refusing:
+        # Before the consumer starts: it stores the whole queue at once.
+        refusing.enter_context(one_refused("P0001"))
+        with consuming([handler], given):
             wait_until(lambda: "is unavailable" in caplog.text)
             pass_by(0.5)
             assert set(effects_on_other()) <= {"first"}
-        wait_until(lambda: effects_on_other() == dict.fromkeys({*others, "bad"}, 1))
+            refusing.close()
+            wait_until(lambda: effects_on_other() == dict.fromkeys({*others, "bad"}, 1))
 
 
 def test_missing_table_of_a_handler_is_its_failed_attempt(handles):
