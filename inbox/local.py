@@ -96,9 +96,10 @@ class LocalTransport:
         arrivals: dict[str, list[Arrival]] = {}
         handlers: dict[str, Handler] = {}
         for message in messages:
-            refused = self._why_refused(message)
-            verdicts[message.position] = CONFIRMED if refused is None else refused
-            for handler in registry.for_topic(message.envelope.topic) if refused is None else ():
+            of_its_topic = registry.for_topic(message.envelope.topic)
+            refused = self._why_refused(message, of_its_topic)
+            verdicts[message.position] = refused or CONFIRMED
+            for handler in () if refused else of_its_topic:
                 handlers[handler.name] = handler
                 arrivals.setdefault(handler.name, []).append(read(handler, message.envelope, options))
         for name, of_the_handler in arrivals.items():
@@ -109,8 +110,8 @@ class LocalTransport:
         """The handlers that write to another database and so cannot get it."""
         return [handler for handler in handlers if handler.using != self._alias]
 
-    def _why_refused(self, message: OutgoingMessage) -> Verdict | None:
-        """Why no handler of this service can get it; None if its handlers can."""
+    def _why_refused(self, message: OutgoingMessage, handlers: Sequence[Handler]) -> Verdict | None:
+        """Why not all handlers of its topic can get it; None if they can."""
         topic = message.envelope.topic
         if message.wire is not None:
             return Verdict(
@@ -118,7 +119,6 @@ class LocalTransport:
                 f"{topic} is in the form of another protocol, and local:// hands over to this service's own handlers; "
                 "set OUTBOX['BROKER_URL'] to the broker that its workers receive from",
             )
-        handlers = registry.for_topic(topic)
         if not handlers:
             return Verdict(
                 PublishOutcome.RETURNED,

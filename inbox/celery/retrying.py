@@ -21,7 +21,7 @@ def refuse_impossible(name: str, retry: object, others: Iterable[str]) -> None:
     """Refuse a `retry` of the task `name` that Celery cannot keep, or that contradicts its `others`.
 
     Raises:
-        TypeError: it is no Retry.
+        TypeError: it is not a Retry.
         ValueError: its factor is neither 1 nor 2, or an option of Celery says the same thing.
     """
     require_value("retry", retry, Retry, "Retry(max_attempts=5)")

@@ -161,7 +161,7 @@ def idempotent_task(
     Raises:
         ValueError: `biz_id` names no argument of the function, `acks_late` or `reject_on_worker_lost` is off, or `retry` has
             another factor or stands beside an option of Celery that decides the same.
-        TypeError: `biz_id` is neither text nor a function, or `retry` is no Retry.
+        TypeError: `biz_id` is not text and not a function, or `retry` is not a Retry.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -37,12 +37,17 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Read:
-    """A delivery and its content."""
+    """A delivery and its content.
+
+    Attributes:
+        is_acknowledged: it was answered before its handler had ended. The broker must not be answered twice.
+    """
 
     delivery: Delivery
     arrival: Arrival
+    is_acknowledged: bool = False
 
     def again(self) -> _Read:
         """A copy for another run, with a new message: the handler may have changed the payload of this one."""
@@ -78,7 +83,6 @@ class Reception:
         self._answer = answer
         self._ring = ring
         self._closing = False
-        self._acknowledged: set[int] = set()
         self._outages = outages
         self._debts = Debts()
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
@@ -187,7 +191,7 @@ class Reception:
                     one.arrival,
                     self._options,
                     redelivered=one.delivery.redelivered,
-                    acknowledge=partial(self._acknowledge, one.delivery),
+                    acknowledge=partial(self._acknowledge, one),
                 )
                 for one in part
             ]
@@ -256,16 +260,14 @@ class Reception:
         with self._counting:
             self.received.update(became)
         for one, received in zip(part, became, strict=True):
-            if id(one.delivery) in self._acknowledged:
-                self._acknowledged.discard(id(one.delivery))
-            else:
+            if not one.is_acknowledged:
                 self._answer(one.delivery, received)
         return True
 
-    def _acknowledge(self, delivery: Delivery) -> None:
-        """Acknowledge before the handler has ended, and record it: the broker must not be answered twice."""
-        self._acknowledged.add(id(delivery))
-        self._answer(delivery, Received.STORED)
+    def _acknowledge(self, one: _Read) -> None:
+        """Acknowledge before the handler has ended."""
+        one.is_acknowledged = True
+        self._answer(one.delivery, Received.STORED)
 
     def _deferred(self, one: _Read) -> Received:
         """Store a delivery whose concurrent duplicate is being handled. If that fails, it is tried again shortly."""

@@ -75,7 +75,7 @@ class Handler:
         return 1 if self.ordered is None else self.ordered.partitions
 
     def call(self, *messages: Message) -> object:
-        """Run the user's code with one message, or with a list when it takes batches; what it returned.
+        """Run the user's code with one message, or with a list if it takes batches; returns its result.
 
         Raises:
             NotCallable: it returned something that is still to be run, so nothing has happened yet.
@@ -93,11 +93,11 @@ class Handler:
             return result
 
     def identify(self, message: Message) -> str:
-        """The biz-id of `message`, always fit to be stored.
+        """The biz-id of `message`, fit to be stored.
 
         Raises:
-            TypeError: the user's `biz_id` answered with something that names nothing.
-            Exception: whatever it raises.
+            TypeError: the user's `biz_id` returned a value that identifies nothing.
+            Exception: what it raises.
         """
         if self.biz_id is None:
             return message.biz_id

@@ -1,7 +1,7 @@
 """The values of a handler's options.
 
-Each is small and frozen, and refuses a wrong value when it is made. So a mistake is found when the module of the handler is
-imported, and not when the first message fails.
+Each is small and frozen, and refuses a wrong value when it is created. So a mistake is found when the handler's module is
+imported, not when the first message fails.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def require_duration(option: str, value: object) -> None:
-    """Refuse what is not a positive duration.
+    """Require a positive duration.
 
     Raises:
-        TypeError: it is no timedelta.
+        TypeError: it is not a timedelta.
         ValueError: it is zero or negative.
     """
     if not isinstance(value, timedelta):
@@ -38,10 +38,10 @@ def require_duration(option: str, value: object) -> None:
 
 
 def require_count(option: str, value: object) -> None:
-    """Refuse what is not a whole number of 1 or more.
+    """Require a whole number of 1 or more.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: it is not a whole number.
         ValueError: it is less than 1.
     """
     if not isinstance(value, int) or isinstance(value, bool):
@@ -58,10 +58,10 @@ def _require_factor(value: object) -> None:
 
 
 def require_value(option: str, value: object, kind: type, example: str) -> None:
-    """Refuse what is not one of the values of this module.
+    """Require a value of one class of this module.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{option} is {value!r}: it must be a value of the class {kind.__name__}, such as {example}.")
@@ -89,7 +89,7 @@ class Backoff:
         cap: the longest delay; default: RETRY_CAP, or `base` where that is longer.
 
     Raises:
-        TypeError: a delay is no timedelta, or `factor` no number.
+        TypeError: a delay is not a timedelta, or `factor` is not a number.
         ValueError: a delay is not longer than zero, `factor` is less than 1, or `cap` is shorter than `base`.
     """
 
@@ -116,7 +116,7 @@ class Retry:
         backoff: the delays between them.
 
     Raises:
-        TypeError: `max_attempts` is no whole number, or `backoff` no Backoff.
+        TypeError: `max_attempts` is not a whole number, or `backoff` is not a Backoff.
         ValueError: `max_attempts` is less than 1.
     """
 
@@ -155,7 +155,7 @@ class Ordered:
         partitions: queues that share the keys, by consistent hash (RabbitMQ).
 
     Raises:
-        TypeError: `partitions` is no whole number.
+        TypeError: `partitions` is not a whole number.
         ValueError: `on_dead` is neither, or `partitions` is less than 1.
     """
 
@@ -177,7 +177,7 @@ class Batch:
         wait: the longest wait for a list to fill, from its first message on.
 
     Raises:
-        TypeError: `size` is no whole number, or `wait` no timedelta.
+        TypeError: `size` is not a whole number, or `wait` is not a timedelta.
         ValueError: `size` is less than 1, or `wait` is not longer than zero.
     """
 
@@ -198,8 +198,8 @@ class Lease:
         limit: the longest run. After that the lease is not extended any more.
 
     Raises:
-        TypeError: either is no timedelta.
-        ValueError: either is not longer than zero, or `limit` is shorter than `duration`.
+        TypeError: one of them is not a timedelta.
+        ValueError: one of them is not longer than zero, or `limit` is shorter than `duration`.
     """
 
     duration: timedelta = timedelta(minutes=10)
@@ -220,14 +220,14 @@ def _always(message: Message) -> bool:
 class Shed:
     """Load shedding: while more than `above` messages wait for a handler, those that are `droppable` are not handled.
 
-    Each is written down as `shed`, with the reason; nothing is dropped silently.
+    Each is stored as `shed`, with the reason; nothing is dropped silently.
 
     Attributes:
         above: messages waiting in the handler's queue; dropping ends when nine tenths of it are left.
-        droppable: whether this message may be dropped. What it raises counts as no.
+        droppable: whether this message may be dropped. An exception counts as no.
 
     Raises:
-        TypeError: `above` is no whole number, or `droppable` no synchronous function.
+        TypeError: `above` is not a whole number, or `droppable` is not a synchronous function.
         ValueError: `above` is less than 1.
     """
 

@@ -19,6 +19,7 @@ from inbox.handlers.options import Lease as Terms
 from inbox.models import InboxMessage
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey
 from inbox.transactions.persistence import DatabaseAway
+from outbox.database.rows import value_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import headers_as_json
 
@@ -191,19 +192,4 @@ class LeaseStore(Protocol):
 
 def stored_row(stored: InboxMessage) -> NewRow:
     """A stored message as a new delivery's row."""
-    return NewRow(
-        handler=stored.handler,
-        topic=stored.topic,
-        biz_id=stored.biz_id,
-        message_id=stored.message_id,
-        key=stored.key,
-        content_type=stored.content_type,
-        body=bytes(stored.body),
-        digest=stored.digest,
-        headers=headers_as_json(stored.headers),
-        source=stored.source,
-        correlation_id=stored.correlation_id,
-        causation_id=stored.causation_id,
-        traceparent=stored.traceparent,
-        created_at=stored.created_at,
-    )
+    return value_of(NewRow, stored, body=bytes(stored.body), headers=headers_as_json(stored.headers), replayed=False)

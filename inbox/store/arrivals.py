@@ -10,11 +10,11 @@ from django.db import connections
 
 from inbox.conf import inbox_options
 from inbox.models import DUE, State
-from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all, is_outermost
+from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
 from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, Failure, Guard, NewRow, emptied, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import note, noting
-from outbox.database.connections import is_postgresql
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import now, now_after
 from outbox.database.prepared_statements import PreparedStatement, is_usable
 from outbox.kernel.clock import utcnow
@@ -131,7 +131,7 @@ def store_running(
     if duplicate is not None:
         also |= {"duplicates": 1, **({_COUNTED_AS[duplicate]: 1} if duplicate in _COUNTED_AS else {})}
     if conflicting:
-        at = connections[alias].ops.adapt_datetimefield_value(utcnow())
+        at = adapted(connections[alias], utcnow())
         also |= {"conflicts": 1, "conflicting_id": row.message_id, "conflicting_body": row.body, "conflicting_at": at}
     with noting(alias, matters=False):
         inserted = insert(alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also=also)

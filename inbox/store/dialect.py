@@ -26,11 +26,6 @@ def as_bound(longest_wait: timedelta) -> str:
     return f"{int(longest_wait.total_seconds() * 1000)}ms"
 
 
-def is_outermost(connection: BaseDatabaseWrapper) -> bool:
-    """Is the open transaction our own, not a savepoint inside a caller's?"""
-    return len(connection.atomic_blocks) == 1
-
-
 def binary(connection: BaseDatabaseWrapper) -> str:
     """The placeholder of bytes in a statement for `fetch_all`."""
     driver: Any = getattr(connection, "Database", None)

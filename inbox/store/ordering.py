@@ -34,7 +34,7 @@ from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE
 from inbox.store.rows import OrderedKey
 from inbox.store.trail import note
-from outbox.database.connections import is_postgresql
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import NOW_AFTER, now_after
 from outbox.database.prepared_statements import PreparedStatement, is_usable
 
@@ -60,7 +60,7 @@ _KEYS_AT_ONCE = 10_000
 
 def for_gate(connection: BaseDatabaseWrapper, order: OrderedKey) -> list[Any]:
     """The parameters of `GATE`: the lock and the limit. Inside a test's transaction the limit would stay in force."""
-    return [_gate(*order), f"{_LONGEST_SLEEP_MS}ms" if len(connection.atomic_blocks) == 1 else None]
+    return [_gate(*order), f"{_LONGEST_SLEEP_MS}ms" if is_outermost(connection) else None]
 
 
 def hold_gates(alias: str, handler: str, keys: Iterable[str]) -> None:
@@ -169,7 +169,7 @@ def deciding(alias: str, longest_wait: timedelta = _LONGEST_WAIT) -> Iterator[No
     """
     with transaction.atomic(using=alias):
         connection = connections[alias]
-        if is_postgresql(connection) and len(connection.atomic_blocks) == 1:
+        if is_postgresql(connection) and is_outermost(connection):
             with connection.cursor() as cursor:
                 cursor.execute(
                     "SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "

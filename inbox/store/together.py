@@ -12,9 +12,9 @@ from django.db import connections
 from inbox.conf import inbox_options
 from inbox.models import State
 from inbox.store.arrivals import begin_fresh
-from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all, is_outermost
+from inbox.store.dialect import BOUND, TABLE, UNBOUND, as_bound, binary, fetch_all
 from inbox.store.rows import COLUMNS, Guard, NewRow, emptied, locked_means_busy
-from outbox.database.connections import is_postgresql
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import now
 
 if TYPE_CHECKING:

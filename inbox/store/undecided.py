@@ -6,15 +6,14 @@ Their row becomes the row of the message, or is a duplicate of the message's row
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from datetime import timedelta
 
 from django.db import IntegrityError, connections, transaction
 
 from inbox.models import InboxMessage, State
 from inbox.store.arrivals import count_duplicate, insert
-from inbox.store.dialect import TABLE, binary, fetch_all
-from inbox.store.rows import DuplicateCause, Earlier, NewRow, locked_means_busy
+from inbox.store.dialect import TABLE, adapted, binary, fetch_all
+from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, NewRow, locked_means_busy
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime
 
@@ -54,19 +53,15 @@ def name_undecided(alias: str, stored: InboxMessage, row: NewRow, longest_wait: 
     """
     connection = connections[alias]
     postgresql = is_postgresql(connection)
-    found = {**asdict(row), "headers": json.loads(row.headers)}
-    del found["replayed"]
+    found = {column: getattr(row, column) for column in COLUMNS} | {"headers": json.loads(row.headers)}
     changed = [name for name, value in found.items() if getattr(stored, name) != value]
     places = {"body": binary(connection), **({"headers": "%s::jsonb"} if postgresql else {})}
-    given = {
-        **asdict(row),
-        "created_at": connection.ops.adapt_datetimefield_value(row.created_at) if row.created_at else None,
-    }
+    given = [adapted(connection, getattr(row, name)) for name in changed]
     named = ", ".join(f"{name} = {places.get(name, '%s')}" for name in changed) or "id = id"
     sql = f"UPDATE {TABLE} SET {named} WHERE id = %s AND attempts = %s RETURNING id"
     try:
         with locked_means_busy(), transaction.atomic(using=alias), lock_timeout(alias, longest_wait):
-            ours = fetch_all(connection, sql, [*(given[name] for name in changed), stored.pk, stored.attempts])
+            ours = fetch_all(connection, sql, [*given, stored.pk, stored.attempts])
     except IntegrityError:
         return False
     for name in changed:

@@ -77,7 +77,7 @@ class Failures:
     def raising(self, handlers: Iterable[Handler] | None = None) -> Iterator[None]:
         """At the end of the block, raise the first failure in it of a message of these handlers, or of any.
 
-        Every message of the block has been run by then. RetryLater is no failure.
+        Every message of the block has been run by then. RetryLater is not a failure.
 
         Raises:
             Exception: what the handler raised.

@@ -11,6 +11,7 @@ from django.db import DEFAULT_DB_ALIAS
 
 from inbox.models import InboxMessage, State
 from inbox.testing.observing import registered
+from outbox.database.rows import value_of
 from outbox.database.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
 
 What = str | Callable[..., Any] | None
@@ -67,7 +68,7 @@ def handled(what: What = None, *, using: str = DEFAULT_DB_ALIAS, **expected: Any
             payload also in its JSON form, so that a UUID equals its text.
 
     Raises:
-        LookupError: the function is no handler.
+        LookupError: the function is not a handler.
         TypeError: a name is not an attribute of `ReceivedMessage`.
     """
     return _found(_all(using), what, {"state": State.DONE.value, **expected})
@@ -141,25 +142,13 @@ def assert_duplicate(what: What, *, times: int = 1, using: str = DEFAULT_DB_ALIA
 
 def _all(using: str) -> list[ReceivedMessage]:
     return [
-        ReceivedMessage(
-            handler=row.handler,
+        value_of(
+            ReceivedMessage,
+            row,
             id=row.message_id,
-            topic=row.topic,
             payload=decoded(bytes(row.body)),
-            biz_id=row.biz_id,
-            key=row.key,
-            headers=row.headers,
             state=str(row.state),
-            attempts=row.attempts,
-            duplicates=row.duplicates,
-            redeliveries=row.redeliveries,
-            conflicts=row.conflicts,
-            last_error=row.last_error,
-            created_at=row.created_at,
-            received_at=row.received_at,
             due_at=row.next_attempt_at,
-            correlation_id=row.correlation_id,
-            causation_id=row.causation_id,
         )
         for row in InboxMessage.objects.using(using).order_by("pk")
     ]

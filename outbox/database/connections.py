@@ -22,6 +22,11 @@ def is_postgresql(connection: BaseDatabaseWrapper) -> bool:
     return connection.vendor == "postgresql"
 
 
+def is_outermost(connection: BaseDatabaseWrapper) -> bool:
+    """Is the open transaction our own, not a savepoint inside a caller's?"""
+    return len(connection.atomic_blocks) == 1
+
+
 @contextmanager
 def lock_timeout(alias: str, duration: timedelta) -> Iterator[None]:
     """Set PostgreSQL's lock_timeout for the block, inside the open transaction, and restore it afterwards.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from django.db import connections
 
-from outbox.database.connections import is_postgresql
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import NOW_AFTER, now
 from outbox.database.prepared_statements import PLANNED_SINGLY, PreparedStatement, is_usable
 from outbox.kernel.text import describe
@@ -372,7 +372,7 @@ def bound_transaction(alias: str, longest: timedelta) -> None:
         django.db.OperationalError: a lock timeout, if another session has locked one of the tables.
     """
     # In the transaction of a test the settings would remain after the pass.
-    if not is_postgresql(connections[alias]) or len(connections[alias].atomic_blocks) > 1:
+    if not (is_postgresql(connections[alias]) and is_outermost(connections[alias])):
         return
     milliseconds = int(longest.total_seconds() * 1000)
     for_a_lock = min(milliseconds, _LONGEST_WAIT_FOR_A_LOCK)

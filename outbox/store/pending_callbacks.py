@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ from django.db import DatabaseError, connections, transaction
 from django.db.models import Count, F, Min, Q
 
 from outbox.callbacks import SettledMessage, registry
-from outbox.database.connections import is_postgresql
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.faults import is_outage
 from outbox.database.now import DatabaseTime, now
+from outbox.database.rows import value_of
 from outbox.kernel.envelope import REPLAY_HEADER
 from outbox.kernel.text import ERROR_LENGTH, describe, printable
 from outbox.kernel.wire import Wire
@@ -126,7 +127,7 @@ def claim_calls(alias: str, limit: int, lease: timedelta, *, without: Collection
 def bound_call(alias: str, longest: timedelta) -> None:
     """Let the server end the open transaction if it is idle, or executes one statement, for this long."""
     # In the transaction of a test the settings would remain after the call.
-    if not is_postgresql(connections[alias]) or len(connections[alias].atomic_blocks) > 1:
+    if not (is_postgresql(connections[alias]) and is_outermost(connections[alias])):
         return
     milliseconds = int(longest.total_seconds() * 1000)
     with connections[alias].cursor() as cursor:
@@ -230,18 +231,18 @@ def _unless_in_hand(alias: str, pending: int, write: Any) -> bool:
 
 def _settled(pending: PendingCallback, alias: str) -> SettledMessage:
     message = pending.message
-    of_the_call: dict[str, Any] = {
-        "event": pending.event,
-        "error": pending.reason,
-        "using": alias,
-        "id": message.message_id,
-        "payload": _payload(message),
-        "headers": _headers(message),
-        "settled_at": pending.settled_at,
-        "call": pending.attempts,
-    }
-    names = [field.name for field in fields(SettledMessage)]
-    return SettledMessage(**{name: of_the_call[name] if name in of_the_call else getattr(message, name) for name in names})
+    return value_of(
+        SettledMessage,
+        message,
+        event=pending.event,
+        error=pending.reason,
+        using=alias,
+        id=message.message_id,
+        payload=_payload(message),
+        headers=_headers(message),
+        settled_at=pending.settled_at,
+        call=pending.attempts,
+    )
 
 
 def _headers(message: OutboxMessage) -> dict[str, Any]:

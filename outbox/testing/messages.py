@@ -9,6 +9,7 @@ from typing import Any
 
 from django.db import DEFAULT_DB_ALIAS
 
+from outbox.database.rows import value_of
 from outbox.database.testing.matching import decoded, line_of, listed, matching, require_known, short, with_values
 from outbox.models import OutboxMessage
 
@@ -97,23 +98,13 @@ def assert_nothing_published(topic: str | None = None, *, using: str = DEFAULT_D
 
 def _all(using: str) -> list[CapturedMessage]:
     return [
-        CapturedMessage(
+        value_of(
+            CapturedMessage,
+            row,
             id=str(row.message_id),
-            topic=row.topic,
             payload=decoded(bytes(row.body)),
-            biz_id=row.biz_id,
-            key=row.key,
-            headers=row.headers,
-            priority=row.priority,
             state=str(row.state),
-            attempts=row.attempts,
-            last_error=row.last_error,
-            created_at=row.created_at,
-            deliver_at=row.deliver_at,
             due_at=row.available_at,
-            expires_at=row.expires_at,
-            correlation_id=row.correlation_id,
-            causation_id=row.causation_id,
         )
         for row in OutboxMessage.objects.using(using).order_by("pk")
     ]

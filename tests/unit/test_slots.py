@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from inbox.handlers.handler import Handler
+from inbox.limits import slots as slots_module
 from inbox.limits.slots import Slots, slots_of
 
 
@@ -44,6 +45,19 @@ class TestSlots:
         assert looks == ["look"]
         assert not slots.take()
         assert slots.take_for_stored(lambda: None)
+
+    def test_deliveries_wait_for_a_moment_only_when_the_runner_cannot_look(self, monkeypatch):
+        now = slots_module.monotonic()
+        monkeypatch.setattr(slots_module, "monotonic", lambda: now)
+        slots = Slots(1)
+        slots.take()
+        slots.take_for_stored(lambda: None)
+        slots.leave()
+        assert not slots.take()
+
+        now += 1
+
+        assert slots.take()
 
     def test_deliveries_are_next_after_a_stored_message_even_when_the_runner_looks_again(self, looks):
         slots = Slots(1)

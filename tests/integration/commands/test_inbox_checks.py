@@ -166,6 +166,8 @@ def test_lease_in_redis_that_may_outlast_the_consumer_timeout_is_a_warning(handl
     """With leases in the database a delivery is acknowledged before it is run."""
     handles(the_effect, name="tests.long", lease=Lease(limit=timedelta(minutes=20)))
     handles(the_effect, name="tests.short", lease=Lease(limit=timedelta(minutes=15)))
+    # What is ordered is acknowledged when it is stored.
+    handles(the_effect, name="tests.ordered", lease=Lease(limit=timedelta(minutes=20)), ordered=True)
     broker = {"BROKER_URL": "amqp://host//"}
 
     with override_settings(INBOX={**broker, "LEASE_STORE": "redis://host"}):

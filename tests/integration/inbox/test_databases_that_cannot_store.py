@@ -17,6 +17,7 @@ from inbox import Lease
 from inbox.consumer.pool import Pool
 from inbox.consumer.topology import queue_name
 from inbox.models import InboxMessage, State
+from inbox.receiving.admit import admit
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
@@ -383,6 +384,33 @@ def test_later_messages_of_an_ordered_handler_wait_for_one_that_cannot_be_stored
             assert set(effects_on_other()) <= {"first"}
             refusing.close()
             wait_until(lambda: effects_on_other() == dict.fromkeys({*others, "bad"}, 1))
+
+
+def test_message_that_cannot_be_stored_does_not_harm_the_others_of_a_late_load(handles):
+    handler = handles(effect_on_other, topic=TOPIC, using="other")
+    load = [
+        (read(handler, an_envelope({"name": name}, topic=TOPIC, biz_id=name), OPTIONS), False) for name in ("a", "bad", "b")
+    ]
+    with refused_body("bad"):
+        assert admit(handler, load, OPTIONS) == [Received.STORED, Received.UNSTORED, Received.STORED]
+
+    rows = InboxMessage.objects.using("other").values_list("biz_id", "state", "attempts", "duplicates")
+    assert sorted(rows) == [("a", State.RECEIVED, 0, 0), ("b", State.RECEIVED, 0, 0)]
+
+
+@contextmanager
+def refused_body(part):
+    """The database stores no row whose body contains this, whatever else it says."""
+    execute(
+        "CREATE FUNCTION refuse_body() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN RAISE EXCEPTION 'refused' USING ERRCODE = '23514'; END $$; "
+        "CREATE TRIGGER refuse_body BEFORE INSERT ON inbox_inboxmessage FOR EACH ROW "
+        f"WHEN (position('{part}'::bytea IN NEW.body) > 0) EXECUTE FUNCTION refuse_body()"
+    )
+    try:
+        yield
+    finally:
+        execute("DROP TRIGGER refuse_body ON inbox_inboxmessage; DROP FUNCTION refuse_body()")
 
 
 def test_missing_table_of_a_handler_is_its_failed_attempt(handles):

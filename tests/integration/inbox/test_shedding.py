@@ -16,6 +16,7 @@ from inbox.limits.shedder import shedder_of
 from inbox.models import InboxMessage, State
 from inbox.receiving.admit import admit
 from inbox.receiving.execute import Received
+from inbox.receiving.in_hand import in_hand
 from inbox.receiving.reading import read
 from inbox.store.arrivals import begin_fresh
 from tests.support.apps.effects.models import Effect
@@ -179,6 +180,16 @@ def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
 
     assert became == [Received.SHED, Received.PUT_OFF]
     assert (the_row(message_id=fresh.id).state, the_row(message_id=busy.id).duplicates) == (State.SHED, 0)
+
+
+def test_message_being_handled_elsewhere_is_remembered_after_one_wait(handles):
+    """So its further copies hold no worker until that ends."""
+    handler, busy = handles(the_effect), an_envelope()
+    row = read(handler, busy, OPTIONS).row
+
+    with being_handled_elsewhere(handler, busy):
+        at_once([lambda: deliver(handler, busy, given=options(TWIN_TIMEOUT=timedelta(milliseconds=200)), redelivered=True)])
+        assert in_hand.is_elsewhere(row)
 
 
 def test_ordered_handler_must_not_shed(handles):

@@ -22,6 +22,7 @@ from inbox.leases.opening import lease_store
 from inbox.leases.operating import once_ended
 from inbox.leases.stores import LeaseStoreAway
 from inbox.models import InboxMessage, LeaseMemory, State, Step
+from inbox.receiving import leased as leased_receiving
 from inbox.receiving.admit import hand_over
 from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
@@ -45,6 +46,7 @@ from tests.support.deliveries import (
     the_effect,
     the_row,
 )
+from tests.support.loads import a_delivery, receive_load
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.every_database, pytest.mark.django_db(transaction=True)]
@@ -1052,3 +1054,13 @@ def restore(client, dumped):
     client.flushdb()
     for key, value in dumped.items():
         client.restore(key, 0, value)
+
+
+def test_unexpected_error_after_the_acknowledgement_leaves_the_message_running_and_answered_once(handles, monkeypatch):
+    def fails(*given):
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(leased_receiving, "_run", fails)
+
+    assert receive_load([a_delivery(handles(the_effect, lease=Lease()))], options(LEASE_STORE="database")) == [Received.STORED]
+    assert (the_row().state, effects()) == (State.RUNNING, 0)
