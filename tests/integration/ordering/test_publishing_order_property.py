@@ -374,10 +374,11 @@ class Machine:
             steps = [self._relay, self._write, self._commit, self._tick, self._make_due, self._operate, self._kill]
             weights = [60, 14, 8, 6, 4, 4, 2]
             if self._pausing:
-                steps, weights = [*steps, self._pause_or_resume], [*weights, 8]
+                steps, weights = [*steps, self._pause_or_resume, self._resume_during_a_pass], [*weights, 6, 2]
             while self.step < STEPS and not self.wrong:
                 self.step += 1
                 self.chance.choices(steps, weights)[0]()
+                self._look_for_stranded()
             if not self.wrong:
                 self._drain()
         return self.wrong
@@ -400,14 +401,14 @@ class Machine:
             if message:
                 self._open[owner].append(message)
 
-    def _write_at_once(self, key):
+    def _write_at_once(self, key, topic=None):
         self.step += 1
         with transaction.atomic():
-            message = self._publish(key, publish, owner=None)
+            message = self._publish(key, publish, owner=None, topic=topic)
         if message:
             message.committed_at = self.step
 
-    def _publish(self, key, publish_there, owner):
+    def _publish(self, key, publish_there, owner, topic=None):
         strict = bool(key) and self.chance.random() < 0.5
         if strict and self._strict.get(key, owner) is not owner:
             return None  # it would wait for the transaction that holds the order of this key
@@ -418,7 +419,7 @@ class Machine:
             options["priority"] = self.chance.choice([0, 3])
         if self.chance.random() < 0.05:
             options["delay"] = HOUR
-        sent = publish_there(self.chance.choice(TOPICS), {}, **options)
+        sent = publish_there(topic or self.chance.choice(TOPICS), {}, **options)
         self._messages[str(sent.id)] = message = Written(sent.position, key, "delay" in options, self.step)
         if not key and owner is None:
             OutboxMessage.objects.filter(pk=sent.position).update(shard=SHARD)
@@ -466,6 +467,29 @@ class Machine:
     def _pause_or_resume(self):
         """The keys have messages of both topics."""
         self.chance.choice([pause, resume])(self.chance.choice(TOPICS))
+
+    def _resume_during_a_pass(self):
+        """A relay has claimed messages of a paused topic; before it settles them, another one has resumed the whole topic."""
+        idle = [actor for actor in self._actors if actor.is_idle]
+        if len(idle) < 2:
+            return
+        first, second = self.chance.sample(idle, 2)
+        topic = self.chance.choice(TOPICS)
+        pause(topic)
+        self._write_at_once("", topic)
+        first.goes_on()
+        while first.gate not in ("idle", "after claim_ready"):
+            first.goes_on()
+        resume(topic)
+        for _ in range(3):
+            second.goes_on()
+            second.ends_its_round()
+
+    def _look_for_stranded(self):
+        stranded = OutboxMessage.objects.filter(state=State.PAUSED).exclude(topic__in=PausedTopic.objects.values("topic"))
+        self.wrong += [
+            f"{position} is paused, and its topic is not; {self}" for position in stranded.values_list("pk", flat=True)
+        ]
 
     def _operate(self):
         if self.chance.random() < 0.5:
@@ -656,6 +680,7 @@ SEEDS = sorted(range(48), key=lambda seed: seed not in {2, 6, 8, 11, 30, 32, 40}
 
 
 @pytest.mark.proof
+@pytest.mark.timeout(360)  # up to 48 schedules
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_model_check_of_publishing_order_detects_each_seeded_bug(peer, monkeypatch, mutation):
     MUTATIONS[mutation](monkeypatch)
