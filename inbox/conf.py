@@ -52,13 +52,13 @@ class InboxOptions:
             this and the delays.
         RETRY_BASE, RETRY_FACTOR, RETRY_CAP: delay after the first failed attempt, its growth, its limit.
         REDELIVERY_AFTER: a stored message whose process died during its run is tried again after this.
-        TWIN_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
+        DUPLICATE_TIMEOUT: how long a delivery waits for a concurrent duplicate's transaction before it is deferred.
         LEASE_STORE: the store of leased handlers' leases: "database", the handler's own, or a redis:// URL.
         RETENTION: how long handled rows are stored, which is the deduplication window.
         KEEP_BODIES: which settled messages keep body and headers: "all", or "failed", those that are not done.
         TRAIL: which transitions leave a trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long the trail is stored.
-        AGE_FENCE_MARGIN: a delivery older than RETENTION minus this is not run, as its row may be purged already.
+        MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, as its row may be purged already.
         POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
         WATCHDOG: a consumer whose main loop is silent this long is ended.
@@ -80,13 +80,13 @@ class InboxOptions:
     RETRY_FACTOR: float = 2.5
     RETRY_CAP: timedelta = timedelta(hours=2)
     REDELIVERY_AFTER: timedelta = timedelta(seconds=10)
-    TWIN_TIMEOUT: timedelta = timedelta(seconds=2)
+    DUPLICATE_TIMEOUT: timedelta = timedelta(seconds=2)
     LEASE_STORE: str = field(default=IN_THE_DATABASE, repr=False)
     RETENTION: timedelta = timedelta(days=30)
     KEEP_BODIES: str = "all"
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
-    AGE_FENCE_MARGIN: timedelta = timedelta(days=1)
+    MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
     WATCHDOG: timedelta = timedelta(seconds=60)
@@ -97,9 +97,9 @@ class InboxOptions:
         options.require_trail(self.TRAIL)
         if self.KEEP_BODIES not in {"all", "failed"}:
             raise ValueError(f"KEEP_BODIES is {quoted(self.KEEP_BODIES)}: it must be 'all' or 'failed'.")
-        if self.AGE_FENCE_MARGIN >= self.RETENTION:
+        if self.MAX_AGE_MARGIN >= self.RETENTION:
             raise ValueError(
-                f"AGE_FENCE_MARGIN ({self.AGE_FENCE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
+                f"MAX_AGE_MARGIN ({self.MAX_AGE_MARGIN}) must be shorter than RETENTION ({self.RETENTION}), or every "
                 "delivery would be too old to run."
             )
         if self.MANAGEMENT_URL and (reason := _why_no_management_url(self.MANAGEMENT_URL)):
@@ -146,7 +146,7 @@ class InboxOptions:
     @property
     def oldest_run(self) -> timedelta:
         """The maximum message age: an older delivery is not run."""
-        return self.RETENTION - self.AGE_FENCE_MARGIN
+        return self.RETENTION - self.MAX_AGE_MARGIN
 
 
 _latest: tuple[object, object, InboxOptions] | None = None

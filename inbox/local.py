@@ -20,7 +20,7 @@ from inbox.handlers.registry import registry
 from inbox.receiving.admit import hand_over
 from inbox.receiving.reading import Arrival, read
 from inbox.runner import Runner
-from inbox.store.rows import TwinBusy
+from inbox.store.rows import ConcurrentDuplicate
 from outbox.database.faults import is_about_values
 from outbox.kernel.clock import monotonic
 from outbox.kernel.text import describe
@@ -81,7 +81,7 @@ class LocalTransport:
         try:
             with transaction.atomic(using=self._alias):
                 return self._hand_over([message])[message.position]
-        except TwinBusy:
+        except ConcurrentDuplicate:
             return Verdict(PublishOutcome.UNKNOWN, "an earlier copy is being run right now")
         except DatabaseError as error:
             if not is_about_values(error):

@@ -23,14 +23,14 @@ from inbox.handlers.registry import registry
 from inbox.limits.limiter import Limiter, limiter_of
 from inbox.limits.slots import slots_of
 from inbox.models import InboxMessage
-from inbox.receiving.attempt_refunds import Debts
+from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
-from inbox.receiving.outcomes import Received, announce_buried
+from inbox.receiving.outcomes import Received, announce_dead_letter
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.store import claims, due, ordering
 from inbox.store.rows import Follower, OrderedKey
-from inbox.transactions.persistence import DatabaseAway, decided
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import monotonic
 from outbox.kernel.loop import StopRequest
 
@@ -58,7 +58,9 @@ def _due_among(handlers: Iterable[Handler]) -> list[Handler]:
     for handler in handlers:
         by_alias[handler.using][handler.name] = handler
     return [
-        named[name] for alias, named in by_alias.items() for name in decided(partial(due.due_handlers, alias, [*named]), alias)
+        named[name]
+        for alias, named in by_alias.items()
+        for name in committed(partial(due.due_handlers, alias, [*named]), alias)
     ]
 
 
@@ -99,7 +101,7 @@ class Runner:
         self._rest = _SHORTEST_REST_SECONDS
         self._swept_at: dict[str, float] = {}
         self._swept_up_to: dict[str, OrderedKey | None] = {}
-        self._debts = Debts()
+        self._refunds = AttemptRefunds()
         self._refused: dict[str, RefusedMessages] = {}
         self._told: set[str] = set()
         self._free_first: set[str] = set()
@@ -159,7 +161,7 @@ class Runner:
     def _tell_orphans(self, alias: str, handlers: Sequence[Handler]) -> None:
         if alias in self._told:
             return
-        stored = decided(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
+        stored = committed(lambda: due.orphans(alias, [handler.name for handler in handlers]), alias)
         self._told.add(alias)
         for name, count in stored.items():
             logger.warning(
@@ -182,7 +184,7 @@ class Runner:
                     self._ask_at[alias] = monotonic() + seconds
                     continue
                 self._tell_orphans(alias, handlers)
-                self._debts.settle(alias)
+                self._refunds.settle(alias)
                 self._sweep(alias, handlers)
                 claimed = self._claim(handlers, alias)
                 self._ask_at.pop(alias, None)
@@ -190,11 +192,11 @@ class Runner:
                     self.ring()
                     ran += self._run(*claimed)
                 self.outages.end(_stored_on(alias))
-            except DatabaseAway as error:
+            except DatabaseUnavailable as error:
                 if claimed and self._is_of_its_row(claimed[1], alias, error):
                     self._ask_at[alias] = 0.0  # at once, for the others
                     continue
-                self._debts.add(alias, error)
+                self._refunds.add(alias, error)
                 self._ask_at[alias] = monotonic() + self.outages.pause(alias, _stored_on(alias), error)[0]
             except BaseException:
                 # Nothing that a handler or a receiver of a signal does may end this thread.
@@ -207,14 +209,14 @@ class Runner:
             self.ran += ran
         return ran
 
-    def _is_of_its_row(self, stored: InboxMessage, alias: str, error: DatabaseAway) -> bool:
+    def _is_of_its_row(self, stored: InboxMessage, alias: str, error: DatabaseUnavailable) -> bool:
         """Can the database store, and does it refuse only this message's row? Then the row is skipped for a while."""
         if not (error.refused and self.outages.can_store(alias)):
             return False
         self._refused_of(alias).skip(stored.pk, error.__cause__ or error)
-        if error.owed is not None:
+        if error.refund is not None:
             with suppress(DatabaseError, InterfaceError):
-                error.owed()
+                error.refund()
         return True
 
     def _refused_of(self, alias: str) -> RefusedMessages:
@@ -250,10 +252,10 @@ class Runner:
             ran += 1
             if follower is None or follower.row is None or became is not Received.HANDLED:
                 return ran
-            stored = decided(partial(claims.claimed, handler.using, follower.row), handler.using)
+            stored = committed(partial(claims.claimed, handler.using, follower.row), handler.using)
             if self._stop:
                 # Another runner can take it at once, with all of its attempts.
-                decided(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
+                committed(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
                 return ran
 
     def _claim(self, handlers: Sequence[Handler], alias: str) -> tuple[Handler, InboxMessage] | None:
@@ -308,7 +310,7 @@ class Runner:
             limiters = {handler.name: limiter for handler, limiter in _limited(self._handlers())}
             waiting = _due_among(handler for handler in self._handlers() if handler.name in limiters)
             waits = [limiters[handler.name].wait_seconds() for handler in waiting]
-        except DatabaseAway:
+        except DatabaseUnavailable:
             waits = [0.0]
         return max(_SHORTEST_REST_SECONDS, min(waits)) if waits else None
 
@@ -317,12 +319,12 @@ class Runner:
             if monotonic() - self._swept_at.get(alias, 0.0) < _SWEEP_SECONDS:
                 return
             self._swept_at[alias] = monotonic()
-        for buried in decided(lambda: claims.bury_abandoned(alias), alias):
-            announce_buried(buried)
+        for dead_lettered in committed(lambda: claims.dead_letter_abandoned(alias), alias):
+            announce_dead_letter(dead_lettered)
         self._sweep_orders(alias, [handler.name for handler in handlers if handler.skips_dead])
 
     def _sweep_orders(self, alias: str, passing: Sequence[str]) -> None:
-        released = decided(lambda: ordering.release_stuck(alias, passing, self._swept_up_to.get(alias)), alias)
+        released = committed(lambda: ordering.release_stuck(alias, passing, self._swept_up_to.get(alias)), alias)
         self._swept_up_to[alias] = released.up_to
         if released.stuck:
             logger.error(

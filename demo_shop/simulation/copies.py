@@ -1,7 +1,7 @@
 """Somebody between the broker and the shop who sends some messages again, byte for byte.
 
 It listens on a queue of its own and republishes to the same exchange: same body, same headers, same message id. A copy
-may come at once, so that two consumers have twins in hand, or later, when the first has long been handled.
+may come at once, so that two consumers have concurrent duplicates in hand, or later, when the first has long been handled.
 """
 
 from __future__ import annotations

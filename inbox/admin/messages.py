@@ -22,7 +22,7 @@ from inbox.editing import replace_message
 from inbox.errors import NotEditable, TaskNotSent
 from inbox.handlers.registry import registry
 from inbox.leases.operating import once_ended
-from inbox.leases.stores import LeaseStoreAway
+from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import SETTLED, InboxMessage, State
 from inbox.resending import resending
 from inbox.store import operating
@@ -119,7 +119,7 @@ class InboxMessageAdmin(MessageAdmin):
     counterpart = Counterpart(
         changelist="outbox_outboxmessage_changelist", title="outbox messages", permission="outbox.view_outboxmessage"
     )
-    refusals = (TaskNotSent, NotEditable, LeaseStoreAway)
+    refusals = (TaskNotSent, NotEditable, LeaseStoreUnavailable)
     allowed_in: ClassVar[Any] = {
         "retry": operating.RETRYABLE,
         "edit": (State.DEAD,),

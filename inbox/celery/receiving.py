@@ -33,11 +33,11 @@ from inbox.errors import NotRun, TransactionEnded
 from inbox.models import DUE, InboxMessage, State
 from inbox.receiving.outcomes import Received, announce, duplicate, fail_stored, handled, store_failure
 from inbox.store import arrivals, claims
-from inbox.store.rows import Failure, Guard, TwinBusy
+from inbox.store.rows import ConcurrentDuplicate, Failure, Guard
 from inbox.store.tasks import claim_met, forget, keep_how_sent, outcome
 from inbox.transactions.handler_transaction import call as call_handler
 from inbox.transactions.handler_transaction import in_transaction
-from inbox.transactions.persistence import DatabaseAway, decided, persistently
+from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
 from outbox.kernel.retry import Pause, RetryPolicy
 from outbox.kernel.text import describe
 
@@ -85,9 +85,9 @@ def receive_task(
     call = read_call(task, function, signature, (args, kwargs), options, sent_at=sent_at)
     try:
         return _receive(call, options).value
-    except TwinBusy:
-        _come_again(call, options.TWIN_TIMEOUT, "another delivery of the same business id is at work")
-    except DatabaseAway as error:
+    except ConcurrentDuplicate:
+        _come_again(call, options.DUPLICATE_TIMEOUT, "another delivery of the same business id is at work")
+    except DatabaseUnavailable as error:
         _come_again(call, options.RETRY_BASE, f"the database is unavailable ({describe(error)})")
 
 
@@ -95,11 +95,11 @@ def _receive(call: Call, options: InboxOptions) -> Answer:
     if call.outside:
         _quarantine(call, options)
     elif call.redelivered:
-        decided(lambda: arrivals.store_due(call.handler.using, call.row, options.TWIN_TIMEOUT), call.handler.using)
+        committed(lambda: arrivals.store_due(call.handler.using, call.row, options.DUPLICATE_TIMEOUT), call.handler.using)
     elif (answer := _run_fresh(call, options)) is not None:
         return answer
     # There is a row now. If it is open, this delivery has it.
-    stored = decided(lambda: claim_met(call.handler.using, call.row, options.REDELIVERY_AFTER), call.handler.using)
+    stored = committed(lambda: claim_met(call.handler.using, call.row, options.REDELIVERY_AFTER), call.handler.using)
     return _run_stored(call, stored, options) if stored else _answer_again(call)
 
 
@@ -107,13 +107,15 @@ def _run_fresh(call: Call, options: InboxOptions) -> Answer | None:
     try:
         return _run(
             call,
-            lambda: arrivals.begin_fresh(call.handler.using, call.row, options.TWIN_TIMEOUT, attempt=call.message.attempt),
+            lambda: arrivals.begin_fresh(call.handler.using, call.row, options.DUPLICATE_TIMEOUT, attempt=call.message.attempt),
             attempt=call.message.attempt,
         )
     except TransactionEnded as error:
         # Its effect may be there in part, and Celery must not begin it anew.
         store_failure(call.handler, call.row, _last_failure(error, call.message.attempt), options)
-        decided(lambda: keep_how_sent(call.handler.using, call.row, as_sent(call.task, *call.arguments())), call.handler.using)
+        committed(
+            lambda: keep_how_sent(call.handler.using, call.row, as_sent(call.task, *call.arguments())), call.handler.using
+        )
         raise
 
 
@@ -127,14 +129,14 @@ def _run_stored(call: Call, stored: InboxMessage, options: InboxOptions) -> Answ
         answer = _run(
             call, lambda: claims.begin_stored(call.handler.using, stored.pk, attempt, was=stored.state), attempt=attempt
         )
-    except (DatabaseAway, TwinBusy):
+    except (DatabaseUnavailable, ConcurrentDuplicate):
         raise
     # Not what ends the process: that counts, or a task that does it would come again for ever.
     except Exception as error:
         _let_go(call, stored, error)
         raise
     if answer is None:
-        raise TwinBusy
+        raise ConcurrentDuplicate
     return answer
 
 
@@ -147,7 +149,7 @@ def _run(call: Call, begin: Callable[[], Guard | None], *, attempt: int) -> Answ
         returned = call_handler(call.handler, call.message, call.envelope)
         return returned
 
-    ran = persistently(
+    ran = run_with_reruns(
         call.handler.using,
         lambda: in_transaction(
             call.handler,
@@ -175,7 +177,7 @@ def _quarantine(call: Call, options: InboxOptions) -> None:
     """
     failure = Failure(error=call.outside, retry_after=None, attempts=0, quarantined=True)
     using = call.handler.using
-    if decided(lambda: arrivals.store_failed(using, call.row, failure, options.TWIN_TIMEOUT), using):
+    if committed(lambda: arrivals.store_failed(using, call.row, failure, options.DUPLICATE_TIMEOUT), using):
         announce(call.handler, call.row.message_id, call.row.biz_id, failure)
         raise NotRun(f"{call.handler.name} was not run: {call.outside}")
 
@@ -186,17 +188,17 @@ def _let_go(call: Call, stored: InboxMessage, error: Exception) -> None:
         if isinstance(error, TransactionEnded):
             fail_stored(call.handler, stored, _last_failure(error, stored.attempts))
         elif stored.state == State.RECEIVED:
-            decided(lambda: forget(call.handler.using, stored.pk, stored.attempts), call.handler.using)
+            committed(lambda: forget(call.handler.using, stored.pk, stored.attempts), call.handler.using)
         elif not _celery_tries_again(call.task, error):
             # An operator had sent it again, and wants to see what came of it.
             fail_stored(call.handler, stored, _last_failure(error, stored.attempts))
-    except DatabaseAway as away:
+    except DatabaseUnavailable as outage:
         logger.warning(
             "%s: task %s failed, and its row stays open because the database is unavailable (%s). The next delivery of its "
             "business id runs it.",
             call.handler.name,
             call.message.id,
-            describe(away),
+            describe(outage),
         )
 
 
@@ -229,14 +231,14 @@ def _answer_again(call: Call) -> Answer:
 
     Raises:
         NotRun: it has not, and will not without an operator; or its answer is not known, and another task waits for it.
-        TwinBusy: it is happening.
+        ConcurrentDuplicate: it is happening.
     """
     using, name = call.handler.using, call.handler.name
-    if duplicate(call.handler, call.row, redelivered=call.redelivered) is Received.PUT_OFF:
-        raise TwinBusy
-    earlier = decided(lambda: outcome(using, call.row), using)
+    if duplicate(call.handler, call.row, redelivered=call.redelivered) is Received.DEFERRED:
+        raise ConcurrentDuplicate
+    earlier = committed(lambda: outcome(using, call.row), using)
     if earlier is None or earlier.state in DUE:
-        raise TwinBusy
+        raise ConcurrentDuplicate
     if earlier.state != State.DONE:
         raise NotRun(
             f"{name} was not run: the inbox has its business id {call.row.biz_id!r} as {earlier.state.label.lower()} "

@@ -61,7 +61,7 @@ _BUSY_TICK_SECONDS = 0.005
 _HOUSEKEEPING_SECONDS = 0.5
 _MANY_ANSWERS = 10
 _GLANCE_SECONDS = 0.0001
-_AGAIN_AFTER = {Received.PUT_OFF: 1.0, Received.UNSTORED: 60.0}
+_AGAIN_AFTER = {Received.DEFERRED: 1.0, Received.UNSTORED: 60.0}
 """Seconds until an undecided delivery is tried again. It stays here, because the broker counts each redelivery."""
 _HELD_IN_VAIN = 1.5
 """Of `longest_silence`: when deliveries that cannot be stored go back to the broker, before its `consumer_timeout`."""
@@ -118,7 +118,7 @@ class Consumer:
         self._suspected: set[Lane] = set()
         self._told_of: set[int] = set()
         self._answers: deque[Answer] = deque()
-        self._put_off: list[Answer] = []
+        self._deferred: list[Answer] = []
         self._holder: threading.Thread | None = None
         self._answered = Bell()
         self._checked_at = self._ticked_at = 0.0
@@ -345,8 +345,8 @@ class Consumer:
 
     def _answer(self) -> None:
         now = monotonic()
-        answers = [*self._put_off, *(self._answers.popleft() for _ in range(len(self._answers)))]
-        self._put_off = []
+        answers = [*self._deferred, *(self._answers.popleft() for _ in range(len(self._answers)))]
+        self._deferred = []
         for answer in answers:
             if answer.delivery.epoch != self._epoch:
                 continue
@@ -354,7 +354,7 @@ class Consumer:
             if subscription is None:
                 continue
             if answer.at > now:
-                self._put_off.append(answer)
+                self._deferred.append(answer)
             elif not answer.again:
                 subscription.acks.settle(answer.delivery.message)
             elif now - answer.delivery.at < self._options.longest_silence:

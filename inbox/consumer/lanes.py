@@ -18,7 +18,7 @@ from inbox.limits.limiter import limiter_of, prefetch
 from inbox.limits.shedder import shedder_of
 from inbox.limits.slots import slots_of
 
-TAKEN_IN_AT_ONCE = 100
+STORED_AT_ONCE = 100
 """Deliveries of an ordered handler that are stored in one transaction."""
 SIFTED_AT_ONCE = 100
 """Deliveries that are checked together for load shedding."""
@@ -51,7 +51,7 @@ class Delivery:
         return len(self.message.body or b"")
 
 
-class Undecided(Exception):
+class Unanswered(Exception):
     """A worker could not finish a load, because its database does not answer. The load is taken again.
 
     Attributes:
@@ -70,7 +70,7 @@ class Undecided(Exception):
 def size_of(handler: Handler) -> int:
     """How many deliveries of this handler one worker takes at once."""
     if handler.ordered:
-        return TAKEN_IN_AT_ONCE
+        return STORED_AT_ONCE
     return handler.batch.size if handler.batch else handler.group_commit
 
 

@@ -15,7 +15,7 @@ from math import inf
 
 from django.db import connections
 
-from inbox.consumer.lanes import Delivery, Lane, Undecided
+from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.runner import Runner
 from outbox.kernel.clock import monotonic
 
@@ -36,7 +36,7 @@ class Busy:
 class Pool:
     """`size` threads that run loads of `lanes` by `receive`, and between them the due messages of `runner`.
 
-    While a lane's handler sheds load, `sift` drops some deliveries of a load and returns the others. `Undecided` deliveries go
+    While a lane's handler sheds load, `sift` drops some deliveries of a load and returns the others. `Unanswered` deliveries go
     back to the front of their lane. If a database cannot store, all lanes of its handlers pause, and one thread at a time calls
     `ask`, which returns the seconds to pause, or 0. Deliveries are run on a database only after one `ask`. `at_rest` is called
     whenever a thread finds nothing to do, and must be quick.
@@ -135,11 +135,11 @@ class Pool:
             return [(lane, stale) for lane in self._answering if (stale := lane.stale(before, now))]
 
     def run(self, lane: Lane, load: list[Delivery], do: Callable[[list[Delivery]], object]) -> None:
-        """Run a load on this thread; `Undecided` deliveries go back to the front of their lane."""
-        left: Undecided | None = None
+        """Run a load on this thread; `Unanswered` deliveries go back to the front of their lane."""
+        left: Unanswered | None = None
         try:
             do(load)
-        except Undecided as undecided:
+        except Unanswered as undecided:
             left = undecided
         finally:
             with self._changed:
@@ -150,7 +150,7 @@ class Pool:
                     self._put_back(lane, left)
                 self._changed.notify()
 
-    def _put_back(self, lane: Lane, left: Undecided) -> None:
+    def _put_back(self, lane: Lane, left: Unanswered) -> None:
         now = monotonic()
         # If the connection has ended meanwhile, the broker delivers them again.
         current = [delivery for delivery in left.load if delivery.epoch >= self._epoch]
@@ -229,7 +229,7 @@ class Pool:
     def _receive_for(self, lane: Lane, load: list[Delivery]) -> None:
         try:
             self._receive(load)
-        except Undecided as left:
+        except Unanswered as left:
             lane.give_back_tokens(len(left.load))
             raise
         finally:

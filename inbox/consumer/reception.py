@@ -16,19 +16,19 @@ from django.db import connections
 
 from inbox.conf import InboxOptions
 from inbox.consumer.bodies import body_of
-from inbox.consumer.lanes import Delivery, Undecided
+from inbox.consumer.lanes import Delivery, Unanswered
 from inbox.handlers.handler import Handler
 from inbox.limits.shedder import shedder_of
 from inbox.receiving.admit import admit
-from inbox.receiving.attempt_refunds import Debts
+from inbox.receiving.attempt_refunds import AttemptRefunds
 from inbox.receiving.execute import receive
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, failure_of, store_failure
 from inbox.receiving.reading import Arrival, can_wait, message_of, read
 from inbox.receiving.together import receive_together
 from inbox.receiving.undecided import read_counted, store_undecided
-from inbox.store.rows import TwinBusy
-from inbox.transactions.persistence import DatabaseAway
+from inbox.store.rows import ConcurrentDuplicate
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import OPAQUE, Envelope, from_delivery
 from outbox.kernel.reminder import Reminder
@@ -84,7 +84,7 @@ class Reception:
         self._ring = ring
         self._closing = False
         self._outages = outages
-        self._debts = Debts()
+        self._refunds = AttemptRefunds()
         self._refusals: defaultdict[str, Reminder] = defaultdict(Reminder)
         self._counting = threading.Lock()
         self.received: Counter[Received] = Counter()
@@ -97,7 +97,7 @@ class Reception:
         """Run a load until each delivery has an answer, or leave it with the broker.
 
         Raises:
-            Undecided: the database does not answer, so these deliveries are unchanged. This thread does not wait for the
+            Unanswered: the database does not answer, so these deliveries are unchanged. This thread does not wait for the
                 database, because handlers of other databases need it.
         """
         handler = load[0].handler
@@ -108,10 +108,10 @@ class Reception:
                 run = self._later(handler)
             try:
                 ended = self._end(part, run)
-            except DatabaseAway as away:
-                if not self._is_refused_alone(handler, away):
-                    raise self._undecided(handler, chain(part, *(later for later, _ in parts)), away) from away
-                ended = self._leave_unstored(part, away)
+            except DatabaseUnavailable as outage:
+                if not self._is_refused_alone(handler, outage):
+                    raise self._undecided(handler, chain(part, *(later for later, _ in parts)), outage) from outage
+                ended = self._leave_unstored(part, outage)
             if not ended:
                 anew = [one.again() for one in part]
                 half = len(part) // 2
@@ -124,24 +124,24 @@ class Reception:
         """Store deliveries of one lane that have waited here too long to stay unanswered.
 
         Raises:
-            Undecided: see `receive`.
+            Unanswered: see `receive`.
         """
         handler = load[0].handler
         held = deque(self._read_all(handler, load))
         while held:
             try:
                 self._end([held[0]], self._later(handler))
-            except DatabaseAway as away:
-                if not self._is_refused_alone(handler, away):
-                    raise self._undecided(handler, held, away) from away
-                self._leave_unstored([held[0]], away)
+            except DatabaseUnavailable as outage:
+                if not self._is_refused_alone(handler, outage):
+                    raise self._undecided(handler, held, outage) from outage
+                self._leave_unstored([held[0]], outage)
             held.popleft()
 
     def sift(self, load: list[Delivery]) -> list[Delivery]:
         """Shed the droppable deliveries of a load, and store each as shed; return the others, in order.
 
         Raises:
-            Undecided: see `receive`; it includes the others.
+            Unanswered: see `receive`; it includes the others.
         """
         handler = load[0].handler
         shed: dict[str, list[_Read]] = {}
@@ -155,17 +155,17 @@ class Reception:
             reason = next(iter(shed))
             try:
                 self._end(shed[reason], self._shed(handler, reason))
-            except DatabaseAway as away:
-                if not self._is_refused_alone(handler, away):
-                    raise self._undecided(handler, chain(kept, *shed.values()), away) from away
+            except DatabaseUnavailable as outage:
+                if not self._is_refused_alone(handler, outage):
+                    raise self._undecided(handler, chain(kept, *shed.values()), outage) from outage
                 kept += shed[reason]  # one of them cannot be stored; receiving them finds out which
             del shed[reason]
         return sorted((one.delivery for one in kept), key=lambda delivery: delivery.at)
 
     def ask(self, alias: str) -> float:
         """Settle a database's pending refunds, then try to store in it: seconds to pause it, or 0 if it can store."""
-        with suppress(DatabaseAway):
-            self._debts.settle(alias)
+        with suppress(DatabaseUnavailable):
+            self._refunds.settle(alias)
         return self._outages.ask(alias)
 
     def _parts(self, handler: Handler, load: list[_Read]) -> deque[tuple[list[_Read], _Run]]:
@@ -232,29 +232,29 @@ class Reception:
         """Run a part, and answer. False: it must be run in smaller parts.
 
         Raises:
-            DatabaseAway: nothing was decided.
+            DatabaseUnavailable: nothing was decided.
         """
         handler = part[0].delivery.handler
         if not self._is_wanted(part[0].delivery):
             return True
         try:
-            self._debts.settle(handler.using)
+            self._refunds.settle(handler.using)
             became = run(part)
-        except DatabaseAway:
+        except DatabaseUnavailable:
             raise
         except BaseException as error:
             # No error may end the worker while the process still receives.
             logger.exception("%s: %d deliveries met an error nobody foresaw.", handler.name, len(part))
             connections.close_all()
             if handler.ordered:
-                raise DatabaseAway(f"{handler.name}: its deliveries cannot be stored: {describe(error)}") from error
+                raise DatabaseUnavailable(f"{handler.name}: its deliveries cannot be stored: {describe(error)}") from error
             became = [self._failed(one, error) for one in part]
         else:
             self._outages.end(handler.name)
             if became is None:
                 return False
             became = [
-                self._deferred(one) if received is Received.PUT_OFF else received
+                self._deferred(one) if received is Received.DEFERRED else received
                 for one, received in zip(part, became, strict=True)
             ]
         with self._counting:
@@ -274,12 +274,12 @@ class Reception:
         handler = one.delivery.handler
         # In an ordered queue, the next delivery must not be stored before this one.
         if handler.ordered or one.arrival.refused:
-            return Received.PUT_OFF
+            return Received.DEFERRED
         try:
             return store_undecided(handler, one.arrival, self._options, redelivered=one.delivery.redelivered)
         except Exception as error:  # noqa: BLE001 - its neighbours have been decided
             logger.debug("%s: a concurrent duplicate cannot be stored: %s", handler.name, describe(error))
-            return Received.PUT_OFF
+            return Received.DEFERRED
 
     def _failed(self, one: _Read, error: BaseException) -> Received:
         """Store a delivery that failed outside its handler, so that operators see it and its attempts are limited."""
@@ -287,25 +287,25 @@ class Reception:
         try:
             failure = failure_of(handler, error, 1, self._options)
             return store_failure(handler, one.arrival.row, failure, self._options, redelivered=again)
-        except DatabaseAway:
+        except DatabaseUnavailable:
             raise
-        except TwinBusy:
-            return Received.PUT_OFF
+        except ConcurrentDuplicate:
+            return Received.DEFERRED
         except BaseException:
             logger.exception("%s: a delivery cannot be stored. It is not acknowledged, and is tried again later.", handler.name)
             connections.close_all()
             return Received.UNSTORED
 
-    def _is_refused_alone(self, handler: Handler, away: DatabaseAway) -> bool:
+    def _is_refused_alone(self, handler: Handler, outage: DatabaseUnavailable) -> bool:
         """Can the database store other messages? In an ordered queue, later messages wait in any case."""
-        return away.refused and not handler.ordered and self._outages.can_store(handler.using)
+        return outage.refused and not handler.ordered and self._outages.can_store(handler.using)
 
-    def _leave_unstored(self, part: Sequence[_Read], away: DatabaseAway) -> bool:
+    def _leave_unstored(self, part: Sequence[_Read], outage: DatabaseUnavailable) -> bool:
         """Defer a delivery that cannot be stored, unanswered, so that the others continue. False: the part has several.
 
         If every message of a handler is deferred, the prefetch limit stops it.
         """
-        self._debts.add(part[0].delivery.handler.using, away)
+        self._refunds.add(part[0].delivery.handler.using, outage)
         if len(part) > 1:
             return False
         delivery = part[0].delivery
@@ -315,30 +315,30 @@ class Reception:
                 "minute; no message is lost and no attempt is counted.",
                 delivery.handler.name,
                 part[0].arrival.envelope.id or "without id",
-                away,
-                away.remedy or _WHAT_REFUSES,
+                outage,
+                outage.remedy or _WHAT_REFUSES,
             )
         with self._counting:
             self.received[Received.UNSTORED] += 1
         self._answer(delivery, Received.UNSTORED)
         return True
 
-    def _undecided(self, handler: Handler, left: Iterable[_Read | Delivery], away: DatabaseAway) -> Undecided:
-        self._debts.add(handler.using, away)
-        seconds, everywhere = self._outages.pause(handler.using, handler.name, away)
+    def _undecided(self, handler: Handler, left: Iterable[_Read | Delivery], outage: DatabaseUnavailable) -> Unanswered:
+        self._refunds.add(handler.using, outage)
+        seconds, everywhere = self._outages.pause(handler.using, handler.name, outage)
         load = sorted((one.delivery if isinstance(one, _Read) else one for one in left), key=lambda delivery: delivery.at)
-        return Undecided(load, seconds, everywhere=everywhere)
+        return Unanswered(load, seconds, everywhere=everywhere)
 
     def _read_all(self, handler: Handler, load: list[Delivery]) -> list[_Read]:
         """Read the deliveries.
 
         Raises:
-            Undecided: see `receive`.
+            Unanswered: see `receive`.
         """
         try:
             return [_Read(delivery, self._read(delivery)) for delivery in load]
-        except DatabaseAway as away:
-            raise self._undecided(handler, load, away) from away
+        except DatabaseUnavailable as outage:
+            raise self._undecided(handler, load, outage) from outage
 
     def _read(self, delivery: Delivery) -> Arrival:
         handler, refused = delivery.handler, delivery.refused

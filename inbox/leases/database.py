@@ -17,7 +17,7 @@ from inbox.models import SETTLED, State
 from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.rows import Failure, NewRow
-from inbox.transactions.persistence import decided
+from inbox.transactions.persistence import committed
 from outbox.kernel.clock import monotonic
 
 
@@ -27,39 +27,39 @@ class DatabaseLeases:
     def __init__(self, options: InboxOptions) -> None:
         """Nothing to open: the handler names the database."""
 
-    def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
+    def acquire(self, wanted: Wanted, *, duplicate_timeout: timedelta) -> Verdict:
         began_at, alias, lasts = monotonic(), wanted.handler.using, _unlike_others(wanted.terms.duration)
         tries = itertools.count()
-        granted = decided(lambda: _grant(wanted, lasts, twin_timeout, asked_before=next(tries) > 0), alias)
+        granted = committed(lambda: _grant(wanted, lasts, duplicate_timeout, asked_before=next(tries) > 0), alias)
         if granted is None:
             return _verdict(wanted)
         lease = Lease(wanted=wanted, fence=granted.fence, attempt=granted.attempt, pk=granted.row, began_at=began_at)
         if granted.fence > 1:
-            lease.steps = decided(lambda: steps_table.steps_of(alias, granted.row), alias)
+            lease.steps = committed(lambda: steps_table.steps_of(alias, granted.row), alias)
         return lease
 
     def extend(self, lease: Lease, by: timedelta) -> bool:
         alias, pk = _row_of(lease)
-        return decided(lambda: leases.extend(alias, pk, lease.fence, by), alias)
+        return committed(lambda: leases.extend(alias, pk, lease.fence, by), alias)
 
     def remember(self, lease: Lease, step: str, result: str | None) -> bool:
         alias, pk = _row_of(lease)
-        return decided(lambda: steps_table.remember(alias, pk, lease.fence, step, result), alias)
+        return committed(lambda: steps_table.remember(alias, pk, lease.fence, step, result), alias)
 
     def consume(self, lease: Lease) -> bool:
         alias, pk = _row_of(lease)
-        return decided(lambda: leases.consume(alias, pk, lease.fence, lease.wanted.order), alias)
+        return committed(lambda: leases.consume(alias, pk, lease.fence, lease.wanted.order), alias)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
         alias, pk = _row_of(lease)
-        return decided(lambda: leases.free(alias, pk, lease.fence, failure, lease.wanted.leaves(failure)), alias)
+        return committed(lambda: leases.free(alias, pk, lease.fence, failure, lease.wanted.leaves(failure)), alias)
 
     def forget(self, lease: Lease, step: str) -> None:
         alias, pk = _row_of(lease)
-        decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+        committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
 
     def is_held(self, alias: str, row: NewRow) -> bool:
-        standing = decided(lambda: leases.standing(alias, row), alias)
+        standing = committed(lambda: leases.standing(alias, row), alias)
         return standing is not None and standing.state == State.RUNNING and standing.remaining > timedelta()
 
     def counts(self) -> Mapping[str, Mapping[str, int]]:
@@ -71,18 +71,18 @@ def _unlike_others(lease: timedelta) -> timedelta:
     return lease + timedelta(microseconds=random.randrange(1, 100_000))
 
 
-def _grant(wanted: Wanted, lasts: timedelta, twin_timeout: timedelta, *, asked_before: bool) -> leases.Granted | None:
+def _grant(wanted: Wanted, lasts: timedelta, duplicate_timeout: timedelta, *, asked_before: bool) -> leases.Granted | None:
     handler, stored = wanted.handler, wanted.stored
     if stored is not None:
         return leases.lease_stored(handler.using, stored.pk, stored.attempts, lasts, wanted.alone_in, was=stored.state)
-    fresh = leases.lease_fresh(handler.using, wanted.row, lasts, twin_timeout)
+    fresh = leases.lease_fresh(handler.using, wanted.row, lasts, duplicate_timeout)
     return fresh or leases.lease_over(handler.using, wanted.row, lasts, asked_before=asked_before)
 
 
 def _verdict(wanted: Wanted) -> Verdict:
     if wanted.stored is not None:
         return Kept()
-    standing = decided(lambda: leases.standing(wanted.handler.using, wanted.row), wanted.handler.using)
+    standing = committed(lambda: leases.standing(wanted.handler.using, wanted.row), wanted.handler.using)
     if standing is None:
         return Kept()
     if standing.state in SETTLED:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from django.db import connections
 
 from inbox.leases.stores import Lease, LeaseStore
-from inbox.transactions.persistence import DatabaseAway
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.clock import monotonic
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ class _Pulse:
             return
         try:
             extended = kept.store.extend(lease, timedelta(seconds=ends_at - now))
-        except DatabaseAway as away:
-            self._miss(kept, away)
+        except DatabaseUnavailable as outage:
+            self._miss(kept, outage)
             return
         if extended:
             lease.ends_at = ends_at
@@ -137,16 +137,16 @@ class _Pulse:
                 lease.ends_at - monotonic(),
             )
 
-    def _miss(self, kept: _Beating, away: DatabaseAway) -> None:
+    def _miss(self, kept: _Beating, outage: DatabaseUnavailable) -> None:
         lease = kept.lease
         if lease.is_over:
-            _lose(lease, f"its store was unavailable: {away}")
+            _lose(lease, f"its store was unavailable: {outage}")
             return
         kept.next_at = min(monotonic() + _ASK_AGAIN_SECONDS, lease.ends_at)
         if not kept.told:
             kept.told = True
             logger.warning(
-                "%s: its lease could not be extended and ends in %.0f s (%s).", lease, lease.ends_at - monotonic(), away
+                "%s: its lease could not be extended and ends in %.0f s (%s).", lease, lease.ends_at - monotonic(), outage
             )
 
 

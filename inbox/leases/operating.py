@@ -15,7 +15,7 @@ Transition = Callable[[str, int], bool]
 def once_ended(transition: Transition) -> Transition:
     """`transition`, but False for a message whose lease still runs in a store other than its row.
 
-    Raises, when called, LeaseStoreAway: the store does not answer, and nothing was decided.
+    Raises, when called, LeaseStoreUnavailable: the store does not answer, and nothing was decided.
     """
 
     def decide(alias: str, row: int) -> bool:

@@ -29,13 +29,13 @@ from redis.retry import Retry
 
 from inbox.conf import InboxOptions
 from inbox.leases import scripts
-from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStoreAway, Verdict, Wanted
+from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStoreUnavailable, Verdict, Wanted
 from inbox.models import InboxMessage, State
 from inbox.store import leases
 from inbox.store import steps as steps_table
 from inbox.store.arrivals import cause_if_the_same
-from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, TwinBusy
-from inbox.transactions.persistence import DatabaseAway, decided
+from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Failure, KeyBusy, NewRow
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import monotonic
 from outbox.kernel.masking import masked
 from outbox.kernel.text import describe
@@ -71,7 +71,7 @@ class RedisLeases:
     def __init__(self, options: InboxOptions) -> None:
         self._where = masked(options.LEASE_STORE)
         self._keep = options.RETENTION
-        self._twin_timeout = options.TWIN_TIMEOUT
+        self._duplicate_timeout = options.DUPLICATE_TIMEOUT
         self._group = options.group
         self._client = redis.Redis.from_url(
             options.LEASE_STORE,
@@ -88,7 +88,7 @@ class RedisLeases:
         self._heard: dict[str, _Heard] = {}
         self._told_of_eviction = False
 
-    def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
+    def acquire(self, wanted: Wanted, *, duplicate_timeout: timedelta) -> Verdict:
         began_at, owner = monotonic(), uuid.uuid4().hex
         for _ in range(_OPENINGS):
             memory = self._memory(wanted.handler.using)
@@ -109,7 +109,7 @@ class RedisLeases:
             if answer[0] != "lost":
                 return self._verdict(wanted, answer, owner, began_at)
             self._reopen(memory)
-        raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
+        raise LeaseStoreUnavailable(f"the lease store {self._where} keeps losing its memory")
 
     def extend(self, lease: Lease, by: timedelta) -> bool:
         return bool(self._ours(scripts.EXTEND, lease, _milliseconds(by))[0] == _DONE)
@@ -122,7 +122,7 @@ class RedisLeases:
         if said == _DONE and has_row == ["1"]:
             wanted = lease.wanted
             finish = partial(leases.finish_kept, wanted.handler.using, wanted.row, wanted.order)
-            decided(partial(finish, delivered=wanted.stored is None), wanted.handler.using)
+            committed(partial(finish, delivered=wanted.stored is None), wanted.handler.using)
         return bool(said == _DONE)
 
     def free(self, lease: Lease, failure: Failure) -> bool:
@@ -136,17 +136,17 @@ class RedisLeases:
             failure,
             fence=lease.fence,
             steps=lease.steps,
-            twin_timeout=self._twin_timeout,
+            duplicate_timeout=self._duplicate_timeout,
             leaves=wanted.leaves(failure),
         )
-        lease.pk = decided(store_it, wanted.handler.using)
+        lease.pk = committed(store_it, wanted.handler.using)
         return True
 
     def forget(self, lease: Lease, step: str) -> None:
         self._ours(scripts.FORGET, lease, step)
         alias, pk = lease.wanted.handler.using, lease.pk
         if pk is not None:
-            decided(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
+            committed(lambda: steps_table.forget_begun(alias, pk, lease.fence, step), alias)
 
     def is_held(self, alias: str, row: NewRow) -> bool:
         for _ in range(_OPENINGS):
@@ -155,13 +155,13 @@ class RedisLeases:
             if said != "lost":
                 return bool(said == "held")
             self._reopen(memory)
-        raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
+        raise LeaseStoreUnavailable(f"the lease store {self._where} keeps losing its memory")
 
     def counts(self) -> dict[str, dict[str, int]]:
         """By handler, messages without a row: `handled`, their `duplicates` by cause, and `conflicts`.
 
         Raises:
-            LeaseStoreAway: Redis does not answer.
+            LeaseStoreUnavailable: Redis does not answer.
         """
         counted: dict[str, dict[str, int]] = {}
         with self._asking():
@@ -194,10 +194,10 @@ class RedisLeases:
         show = partial(leases.show_running, *claimed, was=stored.state)
         try:
             if stored.fence:
-                lease.steps = decided(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
-            if decided(show, alias):
+                lease.steps = committed(partial(steps_table.steps_of, alias, pk), alias) | lease.steps
+            if committed(show, alias):
                 return lease
-        except (KeyBusy, TwinBusy, DatabaseAway):
+        except (KeyBusy, ConcurrentDuplicate, DatabaseUnavailable):
             self._ours(scripts.FREE, lease, lease.attempt - 1)
             raise
         self._ours(scripts.FREE, lease, lease.attempt - 1)
@@ -248,7 +248,7 @@ class RedisLeases:
         try:
             yield
         except (redis.RedisError, OSError) as error:
-            raise LeaseStoreAway(f"the lease store {self._where}: {describe(error)}") from error
+            raise LeaseStoreUnavailable(f"the lease store {self._where}: {describe(error)}") from error
 
     def _key(self, name: str) -> str:
         return f"inbox:{self._group}:{name}"
@@ -270,19 +270,19 @@ class RedisLeases:
         name = self._key("leases")
         for _ in range(_OPENINGS):
             found, told = self._call(scripts.REMEMBERS, [self._key("memory")], [uuid.uuid4().hex])
-            known, since = decided(lambda: leases.memory_of(alias, name, found), alias)  # noqa: B023 - called at once
+            known, since = committed(lambda: leases.memory_of(alias, name, found), alias)  # noqa: B023 - called at once
             if known == found:
                 with self._lock:
                     # An earlier report stays: it may show a loss.
                     self._heard.setdefault(found, _Heard(*told))
                 return _Memory(known, since)
-            if decided(lambda: leases.note_loss(alias, name, known=known, found=found), alias):  # noqa: B023
+            if committed(lambda: leases.record_loss(alias, name, known=known, found=found), alias):  # noqa: B023
                 logger.error(
                     "The lease store %s has lost its memory. Messages that were created before now, and that the database has "
                     "no row of, become dead letters instead of being run again; find out about each, then override or skip it.",
                     self._where,
                 )
-        raise LeaseStoreAway(f"the lease store {self._where} keeps losing its memory")
+        raise LeaseStoreUnavailable(f"the lease store {self._where} keeps losing its memory")
 
     def _reopen(self, memory: _Memory) -> None:
         heard = self._heard_of(memory.incarnation)

@@ -18,13 +18,13 @@ from inbox.handlers.handler import Handler
 from inbox.handlers.options import Lease as Terms
 from inbox.models import InboxMessage
 from inbox.store.rows import DuplicateCause, Failure, NewRow, OrderedKey
-from inbox.transactions.persistence import DatabaseAway
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.database.rows import value_of
 from outbox.kernel.clock import monotonic
 from outbox.kernel.envelope import headers_as_json
 
 
-class LeaseStoreAway(DatabaseAway):
+class LeaseStoreUnavailable(DatabaseUnavailable):
     """The lease store does not answer. Nothing was decided, and nothing may be run."""
 
 
@@ -156,15 +156,15 @@ Verdict = Lease | Held | Consumed | Kept | Forgotten
 class LeaseStore(Protocol):
     """A store of leases. Each call is atomic, and durable on return as far as the store is durable at all.
 
-    Every method raises LeaseStoreAway or DatabaseAway if the store does not answer. A request that was granted, and is
-    repeated because its answer was lost, gets the same answer.
+    Every method raises LeaseStoreUnavailable or DatabaseUnavailable if the store does not answer. A request that was granted,
+    and is repeated because its answer was lost, gets the same answer.
     """
 
-    def acquire(self, wanted: Wanted, *, twin_timeout: timedelta) -> Verdict:
+    def acquire(self, wanted: Wanted, *, duplicate_timeout: timedelta) -> Verdict:
         """Get the right to run a message, and count its attempt.
 
         Raises:
-            TwinBusy: a transaction is inserting its row right now and does not end within `twin_timeout`.
+            ConcurrentDuplicate: a transaction is inserting its row right now and does not end within `duplicate_timeout`.
             KeyBusy: another message of its key is running; nothing was decided.
         """
 

@@ -16,7 +16,7 @@ from django.db import DatabaseError, InterfaceError, connections
 
 from inbox.conf import InboxOptions
 from inbox.handlers.handler import Handler
-from inbox.limits.token_cache import Purse
+from inbox.limits.token_cache import TokenCache
 from inbox.store.buckets import lease_tokens
 from inbox.transactions.sessions import end_session
 from outbox.database.connections import drop_unusable_connections
@@ -54,7 +54,7 @@ class Limiter:
         self.rate = handler.rate_limit
         self._name = handler.name
         self._alias = handler.using
-        self._purse = Purse(handler.rate_limit)
+        self._purse = TokenCache(handler.rate_limit)
         self._lessor = _lessors[handler.using]
         self._lock = threading.Lock()
         self._leasing = threading.Lock()

@@ -32,7 +32,7 @@ class _Portion:
     whole: bool
 
 
-class Purse:
+class TokenCache:
     """One process's share of a rate.
 
     Attributes:

@@ -29,8 +29,8 @@ from inbox.receiving.outcomes import Received, admitted, unfit
 from inbox.receiving.reading import Arrival
 from inbox.store import intake, ordering
 from inbox.store.intake import Incoming, Taken
-from inbox.store.rows import NewRow, TwinBusy, undecoded
-from inbox.transactions.persistence import DatabaseAway, decided
+from inbox.store.rows import ConcurrentDuplicate, NewRow, undecoded
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.database.connections import lock_timeout
 from outbox.kernel.text import describe
 
@@ -53,7 +53,7 @@ def admit(
         shed: why load shedding drops them; "" stores them to be handled.
 
     Raises:
-        DatabaseAway: the database does not answer, or the deliveries of an ordered handler could not be stored for any
+        DatabaseUnavailable: the database does not answer, or the deliveries of an ordered handler could not be stored for any
             reason. Nothing was decided.
         django.db.Error: the database refuses to store one delivery of an unordered handler, even without its values.
     """
@@ -61,20 +61,22 @@ def admit(
     inserted = _in_one_order(handler, incoming)
 
     def write() -> list[Taken]:
-        with ordering.deciding(handler.using, options.TWIN_TIMEOUT):
-            taken = intake.take_in(handler.using, [incoming[index] for index in inserted], dead_blocks=not handler.skips_dead)
+        with ordering.deciding(handler.using, options.DUPLICATE_TIMEOUT):
+            taken = intake.store_incoming(
+                handler.using, [incoming[index] for index in inserted], dead_blocks=not handler.skips_dead
+            )
         by_index = dict(zip(inserted, taken, strict=True))
         return [by_index[index] for index in range(len(incoming))]
 
     try:
-        taken = decided(write, handler.using)
-    except DatabaseAway:
+        taken = committed(write, handler.using)
+    except DatabaseUnavailable:
         raise
-    except TwinBusy as error:
+    except ConcurrentDuplicate as error:
         if handler.ordered:
-            reason = f"a transaction has had one of these messages in hand for over {options.TWIN_TIMEOUT}"
-            raise DatabaseAway(reason) from error
-        return _singly(handler, deliveries, options, shed) if len(deliveries) > 1 else [_put_off(incoming[0].row, options)]
+            reason = f"a transaction has had one of these messages in hand for over {options.DUPLICATE_TIMEOUT}"
+            raise DatabaseUnavailable(reason) from error
+        return _singly(handler, deliveries, options, shed) if len(deliveries) > 1 else [_defer(incoming[0].row, options)]
     except DatabaseError as error:
         if len(deliveries) > 1:
             # The values of one delivery cause the error; the others must not wait for it.
@@ -85,7 +87,7 @@ def admit(
             raise
         # No later delivery of the queue may be stored before these.
         logger.exception("%s: %d deliveries cannot be stored, and nothing goes past them.", handler.name, len(incoming))
-        raise DatabaseAway(f"its deliveries cannot be stored: {describe(error)}") from error
+        raise DatabaseUnavailable(f"its deliveries cannot be stored: {describe(error)}") from error
     became = [admitted(handler, arrival, one, shed) for (arrival, _), one in zip(deliveries, taken, strict=True)]
     if shedder := shedder_of(handler):
         shedder.dropped(became.count(Received.SHED))
@@ -96,13 +98,13 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
     """Store deliveries without a broker, in their order, inside the caller's transaction. The runner runs them.
 
     Raises:
-        TwinBusy: another transaction is handling one of these messages; roll back and hand them over again.
+        ConcurrentDuplicate: another transaction is handling one of these messages; roll back and hand them over again.
     """
     incoming = [_incoming(handler, arrival, "", redelivered=False) for arrival in arrivals]
     with lock_timeout(handler.using, _HAND_OVER_WAIT):
-        taken = intake.take_in(handler.using, incoming, dead_blocks=not handler.skips_dead)
+        taken = intake.store_incoming(handler.using, incoming, dead_blocks=not handler.skips_dead)
     if any(not one.state and one.earlier is None for one in taken):
-        raise TwinBusy
+        raise ConcurrentDuplicate
 
     def announce() -> None:
         for arrival, one in zip(arrivals, taken, strict=True):
@@ -111,9 +113,9 @@ def hand_over(handler: Handler, *arrivals: Arrival) -> None:
     transaction.on_commit(announce, using=handler.using, robust=True)
 
 
-def _put_off(row: NewRow, options: InboxOptions) -> Received:
-    in_hand.note_elsewhere(row, options.TWIN_TIMEOUT)
-    return Received.PUT_OFF
+def _defer(row: NewRow, options: InboxOptions) -> Received:
+    in_hand.remember_elsewhere(row, options.DUPLICATE_TIMEOUT)
+    return Received.DEFERRED
 
 
 def _in_one_order(handler: Handler, incoming: Sequence[Incoming]) -> Sequence[int]:
@@ -161,6 +163,6 @@ def _without_values(
     body_only = replace(arrival, row=undecoded(arrival.row), refused=unfit(error))
     if arrival.refused == body_only.refused:
         if handler.ordered:
-            raise DatabaseAway(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
+            raise DatabaseUnavailable(f"a delivery cannot be stored, and nothing goes past it: {describe(error)}") from error
         raise error
     return admit(handler, [(body_only, redelivered)], options)

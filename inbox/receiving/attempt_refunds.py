@@ -7,41 +7,41 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from inbox.transactions.persistence import DatabaseAway, decided
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 
 logger = logging.getLogger(__name__)
 
 
-class Debts:
+class AttemptRefunds:
     """The pending refunds of many threads, by database."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owed: defaultdict[str, deque[Callable[[], None]]] = defaultdict(deque)
 
-    def add(self, alias: str, away: DatabaseAway) -> None:
-        if away.owed is not None:
+    def add(self, alias: str, outage: DatabaseUnavailable) -> None:
+        if outage.refund is not None:
             with self._lock:
-                self._owed[alias].append(away.owed)
+                self._owed[alias].append(outage.refund)
 
     def settle(self, alias: str) -> None:
         """Make the pending refunds of this database.
 
         Raises:
-            DatabaseAway: it is still unavailable, and the refunds stay pending.
+            DatabaseUnavailable: it is still unavailable, and the refunds stay pending.
         """
-        while (debt := self._next(alias)) is not None:
+        while (refund := self._next(alias)) is not None:
             try:
-                decided(debt, alias)
-            except DatabaseAway as away:
+                committed(refund, alias)
+            except DatabaseUnavailable as outage:
                 with self._lock:
-                    self._owed[alias].appendleft(debt)
-                away.refused = False  # the next message is not the cause
+                    self._owed[alias].appendleft(refund)
+                outage.refused = False  # the next message is not the cause
                 raise
             except Exception:
                 logger.exception("An attempt on %r cannot be given back; its message is due again after a while.", alias)
 
     def _next(self, alias: str) -> Callable[[], None] | None:
         with self._lock:
-            owed = self._owed.get(alias)
-            return owed.popleft() if owed else None
+            refund = self._owed.get(alias)
+            return refund.popleft() if refund else None

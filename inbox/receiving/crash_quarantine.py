@@ -12,7 +12,7 @@ import threading
 from inbox.models import InboxMessage, State
 
 
-def is_suspect(claimed: InboxMessage) -> bool:
+def is_quarantined(claimed: InboxMessage) -> bool:
     """Did an attempt before the claimed one never end?"""
     return claimed.attempts > 1 and claimed.state in {State.RECEIVED, State.RUNNING}
 
@@ -39,4 +39,4 @@ class OneAtATime:
             self._free.release()
 
 
-one_suspect = OneAtATime()
+quarantine = OneAtATime()

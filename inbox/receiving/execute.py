@@ -5,7 +5,7 @@ caller acknowledges. *Careful path*, for a delivery that the broker has made bef
 counted in its own commit before the handler runs; a message that kills its process then runs out of attempts. Failed messages
 are also stored and acknowledged: retries wait in the database, where people can see them.
 
-Every delivery ends as one of `Received`. Only PUT_OFF and UNSTORED are not acknowledged; they are tried again.
+Every delivery ends as one of `Received`. Only DEFERRED and UNSTORED are not acknowledged; they are tried again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inbox.handlers.message import Message
 from inbox.models import InboxMessage, State
 from inbox.receiving import leased
 from inbox.receiving.admit import admit
-from inbox.receiving.crash_quarantine import is_suspect, one_suspect
+from inbox.receiving.crash_quarantine import is_quarantined, quarantine
 from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import (
     Received,
@@ -47,14 +47,14 @@ from inbox.receiving.reading import (
 from inbox.receiving.refused_rows import RefusedMessages
 from inbox.receiving.undecided import decide
 from inbox.store import arrivals, claims, operating
-from inbox.store.rows import UNIDENTIFIED, Failure, Follower, KeyBusy, OrderedKey, TwinBusy, business_id
+from inbox.store.rows import UNIDENTIFIED, ConcurrentDuplicate, Failure, Follower, KeyBusy, OrderedKey, business_id
 from inbox.transactions.handler_transaction import call, in_transaction
-from inbox.transactions.persistence import DatabaseAway, decided, persistently
+from inbox.transactions.persistence import DatabaseUnavailable, committed, run_with_reruns
 from outbox.database.faults import is_collision
 from outbox.kernel.body import Undecodable
 from outbox.kernel.envelope import Envelope
 
-_KEY_BUSY_REST = timedelta(seconds=0.5)
+_KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 
 
 def receive(
@@ -72,7 +72,7 @@ def receive(
             body are committed before the handler runs, possibly for longer than the broker waits for an acknowledgement.
 
     Raises:
-        DatabaseAway: the database does not answer; nothing was decided.
+        DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     try:
         if arrival.refused:
@@ -80,14 +80,14 @@ def receive(
         if handler.lease:
             return leased.receive(handler, arrival, options, redelivered=redelivered, acknowledge=acknowledge)
         if in_hand.is_elsewhere(arrival.row):
-            return Received.PUT_OFF
+            return Received.DEFERRED
         with in_hand.holding([arrival.row]) as free:
             if not free:
-                return Received.PUT_OFF
+                return Received.DEFERRED
             return _receive_carefully(handler, arrival, options) if redelivered else _receive_fresh(handler, arrival, options)
-    except TwinBusy:
-        in_hand.note_elsewhere(arrival.row, options.TWIN_TIMEOUT)
-        return Received.PUT_OFF
+    except ConcurrentDuplicate:
+        in_hand.remember_elsewhere(arrival.row, options.DUPLICATE_TIMEOUT)
+        return Received.DEFERRED
 
 
 def claim_next(
@@ -99,17 +99,17 @@ def claim_next(
         refused: messages whose rows the database refuses to change; they are skipped, and another is claimed.
 
     Raises:
-        DatabaseAway: the database does not answer.
+        DatabaseUnavailable: the database does not answer.
     """
     known = {handler.name: handler for handler in handlers if handler.using == alias}
     stored: InboxMessage | None = None
-    suspects = one_suspect.take()
+    quarantined = quarantine.take()
 
     def claim_without(rows: Collection[int]) -> InboxMessage | None:
-        return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, suspects=suspects, without=rows)
+        return claims.claim_due(alias, list(known), options.REDELIVERY_AFTER, quarantined=quarantined, without=rows)
 
     def refused_row(rows: Collection[int]) -> int | None:
-        return claims.refused_claim(alias, list(known), suspects=suspects, without=rows)
+        return claims.refused_claim(alias, list(known), quarantined=quarantined, without=rows)
 
     def claim() -> InboxMessage | None:
         try:
@@ -120,10 +120,10 @@ def claim_next(
             raise
 
     try:
-        stored = decided(claim, alias)
+        stored = committed(claim, alias)
     finally:
-        if stored is None or not is_suspect(stored):
-            one_suspect.leave()
+        if stored is None or not is_quarantined(stored):
+            quarantine.leave()
     return (known[stored.handler], stored) if stored else None
 
 
@@ -131,12 +131,12 @@ def run_stored(handler: Handler, stored: InboxMessage, options: InboxOptions, fo
     """Run a stored message whose attempt has been claimed. If it is handled, `follower` has claimed the next message.
 
     Raises:
-        DatabaseAway: the database does not answer.
+        DatabaseUnavailable: the database does not answer.
     """
     try:
         return _run_claimed(handler, stored, options, follower)
     finally:
-        one_suspect.leave()
+        quarantine.leave()
 
 
 def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, follower: Follower | None) -> Received:
@@ -153,9 +153,9 @@ def _run_claimed(handler: Handler, stored: InboxMessage, options: InboxOptions, 
         biz_id = identify_late(handler, message_of(envelope, options, needs_id=False), stored)
     except Undecodable as error:
         return _refuse(handler, stored, envelope, why_undecodable(error), options)
-    if biz_id != stored.biz_id and not decided(lambda: claims.rekey(handler.using, stored.pk, biz_id), handler.using):
+    if biz_id != stored.biz_id and not committed(lambda: claims.rekey(handler.using, stored.pk, biz_id), handler.using):
         reason = f"its biz-id is {biz_id}, and another message of that name is here already"
-        decided(lambda: operating.skip(handler.using, stored.pk, reason), handler.using)
+        committed(lambda: operating.skip(handler.using, stored.pk, reason), handler.using)
         return Received.DUPLICATE
     stored.biz_id = biz_id
     with in_hand.running(stored):
@@ -190,7 +190,7 @@ def _run_in_transaction(
                 alone_in,
                 follower,
                 was=stored.state,
-                longest_wait=options.TWIN_TIMEOUT,
+                longest_wait=options.DUPLICATE_TIMEOUT,
             ),
             lambda: call(handler, message, envelope),
             of=message.id,
@@ -200,14 +200,14 @@ def _run_in_transaction(
 
     try:
         # A handler that loses its session at every run is rerun once in the first attempt, never in later ones.
-        message = persistently(handler.using, run, reruns=attempt == 1)
-    except DatabaseAway as away:
-        away.owed = partial(claims.give_back, handler.using, stored.pk, attempt)
+        message = run_with_reruns(handler.using, run, reruns=attempt == 1)
+    except DatabaseUnavailable as outage:
+        outage.refund = partial(claims.give_back, handler.using, stored.pk, attempt)
         raise
     except KeyBusy:
-        decided(lambda: claims.give_back(handler.using, stored.pk, attempt, _KEY_BUSY_REST), handler.using)
+        committed(lambda: claims.give_back(handler.using, stored.pk, attempt, _KEY_BUSY_BACKOFF), handler.using)
         return Received.STORED
-    except TwinBusy:
+    except ConcurrentDuplicate:
         return defer_locked(handler, stored)
     except BaseException as error:  # noqa: BLE001 - see _receive_fresh
         return fail_stored(handler, stored, failure_of(handler, error, attempt, options, row=stored.pk))
@@ -221,15 +221,15 @@ def _receive_fresh(handler: Handler, arrival: Arrival, options: InboxOptions) ->
         message = next(messages)
         ran = in_transaction(
             handler,
-            lambda: arrivals.begin_fresh(handler.using, arrival.row, options.TWIN_TIMEOUT),
+            lambda: arrivals.begin_fresh(handler.using, arrival.row, options.DUPLICATE_TIMEOUT),
             lambda: call(handler, message, arrival.envelope),
             of=message.id,
         )
         return message if ran else None
 
     try:
-        message = persistently(handler.using, run)
-    except (DatabaseAway, TwinBusy):
+        message = run_with_reruns(handler.using, run)
+    except (DatabaseUnavailable, ConcurrentDuplicate):
         raise
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001

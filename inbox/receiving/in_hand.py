@@ -70,7 +70,7 @@ class InHand:
             if _name(row) in self._holders:
                 self._after[_name(row)].append(callback)
 
-    def note_elsewhere(self, row: NewRow, waited: timedelta) -> None:
+    def remember_elsewhere(self, row: NewRow, waited: timedelta) -> None:
         """Record that another process is handling it and did not end within `waited`."""
         now = monotonic()
         with self._lock:

@@ -21,7 +21,7 @@ from inbox.leases.autocommit import autocommit, is_inside_a_transaction
 from inbox.leases.heartbeat import heartbeat
 from inbox.leases.opening import lease_store
 from inbox.leases.steps import Steps
-from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStore, LeaseStoreAway, Wanted, stored_row
+from inbox.leases.stores import Consumed, Forgotten, Held, Kept, Lease, LeaseStore, LeaseStoreUnavailable, Wanted, stored_row
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import (
     Received,
@@ -38,9 +38,9 @@ from inbox.receiving.reading import Arrival, message_of, messages_of
 from inbox.store import leases
 from inbox.store.arrivals import store_due
 from inbox.store.claims import give_back
-from inbox.store.rows import DuplicateCause, Earlier, Failure, KeyBusy, NewRow, TwinBusy, business_id
+from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, KeyBusy, NewRow, business_id
 from inbox.transactions.handler_transaction import call
-from inbox.transactions.persistence import DatabaseAway, decided
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 from inbox.transactions.sessions import SessionChanges
 from outbox.database.connections import drop_unusable_connections
 from outbox.kernel.envelope import Envelope
@@ -48,9 +48,9 @@ from outbox.kernel.retry import Pause
 
 logger = logging.getLogger(__name__)
 
-_AWAY_REST = timedelta(seconds=5)
+_UNAVAILABLE_BACKOFF = timedelta(seconds=5)
 """Backoff of a stored message while the lease store is unavailable."""
-_KEY_BUSY_REST = timedelta(seconds=0.5)
+_KEY_BUSY_BACKOFF = timedelta(seconds=0.5)
 _NEVER_ENDED = "Its attempts never ended: its process died, or the store of its lease became unavailable."
 
 
@@ -68,15 +68,15 @@ def receive(
     the broker's copy is the only one until the run has ended.
 
     Raises:
-        DatabaseAway, LeaseStoreAway: the database or the lease store does not answer; nothing was run.
-        TwinBusy: another transaction is inserting its row.
+        DatabaseUnavailable, LeaseStoreUnavailable: the database or the lease store does not answer; nothing was run.
+        ConcurrentDuplicate: another transaction is inserting its row.
     """
     row, envelope = arrival.row, arrival.envelope
     drop_unusable_connections()
     sent_at = envelope.created_at and max(envelope.created_at, envelope.deliver_at or envelope.created_at)
     wanted = Wanted(handler=handler, row=row, redelivered=redelivered, sent_at=sent_at)
     store = lease_store(options)
-    verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
+    verdict = store.acquire(wanted, duplicate_timeout=options.DUPLICATE_TIMEOUT)
     if isinstance(verdict, Lease):
         return _run_delivered(store, verdict, arrival, options, acknowledge)
     if isinstance(verdict, Forgotten):
@@ -84,7 +84,9 @@ def receive(
     if isinstance(verdict, Consumed) and verdict.counted:
         _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
         return Received.DUPLICATE
-    if isinstance(verdict, Kept) and decided(partial(store_due, handler.using, row, options.TWIN_TIMEOUT), handler.using):
+    if isinstance(verdict, Kept) and committed(
+        partial(store_due, handler.using, row, options.DUPLICATE_TIMEOUT), handler.using
+    ):
         return Received.STORED
     if isinstance(verdict, Held) and _keep(wanted, options, verdict):
         _announce_duplicate(handler, row, verdict.cause, conflicting=verdict.conflicting)
@@ -96,36 +98,36 @@ def run_stored(handler: Handler, stored: InboxMessage, envelope: Envelope, optio
     """Run a stored message whose attempt has been claimed.
 
     Raises:
-        DatabaseAway: the database does not answer.
+        DatabaseUnavailable: the database does not answer.
     """
     row, store, alias = stored_row(stored), lease_store(options), handler.using
     message = message_of(envelope, options, needs_id=False, biz_id=business_id(stored.biz_id))
     wanted = Wanted(handler=handler, row=row, stored=stored)
     give_it_back = partial(give_back, alias, stored.pk, stored.attempts)
     try:
-        verdict = store.acquire(wanted, twin_timeout=options.TWIN_TIMEOUT)
-    except (LeaseStoreAway, KeyBusy) as busy:
+        verdict = store.acquire(wanted, duplicate_timeout=options.DUPLICATE_TIMEOUT)
+    except (LeaseStoreUnavailable, KeyBusy) as busy:
         # No attempt was made, and other messages must not wait.
-        rest = _KEY_BUSY_REST
-        if isinstance(busy, LeaseStoreAway):
-            rest = _AWAY_REST
+        rest = _KEY_BUSY_BACKOFF
+        if isinstance(busy, LeaseStoreUnavailable):
+            rest = _UNAVAILABLE_BACKOFF
             logger.warning("%s: message %s is not run now: %s", handler.name, stored.message_id, busy)
-        decided(partial(give_it_back, rest), alias)
+        committed(partial(give_it_back, rest), alias)
         return Received.STORED
-    except TwinBusy:
+    except ConcurrentDuplicate:
         return defer_locked(handler, stored)
-    except DatabaseAway as away:
-        away.owed = give_it_back
+    except DatabaseUnavailable as outage:
+        outage.refund = give_it_back
         raise
     if isinstance(verdict, Lease):
         return _run(store, verdict, message, envelope, options)
     if isinstance(verdict, Forgotten):
         return fail_stored(handler, stored, _quarantined(verdict, attempts=stored.attempts - 1))
     if isinstance(verdict, Held):
-        decided(partial(leases.wait_for, alias, stored.pk, stored.attempts, verdict.remaining), alias)
+        committed(partial(leases.wait_for, alias, stored.pk, stored.attempts, verdict.remaining), alias)
         return Received.STORED
     if isinstance(verdict, Consumed):
-        decided(partial(leases.finish_kept, alias, row, wanted.order, uncounted=1), alias)
+        committed(partial(leases.finish_kept, alias, row, wanted.order, uncounted=1), alias)
     return Received.DUPLICATE
 
 
@@ -138,9 +140,9 @@ def _run_delivered(
     acknowledge()
     try:
         return _run(store, lease, message, arrival.envelope, options)
-    except DatabaseAway as away:
+    except DatabaseUnavailable as outage:
         # The broker does not deliver it again.
-        logger.warning("%s: its outcome cannot be stored, so it is run again when its lease has ended: %s", lease, away)
+        logger.warning("%s: its outcome cannot be stored, so it is run again when its lease has ended: %s", lease, outage)
     except Exception:
         logger.exception("%s: an unexpected error; it is run again when its lease has ended.", lease)
     return Received.STORED
@@ -188,16 +190,16 @@ def _settle(lease: Lease, write: Callable[[], bool | None]) -> bool:
     """Store the outcome; while the store is unavailable, retry for as long as the lease can still be ours.
 
     Raises:
-        DatabaseAway: the store was unavailable for longer.
+        DatabaseUnavailable: the store was unavailable for longer.
     """
     pause = Pause()
     while True:
         try:
             return write() is not False
-        except DatabaseAway as away:
+        except DatabaseUnavailable as outage:
             if lease.is_over:
                 raise
-            logger.warning("%s: it has been run, and that cannot be written down yet: %s", lease, away)
+            logger.warning("%s: it has been run, and that cannot be written down yet: %s", lease, outage)
             time.sleep(pause.next_seconds())
 
 
@@ -222,13 +224,13 @@ def _keep(wanted: Wanted, options: InboxOptions, held: Held, *, counting: bool =
         leases.keep,
         wanted.handler.using,
         wanted.row,
-        options.TWIN_TIMEOUT,
+        options.DUPLICATE_TIMEOUT,
         until=held.remaining,
         attempts=held.attempts,
         duplicate=held.cause if counting else None,
         conflicting=held.conflicting,
     )
-    return decided(keep, wanted.handler.using)
+    return committed(keep, wanted.handler.using)
 
 
 def _announce_duplicate(handler: Handler, row: NewRow, cause: DuplicateCause, *, conflicting: bool) -> None:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from django.db import DatabaseError, InterfaceError
 
 from inbox.store import trial
-from inbox.store.rows import TwinBusy
-from inbox.transactions.persistence import DatabaseAway, why_not_stored
+from inbox.store.rows import ConcurrentDuplicate
+from inbox.transactions.persistence import DatabaseUnavailable, why_not_stored
 from inbox.transactions.sessions import end_session
 from outbox.database.faults import is_collision, remedy
 from outbox.database.schema import is_missing, why_unmigrated
@@ -33,15 +33,15 @@ class Outages:
         outage = self._databases.get(alias)
         return outage is not None and outage.ongoing
 
-    def pause(self, alias: str, what: str, away: DatabaseAway) -> tuple[float, bool]:
+    def pause(self, alias: str, what: str, error: DatabaseUnavailable) -> tuple[float, bool]:
         """`what` could not be stored: how many seconds to pause it, and whether the whole database is unavailable."""
         problem = self._problem(alias)
         with self._lock:
             if problem is None:
-                return self._works.setdefault(what, Outage(f"the store of {what}")).note(away, away.remedy), False
+                return self._works.setdefault(what, Outage(f"the store of {what}")).record(error, error.remedy), False
             outage = self._database(alias)
             # Only one of the threads that find the outage at once extends the pause; otherwise each would count as a try.
-            return 0.0 if outage.ongoing else outage.note(*problem), True
+            return 0.0 if outage.ongoing else outage.record(*problem), True
 
     def can_store(self, alias: str) -> bool:
         """Try to store, without changing the record."""
@@ -52,7 +52,7 @@ class Outages:
         problem = self._problem(alias)
         with self._lock:
             if problem is not None:
-                return self._database(alias).note(*problem)
+                return self._database(alias).record(*problem)
             self._database(alias).over()
             return 0.0
 
@@ -70,7 +70,7 @@ class Outages:
         """Why nothing can be stored, and the operator's remedy; None if the database can store."""
         try:
             trial.try_to_store(alias)
-        except TwinBusy:
+        except ConcurrentDuplicate:
             return "another session has locked the table of the inbox", "End that session, or wait for it."
         except Exception as error:  # noqa: BLE001 - whatever the project's backend raises, it must not end the worker
             if is_collision(error):

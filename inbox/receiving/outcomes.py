@@ -25,8 +25,8 @@ from inbox.models import InboxMessage, State
 from inbox.receiving.reading import Arrival
 from inbox.store import arrivals, claims, dialect, rows
 from inbox.store.intake import Taken
-from inbox.store.rows import DuplicateCause, Earlier, Failure, NewRow, OrderedKey, TwinBusy
-from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseAway, decided
+from inbox.store.rows import ConcurrentDuplicate, DuplicateCause, Earlier, Failure, NewRow, OrderedKey
+from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable, committed
 from outbox.database.faults import is_collision
 from outbox.kernel.retry import RetryPolicy
 from outbox.kernel.text import describe
@@ -46,7 +46,7 @@ class Received(Enum):
     DEAD = "dead"
     SHED = "shed"
     """Too many wait, and it may be dropped: stored, not handled."""
-    PUT_OFF = "put off"
+    DEFERRED = "deferred"
     """A concurrent duplicate is being run: not acknowledged, to be tried again in a moment."""
     UNSTORED = "unstored"
     """Neither it nor its failure could be stored: not acknowledged, to be tried again later."""
@@ -59,14 +59,14 @@ def store_failure(
         return announce(handler, row.message_id, row.biz_id, failure)
 
     def write() -> bool:
-        return arrivals.store_failed(handler.using, row, failure, options.TWIN_TIMEOUT)
+        return arrivals.store_failed(handler.using, row, failure, options.DUPLICATE_TIMEOUT)
 
     try:
-        new = decided(write, handler.using)
+        new = committed(write, handler.using)
     except DatabaseError as error:
         # The values of its row cause the error; the new row has only the body.
         row, failure = rows.undecoded(row), Failure(error=unfit(error), retry_after=None, attempts=0)
-        new = decided(write, handler.using)
+        new = committed(write, handler.using)
     if not new:
         return duplicate(handler, row, redelivered=redelivered)
     return announce(handler, row.message_id, row.biz_id, failure)
@@ -76,10 +76,10 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
     passed_over = stored.ordered and handler.skips_dead
     leaves = OrderedKey(handler.name, stored.key) if passed_over else None
     try:
-        ours = decided(
+        ours = committed(
             lambda: claims.fail_stored(handler.using, stored.pk, stored.attempts, failure, leaves=leaves), handler.using
         )
-    except TwinBusy:
+    except ConcurrentDuplicate:
         logger.warning(
             "%s: message %s (biz-id %s) failed at attempt %d (%s), which is not written down: %s",
             handler.name,
@@ -91,8 +91,8 @@ def fail_stored(handler: Handler, stored: InboxMessage, failure: Failure) -> Rec
         )
         return Received.STORED
     if not ours:
-        decided(lambda: claims.note_error(handler.using, stored.pk, failure), handler.using)
-        return _bury(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
+        committed(lambda: claims.record_error(handler.using, stored.pk, failure), handler.using)
+        return _dead_letter(handler, stored.pk, stored.message_id, stored.biz_id) or Received.DUPLICATE
     return announce(handler, stored.message_id, stored.biz_id, failure)
 
 
@@ -139,7 +139,7 @@ def unfit(error: DatabaseError) -> str:
 
 def duplicate(handler: Handler, row: NewRow, *, redelivered: bool = False) -> Received:
     return _met(
-        handler, row, decided(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+        handler, row, committed(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
     )
 
 
@@ -157,15 +157,15 @@ def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "
 def _met(handler: Handler, row: NewRow, earlier: Earlier | None) -> Received:
     """The outcome of a duplicate of `earlier`; None: that row is being run now, or was deleted meanwhile."""
     if earlier is None:
-        return Received.PUT_OFF
-    if earlier.abandoned and (buried := _bury(handler, earlier.row, row.message_id, row.biz_id)):
-        return buried
+        return Received.DEFERRED
+    if earlier.abandoned and (dead_lettered := _dead_letter(handler, earlier.row, row.message_id, row.biz_id)):
+        return dead_lettered
     announce_duplicate(handler, row, earlier)
     return Received.DUPLICATE
 
 
-def _bury(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
-    if not decided(lambda: claims.bury_abandoned(handler.using, pk), handler.using):
+def _dead_letter(handler: Handler, pk: int, message_id: str, biz_id: str) -> Received | None:
+    if not committed(lambda: claims.dead_letter_abandoned(handler.using, pk), handler.using):
         return None
     return announce(handler, message_id, biz_id, _abandoned())
 
@@ -223,8 +223,8 @@ def _age(handler: Handler, row: int | None) -> timedelta:
     if row is None:
         return timedelta()
     try:
-        return decided(lambda: claims.age(handler.using, row), handler.using)
-    except (DatabaseAway, DatabaseError, InterfaceError) as failed:
+        return committed(lambda: claims.age(handler.using, row), handler.using)
+    except (DatabaseUnavailable, DatabaseError, InterfaceError) as failed:
         logger.debug("%s: how long row %d has waited is not known: %s", handler.name, row, describe(failed))
         return timedelta()
 
@@ -233,9 +233,9 @@ def announce(handler: Handler, message_id: str, biz_id: str, failure: Failure) -
     return _announce(handler.name, message_id, biz_id, failure)
 
 
-def announce_buried(buried: claims.Buried) -> Received:
+def announce_dead_letter(dead_lettered: claims.DeadLettered) -> Received:
     """Announce a message that the runner found because its handler committed by itself; the handler may be unknown here."""
-    return _announce(buried.handler, buried.message_id, buried.biz_id, _abandoned())
+    return _announce(dead_lettered.handler, dead_lettered.message_id, dead_lettered.biz_id, _abandoned())
 
 
 def _abandoned() -> Failure:

@@ -185,7 +185,7 @@ def outside_window(envelope: Envelope, options: InboxOptions) -> str:
             f"It is {_long(age)} old, past the deduplication window of {_long(options.oldest_run)}: whether it has been "
             f"handled before can no longer be known. {_OVERRIDE}"
         )
-    if -age > options.AGE_FENCE_MARGIN:
+    if -age > options.MAX_AGE_MARGIN:
         return (
             f"It claims to come from the future ({since.isoformat()}), which would escape the deduplication window. {_OVERRIDE}"
         )

@@ -13,7 +13,7 @@ from django.db import DatabaseError, InterfaceError
 
 from inbox.models import InboxMessage
 from inbox.store import trial
-from inbox.store.rows import TwinBusy
+from inbox.store.rows import ConcurrentDuplicate
 from outbox.database.faults import is_canceled, is_collision, may_be_of_a_row, remedy
 from outbox.database.schema import is_missing
 from outbox.kernel.refused_rows import LONGEST_SKIP_SECONDS, RefusedRows
@@ -84,7 +84,7 @@ class RefusedMessages(RefusedRows):
 def _can_store(alias: str) -> bool:
     try:
         trial.try_to_store(alias)
-    except (DatabaseError, InterfaceError, TwinBusy):
+    except (DatabaseError, InterfaceError, ConcurrentDuplicate):
         return False
     return True
 

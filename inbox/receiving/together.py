@@ -23,9 +23,9 @@ from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Received, duplicate, failure_of, handled, store_failure
 from inbox.receiving.reading import Arrival, messages_of
 from inbox.store import together
-from inbox.store.rows import Failure, Guard, NewRow, TwinBusy
+from inbox.store.rows import ConcurrentDuplicate, Failure, Guard, NewRow
 from inbox.transactions.handler_transaction import call, in_transaction
-from inbox.transactions.persistence import DatabaseAway, persistently
+from inbox.transactions.persistence import DatabaseUnavailable, run_with_reruns
 from outbox.kernel.text import describe
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def receive_together(handler: Handler, arrivals: Sequence[Arrival], options: Inb
     None: they failed together, without any effect; run them in smaller parts.
 
     Raises:
-        DatabaseAway: the database does not answer; nothing was decided.
+        DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     rows = [arrival.row for arrival in arrivals]
     with in_hand.holding(rows) as free:
@@ -51,7 +51,7 @@ def _run_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxO
 
     def begin() -> Guard | None:
         messages.clear()
-        begun = together.begin_together(handler.using, [arrival.row for arrival in arrivals], options.TWIN_TIMEOUT)
+        begun = together.begin_together(handler.using, [arrival.row for arrival in arrivals], options.DUPLICATE_TIMEOUT)
         if begun is None:
             return None
         guard, rows = begun
@@ -74,10 +74,10 @@ def _run_together(handler: Handler, arrivals: Sequence[Arrival], options: InboxO
     fresh = {row: messages_of(arrival, options) for row, arrival in of.items()}
     try:
         of_all = f"{len(arrivals)} messages"
-        persistently(handler.using, lambda: in_transaction(handler, begin, run, of=of_all), reruns=False)
-    except DatabaseAway:
+        run_with_reruns(handler.using, lambda: in_transaction(handler, begin, run, of=of_all), reruns=False)
+    except DatabaseUnavailable:
         raise
-    except TwinBusy:
+    except ConcurrentDuplicate:
         return None
     # No signal arrives where handlers run, so even KeyboardInterrupt comes from the handler.
     except BaseException as error:  # noqa: BLE001
@@ -111,6 +111,6 @@ def _told(handler: Handler, row: NewRow, message: Message | None) -> Received:
         return handled(handler, message)
     try:
         return duplicate(handler, row)
-    except DatabaseAway:
+    except DatabaseUnavailable:
         # The others are committed; running all of them again would count them as duplicates.
-        return Received.PUT_OFF
+        return Received.DEFERRED

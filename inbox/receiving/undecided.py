@@ -30,8 +30,8 @@ from inbox.receiving.in_hand import in_hand
 from inbox.receiving.outcomes import Received, announce_duplicate, fail_stored, refusal
 from inbox.receiving.reading import Arrival, is_undecided, is_undecided_redelivery, read, undecided_row
 from inbox.store import arrivals, claims, rows, undecided
-from inbox.store.rows import NewRow, TwinBusy
-from inbox.transactions.persistence import DatabaseAway, decided
+from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import Envelope
 from outbox.kernel.text import describe
@@ -47,24 +47,24 @@ _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(seconds=1), timedelta(seconds=
 
 
 def store_undecided(handler: Handler, arrival: Arrival, options: InboxOptions, *, redelivered: bool) -> Received:
-    """Store a concurrent duplicate; returns its outcome. PUT_OFF: it cannot be stored now.
+    """Store a concurrent duplicate; returns its outcome. DEFERRED: it cannot be stored now.
 
     Raises:
-        DatabaseAway: the database does not answer; nothing was decided.
+        DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     row = undecided_row(handler, arrival.envelope, redelivered=redelivered)
-    keep = partial(arrivals.store_due, handler.using, row, options.TWIN_TIMEOUT, after=_SHORTEST_DEFERRAL)
+    keep = partial(arrivals.store_due, handler.using, row, options.DUPLICATE_TIMEOUT, after=_SHORTEST_DEFERRAL)
     try:
-        stored = decided(keep, handler.using)
-    except TwinBusy:
-        return Received.PUT_OFF
+        stored = committed(keep, handler.using)
+    except ConcurrentDuplicate:
+        return Received.DEFERRED
     if stored:
         in_hand.after(arrival.row, partial(_decide_now, handler, row))
         return Received.STORED
     # Another copy of it has been stored.
-    earlier = decided(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
+    earlier = committed(lambda: arrivals.count_duplicate(handler.using, row, redelivered=redelivered), handler.using)
     if earlier is None:
-        return Received.PUT_OFF
+        return Received.DEFERRED
     announce_duplicate(handler, arrival.row, earlier)
     return Received.DUPLICATE
 
@@ -73,7 +73,7 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
     """Read a redelivery that must be read before it is stored, and count the reading first.
 
     Raises:
-        DatabaseAway: the database does not answer; nothing was decided.
+        DatabaseUnavailable: the database does not answer; nothing was decided.
     """
     row = undecided_row(handler, envelope, redelivered=True)
     with _one_reading[handler.using]:
@@ -81,7 +81,7 @@ def read_counted(handler: Handler, envelope: Envelope, options: InboxOptions) ->
         refused = _ENDS_ITS_PROCESS.format(attempts=begun - 1) if begun > handler.retry.over(options.retry).max_attempts else ""
         arrival = read(handler, envelope, options, refused=refused)
         if begun:
-            decided(lambda: undecided.end_reading(handler.using, row), handler.using)
+            committed(lambda: undecided.end_reading(handler.using, row), handler.using)
     return arrival
 
 
@@ -89,8 +89,8 @@ def _begin_reading(handler: Handler, row: NewRow, options: InboxOptions) -> int:
     """How often reading this delivery has begun, including now; 0 if that cannot be counted."""
     for counted in (row, replace(rows.undecoded(row), biz_id=row.biz_id)):
         try:
-            return decided(partial(undecided.begin_reading, handler.using, counted, options.TWIN_TIMEOUT), handler.using)
-        except TwinBusy:
+            return committed(partial(undecided.begin_reading, handler.using, counted, options.DUPLICATE_TIMEOUT), handler.using)
+        except ConcurrentDuplicate:
             break
         except DatabaseError as error:
             # Its values cause the error; the second row has only the body.
@@ -107,13 +107,13 @@ def decide(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received
     try:
         if in_hand.holds(arrival.row):
             return _defer(handler, stored)
-        named = decided(name, handler.using)
+        named = committed(name, handler.using)
         if named is False:
             return _fold(handler, stored, arrival)
-    except TwinBusy:
+    except ConcurrentDuplicate:
         return _defer(handler, stored)
-    except DatabaseAway as away:
-        away.owed = partial(claims.give_back, handler.using, stored.pk, stored.attempts)
+    except DatabaseUnavailable as outage:
+        outage.refund = partial(claims.give_back, handler.using, stored.pk, stored.attempts)
         raise
     if named is None:
         return Received.STORED
@@ -124,12 +124,12 @@ def _fold(handler: Handler, stored: InboxMessage, arrival: Arrival) -> Received:
     """Count it as a duplicate of its message's row.
 
     Raises:
-        TwinBusy: that row is being run.
+        ConcurrentDuplicate: that row is being run.
     """
     # A row with a biz-id from its headers was stored unread, see `reading.read`.
     redelivered = is_undecided_redelivery(stored.biz_id) or not is_undecided(stored.biz_id)
     fold = partial(undecided.fold_undecided, handler.using, stored, arrival.row, _GLANCE, redelivered=redelivered)
-    earlier = decided(fold, handler.using)
+    earlier = committed(fold, handler.using)
     if earlier is None:
         return _defer(handler, stored)
     announce_duplicate(handler, arrival.row, earlier)
@@ -140,7 +140,7 @@ def _defer(handler: Handler, stored: InboxMessage) -> Received:
     """Its message is being handled, perhaps for long: check again after about as long as it has waited."""
     waited = min(max(utcnow() - stored.received_at, _SHORTEST_DEFERRAL), _LONGEST_DEFERRAL)
     delay = waited * random.uniform(0.7, 1)
-    decided(lambda: claims.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
+    committed(lambda: claims.give_back(handler.using, stored.pk, stored.attempts, delay), handler.using)
     return Received.STORED
 
 

@@ -13,7 +13,7 @@ from inbox.models import DUE, State
 from inbox.store.dialect import BOUND, TABLE, UNBOUND, adapted, as_bound, binary, fetch_all
 from inbox.store.rows import COLUMNS, DuplicateCause, Earlier, Failure, Guard, NewRow, emptied, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import note, noting
+from inbox.store.trail import record, recording
 from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import now, now_after
 from outbox.database.prepared_statements import PreparedStatement, is_usable
@@ -49,30 +49,30 @@ _BEGIN = PreparedStatement(
 )
 
 
-def begin_fresh(alias: str, row: NewRow, twin_timeout: timedelta, *, attempt: int = 1) -> Guard | None:
+def begin_fresh(alias: str, row: NewRow, duplicate_timeout: timedelta, *, attempt: int = 1) -> Guard | None:
     """∅ → done, as the first statement of the handler's transaction. None: the row exists, this is a duplicate.
 
     No other transaction sees the row before the commit, and then its state is true; so it is written once. Where the sentinel
     cannot read which transaction inserted it (in a savepoint, on SQLite, behind a proxy), it is ∅ → received first.
 
     Raises:
-        TwinBusy: another transaction is inserting the same row and did not end within `twin_timeout`.
+        ConcurrentDuplicate: another transaction is inserting the same row and did not end within `duplicate_timeout`.
     """
     connection = connections[alias]
     # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
     if is_outermost(connection) and is_usable(connection):
-        return _begin_prepared(connection, row, twin_timeout, attempt)
-    inserted = insert(alias, row, twin_timeout, state=State.RECEIVED)
+        return _begin_prepared(connection, row, duplicate_timeout, attempt)
+    inserted = insert(alias, row, duplicate_timeout, state=State.RECEIVED)
     if inserted is not None and not is_postgresql(connection):
         with connection.cursor() as cursor:
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
     return inserted
 
 
-def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: timedelta, attempt: int) -> Guard | None:
+def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, duplicate_timeout: timedelta, attempt: int) -> Guard | None:
     # No other transaction sees the row unless it is done.
     kept = row if inbox_options().keeps_all_bodies else emptied(row)
-    given = [*(getattr(kept, column) for column in COLUMNS), attempt, as_bound(twin_timeout)]
+    given = [*(getattr(kept, column) for column in COLUMNS), attempt, as_bound(duplicate_timeout)]
     with locked_means_busy():
         rows = _BEGIN.execute(connection, given).rows
     if not rows:
@@ -81,36 +81,36 @@ def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, twin_timeout: 
     return Guard(connection.alias, (int(pk),), begun, is_settled=True, emptied=() if kept is row else (row,))
 
 
-def store_due(alias: str, row: NewRow, twin_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:
+def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:
     """∅ → received, due now or `after` a delay, for the runner. False: the row exists.
 
     Raises:
-        TwinBusy: see `begin_fresh`.
+        ConcurrentDuplicate: see `begin_fresh`.
     """
-    with noting(alias, matters=False):
-        inserted = insert(alias, row, twin_timeout, state=State.RECEIVED, due_after=after)
-        note(alias, inserted.rows if inserted else (), was="", matters=False)
+    with recording(alias, matters=False):
+        inserted = insert(alias, row, duplicate_timeout, state=State.RECEIVED, due_after=after)
+        record(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted is not None
 
 
-def store_failed(alias: str, row: NewRow, failure: Failure, twin_timeout: timedelta) -> bool:
+def store_failed(alias: str, row: NewRow, failure: Failure, duplicate_timeout: timedelta) -> bool:
     """∅ → retrying | dead, after the handler's transaction was rolled back. False: the row exists.
 
     Raises:
-        TwinBusy: see `begin_fresh`.
+        ConcurrentDuplicate: see `begin_fresh`.
     """
     state = State.DEAD if failure.retry_after is None else State.RETRYING
     matters = not failure.put_off
-    with noting(alias, matters=matters):
-        inserted = insert(alias, row, twin_timeout, state=state, failure=failure, due_after=failure.retry_after)
-        note(alias, inserted.rows if inserted else (), was="", reason=failure.error, matters=matters)
+    with recording(alias, matters=matters):
+        inserted = insert(alias, row, duplicate_timeout, state=state, failure=failure, due_after=failure.retry_after)
+        record(alias, inserted.rows if inserted else (), was="", reason=failure.error, matters=matters)
     return inserted is not None
 
 
 def store_running(
     alias: str,
     row: NewRow,
-    twin_timeout: timedelta,
+    duplicate_timeout: timedelta,
     *,
     ends_after: timedelta,
     attempts: int,
@@ -125,7 +125,7 @@ def store_running(
         conflicting: this one has other content.
 
     Raises:
-        TwinBusy: see `begin_fresh`.
+        ConcurrentDuplicate: see `begin_fresh`.
     """
     also: dict[str, Any] = {"attempts": attempts, "fence": fence}
     if duplicate is not None:
@@ -133,16 +133,16 @@ def store_running(
     if conflicting:
         at = adapted(connections[alias], utcnow())
         also |= {"conflicts": 1, "conflicting_id": row.message_id, "conflicting_body": row.body, "conflicting_at": at}
-    with noting(alias, matters=False):
-        inserted = insert(alias, row, twin_timeout, state=State.RUNNING, due_after=ends_after, also=also)
-        note(alias, inserted.rows if inserted else (), was="", matters=False)
+    with recording(alias, matters=False):
+        inserted = insert(alias, row, duplicate_timeout, state=State.RUNNING, due_after=ends_after, also=also)
+        record(alias, inserted.rows if inserted else (), was="", matters=False)
     return inserted.rows[0] if inserted else None
 
 
 def insert(
     alias: str,
     row: NewRow,
-    twin_timeout: timedelta,
+    duplicate_timeout: timedelta,
     *,
     state: State,
     failure: Failure | None = None,
@@ -152,7 +152,7 @@ def insert(
     """Insert a row in this state, unless it exists.
 
     Raises:
-        TwinBusy: see `begin_fresh`.
+        ConcurrentDuplicate: see `begin_fresh`.
     """
     connection = connections[alias]
     at = now(connection)
@@ -185,7 +185,7 @@ def insert(
     )
     name = [row.handler, row.topic, row.biz_id]
     with locked_means_busy():
-        return _guard(alias, fetch_all(connection, sql, [as_bound(twin_timeout), *parameters, *name]))
+        return _guard(alias, fetch_all(connection, sql, [as_bound(duplicate_timeout), *parameters, *name]))
 
 
 def _guard(alias: str, found: Sequence[tuple[Any, ...]]) -> Guard | None:

@@ -2,7 +2,7 @@
 
 Other transactions do not see that a row is being run: only inside its own transaction `next_attempt_at` is NULL. So a
 committed due row without `next_attempt_at` can only come from a handler that committed by itself. It is never run again;
-`bury_abandoned` makes it a dead letter.
+`dead_letter_abandoned` makes it a dead letter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bou
 from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
-from inbox.store.trail import is_noted, note_leaving
+from inbox.store.trail import is_recorded, record_leaving
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime, now, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
@@ -36,7 +36,7 @@ def claim_due(
     handlers: Sequence[str],
     redelivery_after: timedelta,
     *,
-    suspects: bool = True,
+    quarantined: bool = True,
     without: Collection[int] = (),
 ) -> InboxMessage | None:
     """Claim one due message of the first of these handlers that has any, and count the attempt, in its own commit.
@@ -48,13 +48,13 @@ def claim_due(
 
     Args:
         handlers: the caller changes their order from call to call, so that the backlog of one does not stop the others.
-        suspects: also those whose last attempt began and never ended.
+        quarantined: also those whose last attempt began and never ended.
         without: rows to skip.
     """
     connection = connections[alias]
     if not handlers:
         return None
-    found, wanted = due.first_due(connection, handlers, suspects=suspects, without=without)
+    found, wanted = due.first_due(connection, handlers, quarantined=quarantined, without=without)
     written = _claiming(connection)
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
@@ -71,13 +71,15 @@ def claim_due(
     return claimed[0] if claimed else None
 
 
-def refused_claim(alias: str, handlers: Sequence[str], *, suspects: bool = True, without: Collection[int] = ()) -> int | None:
+def refused_claim(
+    alias: str, handlers: Sequence[str], *, quarantined: bool = True, without: Collection[int] = ()
+) -> int | None:
     """The row that `claim_due` fails on, because the database refuses to change it; None if it does not fail.
 
     Nothing is claimed.
     """
     connection = connections[alias]
-    found, wanted = due.first_due(connection, handlers, suspects=suspects, without=without)
+    found, wanted = due.first_due(connection, handlers, quarantined=quarantined, without=without)
     with transaction.atomic(using=alias):
         with connection.cursor() as cursor:
             cursor.execute(found, wanted)
@@ -127,7 +129,7 @@ def begin_stored(
 
     Raises:
         KeyBusy: one does. Roll back, and give the row back.
-        TwinBusy: another session has locked the row and did not release it within `longest_wait`.
+        ConcurrentDuplicate: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
     postgresql = is_postgresql(connection)
@@ -182,7 +184,7 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
     A dead letter keeps its place in the order of its key, unless it `leaves` that order, which promotes the next one.
 
     Raises:
-        TwinBusy: another session has locked the row and does not release it.
+        ConcurrentDuplicate: another session has locked the row and does not release it.
     """
     dead = failure.retry_after is None
     became = State.DEAD if dead else State.RETRYING
@@ -199,8 +201,8 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
     matters = not failure.put_off
 
     def ours_is_told() -> bool:
-        told = note_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
-        return bool(told) or not is_noted(matters=matters)
+        told = record_leaving(alias, _OURS, [row, attempts], became=became, reason=failure.error, matters=matters)
+        return bool(told) or not is_recorded(matters=matters)
 
     if not dead or leaves is None:
         with transaction.atomic(using=alias), locked_means_busy(), lock_timeout(alias, LONGEST_LOCK_WAIT):
@@ -213,7 +215,7 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         return True
 
 
-def note_error(alias: str, row: int, failure: Failure) -> None:
+def record_error(alias: str, row: int, failure: Failure) -> None:
     """Store the error of an attempt that outlasted its claim, so that another attempt has begun."""
     InboxMessage.objects.using(alias).filter(pk=row, state__in=DUE).update(
         last_error=printable(failure.error, ERROR_LENGTH), traceback=printable(failure.traceback, TRACEBACK_LENGTH)
@@ -252,7 +254,7 @@ def who_locks(alias: str, row: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Buried:
+class DeadLettered:
     """A message that was made a dead letter."""
 
     handler: str
@@ -260,7 +262,7 @@ class Buried:
     biz_id: str
 
 
-def bury_abandoned(alias: str, row: int | None = None) -> list[Buried]:
+def dead_letter_abandoned(alias: str, row: int | None = None) -> list[DeadLettered]:
     """received, committed by its handler itself → dead; which ones. Without `row`, all such rows."""
     # Reading first, because an UPDATE of no row would still take SQLite's write lock.
     rows = due.abandoned(alias) if row is None else [row]
@@ -269,10 +271,12 @@ def bury_abandoned(alias: str, row: int | None = None) -> list[Buried]:
     condition = f"{due.ABANDONED} AND id IN ({', '.join(['%s'] * len(rows))})"
     connection = connections[alias]
     with transaction.atomic(using=alias), connection.cursor() as cursor:
-        note_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
+        record_leaving(alias, condition, rows, became=State.DEAD, reason=ABANDONED)
         cursor.execute(
             f"UPDATE {TABLE} SET state = 'dead', last_error = %s, settled_at = {now(connection)} WHERE {condition} "
             "RETURNING handler, message_id, biz_id",
             [ABANDONED, *rows],
         )
-        return [Buried(handler=handler, message_id=message, biz_id=biz_id) for handler, message, biz_id in cursor.fetchall()]
+        return [
+            DeadLettered(handler=handler, message_id=message, biz_id=biz_id) for handler, message, biz_id in cursor.fetchall()
+        ]

@@ -32,7 +32,7 @@ MOST_COUNTED = 1_000
 """The messages of an unknown handler are counted up to this."""
 _FIRST_TRIED, _LAST_TRIED = 32, 4
 """Rows of runs that outlast `REDELIVERY_AFTER` are locked and due longest: about one for each worker of all processes."""
-_NO_SUSPECTS = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
+_NOT_QUARANTINED = "AND NOT (attempts > 0 AND state IN ('received', 'running'))"
 _WANTED = {
     "postgresql": "json_array_elements_text(%s::json) AS wanted(handler)",
     "sqlite": "(SELECT value AS handler FROM json_each(%s)) AS wanted",
@@ -41,17 +41,17 @@ _WANTED = {
 
 
 def first_due(
-    connection: BaseDatabaseWrapper, handlers: Sequence[str], *, suspects: bool, without: Collection[int] = ()
+    connection: BaseDatabaseWrapper, handlers: Sequence[str], *, quarantined: bool, without: Collection[int] = ()
 ) -> tuple[str, list[Any]]:
     """A query for the id of one due message, and its parameters: the one due longest, of the first handler that has any.
 
     On PostgreSQL the row is locked, and a few rows that other transactions have locked are skipped.
 
     Args:
-        suspects: also those whose last attempt began and never ended.
+        quarantined: also those whose last attempt began and never ended.
         without: rows to skip.
     """
-    also = "" if suspects else _NO_SUSPECTS
+    also = "" if quarantined else _NOT_QUARANTINED
     if without:
         also += f" AND stored.id NOT IN ({', '.join(str(int(row)) for row in without)})"
     probe = _longest_due(connection, also)

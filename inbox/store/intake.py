@@ -15,7 +15,7 @@ from inbox.store.dialect import TABLE, adapted, fetch_all
 from inbox.store.ordering import OPEN, hold_gates, promote_next
 from inbox.store.rows import COLUMNS, Earlier, NewRow, locked_means_busy
 from inbox.store.together import IN_JSON, VALUES, as_json, rows_of
-from inbox.store.trail import note
+from inbox.store.trail import record
 from outbox.database.connections import is_postgresql
 from outbox.database.now import now
 from outbox.kernel.text import ERROR_LENGTH, printable
@@ -70,14 +70,14 @@ class _Place:
     leads: bool
 
 
-def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[Taken]:
+def store_incoming(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[Taken]:
     """∅ → received, due now; ∅ → waiting, in order and behind another of its key; ∅ → dead if refused; ∅ → shed.
 
     For deliveries of one handler, in their order, inside a transaction of `ordering.deciding` or one like it. With
     `dead_blocks`, a refused one keeps its place until an operator decides; otherwise it has none.
 
     Raises:
-        TwinBusy: another transaction held a lock for longer than this one's lock_timeout. Roll back and try again.
+        ConcurrentDuplicate: another transaction held a lock for longer than this one's lock_timeout. Roll back and try again.
     """
     if not incoming:
         return []
@@ -86,7 +86,7 @@ def take_in(alias: str, incoming: Sequence[Incoming], *, dead_blocks: bool) -> l
     with locked_means_busy():
         hold_gates(alias, handler, [given.row.key for given in incoming if given.in_order])
         stored = (_insert_all if is_postgresql(connections[alias]) else _insert_each)(connections[alias], places)
-    _note(alias, incoming, stored)
+    _record(alias, incoming, stored)
     taken = [_taken(alias, given, *stored.pop(given.row.biz_id, ("", 0))) for given in incoming]
     for key in _headless(places, taken):
         promote_next(alias, handler, key)
@@ -104,7 +104,7 @@ def _places(incoming: Sequence[Incoming], *, dead_blocks: bool) -> list[_Place]:
     return places
 
 
-def _note(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:
+def _record(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:
     """Deliveries that are not handled matter, each with its reason."""
     first: dict[str, Incoming] = {}
     for given in incoming:
@@ -113,7 +113,7 @@ def _note(alias: str, incoming: Sequence[Incoming], stored: _Stored) -> None:
     for biz_id, (_, row) in stored.items():
         reasons.setdefault(first[biz_id].refused or first[biz_id].shed, []).append(row)
     for reason, rows in reasons.items():
-        note(alias, rows, was="", reason=reason, matters=bool(reason))
+        record(alias, rows, was="", reason=reason, matters=bool(reason))
 
 
 def _taken(alias: str, given: Incoming, state: str, _row: int) -> Taken:

@@ -25,7 +25,7 @@ from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
 from inbox.store.steps import remember_all
-from inbox.store.trail import note, note_leaving, noting
+from inbox.store.trail import record, record_leaving, recording
 from outbox.database.connections import is_postgresql
 from outbox.database.now import DatabaseTime, now, now_after
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
@@ -55,13 +55,13 @@ class Standing:
     remaining: timedelta
 
 
-def lease_fresh(alias: str, row: NewRow, lease: timedelta, twin_timeout: timedelta) -> Granted | None:
+def lease_fresh(alias: str, row: NewRow, lease: timedelta, duplicate_timeout: timedelta) -> Granted | None:
     """∅ → running, its first attempt counted. None: the row exists.
 
     Raises:
-        TwinBusy: see `begin_fresh`.
+        ConcurrentDuplicate: see `begin_fresh`.
     """
-    pk = store_running(alias, row, twin_timeout, ends_after=lease, attempts=1, fence=1)
+    pk = store_running(alias, row, duplicate_timeout, ends_after=lease, attempts=1, fence=1)
     return None if pk is None else Granted(pk, 1, 1)
 
 
@@ -94,7 +94,7 @@ def lease_over(alias: str, row: NewRow, lease: timedelta, *, asked_before: bool 
         found = cursor.fetchall()
         granted = Granted(*found[0]) if found else None
         if granted and granted.fence > 1:  # the first one is only granted again
-            note(alias, [granted.row], was=State.RUNNING, reason=_LEASE_OVER)
+            record(alias, [granted.row], was=State.RUNNING, reason=_LEASE_OVER)
     return granted
 
 
@@ -115,7 +115,7 @@ def lease_stored(
 
     Raises:
         KeyBusy: another one does. Give the row back.
-        TwinBusy: another session has locked the row and does not release it.
+        ConcurrentDuplicate: another session has locked the row and does not release it.
     """
     connection = connections[alias]
     bound, among, wait = "", "", []
@@ -130,7 +130,7 @@ def lease_stored(
         )
         found = cursor.fetchall()
         if found:
-            _note_running(alias, pk, was)
+            _record_running(alias, pk, was)
         _refuse_company(alias, pk, alone_in)
     return Granted(*found[0]) if found else None
 
@@ -161,7 +161,7 @@ def consume(alias: str, pk: int, fence: int, order: OrderedKey | None = None) ->
     """running → done, and promote the next one of its `order`. False: it is no longer ours."""
     with _in_order(alias, order, matters=False):
         done = _owned(alias, pk, fence).update(**_done())
-        note(alias, [pk] if done else [], was=State.RUNNING, matters=False)
+        record(alias, [pk] if done else [], was=State.RUNNING, matters=False)
         _pass_on(alias, order)
     # After a connection lost during the commit, this is called again.
     return bool(done) or _was_left(alias, pk, fence, State.DONE)
@@ -175,7 +175,7 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
     written, matters = _failed(failure, leaves), not failure.put_off
     with _in_order(alias, leaves, matters=matters):
         freed = _owned(alias, pk, fence).update(**written)
-        note(alias, [pk] if freed else [], was=State.RUNNING, reason=failure.error, matters=matters)
+        record(alias, [pk] if freed else [], was=State.RUNNING, reason=failure.error, matters=matters)
         _pass_on(alias, leaves)
     return bool(freed) or _was_left(alias, pk, fence, State.RETRYING, State.DEAD)
 
@@ -183,7 +183,7 @@ def free(alias: str, pk: int, fence: int, failure: Failure, leaves: OrderedKey |
 def keep(
     alias: str,
     row: NewRow,
-    twin_timeout: timedelta,
+    duplicate_timeout: timedelta,
     *,
     until: timedelta,
     attempts: int,
@@ -197,7 +197,7 @@ def keep(
     kept = store_running(
         alias,
         row,
-        twin_timeout,
+        duplicate_timeout,
         ends_after=until,
         attempts=attempts,
         fence=0,
@@ -223,13 +223,13 @@ def show_running(
         was: the state that it was claimed in, for the trail.
 
     Raises:
-        KeyBusy, TwinBusy: see `lease_stored`.
+        KeyBusy, ConcurrentDuplicate: see `lease_stored`.
     """
     with locked_means_busy(), deciding(alias, LONGEST_LOCK_WAIT):
         ours = _claimed(alias, pk, attempts)
         shown = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
         if shown:
-            _note_running(alias, pk, was)
+            _record_running(alias, pk, was)
         _refuse_company(alias, pk, alone_in)
     return bool(shown)
 
@@ -249,7 +249,7 @@ def finish_kept(
         uncounted: attempts that were claimed but not made.
     """
     with _in_order(alias, order, matters=False):
-        note_leaving(alias, _THE_ROW, _named(row), became=State.DONE, matters=False)
+        record_leaving(alias, _THE_ROW, _named(row), became=State.DONE, matters=False)
         written = {**(_said_by(row) if delivered else {}), **_done(), "attempts": F("attempts") - uncounted}
         done = _the_row(alias, row).update(**written)
         _pass_on(alias, order)
@@ -263,7 +263,7 @@ def fail_kept(
     *,
     fence: int,
     steps: Mapping[str, str | None],
-    twin_timeout: timedelta,
+    duplicate_timeout: timedelta,
     leaves: OrderedKey | None = None,
 ) -> int | None:
     """∅ | received | retrying | running → retrying | dead, as its external lease store reports; the row.
@@ -272,12 +272,12 @@ def fail_kept(
     settled.
 
     Raises:
-        TwinBusy: see `begin_fresh`.
+        ConcurrentDuplicate: see `begin_fresh`.
     """
     with transaction.atomic(using=alias), _in_order(alias, leaves, matters=True):
-        keep(alias, row, twin_timeout, until=timedelta(), attempts=failure.attempts)
+        keep(alias, row, duplicate_timeout, until=timedelta(), attempts=failure.attempts)
         written = _failed(failure, leaves)
-        note_leaving(alias, _THE_ROW, _named(row), became=written["state"], reason=failure.error, matters=not failure.put_off)
+        record_leaving(alias, _THE_ROW, _named(row), became=written["state"], reason=failure.error, matters=not failure.put_off)
         if not _the_row(alias, row).update(**written, **_said_by(row), fence=fence):
             return None
         pk: int = InboxMessage.objects.using(alias).get(handler=row.handler, topic=row.topic, biz_id=row.biz_id).pk
@@ -295,15 +295,15 @@ def memory_of(alias: str, store: str, incarnation: str) -> tuple[str, datetime |
     return memory.incarnation, memory.remembers_since
 
 
-def note_loss(alias: str, store: str, *, known: str, found: str) -> bool:
+def record_loss(alias: str, store: str, *, known: str, found: str) -> bool:
     """Record that the store is a new incarnation, with complete data from now on. False: that was recorded before."""
     lost = LeaseMemory.objects.using(alias).filter(store=store, incarnation=known)
     return bool(lost.update(incarnation=found, remembers_since=DatabaseTime()))
 
 
-def _note_running(alias: str, pk: int, was: str) -> None:
+def _record_running(alias: str, pk: int, was: str) -> None:
     over = was == State.RUNNING
-    note(alias, [pk], was=was, reason=_LEASE_OVER if over else "", matters=over)
+    record(alias, [pk], was=was, reason=_LEASE_OVER if over else "", matters=over)
 
 
 def _named(row: NewRow) -> list[str]:
@@ -358,7 +358,7 @@ def _failed(failure: Failure, leaves: OrderedKey | None) -> dict[str, Any]:
 
 def _in_order(alias: str, order: OrderedKey | None, *, matters: bool) -> AbstractContextManager[Any]:
     """A transaction for a change of a key's order, or for the trail; a change without either needs none."""
-    return deciding(alias) if order else noting(alias, matters=matters)
+    return deciding(alias) if order else recording(alias, matters=matters)
 
 
 def _pass_on(alias: str, order: OrderedKey | None) -> None:

@@ -14,8 +14,8 @@ from inbox.store.arrivals import insert
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
 from inbox.store.due import longest_due
 from inbox.store.ordering import deciding, hold_gates, is_head, promote_next
-from inbox.store.rows import NewRow, TwinBusy
-from inbox.store.trail import note
+from inbox.store.rows import ConcurrentDuplicate, NewRow
+from inbox.store.trail import record
 from outbox.database.connections import lock_timeout
 from outbox.database.faults import is_collision
 from outbox.database.now import DatabaseTime
@@ -91,7 +91,7 @@ def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | N
             found = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, quarantined=False)
             replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id").first()
             return None if replaced is None else _replace(alias, replaced, corrected, by)
-    except TwinBusy:
+    except ConcurrentDuplicate:
         return None
     except OperationalError as error:
         if is_collision(error):
@@ -117,9 +117,9 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
     (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
     InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**_skipped(reason))
-    note(alias, [replaced.pk], was=State.DEAD, reason=reason)
+    record(alias, [replaced.pk], was=State.DEAD, reason=reason)
     origin = f"replaces row {replaced.pk} (biz-id {replaced.biz_id}) with another payload"
-    note(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
+    record(alias, [row], was="", reason="; ".join(filter(None, (origin, by))))
     return row
 
 
@@ -140,7 +140,7 @@ def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, writ
             message = found.select_for_update().only("handler", "key", "ordered", "place", "state").first()
             if message is not None:
                 _write(alias, message, written)
-                note(alias, [row], was=message.state, reason=reason)
+                record(alias, [row], was=message.state, reason=reason)
             return message is not None
     except OperationalError as error:
         if is_collision(error):

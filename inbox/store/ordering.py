@@ -33,7 +33,7 @@ from django.db import connections, transaction
 from inbox.models import InboxMessage, State
 from inbox.store.dialect import TABLE
 from inbox.store.rows import OrderedKey
-from inbox.store.trail import note
+from inbox.store.trail import record
 from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.now import NOW_AFTER, now_after
 from outbox.database.prepared_statements import PreparedStatement, is_usable
@@ -103,7 +103,7 @@ def promote_next(alias: str, handler: str, key: str, *, claimed_for: timedelta |
 
 def _told(alias: str, promoted: int | None) -> int | None:
     if promoted is not None:
-        note(alias, [promoted], was=State.WAITING, matters=False)
+        record(alias, [promoted], was=State.WAITING, matters=False)
     return promoted
 
 

@@ -32,7 +32,7 @@ def business_id(biz_id: str) -> str:
     return biz_id.split(":", 2)[2] if biz_id.startswith(EDITED) else biz_id
 
 
-class TwinBusy(Exception):
+class ConcurrentDuplicate(Exception):
     """Another transaction is handling the same message and did not end in time."""
 
 
@@ -42,12 +42,12 @@ class KeyBusy(Exception):
 
 @contextmanager
 def locked_means_busy() -> Iterator[None]:
-    """A statement of the block that waits for a lock for longer than lock_timeout raises TwinBusy."""
+    """A statement of the block that waits for a lock for longer than lock_timeout raises ConcurrentDuplicate."""
     try:
         yield
     except OperationalError as error:
         if sqlstate_of(error) == LOCK_TIMEOUT:
-            raise TwinBusy from error
+            raise ConcurrentDuplicate from error
         raise
 
 

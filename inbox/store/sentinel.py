@@ -17,7 +17,7 @@ from inbox.models import State
 from inbox.store.dialect import TABLE
 from inbox.store.ordering import GATE, for_gate, promote_next
 from inbox.store.rows import ABANDONED, PARTLY, Guard
-from inbox.store.trail import note
+from inbox.store.trail import record
 from outbox.database.connections import is_postgresql
 from outbox.database.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from outbox.database.now import now
@@ -101,7 +101,7 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
         ) from error
     if hit != len(guard.rows):
         raise TransactionEnded(ENDED)
-    note(guard.alias, guard.rows, was=guard.was, matters=False)
+    record(guard.alias, guard.rows, was=guard.was, matters=False)
     if guard.order is not None:
         follower = guard.follower
         row = promote_next(guard.alias, *guard.order, claimed_for=follower.claimed_for if follower else None)
@@ -149,7 +149,7 @@ def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
         return int(cursor.fetchone()[0])
 
 
-def bury_if_committed(guard: Guard) -> bool:
+def dead_letter_if_committed(guard: Guard) -> bool:
     """done → dead for rows that were inserted as `done` by a transaction that the handler has committed, and then failed.
 
     In its own commit, after the handler's transaction was rolled back. False: the rollback removed the rows.
@@ -169,15 +169,15 @@ def bury_if_committed(guard: Guard) -> bool:
             f"WHERE id IN (SELECT id {committed}) RETURNING id",
             [ABANDONED, *given],
         )
-        buried = [row for (row,) in cursor.fetchall()]
+        dead_lettered = [row for (row,) in cursor.fetchall()]
         for row, said in zip(guard.rows, guard.emptied, strict=False):
             # An operator who retries it needs its content.
             cursor.execute(
                 f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE id = %s AND state = 'dead'",
                 [said.body, said.headers, row],
             )
-        note(guard.alias, buried, was=State.DONE, reason=ABANDONED)
-    return bool(buried)
+        record(guard.alias, dead_lettered, was=State.DONE, reason=ABANDONED)
+    return bool(dead_lettered)
 
 
 def refuse_if_ended(guard: Guard) -> None:

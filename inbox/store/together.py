@@ -25,23 +25,23 @@ IN_JSON = {column: "text" if kind == "jsonb" else kind for column, kind in COLUM
 VALUES = ", ".join("headers::jsonb" if column == "headers" else column for column in COLUMNS)
 
 
-def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:
+def begin_together(alias: str, rows: Sequence[NewRow], duplicate_timeout: timedelta) -> tuple[Guard, list[NewRow]] | None:
     """∅ → done for many at once, as the first statement of their transaction: the guard, and those of `rows`, in their order,
     that are not duplicates of others or of each other. None: all are duplicates.
 
     Where `arrivals.begin_fresh` writes `received`, so does this.
 
     Raises:
-        TwinBusy: another transaction is inserting one of them and did not end within `twin_timeout`.
+        ConcurrentDuplicate: another transaction is inserting one of them and did not end within `duplicate_timeout`.
     """
     connection = connections[alias]
     state = State.DONE if is_postgresql(connection) and is_outermost(connection) else State.RECEIVED
     is_emptied = state is State.DONE and not inbox_options().keeps_all_bodies
     if is_postgresql(connection):
-        found = _insert(alias, [*map(emptied, rows)] if is_emptied else rows, twin_timeout, state)
+        found = _insert(alias, [*map(emptied, rows)] if is_emptied else rows, duplicate_timeout, state)
     else:
         # A file has no round trips to save. The savepoint of the last row guards all rows.
-        each = ((row, begin_fresh(alias, row, twin_timeout)) for row in rows)
+        each = ((row, begin_fresh(alias, row, duplicate_timeout)) for row in rows)
         found = [(guard.rows[0], row.biz_id, guard.transaction) for row, guard in each if guard is not None]
     if not found:
         return None
@@ -61,7 +61,7 @@ def begin_together(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta) 
     return guard, list(ours)
 
 
-def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: State) -> list[tuple[Any, ...]]:
+def _insert(alias: str, rows: Sequence[NewRow], duplicate_timeout: timedelta, state: State) -> list[tuple[Any, ...]]:
     connection = connections[alias]
     at = now(connection)
     # One round trip. The aggregates ensure that all rows are inserted before lock_timeout is restored.
@@ -78,7 +78,7 @@ def _insert(alias: str, rows: Sequence[NewRow], twin_timeout: timedelta, state: 
     in_one_order = sorted(rows, key=lambda row: row.biz_id)
     given = [json.dumps([as_json(row) for row in in_one_order]), [row.body for row in in_one_order]]
     with locked_means_busy():
-        ((ids, biz_ids, begun, _),) = fetch_all(connection, sql, [as_bound(twin_timeout), *values, *given])
+        ((ids, biz_ids, begun, _),) = fetch_all(connection, sql, [as_bound(duplicate_timeout), *values, *given])
     return [(pk, biz_id, begun) for pk, biz_id in zip(ids or (), biz_ids or (), strict=True)]
 
 

@@ -23,17 +23,17 @@ from outbox.kernel.text import ERROR_LENGTH, NAME_LENGTH, printable
 _TRAIL = TrailEntry._meta.db_table
 
 
-def is_noted(*, matters: bool) -> bool:
+def is_recorded(*, matters: bool) -> bool:
     """Does the trail record transitions that matter to people, or those that do not?"""
     return matters or inbox_options().TRAIL == "all"
 
 
-def noting(alias: str, *, matters: bool) -> AbstractContextManager[Any]:
+def recording(alias: str, *, matters: bool) -> AbstractContextManager[Any]:
     """A transaction for a transition with its entry. Without an entry, its single statement needs none."""
-    return transaction.atomic(using=alias) if is_noted(matters=matters) else nullcontext()
+    return transaction.atomic(using=alias) if is_recorded(matters=matters) else nullcontext()
 
 
-def note(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matters: bool = True) -> None:
+def record(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matters: bool = True) -> None:
     """Record a transition after it was made: from the state `was` to the state in their rows.
 
     Args:
@@ -41,19 +41,19 @@ def note(alias: str, rows: Sequence[int], *, was: str, reason: str = "", matters
         reason: for people; "" if the states explain it.
         matters: to people. Other transitions are recorded only with `INBOX["TRAIL"] = "all"`.
     """
-    if rows and is_noted(matters=matters):
+    if rows and is_recorded(matters=matters):
         places = ", ".join(["%s"] * len(rows))
         _write(alias, "%s", "state", f"id IN ({places})", [str(was)], list(rows), reason)
 
 
-def note_leaving(
+def record_leaving(
     alias: str, condition: str, parameters: Sequence[Any], *, became: str, reason: str = "", matters: bool = True
 ) -> int:
     """Record a transition before it is made: of the rows that match `condition`, from their states to `became`.
 
     They are locked, so that they do not change before the transition; returns their number, or 0 if nothing was recorded.
     """
-    if not is_noted(matters=matters):
+    if not is_recorded(matters=matters):
         return 0
     lock = "FOR UPDATE" if is_postgresql(connections[alias]) else ""
     return _write(alias, "state", "%s", condition, [str(became)], parameters, reason, lock)

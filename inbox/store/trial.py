@@ -19,7 +19,7 @@ def try_to_store(alias: str) -> None:
     """Insert a row as for a delivery, on a new session, and roll it back.
 
     Raises:
-        TwinBusy: another session has locked the table.
+        ConcurrentDuplicate: another session has locked the table.
         django.db.Error: nothing can be stored, for this reason.
     """
     if not connections[alias].in_atomic_block:

@@ -20,14 +20,14 @@ from outbox.database.now import DatabaseTime
 _COUNTS = ("duplicates", "redeliveries", "resends", "replays")
 
 
-def begin_reading(alias: str, row: NewRow, twin_timeout: timedelta) -> int:
+def begin_reading(alias: str, row: NewRow, duplicate_timeout: timedelta) -> int:
     """∅ | waiting → waiting, outside of every order, so that no runner runs it; how often that was done.
 
     Raises:
-        TwinBusy: see `begin_fresh`.
+        ConcurrentDuplicate: see `begin_fresh`.
     """
     with transaction.atomic(using=alias):
-        insert(alias, row, twin_timeout, state=State.WAITING)
+        insert(alias, row, duplicate_timeout, state=State.WAITING)
         with connections[alias].cursor() as cursor:
             cursor.execute(
                 f"UPDATE {TABLE} SET attempts = attempts + 1 WHERE handler = %s AND topic = %s AND biz_id = %s "
@@ -49,7 +49,7 @@ def name_undecided(alias: str, stored: InboxMessage, row: NewRow, longest_wait: 
     """Make a claimed row the row of its message. False: the message has a row. None: the claim has ended.
 
     Raises:
-        TwinBusy: another transaction is inserting that row and did not end within `longest_wait`.
+        ConcurrentDuplicate: another transaction is inserting that row and did not end within `longest_wait`.
     """
     connection = connections[alias]
     postgresql = is_postgresql(connection)
@@ -77,7 +77,7 @@ def fold_undecided(
     None: that row has been deleted meanwhile, or the claim has ended.
 
     Raises:
-        TwinBusy: another transaction is running that row and did not end within `longest_wait`.
+        ConcurrentDuplicate: another transaction is running that row and did not end within `longest_wait`.
     """
     with transaction.atomic(using=alias):
         _lock(alias, row, longest_wait)

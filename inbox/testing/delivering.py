@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 
 from inbox.conf import inbox_options
-from inbox.consumer.lanes import Delivery, Undecided, size_of
+from inbox.consumer.lanes import Delivery, Unanswered, size_of
 from inbox.consumer.reception import Reception
 from inbox.handlers.handler import Handler
 from inbox.handlers.message import Message
@@ -100,7 +100,7 @@ def receive(
 
     def answer(delivery: Delivery, received: Received) -> None:
         nonlocal unanswered
-        if received in {Received.PUT_OFF, Received.UNSTORED}:
+        if received in {Received.DEFERRED, Received.UNSTORED}:
             unanswered += 1
         else:
             acknowledged()
@@ -109,7 +109,7 @@ def receive(
     deliveries = [as_delivered(message, redelivered=redelivered) for message in messages]
     try:
         reception.receive([Delivery(epoch=0, handler=handler, message=message, at=monotonic()) for message in deliveries])
-    except Undecided as error:
+    except Unanswered as error:
         raise error.__cause__ or error from None
     return not unanswered
 

@@ -80,7 +80,7 @@ def in_transaction(
     except BaseException as error:
         if not committed:
             # After the proof, only our own commit can have made the rows visible: its answer was lost.
-            if guard is not None and not proved and _is_buried(guard):
+            if guard is not None and not proved and _is_dead_lettered(guard):
                 raise TransactionEnded(ABANDONED, is_stored=True) from error
             raise
         logger.exception("An on_commit hook of %s failed after the effect of %s was committed.", handler.name, of)
@@ -89,10 +89,10 @@ def in_transaction(
     return True
 
 
-def _is_buried(guard: Guard) -> bool:
+def _is_dead_lettered(guard: Guard) -> bool:
     """Did the handler commit by itself, with rows in state `done`? They are dead letters now."""
     try:
-        return sentinel.bury_if_committed(guard)
+        return sentinel.dead_letter_if_committed(guard)
     except (DatabaseError, InterfaceError) as error:
         logger.debug("It is not known whether a handler that failed had committed by itself: %s", describe(error))
         return False

@@ -29,16 +29,16 @@ _T = TypeVar("_T")
 TRIES_AT_ONCE = 5
 
 
-class DatabaseAway(Exception):
+class DatabaseUnavailable(Exception):
     """The handler's database does not answer, or cannot store. Nothing was decided: do not acknowledge, wait, receive again.
 
     Attributes:
         remedy: the operator's remedy, or "".
         refused: it answers, but has refused to store this on two sessions; it may store other messages.
-        owed: to be called when it is available: refunds an attempt that was counted but not made.
+        refund: to be called when it is available: refunds an attempt that was counted but not made.
     """
 
-    owed: Callable[[], None] | None = None
+    refund: Callable[[], None] | None = None
 
     def __init__(self, reason: str, remedy: str = "", *, refused: bool = False) -> None:
         super().__init__(reason)
@@ -60,7 +60,7 @@ def statements_of_ours() -> Iterator[None]:
         raise _Unstored from error
 
 
-def persistently(alias: str, attempt: Callable[[], _T], *, reruns: bool = True) -> _T:
+def run_with_reruns(alias: str, attempt: Callable[[], _T], *, reruns: bool = True) -> _T:
     """Run a transaction; rerun it at once a few times after a collision, and once on a new session if its session fails.
 
     A session fails if it is lost, or if a statement of the inbox finds it unfit: read-only since a failover, or changed by an
@@ -70,7 +70,7 @@ def persistently(alias: str, attempt: Callable[[], _T], *, reruns: bool = True) 
         reruns: also rerun a handler that was running when its session was lost.
 
     Raises:
-        DatabaseAway: the database does not answer, or cannot store.
+        DatabaseUnavailable: the database does not answer, or cannot store.
         Exception: the transaction's error, at its last try.
     """
     drop_unusable_connections()
@@ -93,7 +93,7 @@ def persistently(alias: str, attempt: Callable[[], _T], *, reruns: bool = True) 
 
 
 class _Session:
-    """The session of one transaction that is run `persistently`. It is replaced by a new one at most once."""
+    """The session of one transaction that is run `run_with_reruns`. It is replaced by a new one at most once."""
 
     def __init__(self, alias: str, *, reruns: bool) -> None:
         self._alias = alias
@@ -105,18 +105,18 @@ class _Session:
         """Is there a new session on which to rerun the transaction?
 
         Raises:
-            DatabaseAway: there is none, or a statement of the inbox failed on the new one, too.
+            DatabaseUnavailable: there is none, or a statement of the inbox failed on the new one, too.
         """
         if isinstance(error, _Unstored):
             cause = error.__cause__ or error
             reason = why_not_stored(cause, self._alias)
             if self._replaced or not dialect.is_reachable(self._alias):
                 refused = self._replaced and not is_lost(cause)
-                raise DatabaseAway(reason, remedy(cause, self._alias), refused=refused) from cause
+                raise DatabaseUnavailable(reason, remedy(cause, self._alias), refused=refused) from cause
             self._unfit = "" if is_lost(cause) else reason
         elif is_lost(error):
             if not dialect.is_reachable(self._alias):
-                raise DatabaseAway(describe(error)) from error
+                raise DatabaseUnavailable(describe(error)) from error
             if self._replaced or not self._reruns:
                 return False
         else:
@@ -157,11 +157,11 @@ def why_not_stored(error: BaseException, alias: str) -> str:
     return reason
 
 
-def decided(write: Callable[[], _T], alias: str) -> _T:
+def committed(write: Callable[[], _T], alias: str) -> _T:
     """Store an outcome in its own commit.
 
     Raises:
-        DatabaseAway: it could not be stored, so nothing is decided.
+        DatabaseUnavailable: it could not be stored, so nothing is decided.
         django.db.Error: the values of its row are the cause.
     """
 
@@ -170,8 +170,8 @@ def decided(write: Callable[[], _T], alias: str) -> _T:
             return write()
 
     try:
-        return persistently(alias, attempt)
+        return run_with_reruns(alias, attempt)
     except (DatabaseError, InterfaceError) as error:
         if is_collision(error):
-            raise DatabaseAway(describe(error)) from error
+            raise DatabaseUnavailable(describe(error)) from error
         raise

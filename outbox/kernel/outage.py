@@ -31,9 +31,9 @@ class Outage:
 
     def wait(self, reason: object, stop: StopRequest) -> None:
         """The dependency failed for `reason`: wait, longer each time, up to the cap."""
-        stop.wait(self.note(reason))
+        stop.wait(self.record(reason))
 
-    def note(self, reason: object, remedy: str = "") -> float:
+    def record(self, reason: object, remedy: str = "") -> float:
         """As `wait`, without blocking: return the seconds until the next try.
 
         Args:

@@ -50,7 +50,7 @@ def a_delivery(handler, envelope=None, **attributes):
 
 
 def acquire(leases, wanted):
-    return leases.acquire(wanted, twin_timeout=OPTIONS.TWIN_TIMEOUT)
+    return leases.acquire(wanted, duplicate_timeout=OPTIONS.DUPLICATE_TIMEOUT)
 
 
 def acquired(leases, wanted):

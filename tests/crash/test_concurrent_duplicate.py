@@ -1,4 +1,4 @@
-"""A concurrent duplicate waits for a transaction that holds its row far longer than `TWIN_TIMEOUT`."""
+"""A concurrent duplicate waits for a transaction that holds its row far longer than `DUPLICATE_TIMEOUT`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 
 @pytest.mark.parametrize(
-    ("ending", "twin_timeout"), [("commit", InboxOptions().TWIN_TIMEOUT), ("rollback", timedelta(seconds=0.5))]
+    ("ending", "duplicate_timeout"), [("commit", InboxOptions().DUPLICATE_TIMEOUT), ("rollback", timedelta(seconds=0.5))]
 )
 def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_transaction(
-    process_environment, rabbitmq_server, rabbitmq_url, tmp_path, ending, twin_timeout
+    process_environment, rabbitmq_server, rabbitmq_url, tmp_path, ending, duplicate_timeout
 ):
-    held = 12 * twin_timeout
+    held = 12 * duplicate_timeout
     options = broker_options(rabbitmq_url)
     declare(OF_THE_WORKERS, options)
     row = read(OF_THE_WORKERS, an_envelope(topic=JOB, biz_id="copy"), OPTIONS).row
@@ -40,14 +40,14 @@ def test_a_concurrent_duplicate_blocks_no_other_message_and_waits_for_the_first_
                 "EXCHANGE": EXCHANGE,
                 "GROUP": "tests",
                 "CONCURRENCY": 2,
-                "TWIN_TIMEOUT": twin_timeout,
+                "DUPLICATE_TIMEOUT": duplicate_timeout,
             }
         ),
         "DJANGO_SETTINGS_MODULE": "tests.support.apps.worker.settings",
     }
     with Process(environment, tmp_path / "log", "inbox_consume") as process:
         with transaction.atomic():
-            guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
             send(rabbitmq_url, JOB, {}, message_id="copy")
             for number in range(OTHERS):
                 send(rabbitmq_url, JOB, {}, message_id=f"other-{number}")

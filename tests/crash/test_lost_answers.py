@@ -53,7 +53,7 @@ def test_a_redelivery_whose_stored_row_was_not_confirmed_is_counted_as_its_own_d
         before=lambda: deliver(handler, an_envelope(biz_id="first")),
         call=lambda: deliver(handler, an_envelope(biz_id="second"), redelivered=True),
         written="SELECT 1 FROM inbox_inboxmessage WHERE biz_id = 'second'",
-        after=(intake, "take_in"),
+        after=(intake, "store_incoming"),
     )
 
     assert answer is Received.DUPLICATE

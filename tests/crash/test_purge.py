@@ -47,8 +47,8 @@ def held_back():
 
 
 def test_purging_while_messages_come_again_and_again_doubles_and_loses_no_effect(world, settings, record_property):
-    settings.INBOX = {"RETENTION": RETENTION, "AGE_FENCE_MARGIN": MARGIN}
-    world.inbox_options.update(RETENTION=RETENTION.total_seconds(), AGE_FENCE_MARGIN=MARGIN.total_seconds())
+    settings.INBOX = {"RETENTION": RETENTION, "MAX_AGE_MARGIN": MARGIN}
+    world.inbox_options.update(RETENTION=RETENTION.total_seconds(), MAX_AGE_MARGIN=MARGIN.total_seconds())
     choice = random.Random(world.seed)
     operated = purged = 0
     world.listening()  # this one lives: what is delivered for the first time is in time

@@ -29,7 +29,7 @@ OPTIONS = InboxOptions(
     MAX_ATTEMPTS=3,
     RETRY_BASE=timedelta(hours=1),
     REDELIVERY_AFTER=timedelta(hours=1),
-    TWIN_TIMEOUT=timedelta(milliseconds=200),
+    DUPLICATE_TIMEOUT=timedelta(milliseconds=200),
 )
 """Nothing that is stored becomes due by itself while a test looks at it: `make_due` says when."""
 

@@ -57,7 +57,7 @@ def broker_options(url, **changes):
         "MAX_ATTEMPTS": 3,
         "RETRY_BASE": timedelta(hours=1),
         "REDELIVERY_AFTER": timedelta(hours=1),
-        "TWIN_TIMEOUT": timedelta(milliseconds=200),
+        "DUPLICATE_TIMEOUT": timedelta(milliseconds=200),
     }
     return InboxOptions(**{**values, **changes})
 

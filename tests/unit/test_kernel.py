@@ -216,7 +216,7 @@ class TestOutage:
         monkeypatch.setattr("outbox.kernel.outage.monotonic", lambda: now)
         for second in range(150):
             now = 1000.0 + second
-            outage.note(f"disk full for {second} s", "Free some.")
+            outage.record(f"disk full for {second} s", "Free some.")
 
         first, second, third = [record.message for record in caplog.records]
         assert "is unavailable (disk full for 0 s). Free some." in first

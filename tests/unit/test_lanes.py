@@ -10,7 +10,7 @@ import pytest
 from inbox import Batch, Ordered, Shed
 from inbox.conf import InboxOptions
 from inbox.consumer import lanes
-from inbox.consumer.lanes import LOAD_BYTES, SIFTED_AT_ONCE, TAKEN_IN_AT_ONCE, Delivery, Lane, prefetch_of, size_of
+from inbox.consumer.lanes import LOAD_BYTES, SIFTED_AT_ONCE, STORED_AT_ONCE, Delivery, Lane, prefetch_of, size_of
 from inbox.handlers.handler import Handler
 from inbox.limits import shedder
 from inbox.limits.shedder import shedder_of
@@ -107,9 +107,9 @@ class TestOrderedHandler:
         assert numbers(lane.take(0.0)) == [3, 4]
 
     def test_an_ordered_load_is_limited_in_size(self):
-        lane = a_lane(TAKEN_IN_AT_ONCE + 5, ordered=Ordered())
+        lane = a_lane(STORED_AT_ONCE + 5, ordered=Ordered())
 
-        assert len(lane.take(0.0)) == TAKEN_IN_AT_ONCE
+        assert len(lane.take(0.0)) == STORED_AT_ONCE
 
     def test_a_rate_limit_does_not_limit_the_load_of_an_ordered_lane(self):
         lane = a_lane(50, ordered=Ordered(), rate_limit=1 / 3600)
@@ -289,7 +289,7 @@ class TestPrefetch:
             ({"batch": Batch(size=20)}, 20, 50),
             ({"batch": Batch(size=100)}, 100, 200),
             ({"group_commit": 50}, 50, 100),
-            ({"ordered": Ordered()}, TAKEN_IN_AT_ONCE, 2 * TAKEN_IN_AT_ONCE),
+            ({"ordered": Ordered()}, STORED_AT_ONCE, 2 * STORED_AT_ONCE),
             ({"rate_limit": 5.0}, 1, 10),
             ({"rate_limit": 1 / 3600}, 1, 1),
             ({"rate_limit": 5.0, "batch": Batch(size=30)}, 30, 60),

@@ -11,7 +11,7 @@ import kombu
 import pytest
 
 from inbox import Batch, Ordered
-from inbox.consumer.lanes import Delivery, Lane, Undecided
+from inbox.consumer.lanes import Delivery, Lane, Unanswered
 from inbox.consumer.pool import Pool
 from inbox.handlers.handler import Handler
 from inbox.limits.slots import slots_of
@@ -104,7 +104,7 @@ class Databases:
         with self._lock:
             if alias in self.unavailable:
                 self.refused += 1
-                raise Undecided(load, self._retry_seconds, everywhere=True)
+                raise Unanswered(load, self._retry_seconds, everywhere=True)
             self.done += [(load[0].handler.name, delivery.message.delivery_tag) for delivery in load]
 
     def ask(self, alias):
@@ -286,7 +286,7 @@ def test_undecided_deliveries_are_retried_before_later_ones():
         tried.append([delivery.message.delivery_tag for delivery in load])
         if len(tried) == 1:
             pool.put(lane, a_delivery(lane, 3))
-            raise Undecided(load[1:], 0.01, everywhere=False)
+            raise Unanswered(load[1:], 0.01, everywhere=False)
         done.extend(load)
 
     pool = Pool([lane], Store(), size=3, receive=receive)
@@ -305,7 +305,7 @@ def test_undecided_deliveries_of_a_previous_connection_are_dropped():
     def receive(load):
         received.extend(delivery.message.delivery_tag for delivery in load)
         pool.drop_others(2)
-        raise Undecided(load, 0.0, everywhere=False)
+        raise Unanswered(load, 0.0, everywhere=False)
 
     with running([lane], receive=receive) as pool:
         pool.put(lane, a_delivery(lane, 7))
@@ -415,7 +415,7 @@ def test_a_load_that_cannot_be_stored_leaves_the_slot_of_its_handler():
     def receive(load):
         tried.append(load[0].message.delivery_tag)
         if len(tried) == 1:
-            raise Undecided(load, 0.01, everywhere=False)
+            raise Unanswered(load, 0.01, everywhere=False)
 
     with running([lane], size=2, receive=receive) as pool:
         for number in (1, 2):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inbox.limits.token_cache import Purse
+from inbox.limits.token_cache import TokenCache
 from inbox.store.buckets import Leased, pour
 
 RATES = st.one_of(st.sampled_from([5 / 3600, 0.5, 1.0, 9.0, 100.0, 2000.0]), st.floats(0.001, 100_000))
@@ -42,30 +42,30 @@ class TestBucket:
 
 class TestTokenCache:
     def test_a_new_token_cache_is_empty(self):
-        assert Purse(10.0).take(5, now=1.0) == 0
+        assert TokenCache(10.0).take(5, now=1.0) == 0
 
     def test_the_cache_gives_the_leased_tokens_and_no_more(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.put_in(7, left=0.0, now=1.0)
 
         assert [purse.take(5, now=1.01), purse.take(5, now=1.02), purse.take(5, now=1.03)] == [5, 2, 0]
 
     def test_a_returned_token_can_be_taken_again(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.put_in(1, left=0.0, now=1.0)
         purse.give_back(purse.take(1, now=1.01), now=1.01)
 
         assert purse.take(1, now=1.02) == 1
 
     def test_tokens_that_are_not_used_in_time_expire(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.put_in(7, left=0.0, now=1.0)
 
         assert purse.tokens(now=1.0 + purse.keep - 0.001) == 7
         assert purse.take(7, now=1.0 + purse.keep + 0.001) == 0
 
     def test_each_portion_expires_at_its_own_time(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.put_in(7, left=0.0, now=1.0)
         purse.put_in(5, left=0.0, now=1.06)
 
@@ -74,7 +74,7 @@ class TestTokenCache:
         assert purse.tokens(now=1.06 + purse.keep + 0.001) == 0
 
     def test_more_tokens_are_wanted_before_a_large_portion_is_used_up(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.portion = 8
         purse.put_in(8, left=0.0, now=1.0)
         assert not purse.wants_more(now=1.01)
@@ -84,14 +84,14 @@ class TestTokenCache:
         assert purse.wants_more(now=1.01)
 
     def test_a_small_portion_is_not_renewed_in_advance(self):
-        purse = Purse(10.0)
+        purse = TokenCache(10.0)
         purse.put_in(1, left=0.0, now=1.0)
         purse.take(1, now=1.01)
 
         assert not purse.wants_more(now=1.01)
 
     def test_the_portion_doubles_while_it_is_used_up_early(self):
-        purse, asked = Purse(2000.0), []
+        purse, asked = TokenCache(2000.0), []
 
         for turn in range(9):
             asked.append(purse.portion)
@@ -101,7 +101,7 @@ class TestTokenCache:
         assert asked == [1, 2, 4, 8, 16, 32, 64, 100, 100]
 
     def test_the_portion_does_not_double_when_the_bucket_had_no_more(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.put_in(1, left=5.0, now=1.0)
         purse.take(2, now=1.01)
         assert purse.portion == 2
@@ -112,7 +112,7 @@ class TestTokenCache:
         assert purse.portion == 2
 
     def test_the_portion_does_not_double_when_it_is_used_up_late(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.put_in(1, left=5.0, now=1.0)
         purse.take(1, now=1.01)
         purse.take(1, now=1.11)
@@ -120,7 +120,7 @@ class TestTokenCache:
         assert purse.portion == 1
 
     def test_the_portion_halves_down_to_what_a_slow_process_uses(self):
-        purse, asked = Purse(2000.0), []
+        purse, asked = TokenCache(2000.0), []
         purse.portion = 64
 
         for turn in range(6):
@@ -132,14 +132,14 @@ class TestTokenCache:
         assert asked == [64, 32, 16, 8, 5, 5]
 
     def test_the_next_lease_is_due_at_once_while_the_bucket_has_tokens(self):
-        purse = Purse(2000.0)
+        purse = TokenCache(2000.0)
         purse.put_in(1, left=1.0, now=5.0)
 
         assert purse.ask_at == 5.0
 
     @pytest.mark.parametrize(("rate", "earliest", "latest"), [(2000.0, 0.05, 0.06), (2.0, 0.5, 0.51), (5 / 3600, 5.0, 5.0)])
     def test_the_next_lease_is_due_when_an_empty_bucket_has_filled_a_portion(self, rate, earliest, latest):
-        purse = Purse(rate)
+        purse = TokenCache(rate)
         purse.put_in(0, left=0.0, now=0.0)
 
         assert earliest <= purse.ask_at <= latest
@@ -150,7 +150,7 @@ def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
 
     A simulation in steps of a millisecond. They always have work; one with speed None uses every token at once.
     """
-    purses = [Purse(rate) for _ in speeds]
+    purses = [TokenCache(rate) for _ in speeds]
     level, filled_at = purses[0].burst, 0.0
     free_at, polled_at = [0.0] * len(speeds), [0.0] * len(speeds)
     coming, wants = [None] * len(speeds), [False] * len(speeds)
@@ -221,7 +221,7 @@ def test_processes_that_share_a_rate_use_nearly_all_of_it_and_never_more(rate, s
 
     used, uses = shared(rate, speeds, seconds=seconds)
 
-    purse = Purse(rate)
+    purse = TokenCache(rate)
     assert 0.95 * rate * seconds <= sum(used)
     # The tokens that were cached when a window began, and the burst of the bucket, come on top of the rate.
     for window in (0.1, 1.0, seconds):

@@ -7,7 +7,7 @@ from django.core.management.base import CommandParser
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leases.opening import lease_store
-from inbox.leases.stores import LeaseStoreAway
+from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.store import accounting, heartbeats, operating
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
@@ -138,7 +138,7 @@ def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
     """What has left no row, of the handlers of all databases; None when the store of leases does not answer."""
     try:
         return lease_store(inbox_options()).counts()
-    except LeaseStoreAway:
+    except LeaseStoreUnavailable:
         return None
 
 

@@ -96,7 +96,7 @@ class World:
         self.count(received)
 
     def count(self, received):
-        self.delivered += received is not Received.PUT_OFF
+        self.delivered += received is not Received.DEFERRED
 
     def envelope(self, fact, way="succeed"):
         return self.sent.setdefault(fact, self.a_message(fact, way))
@@ -227,7 +227,7 @@ class TestDeferredDelivery:
             finally:
                 ended.append(True)
 
-        assert (first.answer, received) == (Received.HANDLED, Received.PUT_OFF)
+        assert (first.answer, received) == (Received.HANDLED, Received.DEFERRED)
         assert_balanced(1)
         deliver(handler, envelope, redelivered=True)
         assert_balanced(2)
@@ -240,7 +240,7 @@ class TestConcurrentDeliveries:
 
         def until_decided(envelope):
             redelivered = False
-            while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.PUT_OFF:
+            while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.DEFERRED:
                 redelivered = True
             return received
 

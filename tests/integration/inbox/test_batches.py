@@ -45,12 +45,12 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 
 every_database = pytest.mark.every_database
 
-HANDLED, DUPLICATE, STORED, DEAD, PUT_OFF = (
+HANDLED, DUPLICATE, STORED, DEAD, DEFERRED = (
     Received.HANDLED,
     Received.DUPLICATE,
     Received.STORED,
     Received.DEAD,
-    Received.PUT_OFF,
+    Received.DEFERRED,
 )
 POISON = {"poison": True}
 
@@ -615,7 +615,7 @@ class TestConcurrentDuplicates:
         assert effects_by_name() == dict.fromkeys(names_of(20), 1)
         counted = Counter(one for load in became for one in load)
         assert counted[HANDLED] == 20
-        assert counted[HANDLED] + counted[DUPLICATE] + counted[STORED] + counted[PUT_OFF] == 8 * 20
+        assert counted[HANDLED] + counted[DUPLICATE] + counted[STORED] + counted[DEFERRED] == 8 * 20
         run_to_the_end()
         assert set(InboxMessage.objects.values_list("state", flat=True)) == {State.DONE}
         duplicates = InboxMessage.objects.values_list("duplicates", flat=True)
@@ -658,7 +658,7 @@ def test_any_loads_account_for_every_delivery_and_have_every_effect_once(handles
         deliveries += len(load)
         handled += became.count(HANDLED)
         assert None not in became
-        assert PUT_OFF not in became
+        assert DEFERRED not in became
 
     assert accounting.balance("default").delivered == deliveries
     assert effects() == handled

@@ -20,7 +20,7 @@ from amqp.exceptions import PreconditionFailed
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
 
-from inbox.consumer.lanes import Undecided
+from inbox.consumer.lanes import Unanswered
 from inbox.consumer.pool import Pool
 from inbox.consumer.reception import Reception
 from inbox.consumer.topology import declare as declare_queues
@@ -144,7 +144,7 @@ class Gate:
 def store(handler, name):
     """Have a message of `handler` in the table, due now."""
     arrival = read(handler, an_envelope(biz_id=name), OPTIONS)
-    assert arrivals.store_due("default", arrival.row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due("default", arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
 
 
 @contextmanager
@@ -373,11 +373,11 @@ class TestAcknowledging:
     def test_sixty_copies_of_a_running_message_delay_no_other_message(
         self, handles, rabbitmq_url, gate, length, redelivered, by_payload
     ):
-        """No worker waits for the first copy: with this TWIN_TIMEOUT none of them would be free again."""
+        """No worker waits for the first copy: with this DUPLICATE_TIMEOUT none of them would be free again."""
         gate.open(*names(40))
         named = {"biz_id": lambda message: message.payload["name"]} if by_payload else {}
         handler, other = handles(gate, **named), handles(gate, topic="other", **named)
-        options = broker_options(rabbitmq_url, CONCURRENCY=2, TWIN_TIMEOUT=timedelta(hours=1))
+        options = broker_options(rabbitmq_url, CONCURRENCY=2, DUPLICATE_TIMEOUT=timedelta(hours=1))
         for each in (handler, other):
             declare(each, options)
         slow = ("slow", {"name": "slow"})
@@ -404,17 +404,17 @@ class TestAcknowledging:
     def test_copies_of_a_message_that_another_process_handles_occupy_one_worker_at_most(
         self, handles, rabbitmq_url, gate, length
     ):
-        """With this TWIN_TIMEOUT the one that waits for the first copy is free again when that has ended, and not before."""
+        """With this DUPLICATE_TIMEOUT the one that waits for the first copy is free again when that has ended, not before."""
         gate.open()
         handler, other = handles(gate), handles(gate, topic="other")
-        options = broker_options(rabbitmq_url, CONCURRENCY=2, TWIN_TIMEOUT=timedelta(hours=1))
+        options = broker_options(rabbitmq_url, CONCURRENCY=2, DUPLICATE_TIMEOUT=timedelta(hours=1))
         for each in (handler, other):
             declare(each, options)
         row = read(handler, an_envelope(biz_id="slow", id="slow"), OPTIONS).row
 
         with consuming([handler, other], options):
             with transaction.atomic():
-                guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+                guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
                 send_all(rabbitmq_url, TOPIC, [("slow", {})] * 60)
                 send_all(rabbitmq_url, other.topic, [(name, {}) for name in names(20)])
                 wait_until(lambda: effects() == 20)
@@ -431,13 +431,13 @@ class TestAcknowledging:
         short, long = timedelta(seconds=1), timedelta(seconds=20)
 
         with transaction.atomic():
-            arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
-            (first,) = at_once([lambda: deliver(handler, envelope, given=options(TWIN_TIMEOUT=short))])
+            arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
+            (first,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=short))])
             begun_at = monotonic()
-            (second,) = at_once([lambda: deliver(handler, envelope, given=options(TWIN_TIMEOUT=long))])
+            (second,) = at_once([lambda: deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=long))])
             waited = monotonic() - begun_at
 
-        assert (first, second) == (Received.PUT_OFF, Received.PUT_OFF)
+        assert (first, second) == (Received.DEFERRED, Received.DEFERRED)
         assert waited < long.total_seconds() / 2
 
     def test_copy_is_decided_about_when_the_running_message_has_ended(self, handles, monkeypatch):
@@ -448,7 +448,7 @@ class TestAcknowledging:
 
         with in_hand.holding([arrival.row]):
             assert undecided.store_undecided(handler, arrival, OPTIONS, redelivered=False) is Received.STORED
-            assert receive(handler, arrival, OPTIONS, redelivered=False) is Received.PUT_OFF
+            assert receive(handler, arrival, OPTIONS, redelivered=False) is Received.DEFERRED
             assert drain() == 0
         assert drain() == 1
 
@@ -458,7 +458,7 @@ class TestAcknowledging:
         """Also before that has a row, as when its transaction is begun anew."""
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
-        assert arrivals.store_due("default", undecided_row(handler, envelope, redelivered=False), OPTIONS.TWIN_TIMEOUT)
+        assert arrivals.store_due("default", undecided_row(handler, envelope, redelivered=False), OPTIONS.DUPLICATE_TIMEOUT)
 
         with in_hand.holding([arrival.row]):
             assert drain() == 1
@@ -491,7 +491,7 @@ class TestAcknowledging:
         became = at_once([lambda: deliver(handler, an_envelope(biz_id="one"))] * 20)
 
         assert (became.count(Received.HANDLED), effects()) == (1, 1)
-        assert set(became) <= {Received.HANDLED, Received.DUPLICATE, Received.PUT_OFF}
+        assert set(became) <= {Received.HANDLED, Received.DUPLICATE, Received.DEFERRED}
 
     def test_two_consumers_and_twenty_copies_have_one_effect(self, handles, rabbitmq_url, length):
         handler = handles(the_effect, biz_id="order")
@@ -581,7 +581,7 @@ class TestUnavailableDatabase:
         handler = handles(handle, using="other")
         reception = Reception(OPTIONS, is_current=bool, answer=lambda *_: None, ring=lambda: None, outages=Outages())
         other_database_outage.end()
-        with pytest.raises(Undecided) as left:
+        with pytest.raises(Unanswered) as left:
             reception.receive([a_delivery(handler, redelivered=True)])
         assert (left.value.everywhere, reception.ask("other") > 0) == (True, True)
         other_database_outage.end()
@@ -622,7 +622,7 @@ def test_database_that_never_answers_occupies_only_one_thread_of_the_runner(hand
     ):
         accepted.enter_context(silent.accept()[0])
         for name in names(20):
-            assert arrivals.store_due("default", read(here, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+            assert arrivals.store_due("default", read(here, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
         wait_until(lambda: effects() == 20)
         pool.close()
     wait_until(lambda: not pool.alive)
@@ -636,7 +636,7 @@ def test_ordered_queue_that_cannot_be_stored_takes_no_thread_from_other_handlers
     concurrent = read(stuck, an_envelope(topic="stuck", biz_id="/tests#1"), options).row
     headers = {"cloudEvents:source": "/tests", "cloudEvents:type": "stuck", "cloudEvents:orderingkey": "key"}
     with transaction.atomic():
-        assert arrivals.store_due("default", concurrent, options.TWIN_TIMEOUT)
+        assert arrivals.store_due("default", concurrent, options.DUPLICATE_TIMEOUT)
         for number in "123":
             send(rabbitmq_url, "stuck", {}, headers={**headers, "cloudEvents:id": number})
         with ExitStack() as stack:
@@ -750,7 +750,9 @@ class TestConsumerTimeout:
 class TestCrashQuarantine:
     def stored(self, handler, *some, attempts=0):
         for name in some:
-            assert arrivals.store_due("default", read(handler, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+            assert arrivals.store_due(
+                "default", read(handler, an_envelope(biz_id=name), OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT
+            )
         InboxMessage.objects.filter(biz_id__in=some).update(attempts=attempts)
 
     def test_messages_suspected_of_a_crash_run_one_at_a_time(self, handles, gate):

@@ -136,7 +136,7 @@ def handler(handles):
 
 
 def store_due(handler, envelope):
-    assert arrivals.store_due("other", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due("other", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
 
 
 def names(count):

@@ -293,7 +293,7 @@ class TestClockSkew:
         envelope = shift_into_the_past(OPTIONS.RETENTION + HOUR, envelope)
         purge()
 
-        clock(-OPTIONS.AGE_FENCE_MARGIN - 2 * HOUR)
+        clock(-OPTIONS.MAX_AGE_MARGIN - 2 * HOUR)
 
         assert deliver(handler, envelope) is Received.HANDLED
         assert effects() == 2

@@ -128,7 +128,7 @@ class TestSubtransactions:
     def test_row_that_was_inserted_in_a_savepoint_is_proved_by_an_update(self, handles):
         row = read(handles(the_effect), an_envelope(), OPTIONS).row
         with transaction.atomic(), transaction.atomic():
-            guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+            guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
             assert not guard.is_settled
             assert InboxMessage.objects.get().state == State.RECEIVED
             sentinel.finish(guard, 1)
@@ -157,7 +157,7 @@ class TestMany:
         handler = handles(the_effect)
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b", "a")]
         with transaction.atomic():
-            guard, begun = together.begin_together("default", rows, OPTIONS.TWIN_TIMEOUT)
+            guard, begun = together.begin_together("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             sentinel.finish(guard, 1)
         assert (len(guard.rows), guard.is_settled, [row.biz_id for row in begun]) == (2, True, ["a", "b"])
         assert set(InboxMessage.objects.values_list("state", "attempts")) == {(State.DONE, 1)}
@@ -166,7 +166,7 @@ class TestMany:
         handler = handles(the_effect)
         rows = [read(handler, an_envelope(biz_id=name), OPTIONS).row for name in ("a", "b")]
         with transaction.atomic():
-            guard, _ = together.begin_together("default", rows, OPTIONS.TWIN_TIMEOUT)
+            guard, _ = together.begin_together("default", rows, OPTIONS.DUPLICATE_TIMEOUT)
             InboxMessage.objects.filter(biz_id="b").delete()
             with pytest.raises(TransactionEnded):
                 sentinel.finish(guard, 1)

@@ -40,13 +40,13 @@ def explained(sql, parameters=()):
 
 
 def finish_of_a_fresh_row(row):
-    guard = arrivals.begin_fresh("default", row, OPTIONS.TWIN_TIMEOUT)
+    guard = arrivals.begin_fresh("default", row, OPTIONS.DUPLICATE_TIMEOUT)
     sentinel.finish(guard, 1)
     return explained("EXECUTE inbox_read (1)")
 
 
 def finish_of_a_stored_row(row):
-    arrivals.store_due("default", row, OPTIONS.TWIN_TIMEOUT)
+    arrivals.store_due("default", row, OPTIONS.DUPLICATE_TIMEOUT)
     stored = claims.claim_due("default", [row.handler], timedelta(seconds=10))
     sentinel.finish(claims.begin_stored("default", stored.pk, stored.attempts), stored.attempts)
     return explained("EXECUTE inbox_finish (1, 1, '1')")

@@ -266,7 +266,7 @@ class TestStoredMessages:
     def stored(self, handler, *names):
         for name in names:
             row = read(handler, an_envelope(biz_id=name), OPTIONS).row
-            assert arrivals.store_due(handler.using, row, OPTIONS.TWIN_TIMEOUT)
+            assert arrivals.store_due(handler.using, row, OPTIONS.DUPLICATE_TIMEOUT)
 
     def test_stored_messages_run_no_faster_than_the_rate(self, handles):
         handler = handles(the_effect, rate_limit="10/s")
@@ -342,10 +342,10 @@ def test_delivery_being_handled_elsewhere_is_deferred_and_not_stored(handles):
     handler, envelope = handles(the_effect, rate_limit="100/s"), an_envelope()
 
     with transaction.atomic():
-        arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        arrivals.begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
         (became,) = at_once([lambda: hold(handler, envelope)])
 
-    assert became is Received.PUT_OFF
+    assert became is Received.DEFERRED
     # The one row is that of the other transaction.
     assert (the_row().biz_id, the_row().duplicates) == (envelope.biz_id, 0)
 

@@ -27,7 +27,7 @@ from inbox.models import DUE, InboxMessage, State
 from inbox.receiving.execute import Received, receive
 from inbox.receiving.reading import read
 from inbox.store import arrivals, claims, operating, rows
-from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseAway
+from inbox.transactions.persistence import TRIES_AT_ONCE, DatabaseUnavailable
 from outbox import publish
 from outbox.kernel.clock import utcnow
 from outbox.kernel.envelope import from_delivery
@@ -235,7 +235,7 @@ def test_first_prepared_statement_of_a_fresh_delivery_inserts_the_inbox_row(hand
 def until_decided(handler, envelope):
     """As a broker does: deliver it again until it is not deferred any more."""
     redelivered = False
-    while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.PUT_OFF:
+    while (received := deliver(handler, envelope, redelivered=redelivered)) is Received.DEFERRED:
         redelivered = True
     return received
 
@@ -498,7 +498,7 @@ class TestCarefulPath:
         """A process that is killed in the middle of the handler leaves such a claim."""
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
-        arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        arrivals.store_due(handler.using, arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
         claimed = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
 
         row = the_row()
@@ -513,7 +513,7 @@ class TestCarefulPath:
     def test_message_never_settled_runs_out_of_attempts_without_being_run_again(self, handles):
         handler, envelope = handles(the_effect), an_envelope()
         arrival = read(handler, envelope, OPTIONS)
-        arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        arrivals.store_due(handler.using, arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
         for _ in range(OPTIONS.MAX_ATTEMPTS):
             claims.claim_due(handler.using, [handler.name], timedelta())
 
@@ -530,7 +530,7 @@ class TestCarefulPath:
         """Another worker has claimed the message: the failure of the slow one must not overwrite its outcome."""
         handler = handles(the_effect)
         arrival = read(handler, an_envelope(), OPTIONS)
-        arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+        arrivals.store_due(handler.using, arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
         slow = claims.claim_due(handler.using, [handler.name], timedelta())
         make_due()
         fresh = claims.claim_due(handler.using, [handler.name], OPTIONS.REDELIVERY_AFTER)
@@ -572,7 +572,7 @@ class TestConcurrentDuplicate:
     def test_concurrent_duplicate_is_deferred_and_no_attempt_is_counted(self, running_message, redelivered):
         handler, envelope = running_message
 
-        assert deliver(handler, envelope, redelivered=redelivered) is Received.PUT_OFF
+        assert deliver(handler, envelope, redelivered=redelivered) is Received.DEFERRED
 
         assert not InboxMessage.objects.exists()  # there is only the uncommitted row of the first copy
 
@@ -592,8 +592,8 @@ class TestConcurrentDuplicate:
         with InAThread(drain):
             assert begun.wait(30)
             try:
-                assert deliver(handler, envelope) is Received.PUT_OFF
-                assert deliver(handler, envelope, redelivered=True) is Received.PUT_OFF
+                assert deliver(handler, envelope) is Received.DEFERRED
+                assert deliver(handler, envelope, redelivered=True) is Received.DEFERRED
                 assert drain() == 0
             finally:
                 go_on.set()
@@ -734,7 +734,7 @@ class TestMaximumMessageAge:
         assert deliver(handles(the_effect), envelope) is Received.HANDLED
 
     def test_message_created_in_the_future_is_refused(self, handles):
-        envelope = an_envelope(created_at=utcnow() + OPTIONS.AGE_FENCE_MARGIN + A_MINUTE)
+        envelope = an_envelope(created_at=utcnow() + OPTIONS.MAX_AGE_MARGIN + A_MINUTE)
 
         assert deliver(handles(the_effect), envelope) is Received.DEAD
 
@@ -1151,15 +1151,15 @@ def test_handler_slower_than_its_claim_is_not_run_concurrently_with_itself(handl
 
 
 def test_unavailable_database_leaves_the_delivery_undecided(handles, monkeypatch):
-    """Its connection is refused, which raises DatabaseAway, so that the consumer does not acknowledge."""
+    """Its connection is refused, which raises DatabaseUnavailable, so that the consumer does not acknowledge."""
     handler = handles(the_effect)
     envelope = an_envelope()
     connection.close()
     monkeypatch.setitem(connection.settings_dict, "PORT", "1")
 
-    with pytest.raises(DatabaseAway):
+    with pytest.raises(DatabaseUnavailable):
         deliver(handler, envelope)
-    with pytest.raises(DatabaseAway):
+    with pytest.raises(DatabaseUnavailable):
         deliver(handler, envelope, redelivered=True)
 
     monkeypatch.undo()

@@ -32,7 +32,7 @@ cursed = partial(refused, table=TABLE)
 def stored(handler, **attributes):
     """Store a message of `handler` that is due, as local:// and the careful path do."""
     arrival = read(handler, an_envelope(**attributes), OPTIONS)
-    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
 
 
 def among_others(handler, bad=1):

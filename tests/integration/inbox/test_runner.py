@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "oth
 def stored(handler, **attributes):
     """Store a message of `handler` that is due, as local:// and the careful path do."""
     arrival = read(handler, an_envelope(**attributes), OPTIONS)
-    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due(handler.using, arrival.row, OPTIONS.DUPLICATE_TIMEOUT)
     return arrival.row
 
 

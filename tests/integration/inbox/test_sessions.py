@@ -292,7 +292,7 @@ class TestLostSessions:
 
 
 def store_due(handler, envelope):
-    assert arrivals.store_due("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+    assert arrivals.store_due("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
 
 
 def waits_for_a_lock(what):

@@ -66,7 +66,7 @@ def states():
 def being_handled_elsewhere(handler, envelope):
     """Another transaction is handling this message."""
     with transaction.atomic():
-        begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.TWIN_TIMEOUT)
+        begin_fresh("default", read(handler, envelope, OPTIONS).row, OPTIONS.DUPLICATE_TIMEOUT)
         yield
 
 
@@ -166,19 +166,19 @@ class TestShedMessage:
         counted = [received for part in became for received in part]
         # Of two that count at the same row at once, one is deferred.
         assert counted.count(Received.SHED) == 40
-        assert set(counted) <= {Received.SHED, Received.DUPLICATE, Received.PUT_OFF}
+        assert set(counted) <= {Received.SHED, Received.DUPLICATE, Received.DEFERRED}
         assert set(states().values()) == {State.SHED}
         assert sum(row.duplicates for row in InboxMessage.objects.all()) == counted.count(Received.DUPLICATE)
 
 
 def test_shedding_defers_only_the_message_being_handled_elsewhere(handles):
     handler, busy, fresh = handles(the_effect), an_envelope(), an_envelope()
-    given = options(TWIN_TIMEOUT=timedelta(milliseconds=50))
+    given = options(DUPLICATE_TIMEOUT=timedelta(milliseconds=50))
 
     with being_handled_elsewhere(handler, busy):
         (became,) = at_once([lambda: shed(handler, fresh, busy, given=given)])
 
-    assert became == [Received.SHED, Received.PUT_OFF]
+    assert became == [Received.SHED, Received.DEFERRED]
     assert (the_row(message_id=fresh.id).state, the_row(message_id=busy.id).duplicates) == (State.SHED, 0)
 
 
@@ -188,7 +188,9 @@ def test_message_being_handled_elsewhere_is_remembered_after_one_wait(handles):
     row = read(handler, busy, OPTIONS).row
 
     with being_handled_elsewhere(handler, busy):
-        at_once([lambda: deliver(handler, busy, given=options(TWIN_TIMEOUT=timedelta(milliseconds=200)), redelivered=True)])
+        at_once(
+            [lambda: deliver(handler, busy, given=options(DUPLICATE_TIMEOUT=timedelta(milliseconds=200)), redelivered=True)]
+        )
         assert in_hand.is_elsewhere(row)
 
 

@@ -176,7 +176,7 @@ class TestOtherTransitions:
         deliver(handler, envelope)
         InboxMessage.objects.update(next_attempt_at=None)
 
-        assert len(claims.bury_abandoned("default")) == 1
+        assert len(claims.dead_letter_abandoned("default")) == 1
 
         assert trail_of(envelope.id)[1:] == [(State.RETRYING, State.DEAD, rows.ABANDONED)]
 

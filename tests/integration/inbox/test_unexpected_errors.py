@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from inbox.consumer import reception
-from inbox.consumer.lanes import Undecided
+from inbox.consumer.lanes import Unanswered
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
 from tests.support.apps.effects.models import Effect
@@ -98,7 +98,7 @@ def test_unexpected_error_in_an_ordered_load_leaves_the_load_undecided(handles, 
     load = [a_delivery(handler, an_envelope(biz_id=name, key="key")) for name in "abc"]
     breaks("admit")
 
-    with pytest.raises(Undecided) as left:
+    with pytest.raises(Unanswered) as left:
         receive_load(load)
 
     assert (left.value.load, left.value.everywhere) == (load, False)

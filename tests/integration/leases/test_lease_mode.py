@@ -20,7 +20,7 @@ from inbox.errors import LeaseLost, StepInterrupted
 from inbox.handlers.registry import registry
 from inbox.leases.opening import lease_store
 from inbox.leases.operating import once_ended
-from inbox.leases.stores import LeaseStoreAway
+from inbox.leases.stores import LeaseStoreUnavailable
 from inbox.models import InboxMessage, LeaseMemory, State, Step
 from inbox.receiving import leased as leased_receiving
 from inbox.receiving.admit import hand_over
@@ -530,7 +530,7 @@ class TestOperator:
             slow.go_on.set()
         InboxMessage.objects.update(state=State.RUNNING, next_attempt_at=DatabaseTime())
         redis_server.stop()
-        with pytest.raises(LeaseStoreAway):
+        with pytest.raises(LeaseStoreUnavailable):
             once_ended(operating.retry)("default", the_row().pk)
         redis_server.start()
 
@@ -836,7 +836,7 @@ class TestUnavailableStore:
     def test_no_handler_runs_without_its_lease_store(self, leased, stopped_store):
         handler = leased(the_effect)
 
-        with pytest.raises(LeaseStoreAway):
+        with pytest.raises(LeaseStoreUnavailable):
             deliver(handler, given=stopped_store)
 
         assert effects() == 0
@@ -890,7 +890,7 @@ class TestUnavailableStore:
 
         # As long as it takes to kill a server, and more.
         handler, envelope = leased(handle_and_kill_the_store, LASTING), an_envelope()
-        with pytest.raises(LeaseStoreAway):
+        with pytest.raises(LeaseStoreUnavailable):
             deliver(handler, envelope, given=in_redis(redis_url))
         redis_server.start()
         let_leases_end(in_redis(redis_url))

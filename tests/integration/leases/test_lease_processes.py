@@ -13,7 +13,7 @@ from inbox import Lease
 from inbox.handlers.handler import Handler
 from inbox.models import InboxMessage, State
 from inbox.receiving.outcomes import Received
-from inbox.transactions.persistence import DatabaseAway
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.kernel.clock import monotonic, utcnow
 from tests.support.aliases import the_default_at
 from tests.support.apps.effects.models import Effect, Unique
@@ -214,7 +214,7 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
         call_command("migrate", verbosity=0)
         with InAThread(lambda: deliver(handler, envelope)) as first:
             wait_until(lambda: "cannot be written down yet" in caplog.text)
-            with pytest.raises(DatabaseAway):
+            with pytest.raises(DatabaseUnavailable):
                 deliver(handler, an_envelope())
             mortal_postgres.start()
         assert first.answer is Received.HANDLED

@@ -27,7 +27,7 @@ from inbox.receiving.outcomes import Received
 from inbox.receiving.reading import read
 from inbox.runner import Runner
 from inbox.store import claims, dialect, due, intake, operating, ordering, sentinel
-from inbox.transactions.persistence import DatabaseAway
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox.database.now import DatabaseTime
 from outbox.kernel.clock import monotonic, utcnow
 from outbox.kernel.loop import StopRequest
@@ -40,10 +40,10 @@ pytestmark = [pytest.mark.django_db(transaction=True)]
 SECONDS = 30.0
 STEPS = 400
 KEYS = ("a", "a", "a", "b", "b", "c", "")
-OPTIONS = options(MAX_ATTEMPTS=2, TWIN_TIMEOUT=timedelta(minutes=1))
+OPTIONS = options(MAX_ATTEMPTS=2, DUPLICATE_TIMEOUT=timedelta(minutes=1))
 OPEN = (State.RECEIVED, State.RETRYING, State.WAITING, State.DEAD)
 GATES = {
-    intake: ["hold_gates", "_insert_all", "_headless", "take_in"],
+    intake: ["hold_gates", "_insert_all", "_headless", "store_incoming"],
     sentinel: ["promote_next", "finish"],
     claims: ["promote_next", "hold_gates", "begin_stored", "fail_stored", "give_back"],
     operating: ["hold_gates", "is_head", "promote_next", "_write", "retry", "skip"],
@@ -137,7 +137,7 @@ class Actor:
                 pid = self._pid
                 try:
                     self.works_by(self)
-                except (Killed, DatabaseError, InterfaceError, DatabaseAway):
+                except (Killed, DatabaseError, InterfaceError, DatabaseUnavailable):
                     connection.close()
                 if self.killed:
                     self._forget(pid)
@@ -257,7 +257,7 @@ class Machine:
         progress.taken = end
         if actor is self._current and self._progress[actor] is progress:
             self.acked = max(self.acked, end)
-        assert {*became} <= {Received.STORED, Received.DUPLICATE, Received.DEAD, Received.PUT_OFF}
+        assert {*became} <= {Received.STORED, Received.DUPLICATE, Received.DEAD, Received.DEFERRED}
 
     def _fail_over(self, actor):
         """The broker gives the queue to another consumer; the current one may not have noticed yet."""

@@ -144,7 +144,7 @@ class TestOrder:
         declared(handler, options)
         sent(rabbitmq_url, range(60))
         failures = iter(range(3))
-        original = intake.take_in
+        original = intake.store_incoming
 
         def away(*args, **kwargs):
             taken = original(*args, **kwargs)
@@ -152,7 +152,7 @@ class TestOrder:
                 raise OperationalError("server closed the connection unexpectedly")
             return taken
 
-        monkeypatch.setattr(intake, "take_in", away)
+        monkeypatch.setattr(intake, "store_incoming", away)
         with consuming([handler], options):
             wait_until(lambda: effects() == 60)
 
@@ -165,14 +165,14 @@ class TestOrder:
         declared(handler, options)
         sent(rabbitmq_url, range(30))
         failures = iter(range(2))
-        original = intake.take_in
+        original = intake.store_incoming
 
         def broken(*args, **kwargs):
             if next(failures, None) is not None:
                 raise ArithmeticError("on purpose")
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(intake, "take_in", broken)
+        monkeypatch.setattr(intake, "store_incoming", broken)
         with consuming([handler], options):
             wait_until(lambda: effects() == 30)
 

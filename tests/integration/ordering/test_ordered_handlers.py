@@ -22,7 +22,7 @@ from inbox.receiving.admit import admit
 from inbox.receiving.execute import Received, claim_next, run_stored
 from inbox.receiving.reading import read
 from inbox.store import dialect, intake, operating, ordering, sentinel
-from inbox.transactions.persistence import DatabaseAway
+from inbox.transactions.persistence import DatabaseUnavailable
 from outbox import Draft, publish, publish_many
 from outbox.kernel.clock import utcnow
 from tests.support.aliases import the_default_at
@@ -551,7 +551,7 @@ class TestConcurrency:
         named(handler, "a1")
         with paused(monkeypatch, sentinel, "promote_next") as (leaving, go), InAThread(drain):
             assert leaving.wait(A_WHILE)
-            with InAThread(lambda: named(handler, "a2", given=options(TWIN_TIMEOUT=timedelta(minutes=1)))):
+            with InAThread(lambda: named(handler, "a2", given=options(DUPLICATE_TIMEOUT=timedelta(minutes=1)))):
                 wait_until(gates_waited_for)
                 go.set()
 
@@ -585,7 +585,7 @@ class TestConcurrency:
 
             became = arrive(handler, first, a_message("a2"), redelivered=True)
 
-            assert became == [Received.PUT_OFF, Received.STORED]
+            assert became == [Received.DEFERRED, Received.STORED]
             assert states("a1", "a2") == ["received", "waiting"]
             behaviour.go.set()
         assert in_the_order_of_their_effects() == ["a1", "a2"]
@@ -654,7 +654,7 @@ class TestConcurrency:
         monkeypatch.setattr(ordering, "_LONGEST_SLEEP_MS", 300)
         handler = handles(the_effect, ordered=True)
         named(handler, "a1")
-        with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseAway):
+        with paused(monkeypatch, intake, "_headless") as (frozen, go), suppress(DatabaseUnavailable):
             with InAThread(lambda: named(handler, "a2")) as frozen_process:
                 assert frozen.wait(A_WHILE)
 
@@ -671,7 +671,7 @@ class TestConcurrency:
     def test_concurrent_consumers_of_the_same_messages_store_each_once_and_in_order(self, handles):
         handler = handles(the_effect, ordered=True)
         messages = [a_message(f"{number}", key=f"key-{number % 5}") for number in range(100)]
-        long_timeout = options(TWIN_TIMEOUT=timedelta(minutes=1))
+        long_timeout = options(DUPLICATE_TIMEOUT=timedelta(minutes=1))
 
         def store_them(size):
             became = []
@@ -691,7 +691,7 @@ class TestConcurrency:
     def test_several_runners_keep_the_order_of_every_key_while_messages_arrive(self, handles):
         behaviour = OneAtATime()
         handler = handles(behaviour, ordered=True, name="ordered")
-        long_timeout = options(TWIN_TIMEOUT=timedelta(minutes=1), RETRY_BASE=timedelta(milliseconds=1))
+        long_timeout = options(DUPLICATE_TIMEOUT=timedelta(minutes=1), RETRY_BASE=timedelta(milliseconds=1))
         arriving = threading.Event()
 
         def arrives():

@@ -164,11 +164,11 @@ def test_foreign_statements_of_the_same_name_are_not_used(handles):
 def test_handler_runs_with_the_lock_timeout_of_the_session(handles):
     shown = []
     handler = handles(lambda message: shown.append(execute("SHOW lock_timeout")[0]))
-    deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
+    deliver(handler, given=options(DUPLICATE_TIMEOUT=timedelta(seconds=3)))
     execute("SET lock_timeout = '1234ms'")
-    deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
+    deliver(handler, given=options(DUPLICATE_TIMEOUT=timedelta(seconds=3)))
     with plain_cursors():
-        deliver(handler, given=options(TWIN_TIMEOUT=timedelta(seconds=3)))
+        deliver(handler, given=options(DUPLICATE_TIMEOUT=timedelta(seconds=3)))
 
     assert shown == ["0", "1234ms", "1234ms"]
     assert execute("SHOW lock_timeout") == ["1234ms"]
@@ -186,11 +186,11 @@ def test_duplicate_of_a_message_in_progress_is_deferred_after_the_timeout(handle
 
         def second():
             with way():
-                return deliver(handler, envelope, given=options(TWIN_TIMEOUT=timedelta(milliseconds=50)))
+                return deliver(handler, envelope, given=options(DUPLICATE_TIMEOUT=timedelta(milliseconds=50)))
 
         with InAThread(second) as other:
             pass
-        assert other.answer is Received.PUT_OFF
+        assert other.answer is Received.DEFERRED
         transaction.set_rollback(True)
 
     # The process remembers for a moment that another one was handling it.

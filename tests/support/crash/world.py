@@ -36,7 +36,7 @@ from tests.support.workers import catches
 PATIENCE_SECONDS = 60.0
 OPEN = ("ready", "scheduled", "retrying", "waiting", "paused", "prepared")
 RELAY, CONSUMER = "outbox_relay", "inbox_consume"
-PUT_OFF = re.compile(rf"Deliveries: .*?(\d+) {Received.PUT_OFF.value}")
+DEFERRED = re.compile(rf"Deliveries: .*?(\d+) {Received.DEFERRED.value}")
 
 
 @dataclass
@@ -261,7 +261,7 @@ class World:
         A consumer logs the number of deferred deliveries when it ends.
         """
         logs = [worker.log.read_text(errors="replace") for worker in self.workers]
-        put_off = sum(int(count) for log in logs for count in PUT_OFF.findall(log))
+        put_off = sum(int(count) for log in logs for count in DEFERRED.findall(log))
         return sum(times - 1 for times in self.deliveries().values()) - put_off
 
     def outbox(self) -> Counter[str]:

@@ -16,7 +16,7 @@ from tests.support.workers import CeleryWorker, as_environment, migrate
 INBOX = {
     "MAX_ATTEMPTS": 3,
     "RETRY_BASE": timedelta(seconds=1),
-    "TWIN_TIMEOUT": timedelta(milliseconds=200),
+    "DUPLICATE_TIMEOUT": timedelta(milliseconds=200),
     "REDELIVERY_AFTER": timedelta(hours=1),
 }
 

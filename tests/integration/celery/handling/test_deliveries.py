@@ -517,7 +517,7 @@ class TestConcurrentDuplicates:
         task = a_task(the_effect, biz_id="order_id")
 
         def busy(*args, **kwargs):
-            raise rows.TwinBusy
+            raise rows.ConcurrentDuplicate
 
         def fail(*args, **kwargs):
             raise ConnectionError("no broker")
@@ -535,7 +535,7 @@ class TestConcurrentDuplicates:
         settings.INBOX = INBOX
 
         def busy(*args, **kwargs):
-            raise rows.TwinBusy
+            raise rows.ConcurrentDuplicate
 
         monkeypatch.setattr(arrivals, "begin_fresh", busy)
         app = Celery("tests", broker=rabbitmq_url, backend="cache+memory://", set_as_current=False)

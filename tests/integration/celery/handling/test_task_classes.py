@@ -168,7 +168,7 @@ class TestRetries:
 
     def test_concurrent_duplicate_that_cannot_be_sent_again_is_requeued_despite_autoretry(self, a_task, monkeypatch):
         def busy(*args, **kwargs):
-            raise rows.TwinBusy
+            raise rows.ConcurrentDuplicate
 
         monkeypatch.setattr(arrivals, "begin_fresh", busy)
         task = a_task(the_effect, autoretry_for=(Exception,))

@@ -7,14 +7,14 @@ import threading
 
 import pytest
 
-from inbox.receiving.attempt_refunds import Debts
-from inbox.transactions.persistence import DatabaseAway
+from inbox.receiving.attempt_refunds import AttemptRefunds
+from inbox.transactions.persistence import DatabaseUnavailable
 from tests.support.deliveries import at_once
 
 
-def unavailable(owed=None):
-    error = DatabaseAway("unavailable")
-    error.owed = owed
+def unavailable(refund=None):
+    error = DatabaseUnavailable("unavailable")
+    error.refund = refund
     return error
 
 
@@ -28,7 +28,7 @@ def _frequent_thread_switches():
 
 
 def test_a_refund_is_made_once_and_only_for_its_own_database():
-    debts, done = Debts(), []
+    debts, done = AttemptRefunds(), []
     debts.add("here", unavailable(lambda: done.append("here")))
     debts.add("there", unavailable(lambda: done.append("there")))
     debts.add("here", unavailable())
@@ -40,7 +40,7 @@ def test_a_refund_is_made_once_and_only_for_its_own_database():
 
 
 def test_refunds_stay_pending_while_the_database_is_unavailable():
-    debts, done, is_unavailable = Debts(), [], True
+    debts, done, is_unavailable = AttemptRefunds(), [], True
 
     def refund(name):
         if is_unavailable:
@@ -49,7 +49,7 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
 
     for name in "ab":
         debts.add("here", unavailable(lambda name=name: refund(name)))
-    with pytest.raises(DatabaseAway):
+    with pytest.raises(DatabaseUnavailable):
         debts.settle("here")
     is_unavailable = False
     debts.settle("here")
@@ -58,7 +58,7 @@ def test_refunds_stay_pending_while_the_database_is_unavailable():
 
 
 def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
-    debts, done = Debts(), []
+    debts, done = AttemptRefunds(), []
     debts.add("here", unavailable(lambda: 1 / 0))
     debts.add("here", unavailable(lambda: done.append("next")))
 
@@ -70,7 +70,7 @@ def test_a_failing_refund_is_logged_and_does_not_hold_up_the_next_one(caplog):
 
 @pytest.mark.usefixtures("_frequent_thread_switches")
 def test_concurrent_threads_make_each_refund_once_and_lose_none():
-    debts, done, lock = Debts(), [], threading.Lock()
+    debts, done, lock = AttemptRefunds(), [], threading.Lock()
     first_try = set(range(400))
 
     def refund(number):
@@ -85,14 +85,14 @@ def test_concurrent_threads_make_each_refund_once_and_lose_none():
             debts.add("here", unavailable(lambda number=number: refund(number)))
             try:
                 debts.settle("here")
-            except DatabaseAway:
+            except DatabaseUnavailable:
                 debts.settle("there")
 
     at_once([lambda first=first: add_refunds(first) for first in range(0, 400, 100)])
     while len(done) < 400:
         try:
             debts.settle("here")
-        except DatabaseAway:
+        except DatabaseUnavailable:
             continue
 
     assert sorted(done) == list(range(400))
