@@ -90,7 +90,7 @@ def replace_message(alias: str, pk: int, text: str, *, by: str) -> int | None:
         by: the operator, for the trail.
 
     Raises:
-        NotEditable: see `correct`.
+        NotEditable: see `correct` and `operating.replace`.
     """
     stored = InboxMessage.objects.using(alias).filter(pk=pk, state=State.DEAD).first()
     return None if stored is None else operating.replace(alias, pk, correct(stored, text).row, by=by)

@@ -41,7 +41,7 @@ class Command(BaseCommand):
             return
         row = replace_message(options["database"], stored.pk, text, by=_by())
         if row is None:
-            raise CommandError(f"Nothing was changed: row {stored.pk} is not dead any more, or is being decided about.")
+            raise CommandError(f"Nothing was changed: row {stored.pk} is not dead any more.")
         self.stdout.write(f"Row {stored.pk} is replaced by row {row}, which is due now.")
 
 

@@ -1,16 +1,20 @@
 """The page on which an operator corrects the payload of a dead inbox message: edit, see what changes, confirm."""
 
 import json
+from datetime import timedelta
+from functools import partial
 
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import User
+from django.db import transaction
 from django.urls import reverse
 
 from inbox import Reject
 from inbox.models import InboxMessage, State
+from inbox.store import operating
 from tests.support.admin_pages import NASTY, Page, said, staff_client
-from tests.support.deliveries import an_envelope, deliver, drain, effects, the_effect, the_row
+from tests.support.deliveries import an_envelope, at_once, deliver, drain, effects, the_effect, the_row
 
 pytestmark = [pytest.mark.django_db(transaction=True, databases=["default", "other"]), pytest.mark.every_database]
 
@@ -157,6 +161,37 @@ def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
     ((level, words),) = said(response)
     assert (level, response.url) == ("error", reverse(DETAIL, args=[row.pk]))
     assert words.endswith("not edited: It is done, and only a dead message can be corrected.")
+
+
+def test_correction_of_a_locked_row_is_reported_as_locked(dead, monkeypatch):
+    monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
+    row = dead()
+    client = staff_client(VIEW, EDIT)
+    shown = hidden(Page(edit(client, row, confirmed="yes", payload=GOOD)), "shown")
+
+    with transaction.atomic():
+        InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
+        (response,) = at_once([partial(edit, client, row, confirmed="yes", payload=GOOD, shown=shown)])
+
+    ((level, words),) = said(response)
+    assert (level, "locked" in words) == ("error", True)
+    assert (InboxMessage.objects.count(), the_row().state) == (1, State.DEAD)
+
+
+def test_correction_whose_biz_id_another_row_has_is_reported_as_taken(dead):
+    row = dead()
+    client = staff_client(VIEW, EDIT)
+    taken = f"edited:{row.pk}:{row.biz_id}"
+    shown = hidden(Page(edit(client, row, confirmed="yes", payload=GOOD)), "shown")
+    other = the_row(pk=row.pk)
+    other.pk, other.biz_id, other.state, other._state.adding = None, taken, State.DONE, True
+    other.save()
+
+    ((level, words),) = said(edit(client, row, confirmed="yes", payload=GOOD, shown=shown))
+
+    assert level == "error"
+    assert f"Another row of this handler has the biz-id {taken}" in words
+    assert the_row(pk=row.pk).state == State.DEAD
 
 
 def test_payload_that_is_too_large_for_the_page_is_left_to_the_command(dead):

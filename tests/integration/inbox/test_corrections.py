@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -101,6 +102,16 @@ def refusal(row, text=RIGHT):
         replace_message("default", row.pk, text, by=BY)
     assert list(InboxMessage.objects.order_by("pk").values()) == before
     return str(refused.value)
+
+
+def copy(row, **changes):
+    """Another row with the content of `row`."""
+    other = InboxMessage.objects.get(pk=row.pk)
+    for name, value in changes.items():
+        setattr(other, name, value)
+    other.pk, other._state.adding = None, True
+    other.save(using="default")
+    return other
 
 
 class TestCorrectedMessage:
@@ -367,6 +378,26 @@ class TestRefusals:
 
         assert "more than 4096" in refusal(row, json.dumps({"amount": 5, "note": "x" * 5000}))
 
+    def test_row_locked_by_another_transaction_is_refused_as_locked(self, handler, monkeypatch):
+        monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
+        _, row = dead(handler)
+
+        with transaction.atomic():
+            InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
+            (reason,) = at_once([partial(refusal, row)])
+
+        assert reason.startswith(f"Row {row.pk} is locked by another transaction, which did not end in time.")
+        assert corrected(row)
+
+    def test_biz_id_of_another_row_is_refused_as_taken(self, handler):
+        _, row = dead(handler)
+        taken = f"edited:{row.pk}:order-7"
+        other = copy(row, biz_id=taken)
+
+        assert f"Another row of this handler has the biz-id {taken}" in refusal(row)
+        other.delete()
+        assert corrected(row).biz_id == taken
+
     def test_message_that_is_not_dead_any_more_is_left_alone(self, handler):
         _, row = dead(handler)
         assert operating.retry("default", row.pk)
@@ -591,6 +622,29 @@ class TestCommand:
 
         with pytest.raises(CommandError, match=reason):
             call_command("inbox_edit", envelope.id, *arguments)
+
+    def test_command_says_why_it_did_not_replace_the_message(self, handler, monkeypatch, tmp_path):
+        monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
+        envelope, row = dead(handler)
+        file = tmp_path / "payload.json"
+        file.write_text(RIGHT)
+        arguments = ["inbox_edit", envelope.id, "--payload", str(file)]
+
+        def error():
+            with pytest.raises(CommandError) as refused:
+                call_command(*arguments)
+            return str(refused.value)
+
+        with transaction.atomic():
+            InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
+            (locked,) = at_once([error])
+        other = copy(row, biz_id=f"edited:{row.pk}:order-7", message_id="another")
+        taken = error()
+        other.delete()
+
+        prefix = f"Message {envelope.id} of {handler.name} is not edited."
+        assert locked.startswith(f"{prefix} Row {row.pk} is locked by another transaction")
+        assert taken.startswith(f"{prefix} Another row of this handler has the biz-id edited:{row.pk}:order-7")
 
     def test_message_that_is_dead_in_several_handlers_must_be_chosen(self, handles, capsys):
         first, second = (handles(takes_whole_amounts, name=f"tests.h{number}") for number in range(2))
