@@ -123,8 +123,8 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
     )
     if inserted is None:
         raise NotEditable(
-            f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. Nothing was "
-            "changed. Compare the two messages, and skip this one if the other has the same effect."
+            f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
+            "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
         )
     (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))

@@ -92,11 +92,11 @@ class TestShedMessage:
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 shed(handler, an_envelope())
-            shedder_of(handler).saw(20)
+            shedder_of(handler).record_lag(20)
             shed(handler, an_envelope(), an_envelope())
-            shedder_of(handler).saw(20)
-            shedder_of(handler).saw(0)
-            shedder_of(handler).saw(0)
+            shedder_of(handler).record_lag(20)
+            shedder_of(handler).record_lag(0)
+            shedder_of(handler).record_lag(0)
 
         assert [record.getMessage() for record in caplog.records if "shed;" in record.getMessage()] == [
             "tests.views: 3 messages have been shed; each has its row.",
