@@ -405,7 +405,7 @@ def test_a_thread_that_ended_unexpectedly_is_reported():
         pool.refuse_if_ended()
         pool.put(lane, a_delivery(lane))
         wait_until(lambda: pool.alive < 2)
-        with pytest.raises(RuntimeError, match="started anew"):
+        with pytest.raises(RuntimeError, match="a worker thread has ended unexpectedly"):
             pool.refuse_if_ended()
 
 

@@ -108,8 +108,8 @@ class TestWhenToDrop:
                 shedder.record_lag(lag)
 
         assert [record.getMessage() for record in caplog.records] == [
-            "tests.shedding: 101 messages wait. Shedding begins: the limit is 100.",
-            "tests.shedding: 80 messages wait. Shedding ends: the limit is 100.",
+            "handler tests.shedding: load shedding begins: 101 messages wait, the limit is 100.",
+            "handler tests.shedding: load shedding ends: 80 messages wait, the limit is 100.",
         ]
 
     def test_the_reason_names_the_backlog_and_the_limit(self, shedder):
@@ -155,7 +155,7 @@ class TestWhatToDrop:
         shedder.record_lag(1000)
 
         assert dropped(shedder) == 0
-        assert "must answer at once" in caplog.text
+        assert "must return a bool" in caplog.text
 
 
 class TestShedOption:

@@ -1,7 +1,6 @@
 """The page on which an operator corrects the payload of a dead inbox message: edit, see what changes, confirm."""
 
 import json
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ from django.urls import reverse
 
 from inbox import Reject
 from inbox.models import InboxMessage, State
-from inbox.store import operating
 from tests.support.admin_pages import NASTY, Page, said, staff_client
 from tests.support.deliveries import an_envelope, at_once, deliver, drain, effects, the_effect, the_row
 
@@ -106,7 +104,7 @@ def test_confirmed_correction_is_stored_with_the_user_logged_and_run(dead):
 
     assert response.url == reverse(DETAIL, args=[row.pk])
     ((level, words),) = said(response)
-    assert (level, words.endswith(": replaced by a corrected one, due now")) == ("success", True)
+    assert (level, words.endswith(": replaced by a corrected message")) == ("success", True)
     new = the_row(replaces=row)
     assert (the_row(pk=row.pk).state, new.state, effects()) == (State.SKIPPED, State.DONE, 1)
     assert f"by {User.objects.get().username} in the admin" in the_row(pk=row.pk).last_error
@@ -128,8 +126,8 @@ def test_text_changed_after_its_changes_were_shown_is_shown_again(dead):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"order_id": 7,\r\n "amount" 5}', "Line 2, column 11: this is not JSON"),
-        (json.dumps(BAD), "Nothing has changed."),
+        ('{"order_id": 7,\r\n "amount" 5}', "Line 2, column 11: the text is not JSON"),
+        (json.dumps(BAD), "The payload is unchanged."),
         ("", "This field is required."),
         ('{"a": "\x00"}', "Null characters are not allowed."),
     ],
@@ -149,7 +147,7 @@ def test_one_message_is_edited_at_a_time(dead):
 
     ((level, words),) = said(edit(staff_client(VIEW, EDIT), first, second))
 
-    assert (level, words) == ("error", "Nothing was changed: edit one message at a time.")
+    assert (level, words) == ("error", "Nothing was changed: select one message to edit.")
 
 
 def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
@@ -163,8 +161,7 @@ def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
     assert words.endswith("not edited: It is done, and only a dead message can be corrected.")
 
 
-def test_correction_of_a_locked_row_is_reported_as_locked(dead, monkeypatch):
-    monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
+def test_correction_of_a_locked_row_is_reported_as_locked(dead, short_lock_waits):
     row = dead()
     client = staff_client(VIEW, EDIT)
     shown = hidden(Page(edit(client, row, confirmed="yes", payload=GOOD)), "shown")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -355,12 +354,12 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("text", "reason"),
         [
-            ('{"order_id": 7,\n "amount" 5}', "Line 2, column 11: this is not JSON (Expecting ':' delimiter)."),
-            ("", "Line 1, column 1: this is not JSON (Expecting value)."),
+            ('{"order_id": 7,\n "amount" 5}', "Line 2, column 11: the text is not JSON (Expecting ':' delimiter)."),
+            ("", "Line 1, column 1: the text is not JSON (Expecting value)."),
             ('{"amount": NaN}', "NaN and Infinity are not JSON."),
             ('{"amount": 1e999}', "NaN and Infinity are not JSON."),
             ('{"amount":"five",  "order_id": 7}', None),
-            (json.dumps(BAD, indent=9), "Nothing has changed. A retry runs the message as it is."),
+            (json.dumps(BAD, indent=9), "The payload is unchanged. Retry the message instead."),
             ("[" * 100_000, "is not JSON"),
         ],
     )
@@ -378,9 +377,8 @@ class TestRefusals:
 
         assert "more than 4096" in refusal(row, json.dumps({"amount": 5, "note": "x" * 5000}))
 
-    def test_row_locked_by_another_transaction_is_refused_as_locked(self, handler, monkeypatch):
-        monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
-        _, row = dead(handler)
+    def test_row_locked_by_another_transaction_is_refused_as_locked(self, handler, short_lock_waits):
+            _, row = dead(handler)
 
         with transaction.atomic():
             InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
@@ -416,7 +414,7 @@ class TestRefusals:
         _, row = dead(handler)
         registry.remove(handler.name)
 
-        assert f"knows no handler '{handler.name}'" in refusal(row)
+        assert f"has no handler '{handler.name}'" in refusal(row)
 
     def test_biz_id_that_leaves_no_room_for_the_name_of_a_correction_is_refused(self, handler):
         _, row = dead(handler, biz_id="x" * 255)
@@ -427,7 +425,7 @@ class TestRefusals:
         _, row = dead(handler)
         Step.objects.create(message=row, name="charge", result=None, taken_at=utcnow())
 
-        assert "Its steps (charge) were taken with the payload that it has" in refusal(row)
+        assert "Its steps (charge) were taken with the present payload" in refusal(row)
 
 
 class TestKindsOfHandlers:
@@ -623,9 +621,8 @@ class TestCommand:
         with pytest.raises(CommandError, match=reason):
             call_command("inbox_edit", envelope.id, *arguments)
 
-    def test_command_says_why_it_did_not_replace_the_message(self, handler, monkeypatch, tmp_path):
-        monkeypatch.setattr(operating, "OPERATORS_WAIT", timedelta(milliseconds=50))
-        envelope, row = dead(handler)
+    def test_command_says_why_it_did_not_replace_the_message(self, handler, short_lock_waits, tmp_path):
+            envelope, row = dead(handler)
         file = tmp_path / "payload.json"
         file.write_text(RIGHT)
         arguments = ["inbox_edit", envelope.id, "--payload", str(file)]
@@ -642,7 +639,7 @@ class TestCommand:
         taken = error()
         other.delete()
 
-        prefix = f"Message {envelope.id} of {handler.name} is not edited."
+        prefix = f"Message {envelope.id} of {handler.name} was not edited."
         assert locked.startswith(f"{prefix} Row {row.pk} is locked by another transaction")
         assert taken.startswith(f"{prefix} Another row of this handler has the biz-id edited:{row.pk}:order-7")
 

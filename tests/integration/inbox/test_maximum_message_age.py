@@ -131,7 +131,7 @@ class TestPlainRetry:
         assert (the_row().state, effects()) == (State.DEAD, 1)
 
     def test_plain_retry_of_a_quarantined_message_fails(self, quarantined_copy):
-        with pytest.raises(CommandError, match="Not every message"):
+        with pytest.raises(CommandError, match="Not all of the given messages"):
             retry(quarantined_copy.id)
 
         assert the_row().state == State.DEAD

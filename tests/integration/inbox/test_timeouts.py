@@ -371,4 +371,4 @@ def test_handler_that_cannot_be_interrupted_ends_its_process_and_its_attempts_co
     # The first delivery ends the process before its attempt is counted.
     assert deaths == 2
     assert (the_row(message_id="deaf").attempts, effects("deaf")) == (1, 0)
-    assert "cannot be stopped" in process.said()
+    assert "cannot be interrupted" in process.said()
