@@ -122,12 +122,12 @@ def check_brokers_agree(app_configs: Sequence[AppConfig] | None, **kwargs: Any) 
     except ImproperlyConfigured:
         return []
     outbox = getattr(settings, "OUTBOX", None)
-    said = outbox.get("BROKER_URL", LOCAL_BROKER) if isinstance(outbox, dict) else url
-    if not isinstance(said, str) or (scheme_of(said) == "local") == (scheme_of(url) == "local"):
+    outbox_url = outbox.get("BROKER_URL", LOCAL_BROKER) if isinstance(outbox, dict) else url
+    if not isinstance(outbox_url, str) or (scheme_of(outbox_url) == "local") == (scheme_of(url) == "local"):
         return []
     return [
         Warning(
-            f"OUTBOX publishes to {masked(said)} and INBOX receives from {masked(url)}.",
+            f"OUTBOX publishes to {masked(outbox_url)} and INBOX receives from {masked(url)}.",
             hint="Remove INBOX['BROKER_URL'] to receive from the broker that the outbox publishes to.",
             id="inbox.W001",
         )

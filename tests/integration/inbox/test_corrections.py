@@ -378,7 +378,7 @@ class TestRefusals:
         assert "more than 4096" in refusal(row, json.dumps({"amount": 5, "note": "x" * 5000}))
 
     def test_row_locked_by_another_transaction_is_refused_as_locked(self, handler, short_lock_waits):
-            _, row = dead(handler)
+        _, row = dead(handler)
 
         with transaction.atomic():
             InboxMessage.objects.filter(pk=row.pk).update(attempts=row.attempts)
@@ -622,7 +622,7 @@ class TestCommand:
             call_command("inbox_edit", envelope.id, *arguments)
 
     def test_command_says_why_it_did_not_replace_the_message(self, handler, short_lock_waits, tmp_path):
-            envelope, row = dead(handler)
+        envelope, row = dead(handler)
         file = tmp_path / "payload.json"
         file.write_text(RIGHT)
         arguments = ["inbox_edit", envelope.id, "--payload", str(file)]
