@@ -28,7 +28,7 @@ class RetryLater(InboxError):
     def __init__(
         self,
         delay: timedelta | None = None,
-        reason: str = "the handler asked for a later time",
+        reason: str = "the handler raised RetryLater",
         *,
         give_up_after: timedelta | None = None,
     ) -> None:
