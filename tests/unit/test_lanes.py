@@ -170,7 +170,7 @@ class TestRateLimit:
 
 @pytest.fixture(autouse=True)
 def _queue_readings_do_not_expire(monkeypatch):
-    monkeypatch.setattr(shedder, "_FRESH_SECONDS", 3600.0)
+    monkeypatch.setattr(shedder, "_READING_VALID_SECONDS", 3600.0)
 
 
 class TestShedding:

@@ -583,10 +583,10 @@ class TestUnavailableDatabase:
         other_database_outage.end()
         with pytest.raises(Unanswered) as left:
             reception.receive([a_delivery(handler, redelivered=True)])
-        assert (left.value.everywhere, reception.ask("other") > 0) == (True, True)
+        assert (left.value.everywhere, reception.probe("other") > 0) == (True, True)
         other_database_outage.end()
 
-        assert reception.ask("other") == 0
+        assert reception.probe("other") == 0
         (row,) = InboxMessage.objects.using("other").all()
         assert (row.state, row.attempts) == (State.RECEIVED, 0)
         drain()
