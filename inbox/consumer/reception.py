@@ -349,10 +349,8 @@ class Reception:
         try:
             envelope = envelope_of(delivery.message)
         except Exception as error:  # noqa: BLE001 - a foreign producer's message must not end the worker
-            envelope, refused = (
-                _opaque(delivery.message),
-                f"The delivery cannot be read: {type(error).__name__}: {describe(error)}",
-            )
+            envelope = _opaque(delivery.message)
+            refused = f"The delivery cannot be read: {type(error).__name__}: {describe(error)}"
         if delivery.redelivered and not refused and not can_wait(handler, envelope):
             return read_counted(handler, envelope, self._options)
         return read(handler, envelope, self._options, refused=refused, redelivered=delivery.redelivered)

@@ -108,7 +108,7 @@ class Limiter:
             try:
                 leased = lease_tokens(self._alias, self._name, rate=cache.rate, burst=cache.burst, most=cache.portion)
             except (DatabaseError, InterfaceError) as error:
-                self._report_unavailable(error)
+                self._back_off(error)
                 return False
             with self._lock:
                 cache.add(leased.tokens, leased.left, monotonic())
@@ -122,10 +122,10 @@ class Limiter:
             self._wanted_at = now if taken < most or self._cache.wants_more(now) else None
             return taken
 
-    def _report_unavailable(self, error: Exception) -> None:
+    def _back_off(self, error: Exception) -> None:
         collided = is_collision(error)
         with self._lock:
-            self._cache.wait(
+            self._cache.back_off(
                 random.uniform(0, _COLLISION_BACKOFF_SECONDS) if collided else self._pause.next_seconds(), monotonic()
             )
         if collided:

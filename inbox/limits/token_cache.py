@@ -102,6 +102,6 @@ class TokenCache:
             self.portion = min(2 * latest.leased, self._largest)
             self._latest = None
 
-    def wait(self, seconds: float, now: float) -> None:
+    def back_off(self, seconds: float, now: float) -> None:
         """The bucket is unavailable: lease nothing for `seconds`."""
         self.next_lease_at = now + seconds

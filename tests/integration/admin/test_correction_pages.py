@@ -158,7 +158,7 @@ def test_message_that_cannot_be_edited_is_refused_with_the_reason(dead):
 
     ((level, words),) = said(response)
     assert (level, response.url) == ("error", reverse(DETAIL, args=[row.pk]))
-    assert words.endswith("not edited: It is done, and only a dead message can be corrected.")
+    assert words.endswith("not edited: Its state is done; only a dead message can be corrected.")
 
 
 def test_correction_of_a_locked_row_is_reported_as_locked(dead, short_lock_waits):

@@ -538,7 +538,7 @@ class TestOverrideOfTheMaximumAge:
         assert other_words.endswith("it is not in quarantine; use “Retry now”")
         assert (state_of(held), state_of(ordinary)) == (State.RETRYING, State.DEAD)
         assert not InboxMessage.objects.get(pk=held.pk).quarantined
-        assert LogEntry.objects.get().change_message == "Due past the maximum message age now: not in the books of May"
+        assert LogEntry.objects.get().change_message == "Due now, past the maximum message age: not in the books of May"
 
     def test_override_submitted_twice_takes_effect_once(self):
         row = a_message(quarantined=True)

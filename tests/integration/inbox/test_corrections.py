@@ -324,7 +324,7 @@ class TestBizIdOfTheCorrection:
 
         reason = refusal(row, '{"order_id": 8, "amount": 6}')
 
-        assert f"biz-id 8, which the message in row {other.pk} (done) has already" in reason
+        assert f"biz-id 8, which the message in row {other.pk} (done) already has" in reason
 
     def test_body_that_is_not_json_gets_the_biz_id_that_its_correction_has(self, handler):
         _, row = dead(handler, body=b"{")
@@ -401,7 +401,7 @@ class TestRefusals:
         assert operating.retry("default", row.pk)
 
         assert replace_message("default", row.pk, RIGHT, by=BY) is None
-        with pytest.raises(NotEditable, match="It is retrying, and only a dead message"):
+        with pytest.raises(NotEditable, match="Its state is retrying; only a dead message"):
             correct(the_row(pk=row.pk), RIGHT)
 
     def test_message_in_quarantine_is_refused(self, handler):

@@ -100,7 +100,7 @@ class TestHandingOver:
 
         row = OutboxMessage.objects.get()
         assert row.state == OutboxState.RETRYING
-        assert "no handler takes the topic 'topic.without.handler'" in row.last_error
+        assert "no handler is registered for the topic 'topic.without.handler'" in row.last_error
         handles(the_effect, topic="topic.without.handler")
         OutboxMessage.objects.update(available_at=row.created_at)
         relay_all()

@@ -170,7 +170,7 @@ class TestDeliver:
     def test_topic_without_a_handler_is_refused(self, handles, deliver):
         handles(the_effect, topic=TOPIC)
 
-        with pytest.raises(LookupError, match=r"No handler takes the topic 'tests\.nobody'.*'tests\.deliver'"):
+        with pytest.raises(LookupError, match=r"No handler is registered for the topic 'tests\.nobody'.*'tests\.deliver'"):
             deliver(make_message("tests.nobody", {}))
 
     def test_attempt_of_a_message_is_refused(self, handles, deliver):

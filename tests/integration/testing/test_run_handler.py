@@ -178,7 +178,7 @@ class TestRunHandler:
     def test_function_that_is_no_handler_of_the_topic_is_refused(self, handler):
         function = handler(lambda message: None)
 
-        with pytest.raises(LookupError, match=r"takes 'tests\.run_handler', and the message is of the topic 'tests\.other'"):
+        with pytest.raises(LookupError, match=r"handles 'tests\.run_handler', but the topic of the message is 'tests\.other'"):
             run_handler(function, make_message("tests.other", {}))
         with pytest.raises(LookupError, match="is not a handler"):
             run_handler(lambda message: None, a_message())
