@@ -354,7 +354,7 @@ def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when
         wait_until(lambda: "bad" in effects_on_other())
 
     assert effects_on_other() == dict.fromkeys({*others, "bad"}, 1)
-    assert f"{handler.name}: message bad cannot be stored, while others can" in logged
+    assert f"{handler.name}: message bad cannot be stored, while other messages can" in logged
     assert REMEDIES.get(sqlstate, "Look for a trigger") in logged
 
 
