@@ -206,7 +206,7 @@ class InboxMessageAdmin(MessageAdmin):
             return "it is not in quarantine; use “Retry now”"
         return super().why_not(request, alias, pk)
 
-    # what is shown
+    # display
 
     def get_fieldsets(self, request: HttpRequest, obj: Any = None) -> Any:
         """Without the sections that are empty for this message."""

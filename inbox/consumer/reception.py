@@ -54,7 +54,7 @@ class _Read:
         return replace(self, arrival=replace(self.arrival, message=None))
 
 
-_REFUSAL_REMEDY = "Check inbox_inboxmessage for a trigger, a rule or a damaged index that refuses the row."
+_REFUSAL_REMEDY = "Look for a trigger, a rule or a damaged index of inbox_inboxmessage that refuses the row, and remove it."
 _Run = Callable[[list[_Read]], list[Received] | None]
 """Runs a part of a load; None if it must be run in smaller parts."""
 

@@ -355,7 +355,7 @@ def test_message_that_alone_cannot_be_stored_delays_no_other_and_is_handled_when
 
     assert effects_on_other() == dict.fromkeys({*others, "bad"}, 1)
     assert f"{handler.name}: message bad cannot be stored, while other messages can" in logged
-    assert REMEDIES.get(sqlstate, "Check inbox_inboxmessage for a trigger") in logged
+    assert REMEDIES.get(sqlstate, "Look for a trigger") in logged
 
 
 def test_handler_of_which_no_message_can_be_stored_holds_no_more_than_its_prefetch_and_delays_no_other_handler(
