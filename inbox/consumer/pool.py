@@ -61,7 +61,7 @@ class Pool:
         self._probe = probe
         self._on_idle = on_idle
         self._changed = threading.Condition()
-        self._closing = self._fill_no_batches = False
+        self._closing = self._hurry = False
         self._stored_next = False
         self._next_lane = 0
         self._epoch = 0
@@ -90,7 +90,7 @@ class Pool:
     def hurry(self) -> None:
         """Do not wait for batches to fill."""
         with self._changed:
-            self._fill_no_batches = True
+            self._hurry = True
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class Pool:
                     self._changed.notify()  # there may be more work for an idle thread
                     return job
                 self._on_idle()
-                left = [lane.seconds_left(now, hurry=self._fill_no_batches) for lane in self._answering]
+                left = [lane.seconds_left(now, hurry=self._hurry) for lane in self._answering]
                 left += [at - now for at in self._probe_at.values()]
                 self._changed.wait(min(*left, self._runner.seconds_left(now), _LONGEST_WAIT_SECONDS))
         return None
@@ -208,7 +208,7 @@ class Pool:
             lane = self._lanes[(self._next_lane + turn) % len(self._lanes)]
             if lane.handler.using in self._probe_at:
                 continue
-            if load := lane.take(now, hurry=self._fill_no_batches):
+            if load := lane.take(now, hurry=self._hurry):
                 return self._job(lane, load, turn, now, partial(self._receive_for, lane))
             if load := lane.take_to_check(now):
                 return self._job(lane, load, turn, now, partial(self._check_for, lane))

@@ -91,7 +91,7 @@ def assert_effect_once(
             _require_usable(known)
             _require_new(known, one, biz_ids)
             before = effect()
-            _Crash(known, one, step, redelivered=redelivered).recover()
+            _Crash(known, one, step, redelivered=redelivered).run()
             counts[f"{'redelivery' if redelivered else 'delivery'}, killed {step.value}"] = effect() - before
     if set(counts.values()) != {1}:
         steps = "\n".join(f"  {count} in a {name}{'' if count == 1 else '  <--'}" for name, count in counts.items())
@@ -158,7 +158,7 @@ class _Crash:
     step: _Step
     redelivered: bool
 
-    def recover(self) -> None:
+    def run(self) -> None:
         acknowledged = self._killed().startswith(_ACKNOWLEDGED)
         failures = Failures()
         (watched,) = failures.watched([self.handler])
