@@ -189,7 +189,7 @@ class Consumer:
             return
         if self._refusals.is_due():
             setting, shown = self._options.broker_setting, masked(self._options.broker_url)
-            logger.error("consumer: the broker refuses %s, %s: %s. %s", setting, shown, describe(error), REFUSAL_REMEDY)
+            logger.error("The broker refuses %s, %s: %s. %s", setting, shown, describe(error), REFUSAL_REMEDY)
         self._stop.wait(self._broker.enter())
 
     def _connect(self) -> None:

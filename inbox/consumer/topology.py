@@ -120,7 +120,7 @@ def refused_for_handler_only(handler: Handler, options: InboxOptions) -> Iterato
         if "access to " not in refused or (f"exchange '{options.exchange}'" in refused and "topic '" not in refused):
             raise
         raise Forbidden(
-            f"The broker refuses access to the queue or topic of the handler {handler.name} ({refused}). Grant the user of "
+            f"The broker forbids access to the queue or topic of the handler {handler.name} ({refused}). Grant the user of "
             f"{options.broker_setting} permission to configure, write and read its queue, and to read its topic: rabbitmqctl "
             "set_permissions, set_topic_permissions."
         ) from error
