@@ -213,7 +213,7 @@ class RedisLeases:
 
     def _run(self, script: str, incarnation: str, row: NewRow, *arguments: object) -> list[Any]:
         """The script's answer, without its report."""
-        keys = [self._key("memory"), self._key(_record_key(row)), self._key("counts")]
+        keys = [self._key("state"), self._key(_record_key(row)), self._key("counts")]
         answer, report, *more = self._call(script, keys, [incarnation, *self._last_report(incarnation), *arguments])
         if answer != "lost":
             self._store_report(incarnation, _Report(*report))
@@ -269,7 +269,7 @@ class RedisLeases:
         self._check_eviction()
         name = self._key("leases")
         for _ in range(_MAX_TRIES):
-            found, report = self._call(scripts.READ_INCARNATION, [self._key("memory")], [uuid.uuid4().hex])
+            found, report = self._call(scripts.READ_INCARNATION, [self._key("state")], [uuid.uuid4().hex])
             known, since = committed(lambda: leases.recorded_incarnation(alias, name, found), alias)  # noqa: B023 - called at once
             if known == found:
                 with self._lock:
@@ -290,7 +290,7 @@ class RedisLeases:
 
     def _handle_loss(self, state: _KnownState) -> None:
         report = self._last_report(state.incarnation)
-        self._call(scripts.REPLACE_INCARNATION, [self._key("memory")], [state.incarnation, *report, uuid.uuid4().hex])
+        self._call(scripts.REPLACE_INCARNATION, [self._key("state")], [state.incarnation, *report, uuid.uuid4().hex])
         with self._lock:
             self._states = {alias: known for alias, known in self._states.items() if known != state}
 

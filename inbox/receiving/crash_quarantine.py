@@ -33,7 +33,7 @@ class OneAtATime:
         return True
 
     def leave(self) -> None:
-        """This thread runs none, or no longer."""
+        """This thread runs none now."""
         if self._owner == threading.get_ident():
             self._owner = None
             self._free.release()

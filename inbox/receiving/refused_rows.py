@@ -69,7 +69,7 @@ class RefusedMessages(RefusedRows):
         if self._reminder.is_due():
             logger.error(
                 "runner: the database %r refuses to change the rows of %d stored messages, so they cannot be run; the first is "
-                "row %d: %s. %s They are tried again every %.0f s at least; all others go on.",
+                "row %d: %s. %s These rows are retried at least every %.0f s; other messages run.",
                 self._alias,
                 len(self),
                 row,

@@ -28,6 +28,7 @@ from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+# With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
 _OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
 
 
@@ -100,6 +101,11 @@ def _claiming(connection: BaseDatabaseWrapper) -> str:
     )
 
 
+def under_claim(alias: str, row: int, attempts: int) -> Any:
+    """A query for the claimed row, which finds nothing once another claim or run has begun."""
+    return InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
+
+
 def claimed(alias: str, row: int) -> InboxMessage:
     """The message that has been claimed as a follower."""
     found: InboxMessage = InboxMessage.objects.using(alias).raw(f"SELECT * FROM {TABLE} WHERE id = %s", [row])[0]
@@ -137,11 +143,7 @@ def begin_stored(
         columns, for_columns = run_lock(connection, exclusive_key)
         returned += f", ordered, {columns}"
         parameters += for_columns
-    sql = (
-        # With CASE the planner must use the primary key; without it, it may read the whole index of due rows.
-        f"WHERE id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END "
-        f"RETURNING {returned}"
-    )
+    sql = f"WHERE {_OURS} RETURNING {returned}"
     begin = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
     if postgresql:
         # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
@@ -158,8 +160,8 @@ def begin_stored(
             cursor.execute(f"SAVEPOINT {SAVEPOINT}")
     if exclusive_key is None:
         return Guard(alias, (row,), found[0][0], was=was)
-    proof, ordered, isolation, alone = found[0][:4]
-    if not alone:
+    proof, ordered, isolation, has_run_lock = found[0][:4]
+    if not has_run_lock:
         raise KeyBusy
     return Guard(alias, (row,), proof, order_to_promote(alias, exclusive_key, isolation) if ordered else None, follower, was)
 
@@ -193,7 +195,7 @@ def fail_stored(alias: str, row: int, attempts: int, failure: Failure, *, leaves
         "settled_at": DatabaseTime() if dead else None,
         "quarantined": failure.quarantined,
     }
-    ours = InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
+    ours = under_claim(alias, row, attempts)
     matters = not failure.deferred
 
     def record_ours() -> bool:
@@ -220,9 +222,7 @@ def record_error(alias: str, row: int, failure: Failure) -> None:
 
 def give_back(alias: str, row: int, attempts: int, after: timedelta = timedelta()) -> None:
     """Refund a claimed attempt that could not be made; the message is due again `after` a backoff."""
-    InboxMessage.objects.using(alias).filter(pk=row, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False).update(
-        attempts=attempts - 1, next_attempt_at=DatabaseTime(after)
-    )
+    under_claim(alias, row, attempts).update(attempts=attempts - 1, next_attempt_at=DatabaseTime(after))
 
 
 def age(alias: str, row: int) -> timedelta:

@@ -21,6 +21,7 @@ from django.db.models import F
 from inbox.conf import inbox_options
 from inbox.models import DUE, InboxMessage, LeaseMemory, State
 from inbox.store.arrivals import store_running
+from inbox.store.claims import under_claim
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, as_bound
 from inbox.store.ordering import deciding, hold_gates, promote_next
 from inbox.store.rows import DuplicateCause, Failure, KeyBusy, NewRow, OrderedKey, locked_means_busy
@@ -222,7 +223,7 @@ def mark_running(
         KeyBusy, ConcurrentDuplicate: see `lease_stored`.
     """
     with locked_means_busy(), deciding(alias, LONGEST_LOCK_WAIT):
-        ours = _claimed(alias, pk, attempts)
+        ours = under_claim(alias, pk, attempts)
         marked = ours.update(state=State.RUNNING, fence=fence, next_attempt_at=DatabaseTime(lease))
         if marked:
             _record_running(alias, pk, was)
@@ -232,7 +233,7 @@ def mark_running(
 
 def defer_to_lease_end(alias: str, pk: int, attempts: int, until: timedelta) -> None:
     """claimed → running, until the external lease of another owner ends; refunds the attempt."""
-    _claimed(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
+    under_claim(alias, pk, attempts).update(state=State.RUNNING, attempts=attempts - 1, next_attempt_at=DatabaseTime(until))
 
 
 def finish_external(
@@ -309,10 +310,6 @@ def _named(row: NewRow) -> list[str]:
 
 def _owned(alias: str, pk: int, fence: int) -> Any:
     return InboxMessage.objects.using(alias).filter(pk=pk, fence=fence, state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
-
-
-def _claimed(alias: str, pk: int, attempts: int) -> Any:
-    return InboxMessage.objects.using(alias).filter(pk=pk, attempts=attempts, state__in=DUE, next_attempt_at__isnull=False)
 
 
 def _open_row(alias: str, row: NewRow) -> Any:

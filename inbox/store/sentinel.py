@@ -199,11 +199,11 @@ def dead_letter_if_committed(guard: Guard) -> bool:
             [ABANDONED, *given],
         )
         dead_lettered = [row for (row,) in cursor.fetchall()]
-        for row, said in zip(guard.rows, guard.emptied, strict=False):
+        for row, content in zip(guard.rows, guard.emptied, strict=False):
             # A retry needs its content.
             cursor.execute(
                 f"UPDATE {TABLE} SET body = %s, headers = %s::jsonb WHERE id = %s AND state = 'dead'",
-                [said.body, said.headers, row],
+                [content.body, content.headers, row],
             )
         record(guard.alias, dead_lettered, was=State.DONE, reason=ABANDONED)
     return bool(dead_lettered)
