@@ -293,7 +293,7 @@ def test_message_whose_values_the_database_refuses_is_a_dead_letter_and_delays_n
     assert effects_on_other() == {"first": 1, "last": 1}
     dead = InboxMessage.objects.using("other").get(state=State.DEAD)
     assert (bytes(dead.body), dead.duplicates) == (b'{"name": "bad"}', 1)
-    assert "The database refuses what it says" in dead.last_error
+    assert "The database refuses its values" in dead.last_error
 
 
 @contextmanager
