@@ -77,8 +77,12 @@ def read(
     row = _row(handler, envelope, biz_id=biz_id)
     if message is not None:
         # An ordered message is read again when it is run; many of them are stored at once, so keeping them would take memory.
-        message = None if handler.ordered else replace(message, biz_id=row.biz_id)
+        message = None if handler.ordered else _named(message, row.biz_id)
     return Arrival(row=row, envelope=envelope, message=message, refused=refused, quarantined=bool(outside))
+
+
+def _named(message: Message, biz_id: str) -> Message:
+    return message if message.biz_id == biz_id else replace(message, biz_id=biz_id)
 
 
 def can_wait(handler: Handler, envelope: Envelope) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
-from django.db import DatabaseError, InterfaceError, connections, transaction
+from django.db import DatabaseError, DataError, InterfaceError, connections, transaction
 
 from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
@@ -17,11 +17,11 @@ from inbox.models import State
 from inbox.store.dialect import TABLE
 from inbox.store.ordering import GATE, for_gate, promote_next
 from inbox.store.rows import ABANDONED, PARTLY, Guard
-from inbox.store.trail import record
-from outbox.database.connections import is_postgresql
+from inbox.store.trail import is_recorded, record
+from outbox.database.connections import is_outermost, is_postgresql
 from outbox.database.faults import UNDEFINED_TABLE, is_collision, is_outage, sqlstate_of
 from outbox.database.now import now
-from outbox.database.prepared_statements import PreparedStatement, is_usable
+from outbox.database.prepared_statements import PreparedStatement, is_in_transaction, is_usable
 from outbox.kernel.text import describe
 
 if TYPE_CHECKING:
@@ -38,8 +38,14 @@ _EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x''
 """Also written if the bodies of done messages are not stored. The digest remains, so conflicting duplicates are still found."""
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
+_DIVISION_BY_ZERO = "22012"
 _INSERTED_BY_US = "xmin = pg_current_xact_id()::xid"
-_READ = PreparedStatement("inbox_read", ["bigint"], f"SELECT 1 FROM {TABLE} WHERE id = $1 AND {_INSERTED_BY_US}")
+# It divides by zero if a row is missing, so that a COMMIT may be sent with it.
+_PROVE = PreparedStatement(
+    "inbox_prove",
+    ["bigint[]"],
+    f"SELECT 1 / (count(*) = cardinality($1))::int FROM {TABLE} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
+)
 _FINISHED = f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3"
 
 
@@ -66,7 +72,7 @@ _FINISH_IN_ORDER = {
 }
 
 
-def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
+def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bool = False) -> None:
     """received → done, as the last statement of the handler's transaction: the commit sentinel. It must hit every row.
 
     Rows that were inserted as `done` are read instead: `xmin` is the transaction that inserted a row, and PostgreSQL refuses to
@@ -76,10 +82,13 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
 
     Args:
         result: the handler's result as JSON, if it must be stored.
+        commit: also commit, in the same round trip, if `can_commit`. The caller's own commit has nothing to do then.
 
     Raises:
         TransactionBroken: this transaction cannot commit.
         TransactionEnded: this is not the transaction that began.
+        django.db.Error: the commit failed, or the database is unavailable. If the session was lost, the commit may have
+            succeeded.
     """
     connection = connections[guard.alias]
     if connection.closed_in_transaction:
@@ -89,9 +98,9 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
         )
     refuse_if_ended(guard)
     try:
-        hit = _finish(connection, guard, attempts, result)
+        hit = _prove_and_commit(connection, guard) if commit else _finish(connection, guard, attempts, result)
     except (DatabaseError, InterfaceError) as error:
-        if is_outage(error) or is_collision(error):
+        if is_outage(error) or is_collision(error) or (commit and not is_in_transaction(connection)):
             raise
         if sqlstate_of(error) == UNDEFINED_TABLE:
             cause = "It changed search_path, so the inbox's table is not found. Restore search_path before returning."
@@ -111,6 +120,19 @@ def finish(guard: Guard, attempts: int, result: str | None = None) -> None:
         row = promote_next(guard.alias, *guard.order, claimed_for=follower.claimed_for if follower else None)
         if follower:
             follower.row = row
+
+
+def can_commit(guard: Guard, result: str | None) -> bool:
+    """Is the proof the last statement of a transaction that leaving `atomic()` commits?"""
+    connection = connections[guard.alias]
+    return (
+        guard.is_settled
+        and result is None
+        and not is_recorded(matters=False)
+        and is_outermost(connection)
+        and connection.commit_on_exit
+        and is_usable(connection)
+    )
 
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
@@ -143,11 +165,20 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         return int(cursor.rowcount)
 
 
+def _prove_and_commit(connection: BaseDatabaseWrapper, guard: Guard) -> int:
+    connection.validate_no_broken_transaction()
+    try:
+        _PROVE.execute_and_commit(connection, [f"{{{','.join(map(str, guard.rows))}}}"])
+    except DataError as error:
+        if sqlstate_of(error) == _DIVISION_BY_ZERO and is_in_transaction(connection):
+            return 0
+        raise
+    return len(guard.rows)
+
+
 def _count_ours(connection: BaseDatabaseWrapper, guard: Guard) -> int:
     """How many rows this transaction has inserted."""
     connection.validate_no_broken_transaction()
-    if len(guard.rows) == 1 and is_usable(connection):
-        return len(_READ.execute(connection, guard.rows).rows)
     with connection.cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {TABLE} WHERE id = ANY(%s) AND {_INSERTED_BY_US}", [list(guard.rows)])
         return int(cursor.fetchone()[0])

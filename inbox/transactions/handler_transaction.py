@@ -74,7 +74,13 @@ def in_transaction(
                 sentinel.refuse_if_ended(guard)
                 raise
             changes.undo(handler.using)
-            sentinel.finish(guard, attempt, result)
+            commits = durable and sentinel.can_commit(guard, result)
+            try:
+                sentinel.finish(guard, attempt, result, commit=commits)
+            except BaseException as error:
+                # Unless the proof has failed, the answer that did not arrive may be that of the commit.
+                proved = commits and not isinstance(error, TransactionBroken | TransactionEnded)
+                raise
             proved = True
         refuse_if_uncommitted(handler.using, committed)
     except BaseException as error:
