@@ -34,7 +34,7 @@ PREPARED = (
 )
 SAVEPOINT = "inbox_guard"
 _WRITTEN = "state = 'done', attempts = {attempts}, settled_at = {now}, last_error = '', traceback = ''"
-_EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
+EMPTIED = {"postgresql": ", body = '', headers = '{}'", "sqlite": ", body = x'', headers = '{}'"}
 """Also written if the bodies of done messages are not stored. The digest remains, so conflicting duplicates are still found."""
 # Without CASE the planner would use a partial index, and read the dead entries of all rows handled since the last vacuum.
 _OURS = "CASE WHEN state = 'received' AND next_attempt_at IS NULL THEN TRUE ELSE FALSE END"
@@ -51,7 +51,7 @@ _FINISHED = f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3"
 
 def _set_done(*, keep_body: bool) -> str:
     written = _WRITTEN.format(attempts="$2", now="statement_timestamp()")
-    return f"UPDATE {TABLE} SET {written}{'' if keep_body else _EMPTIED['postgresql']}"
+    return f"UPDATE {TABLE} SET {written}{'' if keep_body else EMPTIED['postgresql']}"
 
 
 _FINISH = {
@@ -146,7 +146,7 @@ def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result
         if guard.order is None:
             return _FINISH[keep_body].execute(connection, given).hit
         return _FINISH_IN_ORDER[keep_body].execute(connection, [*given, *for_gate(connection, guard.order)]).hit
-    also = "" if keep_body else _EMPTIED[connection.vendor]
+    also = "" if keep_body else EMPTIED[connection.vendor]
     if result is not None:
         also += ", result = %s"
     sql = (
