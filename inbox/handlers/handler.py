@@ -101,15 +101,23 @@ class Handler:
         """
         if self.biz_id is None:
             return message.biz_id
-        named = self.biz_id(message)
-        if inspect.iscoroutine(named):
-            named.close()
-        if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
-            raise TypeError(
-                f"it answered {named!r}; a biz-id is non-empty text, a whole number, a UUID, a Decimal or a date, or messages "
-                "that have nothing in common would count as one"
-            )
-        return fit(str(named))
+        return as_biz_id(self.biz_id(message))
+
+
+def as_biz_id(named: object) -> str:
+    """The value that a user's `biz_id` returned, fit to be stored.
+
+    Raises:
+        TypeError: it identifies nothing.
+    """
+    if inspect.iscoroutine(named):
+        named.close()
+    if isinstance(named, bool) or not isinstance(named, str | int | UUID | Decimal | date) or named == "":
+        raise TypeError(
+            f"it answered {named!r}; a biz-id is non-empty text, a whole number, a UUID, a Decimal or a date, or messages "
+            "that have nothing in common would count as one"
+        )
+    return fit(str(named))
 
 
 def why_contradictory(handler: Handler) -> str | None:

@@ -148,7 +148,7 @@ def identify(handler: Handler, message: Message) -> str:
     _of_this_queue(handler, message.topic, message.biz_id)
     try:
         biz_id = handler.identify(message)
-    except BaseException as error:  # the user's code, see _receive_fresh
+    except BaseException as error:  # the user's code, see transactional.run_fresh
         raise Undecodable(f"biz_id of {handler.name} failed with {type(error).__name__}: {describe(error)}") from error
     return _not_ours(biz_id)
 

@@ -38,13 +38,13 @@ def in_transaction(
     of: str,
     attempt: int = 1,
     durable: bool = True,
-    remember: Callable[[object], str | None] | None = None,
+    encode_result: Callable[[object], str | None] | None = None,
 ) -> bool:
     """Execute `begin`, `run` and the sentinel in one transaction, and commit it; `of` names its messages in the log.
 
     Args:
         durable: it must be a separate transaction, not a savepoint of the caller's.
-        remember: converts the result of `run` to the JSON that is stored with the row.
+        encode_result: converts the result of `run` to the JSON that is stored with the row; None, if it cannot be that.
 
     False: `begin` found nothing to do.
     """
@@ -69,7 +69,7 @@ def in_transaction(
             try:
                 with _Supervision(handler), changes, none_left_open():
                     returned = run()
-                result = remember(returned) if remember else None
+                result = encode_result(returned) if encode_result else None
             except BaseException:
                 sentinel.refuse_if_ended(guard)
                 raise
