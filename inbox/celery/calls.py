@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -22,8 +22,7 @@ from inbox.handlers.handler import Handler, as_biz_id
 from inbox.handlers.message import Message
 from inbox.handlers.options import AS_THE_SETTINGS
 from inbox.models import InboxMessage
-from inbox.receiving.reading import Arrival, outside_window
-from inbox.store.rows import NewRow
+from inbox.receiving.reading import Arrival, outside_window, row_of
 from outbox.kernel.envelope import JSON, Envelope
 from outbox.kernel.text import fit
 from outbox.kernel.wire import CELERY_TOPICS
@@ -110,7 +109,7 @@ def read_call(
         causation_id=fit(str(request.parent_id or "")),
     )
     due = maybe_make_aware(maybe_iso8601(request.eta), task.app.timezone) if request.eta else None
-    content_type, body, digest = _body(by_name)
+    content_type, body = _body(by_name)
     envelope = Envelope(
         id=task_id,
         topic=name,
@@ -123,9 +122,13 @@ def read_call(
         body=body,
     )
     outside = "" if request.is_eager else outside_window(envelope, options)
-    # An operator may have to send such a task again.
-    headers = as_sent(task, args, kwargs) if outside or redelivered else "{}"
-    row = _row(envelope, biz_id=biz_id, digest=digest, headers=headers)
+    row = row_of(handler, envelope, biz_id=biz_id)
+    if content_type == _NOT_JSON:
+        # Equal arguments may differ as text, so they never conflict.
+        row = replace(row, digest=hashlib.sha256().hexdigest())
+    if outside or redelivered:
+        # An operator may have to send it again.
+        row = replace(row, headers=as_sent(task, args, kwargs))
     return Call(
         task=task,
         arguments=snapshot,
@@ -234,29 +237,9 @@ def _follow(path: str, arguments: Mapping[str, Any]) -> object:
     return found
 
 
-def _body(by_name: Mapping[str, Any]) -> tuple[str, bytes, str]:
-    """Content type, body and digest of the arguments. Arguments that JSON cannot represent are text and never conflict."""
+def _body(by_name: Mapping[str, Any]) -> tuple[str, bytes]:
+    """Content type and body of the arguments. Arguments that JSON cannot represent are stored as text."""
     try:
-        body = _in_order_of_names.encode(by_name).encode()
+        return JSON, _in_order_of_names.encode(by_name).encode()
     except (TypeError, ValueError, RecursionError):
-        return _NOT_JSON, repr(by_name).encode("utf-8", "backslashreplace"), hashlib.sha256().hexdigest()
-    return JSON, body, hashlib.sha256(body).hexdigest()
-
-
-def _row(envelope: Envelope, *, biz_id: str, digest: str, headers: str) -> NewRow:
-    return NewRow(
-        handler=envelope.topic,
-        topic=envelope.topic,
-        biz_id=biz_id,
-        message_id=envelope.id,
-        key="",
-        content_type=envelope.content_type,
-        body=envelope.body,
-        digest=digest,
-        headers=headers,
-        source="",
-        correlation_id=envelope.correlation_id,
-        causation_id=envelope.causation_id,
-        traceparent=envelope.traceparent,
-        created_at=envelope.created_at,
-    )
+        return _NOT_JSON, repr(by_name).encode("utf-8", "backslashreplace")

@@ -123,7 +123,7 @@ class TaskPolicy(Policy):
         return encode_result(returned)
 
     def settle_success(self, message: Message) -> Received:
-        # An eager task may be part of its caller's transaction.
+        # An eager task may be part of its caller's transaction; otherwise this is called at once.
         transaction.on_commit(partial(super().settle_success, message), using=self.handler.using)
         return Received.HANDLED
 

@@ -32,9 +32,7 @@ def refuse_impossible(name: str, retry: object, others: Iterable[str]) -> None:
             "keeps it. Set the factor to 2 or 1, or remove it."
         )
     if equivalent := sorted(_EQUIVALENT & {*others}):
-        raise ValueError(
-            f"The task {name} has both retry= and {', '.join(equivalent)}, which set the same options: remove one of them."
-        )
+        raise ValueError(f"The task {name} has both retry= and {', '.join(equivalent)}, which conflict: remove one of them.")
 
 
 def celery_options(retry: Retry) -> dict[str, Any]:

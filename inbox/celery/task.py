@@ -75,12 +75,8 @@ class IdempotentTask(DjangoTask):  # type: ignore[misc] # celery is not typed
     def _make_idempotent(self) -> None:
         function, kind = self.run, type(self)
         signature = inspect.signature(function)
-        _refuse_mistakes(
-            self.name or kind.__name__,
-            kind.biz_id,
-            signature.parameters,
-            {option: getattr(self, option) for option in _REQUIRED},
-        )
+        options = {option: getattr(self, option) for option in _REQUIRED}
+        _refuse_mistakes(self.name or kind.__name__, kind.biz_id, signature.parameters, options)
 
         # Inside Celery's wrapper for `autoretry_for`, so that Celery also retries when the commit fails.
         @wraps(function)
