@@ -37,23 +37,28 @@ _KEEP_CONFLICT = (
 )
 _ONCE = "ON CONFLICT (handler, topic, biz_id) DO NOTHING"
 _PLACES = [f"${number}" for number in range(1, len(COLUMNS) + 1)]
-_ATTEMPT, _LONGEST_WAIT = (f"${len(COLUMNS) + number}" for number in (1, 2))
+_ATTEMPT, _LONGEST_WAIT, _RESULT = (f"${len(COLUMNS) + number}" for number in (1, 2, 3))
 # One round trip: bound the wait for a concurrent duplicate, insert, restore the transaction's own lock_timeout.
 _BEGIN = PreparedStatement(
     "inbox_begin",
-    [*COLUMNS.values(), "int", "text"],
+    [*COLUMNS.values(), "int", "text", "jsonb"],
     f"{BOUND.replace('%s', _LONGEST_WAIT)} "
-    f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}, attempts, state, received_at, settled_at) "
-    f"SELECT {', '.join(_PLACES)}, {_ATTEMPT}, 'done', statement_timestamp(), statement_timestamp() FROM bound {_ONCE} "
-    "RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
+    f"INSERT INTO {TABLE} ({', '.join(COLUMNS)}, attempts, result, state, received_at, settled_at) "
+    f"SELECT {', '.join(_PLACES)}, {_ATTEMPT}, {_RESULT}, 'done', statement_timestamp(), statement_timestamp() FROM bound "
+    f"{_ONCE} RETURNING id, pg_current_xact_id()::text, set_config('lock_timeout', (SELECT before FROM bound), true)",
 )
 
 
-def begin_fresh(alias: str, row: NewRow, duplicate_timeout: timedelta, *, attempt: int = 1) -> Guard | None:
+def begin_fresh(
+    alias: str, row: NewRow, duplicate_timeout: timedelta, *, attempt: int = 1, result: str | None = None
+) -> Guard | None:
     """∅ → done, as the first statement of the handler's transaction. None: the row exists, this is a duplicate.
 
     No other transaction sees the row before the commit, and then its state is true; so it is written once. Where the sentinel
     cannot read which transaction inserted it (in a savepoint, on SQLite, behind a proxy), it is ∅ → received first.
+
+    Args:
+        result: the handler's expected result as JSON, so that a handler with this result need not write the row again.
 
     Raises:
         ConcurrentDuplicate: another transaction is inserting the same row and did not end within `duplicate_timeout`.
@@ -61,7 +66,7 @@ def begin_fresh(alias: str, row: NewRow, duplicate_timeout: timedelta, *, attemp
     connection = connections[alias]
     # In a caller's transaction, a duplicate must not leave this statement's lock_timeout set.
     if is_outermost(connection) and is_usable(connection):
-        return _begin_prepared(connection, row, duplicate_timeout, attempt)
+        return _begin_prepared(connection, row, duplicate_timeout, attempt, result)
     inserted = insert(alias, row, duplicate_timeout, state=State.RECEIVED)
     if inserted is not None and not is_postgresql(connection):
         with connection.cursor() as cursor:
@@ -69,16 +74,18 @@ def begin_fresh(alias: str, row: NewRow, duplicate_timeout: timedelta, *, attemp
     return inserted
 
 
-def _begin_prepared(connection: BaseDatabaseWrapper, row: NewRow, duplicate_timeout: timedelta, attempt: int) -> Guard | None:
+def _begin_prepared(
+    connection: BaseDatabaseWrapper, row: NewRow, duplicate_timeout: timedelta, attempt: int, result: str | None
+) -> Guard | None:
     # No other transaction sees the row unless it is done.
     kept = row if inbox_options().keeps_all_bodies else emptied(row)
-    given = [*(getattr(kept, column) for column in COLUMNS), attempt, as_bound(duplicate_timeout)]
+    given = [*(getattr(kept, column) for column in COLUMNS), attempt, as_bound(duplicate_timeout), result]
     with locked_means_busy():
         rows = _BEGIN.execute(connection, given).rows
     if not rows:
         return None
     ((pk, begun, _),) = rows
-    return Guard(connection.alias, (int(pk),), begun, is_settled=True, emptied=() if kept is row else (row,))
+    return Guard(connection.alias, (int(pk),), begun, is_settled=True, emptied=() if kept is row else (row,), result=result)
 
 
 def store_due(alias: str, row: NewRow, duplicate_timeout: timedelta, *, after: timedelta = timedelta()) -> bool:

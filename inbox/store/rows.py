@@ -157,6 +157,7 @@ class Guard:
         order: the order that its one row has a place in; the next message in it is to be promoted.
         follower: the next message is claimed for it; None leaves that message due.
         was: the previous state of its rows; "" if they are new.
+        result: the result that its row was inserted with, as JSON.
     """
 
     alias: str
@@ -167,6 +168,7 @@ class Guard:
     was: str = ""
     is_settled: bool = False
     emptied: tuple[NewRow, ...] = ()
+    result: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -46,6 +46,9 @@ _PROVE = PreparedStatement(
     ["bigint[]"],
     f"SELECT 1 / (count(*) = cardinality($1))::int FROM {TABLE} WHERE id = ANY($1) AND {_INSERTED_BY_US}",
 )
+_WRITE_RESULT = PreparedStatement(
+    "inbox_result", ["bigint", "jsonb"], f"UPDATE {TABLE} SET result = $2 WHERE id = $1 AND {_INSERTED_BY_US}"
+)
 _FINISHED = f"WHERE id = $1 AND {_OURS} AND pg_current_xact_id()::text = $3"
 
 
@@ -127,7 +130,7 @@ def can_commit(guard: Guard, result: str | None) -> bool:
     connection = connections[guard.alias]
     return (
         guard.is_settled
-        and result is None
+        and result == guard.result
         and not is_recorded(matters=False)
         and is_outermost(connection)
         and connection.commit_on_exit
@@ -137,23 +140,26 @@ def can_commit(guard: Guard, result: str | None) -> bool:
 
 def _finish(connection: BaseDatabaseWrapper, guard: Guard, attempts: int, result: str | None) -> int:
     """How many rows were hit."""
-    if guard.is_settled and result is None:
+    if guard.is_settled and result == guard.result:
         return _count_ours(connection, guard)
+    if guard.is_settled and is_usable(connection):
+        connection.validate_no_broken_transaction()
+        return _WRITE_RESULT.execute(connection, [guard.rows[0], result]).hit
     keep_body = inbox_options().keeps_all_bodies
-    if result is None and len(guard.rows) == 1 and is_usable(connection):
+    if result == guard.result and len(guard.rows) == 1 and is_usable(connection):
         connection.validate_no_broken_transaction()
         given = [guard.rows[0], attempts, guard.transaction]
         if guard.order is None:
             return _FINISH[keep_body].execute(connection, given).hit
         return _FINISH_IN_ORDER[keep_body].execute(connection, [*given, *for_gate(connection, guard.order)]).hit
     also = "" if keep_body else EMPTIED[connection.vendor]
-    if result is not None:
+    if result != guard.result:
         also += ", result = %s"
     sql = (
         f"UPDATE {TABLE} SET {_WRITTEN.format(attempts='%s', now=now(connection))}{also} "
         f"WHERE id IN ({', '.join(['%s'] * len(guard.rows))}) AND {_INSERTED_BY_US if guard.is_settled else _OURS}"
     )
-    parameters: list[Any] = [attempts, *([] if result is None else [result]), *guard.rows]
+    parameters: list[Any] = [attempts, *([] if result == guard.result else [result]), *guard.rows]
     if is_postgresql(connection):
         sql += " AND pg_current_xact_id()::text = %s"
         parameters.append(guard.transaction)
@@ -225,7 +231,7 @@ def dead_letter_if_committed(guard: Guard) -> bool:
             return False
     with transaction.atomic(using=guard.alias), connection.cursor() as cursor:
         cursor.execute(
-            f"UPDATE {TABLE} SET state = 'dead', last_error = %s, settled_at = {now(connection)} "
+            f"UPDATE {TABLE} SET state = 'dead', result = NULL, last_error = %s, settled_at = {now(connection)} "
             f"WHERE id IN (SELECT id {committed}) RETURNING id",
             [ABANDONED, *given],
         )
