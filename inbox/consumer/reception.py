@@ -106,16 +106,17 @@ class Reception:
             part, run = parts.popleft()
             if self._is_late(part):
                 run = self._later(handler)
+            halve = bool(handler.batch)
             try:
                 ended = self._end(part, run)
             except DatabaseUnavailable as outage:
                 if not self._is_refused_alone(handler, outage):
                     raise self._undecided(handler, chain(part, *(later for later, _ in parts)), outage) from outage
-                ended = self._leave_unstored(part, outage)
+                ended, halve = self._leave_unstored(part, outage), True
             if not ended:
                 anew = [one.again() for one in part]
                 half = len(part) // 2
-                smaller = [anew[:half], anew[half:]] if handler.batch else [[one] for one in anew]
+                smaller = [anew[:half], anew[half:]] if halve else [[one] for one in anew]
                 parts.extendleft(
                     (some, self._together(handler) if len(some) > 1 else self._singly(handler)) for some in reversed(smaller)
                 )
