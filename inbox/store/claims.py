@@ -10,25 +10,43 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from django.db import DatabaseError, IntegrityError, connections, transaction
 
 from inbox.models import DUE, InboxMessage, State
 from inbox.store import due
 from inbox.store.dialect import BOUND, LONGEST_LOCK_WAIT, TABLE, UNBOUND, as_bound
-from inbox.store.ordering import begun, deciding, hold_gates, passes_on, promote_next
+from inbox.store.loading import columns_of, message_of
+from inbox.store.ordering import deciding, hold_gates, passes_on, promote_next, run_lock
 from inbox.store.rows import ABANDONED, Failure, Follower, Guard, KeyBusy, OrderedKey, locked_means_busy
 from inbox.store.sentinel import SAVEPOINT
 from inbox.store.trail import is_recorded, record_leaving
 from outbox.database.connections import is_postgresql, lock_timeout
 from outbox.database.now import DatabaseTime, now, now_after
+from outbox.database.prepared_statements import PreparedStatement, is_usable
 from outbox.kernel.text import ERROR_LENGTH, TRACEBACK_LENGTH, printable
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
 
-_OURS = f"id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
+# In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
+_IS_CLAIMED = f"CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END"
+_OURS = f"id = %s AND attempts = %s AND {_IS_CLAIMED}"
+_SET_BEGUN = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
+
+
+def _begin_text(longest_wait: str, row: str, attempts: str, lock: str) -> str:
+    """One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not."""
+    return (
+        f"{BOUND.replace('%s', longest_wait)}, begun AS ({_SET_BEGUN} FROM bound "
+        f"WHERE id = {row} AND attempts = {attempts} AND {_IS_CLAIMED} RETURNING pg_current_xact_id()::text AS proof, ordered, "
+        f"current_setting('transaction_isolation'), pg_try_advisory_xact_lock({lock})) "
+        f"SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
+    )
+
+
+_BEGIN = PreparedStatement("inbox_begin_stored", ["text", "bigint", "int", "bigint"], _begin_text("$1", "$2", "$3", "$4"))
 
 
 def claim_due(
@@ -59,16 +77,19 @@ def claim_due(
     lasts = redelivery_after.total_seconds()
     if is_postgresql(connection):
         # Materialised, because a re-evaluated sub-select with LIMIT may take more rows than one.
-        sql = f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id RETURNING m.*"
-        parameters: list[Any] = [*wanted, lasts]
-    else:
-        # An UPDATE of no row would still take the write lock.
-        if not due.due_handlers(alias, handlers):
-            return None
-        sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
-        parameters = [lasts, *wanted]
-    claimed: list[InboxMessage] = list(InboxMessage.objects.using(alias).raw(sql, parameters))
-    return claimed[0] if claimed else None
+        with connection.cursor() as cursor:
+            cursor.execute(
+                f"WITH due AS MATERIALIZED ({found}) UPDATE {TABLE} m SET {written} FROM due WHERE m.id = due.id "
+                f"RETURNING {columns_of('m')}",
+                [*wanted, lasts],
+            )
+            row = cursor.fetchone()
+        return message_of(alias, row) if row else None
+    # An UPDATE of no row would still take the write lock.
+    if not due.due_handlers(alias, handlers):
+        return None
+    sql = f"UPDATE {TABLE} SET {written} WHERE id = ({found}) RETURNING *"
+    return next(iter(InboxMessage.objects.using(alias).raw(sql, [lasts, *wanted])), None)
 
 
 def refused_claim(
@@ -104,12 +125,6 @@ def _claiming(connection: BaseDatabaseWrapper) -> str:
     )
 
 
-def claimed(alias: str, row: int) -> InboxMessage:
-    """The message that has been claimed as a follower."""
-    found: InboxMessage = InboxMessage.objects.using(alias).raw(f"SELECT * FROM {TABLE} WHERE id = %s", [row])[0]
-    return found
-
-
 def begin_stored(
     alias: str,
     row: int,
@@ -132,40 +147,42 @@ def begin_stored(
         ConcurrentDuplicate: another session has locked the row and did not release it within `longest_wait`.
     """
     connection = connections[alias]
-    postgresql = is_postgresql(connection)
     if follower is not None:
-        follower.row = None
-    returned = "pg_current_xact_id()::text AS proof" if postgresql else "''"
-    parameters: list[Any] = [row, attempts]
-    if alone_in is not None:
-        columns, for_columns = begun(connection, alone_in)
-        returned += f", ordered, {columns}"
-        parameters += for_columns
-    sql = (
-        # In a CASE, or the planner may prefer reading the whole index of due rows to the primary key.
-        f"WHERE id = %s AND attempts = %s AND CASE WHEN {due.STORED} THEN next_attempt_at IS NOT NULL ELSE false END "
-        f"RETURNING {returned}"
-    )
-    begin = f"UPDATE {TABLE} SET state = 'received', next_attempt_at = NULL"
-    if postgresql:
-        # One round trip: bound the wait for the row, lock it, restore the transaction's own lock_timeout, found or not.
-        sql = f"{BOUND}, begun AS ({begin} FROM bound {sql}) SELECT begun.*, {UNBOUND} FROM bound LEFT JOIN begun ON true"
-        parameters.insert(0, as_bound(longest_wait))
-    else:
-        sql = f"{begin} {sql}"
-    with locked_means_busy(), connection.cursor() as cursor:
-        cursor.execute(sql, parameters)
-        found = [columns for columns in cursor.fetchall() if columns[0] is not None]
-        if not found:
-            return None
-        if not postgresql:
-            cursor.execute(f"SAVEPOINT {SAVEPOINT}")
-    if alone_in is None:
-        return Guard(alias, (row,), found[0][0], was=was)
-    proof, ordered, isolation, alone = found[0][:4]
+        follower.message = None
+    found = _begin(connection, row, attempts, alone_in, longest_wait)
+    if found is None:
+        return None
+    proof, ordered, isolation, alone = found
     if not alone:
         raise KeyBusy
-    return Guard(alias, (row,), proof, passes_on(alias, alone_in, isolation) if ordered else None, follower, was)
+    order = passes_on(alias, alone_in, isolation) if alone_in is not None and ordered else None
+    return Guard(alias, (row,), proof, order, follower, was)
+
+
+def _begin(
+    connection: BaseDatabaseWrapper, row: int, attempts: int, alone_in: OrderedKey | None, longest_wait: timedelta
+) -> tuple[str, bool, str, bool] | None:
+    """The transaction's id, has the row a place in an order, the isolation level, and is the run lock acquired?"""
+    if is_postgresql(connection):
+        # A lock that is not wanted is NULL, and so is the answer.
+        given = [as_bound(longest_wait), row, attempts, None if alone_in is None else run_lock(alone_in)]
+        with locked_means_busy():
+            if is_usable(connection):
+                connection.validate_no_broken_transaction()
+                ((proof, *found, _),) = _BEGIN.fetch(connection, given)
+            else:
+                with connection.cursor() as cursor:
+                    cursor.execute(_begin_text(*["%s"] * 4), given)
+                    ((proof, *found, _),) = cursor.fetchall()
+        ordered, isolation, alone = found
+        return None if proof is None else (proof, ordered, isolation, alone is not False)
+    with connection.cursor() as cursor:
+        cursor.execute(f"{_SET_BEGUN} WHERE id = %s AND attempts = %s AND {_IS_CLAIMED} RETURNING ordered", [row, attempts])
+        on_sqlite = cursor.fetchall()
+        if not on_sqlite:
+            return None
+        cursor.execute(f"SAVEPOINT {SAVEPOINT}")
+    return "", bool(on_sqlite[0][0]), "", True
 
 
 def rekey(alias: str, row: int, biz_id: str) -> bool:

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 TABLE = InboxMessage._meta.db_table
 LONGEST_LOCK_WAIT = timedelta(seconds=2)
-BOUND = (
-    "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, "
-    "set_config('lock_timeout', coalesce(%s, current_setting('lock_timeout')), true))"
-)
+BOUND = "WITH bound AS MATERIALIZED (SELECT current_setting('lock_timeout') AS before, set_config('lock_timeout', %s, true))"
 """Before a PostgreSQL statement FROM bound: it limits the wait for a lock, and UNBOUND in its result undoes that."""
 UNBOUND = "set_config('lock_timeout', bound.before, true)"
 

@@ -159,9 +159,10 @@ def _insert_many(document: str, bodies: str, longest_wait: str, *, skip_existing
         f"ROWS FROM (json_to_recordset({document}::json) AS ({typed}), unnest({bodies}::bytea[])) WITH ORDINALITY "
         f"AS source({', '.join(_DOCUMENT)}, body, number)"
     )
+    bound = f"coalesce({longest_wait}, current_setting('lock_timeout'))"
     insert = _insert("postgresql", source, bound="bound", is_load=True, skip_existing=skip_existing)
     return (
-        f"{BOUND.replace('%s', longest_wait)}, inserted AS ({insert} RETURNING id, biz_id, state) "
+        f"{BOUND.replace('%s', bound)}, inserted AS ({insert} RETURNING id, biz_id, state) "
         f"SELECT ids, biz_ids, states, pg_current_xact_id()::text, {UNBOUND} FROM bound, (SELECT array_agg(id) AS ids, "
         "array_agg(biz_id) AS biz_ids, array_agg(state) AS states FROM inserted) AS all_inserted"
     )
