@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from django.db import OperationalError
 
+from inbox.models import InboxMessage
 from outbox.database.faults import LOCK_TIMEOUT, sqlstate_of
 
 UNIDENTIFIED = "unidentified:"
@@ -140,11 +141,11 @@ class Follower:
 
     Attributes:
         claimed_for: the time after which it is due again, if its process has died.
-        row: its row, with its attempt counted, once the other message is done; None if none follows.
+        message: it, with its attempt counted, once the other message is done; None if none follows.
     """
 
     claimed_for: timedelta
-    row: int | None = None
+    message: InboxMessage | None = None
 
 
 @dataclass(frozen=True, slots=True)

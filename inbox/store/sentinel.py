@@ -15,7 +15,7 @@ from inbox.conf import inbox_options
 from inbox.errors import TransactionBroken, TransactionEnded
 from inbox.models import State
 from inbox.store.dialect import TABLE
-from inbox.store.ordering import GATE, for_gate, promote_next
+from inbox.store.ordering import GATE, claim_next, for_gate, promote_next
 from inbox.store.rows import ABANDONED, PARTLY, Guard
 from inbox.store.trail import is_recorded, record
 from outbox.database.connections import is_outermost, is_postgresql
@@ -119,10 +119,10 @@ def finish(guard: Guard, attempts: int, result: str | None = None, *, commit: bo
         raise TransactionEnded(ENDED)
     record(guard.alias, guard.rows, was=guard.was, matters=False)
     if guard.order is not None:
-        follower = guard.follower
-        row = promote_next(guard.alias, *guard.order, claimed_for=follower.claimed_for if follower else None)
-        if follower:
-            follower.row = row
+        if guard.follower is None:
+            promote_next(guard.alias, *guard.order)
+        else:
+            guard.follower.message = claim_next(guard.alias, *guard.order, guard.follower.claimed_for)
 
 
 def can_commit(guard: Guard, result: str | None) -> bool:
