@@ -58,6 +58,7 @@ class InboxOptions:
         KEEP_BODIES: which settled messages keep body and headers: "all", or "failed", those that are not done.
         TRAIL: which transitions leave a trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long the trail is stored.
+        AUDIT_RETENTION: how long entries of the audit log are kept.
         MAX_AGE_MARGIN: a delivery older than RETENTION minus this is not run, as its row may be purged already.
         POLL_INTERVAL: longest poll interval of the loop that runs stored messages.
         STUCK_AFTER: a message waiting longer than this past its due time is shown as stuck.
@@ -86,6 +87,7 @@ class InboxOptions:
     KEEP_BODIES: str = "all"
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
+    AUDIT_RETENTION: timedelta = timedelta(days=365)
     MAX_AGE_MARGIN: timedelta = timedelta(days=1)
     POLL_INTERVAL: timedelta = timedelta(seconds=0.5)
     STUCK_AFTER: timedelta = timedelta(minutes=5)

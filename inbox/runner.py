@@ -28,7 +28,7 @@ from inbox.receiving.execute import claim_next, run_stored
 from inbox.receiving.outages import Outages
 from inbox.receiving.outcomes import Received, announce_dead_letter
 from inbox.receiving.refused_rows import RefusedMessages
-from inbox.store import claims, due, ordering
+from inbox.store import claims, due, ordering, pausing
 from inbox.store.rows import Follower, OrderedKey
 from inbox.transactions.persistence import DatabaseUnavailable, committed
 from outbox.kernel.clock import monotonic
@@ -41,6 +41,8 @@ _LONGEST_NAP_SECONDS = 0.05
 _SWEEP_SECONDS = 10.0
 _AFTER_AN_ERROR_SECONDS = 1.0
 _IN_A_ROW_SECONDS = 0.1
+_PAUSED_SECONDS = 1.0
+"""How often the paused handlers are read. The claim of a stored message reads them itself."""
 
 
 def _nobody() -> None:
@@ -106,6 +108,8 @@ class Runner:
         self._told: set[str] = set()
         self._free_first: set[str] = set()
         self._served: dict[str, str] = {}
+        self._paused: dict[str, frozenset[str]] = {}
+        self._paused_read_at: dict[str, float] = {}
         self.on_ring: Callable[[], object] = _nobody
         self.ran = 0
 
@@ -119,6 +123,22 @@ class Runner:
                 self.turn()
         connections.close_all()
         logger.info("The runner has ended; it ran %d stored messages.", self.ran)
+
+    def is_paused(self, handler: Handler) -> bool:
+        """Has an operator paused this handler or this process, as this process has last read it?"""
+        return self._stop.is_paused or handler.name in self._paused.get(handler.using, ())
+
+    def read_paused(self, alias: str) -> None:
+        """Read the paused handlers of a database, at most once a second.
+
+        Raises:
+            DatabaseUnavailable: they stay as they were read before.
+        """
+        with self._lock:
+            if monotonic() - self._paused_read_at.get(alias, -inf) < _PAUSED_SECONDS:
+                return
+            self._paused_read_at[alias] = monotonic()
+        self._paused[alias] = committed(partial(pausing.paused_names, alias), alias)
 
     def ring(self) -> None:
         """A message was just stored, or there are more: poll at once."""
@@ -183,6 +203,10 @@ class Runner:
                 if self.outages.is_ongoing(alias) and (seconds := self.outages.ask(alias)):
                     self._ask_at[alias] = monotonic() + seconds
                     continue
+                self.read_paused(alias)
+                if self._stop.is_paused:
+                    self._ask_at.pop(alias, None)
+                    continue
                 self._tell_orphans(alias, handlers)
                 self._refunds.settle(alias)
                 self._sweep(alias, handlers)
@@ -246,7 +270,7 @@ class Runner:
         """Run it, and for a moment its followers in the order of its key: each saves a search and a commit."""
         ran, enough_at = 0, monotonic() + _IN_A_ROW_SECONDS
         while True:
-            more = handler.rate_limit is None and monotonic() < enough_at and not self._stop
+            more = handler.rate_limit is None and monotonic() < enough_at and not (self._stop or self.is_paused(handler))
             follower = Follower(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, follower)
             ran += 1

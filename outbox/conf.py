@@ -53,6 +53,7 @@ class OutboxOptions:
             it deletes published messages at once, and the others after seven days.
         TRAIL: the transitions to record in the trail: "decisions", those that matter to an operator, or "all".
         TRAIL_RETENTION: how long trail entries are kept.
+        AUDIT_RETENTION: how long entries of the audit log are kept.
         STUCK_AFTER: a message that is overdue by more than this is shown as stuck.
         WATCHDOG: a relay process ends if one of its loops is silent for this long.
         SHUTDOWN_GRACE: maximum time between SIGTERM and the end of the process.
@@ -85,6 +86,7 @@ class OutboxOptions:
     KEEP_HISTORY: timedelta | None = timedelta(days=7)
     TRAIL: str = "decisions"
     TRAIL_RETENTION: timedelta = timedelta(days=30)
+    AUDIT_RETENTION: timedelta = timedelta(days=365)
     STUCK_AFTER: timedelta = timedelta(minutes=5)
     WATCHDOG: timedelta = timedelta(seconds=60)
     SHUTDOWN_GRACE: timedelta = timedelta(seconds=25)

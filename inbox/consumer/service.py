@@ -49,7 +49,8 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     consumer: Consumer | None = None
     if not is_local:
         consumer = Consumer(registry.all(), options, stop=stop, watchdog=watchdog, concurrency=size, runner=runner)
-    heartbeats = Heartbeats(consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran))
+    activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
+    heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}
     with watchdog.watching(), heartbeats.sending(aliases):
         if consumer is not None:
@@ -58,7 +59,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
             logger.info("The consumer has ended. Deliveries: %s.", counts or "none")
         elif not drain:
             _run_stored(runner, size, stop, watchdog)
-        if drain:
+        if drain or stop.is_draining:
             with watchdog.suspended():
                 runner.drain(stop)
         logger.info("The runner has ended; it ran %d stored messages.", runner.ran)
@@ -69,7 +70,7 @@ def _run_stored(runner: Runner, size: int, stop: StopRequest, watchdog: Watchdog
     pool = Pool([], runner, size=size)
     pool.start()
     logger.info("Running what is stored, on %d threads.", size)
-    while not stop:
+    while not (stop or stop.is_draining):
         watchdog.beat()
         pool.refuse_if_ended()
         stop.wait(_BEAT_SECONDS)

@@ -11,7 +11,7 @@ from outbox.console.purge_command import PurgeCommand
 class Command(PurgeCommand):
     help = (
         "Delete handled and skipped messages that are older than INBOX['RETENTION']. Open and dead ones stay. "
-        "Then the trail older than INBOX['TRAIL_RETENTION']."
+        "Then the trail older than INBOX['TRAIL_RETENTION'], and the audit log older than INBOX['AUDIT_RETENTION']."
     )
     app, store, trail, configured = "inbox", operating, TrailEntry, staticmethod(inbox_options)
     older_than_help = "keep more than INBOX['RETENTION'] says, never less"
