@@ -67,9 +67,9 @@ class TestStored:
         handler = handles(fails_once, name="tests.paused")
         deliver(handler)
         make_due()
-        with pytest.raises(ZeroDivisionError), transaction.atomic():
+        with transaction.atomic():
             pause_handler("tests.paused")
-            raise ZeroDivisionError
+            transaction.set_rollback(True)
 
         assert drain() == 1
 
@@ -98,7 +98,7 @@ class TestFunctions:
         assert not resume_handler("tests.h")
 
     def test_handler_that_nothing_knows_is_refused(self):
-        with pytest.raises(UnknownHandler, match="No handler is called 'tests.missing'"):
+        with pytest.raises(UnknownHandler, match=r"No handler is called 'tests\.missing'"):
             pause_handler("tests.missing")
 
     def test_handler_is_paused_in_its_own_database(self, handles):
@@ -219,11 +219,9 @@ class TestCommands:
         assert (shown["handler"], shown["messages"], shown["reason"]) == ("tests.h", 1, "defect")
         assert "defect" in run("inbox_status")
 
-    @pytest.mark.parametrize(
-        ("command", "words"), [("inbox_pause", "No handler is called"), ("inbox_resume", "No handler is called")]
-    )
-    def test_unknown_handler_fails(self, command, words):
-        with pytest.raises(CommandError, match=words):
+    @pytest.mark.parametrize("command", ["inbox_pause", "inbox_resume"])
+    def test_unknown_handler_fails(self, command):
+        with pytest.raises(CommandError, match="No handler is called"):
             run(command, "tests.missing")
 
     def test_resuming_a_handler_that_is_not_paused_fails(self, handles):
