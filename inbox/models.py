@@ -7,6 +7,7 @@ from django.db.models import Q
 from django.db.models.functions import Coalesce
 from django.utils.translation import gettext_lazy as _
 
+from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
 from outbox.database.process_model import ProcessHeartbeat
 from outbox.kernel.text import NAME_LENGTH
@@ -260,3 +261,23 @@ class AuditEntry(AuditRecord):
             models.Index(fields=["at"], name="inbox_audit_at"),
             models.Index(fields=["kind", "object_id"], name="inbox_audit_object"),
         )
+
+
+class Alert(AlertRecord):
+    """A condition that needs an operator: see `outbox.console.alerts`."""
+
+    class Meta:
+        verbose_name = _("alert")
+        default_permissions = ("view",)
+        permissions = (("acknowledge_alert", "Can acknowledge an alert"),)
+        constraints = (
+            models.UniqueConstraint(fields=["condition", "object"], name="inbox_alert_open", condition=Q(cleared_at=None)),
+        )
+        indexes = (models.Index(fields=["send_at"], name="inbox_alert_unsent", condition=Q(send_at__isnull=False)),)
+
+
+class AlertLease(AlertLeaseRecord):
+    """The lease of the process that evaluates the alerts."""
+
+    class Meta:
+        default_permissions = ()

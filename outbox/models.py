@@ -6,6 +6,7 @@ from django.db import models
 from django.db.models import Q
 from django.utils.translation import gettext_lazy as _
 
+from outbox.database.alert_model import AlertLeaseRecord, AlertRecord
 from outbox.database.audit_model import AuditRecord
 from outbox.database.fields import InstantField, ReadableJSONField
 from outbox.database.process_model import ProcessHeartbeat
@@ -263,3 +264,23 @@ class AuditEntry(AuditRecord):
             models.Index(fields=["at"], name="outbox_audit_at"),
             models.Index(fields=["kind", "object_id"], name="outbox_audit_object"),
         )
+
+
+class Alert(AlertRecord):
+    """A condition that needs an operator: see `outbox.console.alerts`."""
+
+    class Meta:
+        verbose_name = _("alert")
+        default_permissions = ("view",)
+        permissions = (("acknowledge_alert", "Can acknowledge an alert"),)
+        constraints = (
+            models.UniqueConstraint(fields=["condition", "object"], name="outbox_alert_open", condition=Q(cleared_at=None)),
+        )
+        indexes = (models.Index(fields=["send_at"], name="outbox_alert_unsent", condition=Q(send_at__isnull=False)),)
+
+
+class AlertLease(AlertLeaseRecord):
+    """The lease of the process that evaluates the alerts."""
+
+    class Meta:
+        default_permissions = ()

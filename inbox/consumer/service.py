@@ -12,6 +12,7 @@ from inbox.consumer.heartbeat import Activity, Heartbeats
 from inbox.consumer.pool import Pool
 from inbox.handlers.registry import registry
 from inbox.runner import Runner
+from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
 from outbox.kernel.broker import scheme_of, why_unusable
 from outbox.kernel.loop import StopRequest, Watchdog
@@ -52,7 +53,7 @@ def serve(*, drain: bool = False, concurrency: int | None = None, stop: StopRequ
     activity = consumer.activity if consumer else lambda: Activity(handlers=registry.all(), ran=runner.ran)
     heartbeats = Heartbeats(activity, stop)
     aliases = {handler.using for handler in registry.all()}
-    with watchdog.watching(), heartbeats.sending(aliases):
+    with watchdog.watching(), heartbeats.sending(aliases), alerting(() if drain else aliases, stop):
         if consumer is not None:
             consumer.run(drain=drain)
             counts = ", ".join(f"{count} {received.value}" for received, count in consumer.received.items())

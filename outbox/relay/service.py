@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from django.db import connections
 
 from outbox.conf import outbox_options
+from outbox.console.alerts import alerting
 from outbox.database.connections import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
@@ -75,7 +76,7 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         return made
 
     published = 0
-    with watchdog.watching(), closing(heartbeat):
+    with watchdog.watching(), closing(heartbeat), alerting(() if drain else [alias], stop):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
         calling = callers(alias, options)
         companions = [*transport.companions(), *calling, *askers(alias, options), *housekeepers(alias, options)]

@@ -20,6 +20,10 @@ class Service:
         self._directory = directory
         self.broker = broker
 
+    def set_outbox(self, **options):
+        given = as_environment(OUTBOX={"BROKER_URL": self.broker, "EXCHANGE": EXCHANGE, **options})
+        self._environment = {**self._environment, **given}
+
     def runs(self, command, *options, log=None):
         return Process(self._environment, self._directory / f"{log or command}.log", command, *options)
 
