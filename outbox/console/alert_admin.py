@@ -124,7 +124,7 @@ class AlertAdmin(ActingAdmin):
     def raised(self, row: Any) -> SafeString:
         lines = [age(row.raised_at, row.database_now)]
         if row.cleared_at:
-            lines.append(age(row.cleared_at, row.database_now, str(_("cleared ")).strip() + " "))
+            lines.append(format_html(_("cleared {}"), age(row.cleared_at, row.database_now)))
         return stacked(*lines)
 
     @admin.display(description=_("raised"))
@@ -154,10 +154,9 @@ class AlertAdmin(ActingAdmin):
         if not row.unsent:
             return format_html("{}", NOTHING)
         lines = [format_html(_("{} by {} is not sent"), event, channel) for event, channel in row.unsent]
-        when = (
-            age(row.send_at, row.database_now, str(_("next try ")).strip() + " ") if row.send_at else format_html(_("given up"))
-        )
-        return stacked(*lines, when)
+        if row.send_at is None:
+            return stacked(*lines, format_html("{}", _("given up")))
+        return stacked(*lines, format_html(_("next try {}"), age(row.send_at, row.database_now)))
 
     @admin.display(description=_("last error of a notification"))
     def error_text(self, row: Any) -> SafeString:

@@ -41,8 +41,9 @@ from outbox.kernel.text import describe
 logger = logging.getLogger(__name__)
 
 alert_changed = Signal()
-"""An alert was raised or cleared. Arguments: `event` ("raised" or "cleared"), `app`, `database`, `alert`, its row. It is sent in
-the process that evaluates, after the commit, and is lost if that dies in between; e-mail and webhook are tried again."""
+"""An alert was raised or cleared. Arguments: `event` ("raised" or "cleared"), `app`, `database`, and `alert`, its row. It is
+sent in the process that evaluates, after the commit, and is lost if that dies in between; e-mail and webhook are tried again.
+"""
 
 _LEASED_ROUNDS = 3
 _FIRST_DELAY = timedelta(minutes=1)

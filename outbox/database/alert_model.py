@@ -11,7 +11,7 @@ from outbox.kernel.text import NAME_LENGTH
 class AlertRecord(models.Model):
     """One condition on one object, from the first evaluation that met it until it is cleared.
 
-    It is `pending` until enough evaluations in a row have met it. Each raised one is reported once, and once when it is cleared.
+    It is `pending` until enough evaluations in a row have met it. It is reported when it is raised and when it is cleared.
     """
 
     class State(models.TextChoices):

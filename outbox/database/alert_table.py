@@ -74,9 +74,7 @@ class AlertTable:
                 row = rows.pop(key, None) or self._begun(*key)
                 if self._meet(alias, row, summary, raise_after, channels):
                     changed.append(("raised", row))
-            for row in rows.values():
-                if self._miss(alias, row, clear_after, channels):
-                    changed.append(("cleared", row))
+            changed += [("cleared", row) for row in rows.values() if self._miss(alias, row, clear_after, channels)]
         return changed
 
     def _begun(self, condition: str, name: str) -> Any:

@@ -34,7 +34,10 @@ def has_waiting(alias: str) -> bool:
 
 
 def is_late(alias: str, lag: timedelta) -> bool:
-    """Has a ready message been due for longer than `lag`? Reads the first message of each shard, and the secondary ready index."""
+    """Has a ready message been due for longer than `lag`?
+
+    It reads the first message of each shard, and the secondary ready index.
+    """
     connection = connections[alias]
     table, limit = live(connection), now_after(connection)
     first = f"SELECT m.available_at FROM {table} m WHERE m.shard = shards.shard AND {STREAM} ORDER BY m.id LIMIT 1"
