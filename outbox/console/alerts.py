@@ -168,10 +168,10 @@ def _post(content: Mapping[str, Any], given: AlertOptions) -> None:
     request = Request(given.WEBHOOK_URL, data=body, headers=headers, method="POST")  # noqa: S310 - https, see AlertOptions
     try:
         with build_opener(_NoRedirect).open(request, timeout=given.TIMEOUT.total_seconds()) as answer:
-            status = HTTPStatus(answer.status)
+            status = answer.status
     except HTTPError as error:
         raise OSError(f"{masked(given.WEBHOOK_URL)} answered {error.code} {error.reason}") from error
-    if not status.is_success:
+    if status >= HTTPStatus.MULTIPLE_CHOICES:
         raise OSError(f"{masked(given.WEBHOOK_URL)} answered {status}")
 
 
