@@ -1,4 +1,4 @@
-"""In the admin: which processes run handlers on this database, for which handlers, and what each waits for."""
+"""Admin page: the processes that run handlers on this database, their handlers, and what each waits for."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ class ConsumerAdmin(ProcessAdmin):
     def received_count(self, row: Any) -> str:
         return f"{row.received:,}"
 
-    @admin.display(description=_("stored run"))
+    @admin.display(description=_("stored messages run"))
     def ran_count(self, row: Any) -> str:
         return f"{row.ran:,}"

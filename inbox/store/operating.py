@@ -9,6 +9,7 @@ from typing import Any
 from django.db import OperationalError, connections, transaction
 from django.db.models import F, Min
 
+from inbox.errors import NotEditable
 from inbox.models import SETTLED, InboxMessage, State, Step
 from inbox.store.arrivals import insert
 from inbox.store.dialect import LONGEST_LOCK_WAIT, TABLE
@@ -21,7 +22,7 @@ from outbox.database.faults import is_collision
 from outbox.database.now import DatabaseTime
 from outbox.kernel.text import ERROR_LENGTH, printable
 
-_OPERATORS_WAIT = timedelta(seconds=10)
+OPERATORS_WAIT = timedelta(seconds=10)
 
 RETRYABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING)
 SKIPPABLE = (State.DEAD, State.RETRYING, State.RECEIVED, State.RUNNING, State.WAITING)
@@ -79,27 +80,35 @@ def skip(alias: str, row: int, reason: str, *, by: str = "") -> bool:
 def replace(alias: str, row: int, corrected: NewRow, *, by: str = "") -> int | None:
     """dead → skipped, and ∅ → received, due now, for the row that replaces it; its id. None: it is no longer dead.
 
-    Also None if its biz-id is taken, or if the maximum message age has refused it, see `override_maximum_age`. In an order
-    the new row has the place of the old one; it is `waiting` while another is before it.
+    Also None if the maximum message age has refused it, see `override_maximum_age`. An ordered message's new row has the
+    old row's place in the order; it is `waiting` while an earlier message of its key is open.
 
     Args:
         corrected: the message with its new payload and a biz-id that no other row has.
         by: who did it, for the reason of the old row and for the trail of both.
+
+    Raises:
+        NotEditable: another transaction has locked the row and did not end in time, or another row has the new biz-id.
     """
     try:
-        with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
+        with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state=State.DEAD, quarantined=False)
             replaced = found.select_for_update().only("handler", "key", "ordered", "place", "biz_id").first()
             return None if replaced is None else _replace(alias, replaced, corrected, by)
-    except ConcurrentDuplicate:
-        return None
+    except ConcurrentDuplicate as error:
+        raise NotEditable(
+            f"Another transaction is storing a message with the biz-id {corrected.biz_id}, which the corrected message would "
+            "have. Nothing was changed. Try again later."
+        ) from error
     except OperationalError as error:
         if is_collision(error):
-            return None
+            raise NotEditable(
+                f"Row {row} is locked by another transaction, which did not end in time. Nothing was changed. Try again later."
+            ) from error
         raise
 
 
-def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> int | None:
+def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> int:
     place, waits = replaced.place or replaced.pk, False
     if replaced.ordered:
         hold_gates(alias, replaced.handler, [replaced.key])
@@ -113,7 +122,10 @@ def _replace(alias: str, replaced: InboxMessage, corrected: NewRow, by: str) -> 
         also={"attempts": 0, "replaces_id": replaced.pk, **({"ordered": True, "place": place} if replaced.ordered else {})},
     )
     if inserted is None:
-        return None
+        raise NotEditable(
+            f"Another row of this handler has the biz-id {corrected.biz_id}, which the corrected message would have. "
+            "Nothing was changed. Compare the two messages, and skip this one if the other has the same effect."
+        )
     (row,) = inserted.rows
     reason = "; ".join(filter(None, (f"replaced by row {row} (biz-id {corrected.biz_id})", by)))
     InboxMessage.objects.using(alias).filter(pk=replaced.pk).update(**_skipped(reason))
@@ -134,7 +146,7 @@ def _skipped(reason: str) -> Mapping[str, Any]:
 
 def _decide(alias: str, row: int, allowed: Sequence[State], reason: str, *, written: Mapping[str, Any], **only: Any) -> bool:
     try:
-        with deciding(alias), lock_timeout(alias, _OPERATORS_WAIT):
+        with deciding(alias), lock_timeout(alias, OPERATORS_WAIT):
             found = InboxMessage.objects.using(alias).filter(pk=row, state__in=allowed, **only)
             found = found.exclude(state=State.RUNNING, next_attempt_at__gt=DatabaseTime())
             message = found.select_for_update().only("handler", "key", "ordered", "place", "state").first()

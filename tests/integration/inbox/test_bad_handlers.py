@@ -420,17 +420,17 @@ async def _later(message):
     the_effect(message)
 
 
-@fails("nobody would run")
+@fails("which the inbox does not run")
 def returns_a_coroutine(message):
     return _later(message)
 
 
-@fails("nobody would run")
+@fails("which the inbox does not run")
 def returns_a_generator(message):
     return (the_effect(message) for _ in range(1))
 
 
-@fails("nobody would run")
+@fails("which the inbox does not run")
 def returns_a_map(message):
     return map(the_effect, [message])
 

@@ -121,10 +121,10 @@ class TestConsuming:
     ):
         service = service(rabbitmq_url)
         consumer = running(service.runs("inbox_consume"))
-        consumer.until(lambda: consumer_rows.only and "Consuming 3 queues" in consumer.said())
+        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
 
         _pause(WORK)
-        consumer.until(lambda: f"{WORK} is paused. Its queue keeps the messages" in consumer.said())
+        consumer.until(lambda: f"handler {WORK}: paused. Its queue keeps the messages" in consumer.said())
         for number in range(5):
             send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
         send(rabbitmq_url, NAMED, {"name": "other"}, message_id="n-1")
@@ -141,7 +141,7 @@ class TestConsuming:
         service = service(rabbitmq_url)
         _pause(WORK)
         consumer = running(service.runs("inbox_consume"))
-        consumer.until(lambda: "Consuming 2 queues" in consumer.said())
+        consumer.until(lambda: "receiving from 2 queues" in consumer.said())
         send(rabbitmq_url, JOB, {}, message_id="m-1")
         consumer.until(lambda: consumer_rows.only)
         consumer_rows.goes_on(consumer)
@@ -153,9 +153,9 @@ class TestConsuming:
     def test_killed_consumer_of_a_paused_handler_loses_nothing(self, service, running, consumer_rows, rabbitmq_url):
         service = service(rabbitmq_url)
         with service.runs("inbox_consume") as consumer:
-            consumer.until(lambda: "Consuming 3 queues" in consumer.said())
+            consumer.until(lambda: "receiving from 3 queues" in consumer.said())
             _pause(WORK)
-            consumer.until(lambda: f"{WORK} is paused" in consumer.said())
+            consumer.until(lambda: f"handler {WORK}: paused." in consumer.said())
             for number in range(3):
                 send(rabbitmq_url, JOB, {}, message_id=f"m-{number}")
             consumer.kill()

@@ -111,11 +111,11 @@ class TestConsumer:
     ):
         service = service(rabbitmq_url)
         consumer = running(service.runs("inbox_consume"))
-        consumer.until(lambda: consumer_rows.only and "Consuming 3 queues" in consumer.said())
+        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
 
         consumer_rows.request(Request.PAUSE)
         consumer.until(lambda: consumer_rows.is_in(Mode.PAUSED))
-        consumer.until(lambda: consumer.said().count("is paused. Its queue keeps the messages") == 3)
+        consumer.until(lambda: consumer.said().count("paused. Its queue keeps the messages") == 3)
         send(rabbitmq_url, JOB, {}, message_id="m-1")
         consumer_rows.goes_on(consumer)
         assert service.waiting(OF_THE_WORKERS) == 1
@@ -127,7 +127,7 @@ class TestConsumer:
 
     def test_drained_consumer_handles_what_waits_and_ends(self, service, running, consumer_rows, rabbitmq_url):
         consumer = running(service(rabbitmq_url).runs("inbox_consume"))
-        consumer.until(lambda: consumer_rows.only and "Consuming 3 queues" in consumer.said())
+        consumer.until(lambda: consumer_rows.only and "receiving from 3 queues" in consumer.said())
         consumer_rows.request(Request.PAUSE)
         consumer.until(lambda: consumer_rows.is_in(Mode.PAUSED))
         for number in range(20):

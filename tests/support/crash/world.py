@@ -123,7 +123,7 @@ class World:
     def listening(self, **how: Any) -> Worker:
         """A consumer that is subscribed already: from now on nothing is unroutable."""
         worker = self.consumer(**how)
-        self.wait_until(lambda: worker.has_said("Consuming"), "the consumer is subscribed")
+        self.wait_until(lambda: worker.has_said("consumer: receiving from"), "the consumer is subscribed")
         return worker
 
     def command(self, *words: str, **how: Any) -> Worker:
