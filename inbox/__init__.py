@@ -15,7 +15,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from inbox.errors import InboxError, Reject, RetryLater
+from inbox.errors import InboxError, Reject, RetryLater, UnknownHandler
 from inbox.handlers.decorator import batch_handler, idempotent_handler, leased_handler
 from inbox.handlers.message import Message
 from inbox.handlers.options import Backoff, Batch, Lease, Ordered, Retry, Shed
@@ -34,6 +34,7 @@ __all__ = [
     "Retry",
     "RetryLater",
     "Shed",
+    "UnknownHandler",
     "batch_handler",
     "idempotent_handler",
     "leased_handler",

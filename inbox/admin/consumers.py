@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from inbox.consumer.heartbeat import unattended, what_to_start
@@ -43,8 +44,8 @@ class ConsumerAdmin(ProcessAdmin):
 
     @admin.display(description=_("messages"))
     def counts(self, row: Any) -> SafeString:
-        received = format_html(_("{} deliveries"), self.received_count(row))
-        return stacked(received, format_html(_("{} stored run"), self.ran_count(row)))
+        received = format_html(gettext("{} deliveries"), self.received_count(row))
+        return stacked(received, format_html(gettext("{} stored run"), self.ran_count(row)))
 
     @admin.display(description=_("deliveries"))
     def received_count(self, row: Any) -> str:

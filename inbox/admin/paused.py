@@ -11,6 +11,7 @@ from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from inbox.errors import UnknownHandler
@@ -71,7 +72,7 @@ class PausedHandlerAdmin(ActingAdmin):
         return () if obj is None else self.shown
 
     def get_form(self, request: HttpRequest, obj: Any = None, change: bool = False, **kwargs: Any) -> Any:
-        form = super().get_form(request, obj, change=change, **kwargs)
+        form: Any = super().get_form(request, obj, change=change, **kwargs)
         form.using = self.using
         return form
 
@@ -95,21 +96,21 @@ class PausedHandlerAdmin(ActingAdmin):
         return str(row.handler)
 
     def badge_of(self, row: Any) -> SafeString:
-        return badge(_("Paused"), Tone.STOPPED)
+        return badge(gettext("Paused"), Tone.STOPPED)
 
     def offers(self, action: str, row: Any) -> bool:
         return True
 
     def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        return str(_("it is not paused any more"))
+        return gettext("it is not paused any more")
 
     @admin.action(permissions=["resume"], description=_("Resume…"))
     def resume(self, request: HttpRequest, queryset: QuerySet[PausedHandler]) -> HttpResponse | None:
         if self.is_confirmed(request):
             resume = partial(_resume, by=by(request).removeprefix("by "))
             return self.carry_out(request, queryset, done="resumed", transition=resume)
-        question = _("Resume these handlers? Their messages are run, the oldest first.")
-        return self.ask(request, queryset, action="resume", question=question, button=_("Resume the handlers"))
+        question = gettext("Resume these handlers? Their messages are run, the oldest first.")
+        return self.ask(request, queryset, action="resume", question=question, button=gettext("Resume the handlers"))
 
     @admin.display(description=_("handler"))
     def handler_name(self, row: Any) -> SafeString:

@@ -20,8 +20,8 @@ def paused_handlers(alias: str) -> QuerySet[PausedHandler]:
     """The paused handlers, annotated with the number of their stored `messages` that are not settled."""
     of_it = InboxMessage.objects.filter(handler=OuterRef("handler"), state__in=DUE).order_by()
     counted = Subquery(of_it.values("handler").annotate(messages=Count("pk")).values("messages"))
-    rows = PausedHandler.objects.using(alias).annotate(messages=Coalesce(counted, 0), database_now=DatabaseTime())
-    return rows.order_by("handler")
+    rows = PausedHandler.objects.using(alias).order_by("handler")
+    return rows.annotate(messages=Coalesce(counted, 0), database_now=DatabaseTime())
 
 
 def pause(alias: str, handler: str, by: str, reason: str) -> bool:

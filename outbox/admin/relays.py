@@ -19,10 +19,20 @@ from outbox.states import State
 class RelayAdmin(ProcessAdmin):
     title = _("Relays")
     noun = "relay"
-    list_display = ("process", "state", "times", "last_pass", "published_count", "rate_now", "shards", "memory", "round_trips")
+    list_display = (
+        "process",
+        "state",
+        "times",
+        "last_pass",
+        "published_count",
+        "rate_now",
+        "shards_tried",
+        "memory",
+        "round_trips",
+    )
     fields: ClassVar[Any] = (
         *("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now"),
-        *("shards", "memory", "round_trips"),
+        *("shards_tried", "memory", "round_trips"),
     )
     readonly_fields: ClassVar[Any] = fields
 
@@ -44,6 +54,6 @@ class RelayAdmin(ProcessAdmin):
         return f"{row.published:,}"
 
     @admin.display(description=_("shards"))
-    def shards(self, row: Any) -> str:
+    def shards_tried(self, row: Any) -> str:
         """How many it tries to claim in one pass; relays that conflict share them."""
         return f"{row.shards} / {SHARDS}" if row.shards else NOTHING

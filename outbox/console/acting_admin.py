@@ -137,9 +137,9 @@ class ActingAdmin(ReadOnlyAdmin):
     large_columns: ClassVar[Sequence[str]] = ()
     refusals: ClassVar[tuple[type[Exception], ...]] = ()
     """Exceptions with which a transition reports that it was refused; it is rolled back."""
-    nothing: ClassVar[str]
+    nothing: ClassVar[Any]
     """The text of an empty list."""
-    hint: ClassVar[str] = ""
+    hint: ClassVar[Any] = ""
     """An explanation of the list's order and columns."""
 
     ACTION_LIMIT: ClassVar[int] = 500

@@ -12,6 +12,7 @@ from django.db.models import F, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import ActingAdmin, by
@@ -30,11 +31,11 @@ class AlertStateFilter(admin.SimpleListFilter):
     parameter_name = "state"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> Sequence[tuple[str, Any]]:
-        return [("new", _("Not acknowledged")), ("cleared", _("Cleared")), ("all", _("All"))]
+        return [("new", gettext("Not acknowledged")), ("cleared", gettext("Cleared")), ("all", gettext("All"))]
 
     def choices(self, changelist: Any) -> Any:
         shown = list(super().choices(changelist))
-        shown[0]["display"] = _("Raised")
+        shown[0]["display"] = gettext("Raised")
         return shown
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
@@ -76,9 +77,9 @@ class AlertAdmin(ActingAdmin):
     def warnings(self, request: HttpRequest) -> list[SafeString]:
         lease = alert_table(self.opts.app_label).lease(self.using)
         if lease is None or lease.evaluated_at is None:
-            return [warning(_("The conditions were never evaluated: no process that does so has run for a minute."))]
+            return [warning(gettext("The conditions were never evaluated: no process that does so has run for a minute."))]
         if lease.database_now - lease.evaluated_at > _UNEVALUATED_FOR:
-            words = _("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
+            words = gettext("The conditions were last evaluated {}, so this page is out of date. No process evaluates them.")
             return [warning(format_html(words, age(lease.evaluated_at, lease.database_now)))]
         return []
 
@@ -87,14 +88,14 @@ class AlertAdmin(ActingAdmin):
 
     def badge_of(self, row: Any) -> SafeString:
         if row.state == _State.CLEARED:
-            return badge(_("Cleared"), Tone.DONE)
-        return badge(_("Acknowledged"), Tone.LATER) if row.acknowledged_at else badge(_("Raised"), Tone.STOPPED)
+            return badge(gettext("Cleared"), Tone.DONE)
+        return badge(gettext("Acknowledged"), Tone.LATER) if row.acknowledged_at else badge(gettext("Raised"), Tone.STOPPED)
 
     def offers(self, action: str, row: Any) -> bool:
         return row.state == _State.RAISED and row.acknowledged_at is None
 
     def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        return str(_("it is cleared, or acknowledged already"))
+        return gettext("it is cleared, or acknowledged already")
 
     def has_acknowledge_permission(self, request: HttpRequest) -> bool:
         return request.user.has_perm(f"{self.opts.app_label}.acknowledge_alert")
@@ -124,7 +125,7 @@ class AlertAdmin(ActingAdmin):
     def raised(self, row: Any) -> SafeString:
         lines = [age(row.raised_at, row.database_now)]
         if row.cleared_at:
-            lines.append(format_html(_("cleared {}"), age(row.cleared_at, row.database_now)))
+            lines.append(format_html(gettext("cleared {}"), age(row.cleared_at, row.database_now)))
         return stacked(*lines)
 
     @admin.display(description=_("raised"))
@@ -153,10 +154,10 @@ class AlertAdmin(ActingAdmin):
     def deliveries(self, row: Any) -> SafeString:
         if not row.unsent:
             return format_html("{}", NOTHING)
-        lines = [format_html(_("{} by {} is not sent"), event, channel) for event, channel in row.unsent]
+        lines = [format_html(gettext("{} by {} is not sent"), event, channel) for event, channel in row.unsent]
         if row.send_at is None:
-            return stacked(*lines, format_html("{}", _("given up")))
-        return stacked(*lines, format_html(_("next try {}"), age(row.send_at, row.database_now)))
+            return stacked(*lines, format_html("{}", gettext("given up")))
+        return stacked(*lines, format_html(gettext("next try {}"), age(row.send_at, row.database_now)))
 
     @admin.display(description=_("last error of a notification"))
     def error_text(self, row: Any) -> SafeString:

@@ -16,6 +16,7 @@ from django.http import HttpRequest, HttpResponse, HttpResponseNotFound, Streami
 from django.urls import path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import ActingAdmin
@@ -38,7 +39,7 @@ class _ValueFilter(admin.SimpleListFilter):
         return [(value, visible(value)) for value in values]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        return queryset.filter(**{self.parameter_name: self.value()}) if self.value() else queryset
+        return queryset.filter(**{str(self.parameter_name): self.value()}) if self.value() else queryset
 
 
 class ActorFilter(_ValueFilter):
@@ -119,7 +120,7 @@ class AuditAdmin(ActingAdmin):
         if self.has_export_permission(request):
             query = request.GET.urlencode()
             name = f"{self.admin_site.name}:{self.opts.app_label}_auditentry_export"
-            for form, label in (("csv", _("Export CSV")), ("jsonl", _("Export JSON lines"))):
+            for form, label in (("csv", gettext("Export CSV")), ("jsonl", gettext("Export JSON lines"))):
                 url = reverse(name, args=[form])
                 links.append((label, f"{url}?{query}" if query else url))
         return super().changelist_view(request, {"page_links": links, **(extra_context or {})})

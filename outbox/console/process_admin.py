@@ -12,6 +12,7 @@ from django.template.defaultfilters import filesizeformat
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.text import format_lazy
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import ActingAdmin, by
@@ -73,14 +74,14 @@ class ProcessAdmin(ActingAdmin):
 
     def badge_of(self, row: Any) -> SafeString:
         if row.stopped_at:
-            return badge(_("Stopped"), Tone.OVER)
+            return badge(gettext("Stopped"), Tone.OVER)
         if row.silent:
-            return badge(_("Silent"), Tone.STOPPED)
+            return badge(gettext("Silent"), Tone.STOPPED)
         if row.mode in _MODES:
             return badge(*_MODES[row.mode])
         if row.waits_for:
-            return badge(_("Waiting"), Tone.FAILING)
-        return badge(_("Starting"), Tone.LATER) if self.is_starting(row) else badge(_("Working"), Tone.DONE)
+            return badge(gettext("Waiting"), Tone.FAILING)
+        return badge(gettext("Starting"), Tone.LATER) if self.is_starting(row) else badge(gettext("Working"), Tone.DONE)
 
     def offers(self, action: str, row: Any) -> bool:
         return row.stopped_at is None and row.mode in ALLOWED_IN[Request(action)]
@@ -89,10 +90,10 @@ class ProcessAdmin(ActingAdmin):
         words = super().remark(action, row)
         if words or not row.silent:
             return words
-        return _("It is silent: the request waits until it sends a heartbeat again.")
+        return gettext("It is silent: the request waits until it sends a heartbeat again.")
 
     def why_not(self, request: HttpRequest, alias: str, pk: Any) -> str:
-        return str(_("it has stopped, or the request has no effect in its state"))
+        return gettext("it has stopped, or the request has no effect in its state")
 
     def has_pause_permission(self, request: HttpRequest) -> bool:
         return self._may(request, Request.PAUSE)
@@ -108,8 +109,8 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.action(permissions=["pause"], description=_("Pause…"))
     def pause(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        question = _("Pause these processes? They finish what is in hand and begin nothing until they are resumed.")
-        return self._ask(request, queryset, Request.PAUSE, question, _("Pause the processes"))
+        question = gettext("Pause these processes? They finish what is in hand and begin nothing until they are resumed.")
+        return self._ask(request, queryset, Request.PAUSE, question, gettext("Pause the processes"))
 
     @admin.action(permissions=["resume"], description=_("Resume"))
     def resume(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
@@ -117,15 +118,15 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.action(permissions=["drain"], description=_("Drain…"))
     def drain(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        question = _(
+        question = gettext(
             "Drain these processes? They finish everything that is due and then end. A supervisor may start them again."
         )
-        return self._ask(request, queryset, Request.DRAIN, question, _("Drain the processes"))
+        return self._ask(request, queryset, Request.DRAIN, question, gettext("Drain the processes"))
 
     @admin.action(permissions=["stop"], description=_("Stop…"))
     def stop(self, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
-        question = _("Stop these processes? They finish what is in hand and end. A supervisor may start them again.")
-        return self._ask(request, queryset, Request.STOP, question, _("Stop the processes"))
+        question = gettext("Stop these processes? They finish what is in hand and end. A supervisor may start them again.")
+        return self._ask(request, queryset, Request.STOP, question, gettext("Stop the processes"))
 
     def _ask(
         self, request: HttpRequest, queryset: QuerySet[Any], asked: Request, question: Any, button: Any
@@ -150,15 +151,17 @@ class ProcessAdmin(ActingAdmin):
         if row.stopped_at:
             return stacked(*lines, age(row.stopped_at, row.database_now))
         if row.silent:
-            lines.append(format_html(_("for {}"), duration(row.database_now - row.beat_at)))
+            lines.append(format_html(gettext("for {}"), duration(row.database_now - row.beat_at)))
         elif row.waits_for and row.mode not in _MODES:
-            lines.append(format_html(_("for {}"), visible(row.waits_for)))
+            lines.append(format_html(gettext("for {}"), visible(row.waits_for)))
         if row.requested:
             lines.append(self._request_of(row))
         return stacked(*lines)
 
     def _request_of(self, row: Any) -> SafeString:
-        words = _("{} was requested {} by {}") if row.acknowledged_at else _("{} is requested {} by {}, not yet read")
+        words = (
+            gettext("{} was requested {} by {}") if row.acknowledged_at else gettext("{} is requested {} by {}, not yet read")
+        )
         return format_html(words, row.requested, age(row.requested_at, row.database_now), visible(row.requested_by))
 
     @admin.display(description=_("started, last heartbeat"))
@@ -180,13 +183,13 @@ class ProcessAdmin(ActingAdmin):
 
     @admin.display(description=_("memory"))
     def memory(self, row: Any) -> str:
-        return str(_("unknown")) if row.memory_bytes is None else filesizeformat(row.memory_bytes)
+        return gettext("unknown") if row.memory_bytes is None else filesizeformat(row.memory_bytes)
 
     @admin.display(description=_("round trips"))
     def round_trips(self, row: Any) -> SafeString:
         return stacked(
-            format_html(_("database {}"), _milliseconds(row.database_ms)),
-            format_html(_("broker {}"), _milliseconds(row.broker_ms)),
+            format_html(gettext("database {}"), _milliseconds(row.database_ms)),
+            format_html(gettext("broker {}"), _milliseconds(row.broker_ms)),
         )
 
 

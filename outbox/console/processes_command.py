@@ -35,6 +35,7 @@ class ProcessesCommand(BaseCommand):
             "request",
             nargs="?",
             default="list",
+            metavar="REQUEST",
             choices=["list", *Request],
             help="pause: begin no work; resume; drain: finish what is due and end; stop: finish what is in hand and end "
             "(default: list)",

@@ -41,11 +41,11 @@ class AlertTable:
     def take_lease(self, alias: str, token: uuid.UUID, duration: timedelta) -> bool:
         """Take the lease, or renew it. False: another process holds it."""
         mine = {"token": token, "holder": process_name()[:NAME_LENGTH], "expires_at": DatabaseTime(duration)}
-        leases = QuerySet(self._leases, using=alias)
+        leases: Any = QuerySet(self._leases, using=alias)
         if leases.filter(Q(token=token) | Q(expires_at__lte=DatabaseTime()), name=_NAME).update(**mine):
             return True
         _, created = leases.get_or_create(name=_NAME, defaults=mine)
-        return created
+        return bool(created)
 
     def release_lease(self, alias: str, token: uuid.UUID) -> None:
         """Let another process take it at once."""
@@ -67,7 +67,7 @@ class AlertTable:
         changed: list[tuple[str, Any]] = []
         with transaction.atomic(using=alias):
             QuerySet(self._leases, using=alias).filter(name=_NAME).update(evaluated_at=DatabaseTime())
-            open_rows = QuerySet(self._alerts, using=alias).filter(cleared_at=None).select_for_update()
+            open_rows: Any = QuerySet(self._alerts, using=alias).filter(cleared_at=None).select_for_update()
             rows: dict[Key, Any] = {(row.condition, row.object): row for row in open_rows}
             for key, summary in found.items():
                 key = (key[0], fit(key[1]))  # noqa: PLW2901 - as it is stored
@@ -78,7 +78,7 @@ class AlertTable:
         return changed
 
     def _begun(self, condition: str, name: str) -> Any:
-        return self._alerts(condition=condition, object=name, first_seen_at=DatabaseTime())  # type: ignore[misc]
+        return self._alerts(condition=condition, object=name, first_seen_at=DatabaseTime())
 
     def _meet(self, alias: str, row: Any, summary: str, raise_after: int, channels: Sequence[str]) -> bool:
         row.met, row.unmet = row.met + 1, 0
@@ -88,7 +88,7 @@ class AlertTable:
             row.state, row.raised_at = _State.RAISED, DatabaseTime()
             _send_on(row, "raised", channels)
         self._save(alias, row)
-        return is_raised
+        return bool(is_raised)
 
     def _miss(self, alias: str, row: Any, clear_after: int, channels: Sequence[str]) -> bool:
         row.met, row.unmet = 0, row.unmet + 1
@@ -100,7 +100,7 @@ class AlertTable:
             row.state, row.cleared_at = _State.CLEARED, DatabaseTime()
             _send_on(row, "cleared", channels)
         self._save(alias, row)
-        return is_cleared
+        return bool(is_cleared)
 
     def _save(self, alias: str, row: Any) -> None:
         row.save(using=alias)
@@ -128,7 +128,7 @@ class AlertTable:
 
     def acknowledge(self, alias: str, pk: int, by: str) -> bool:
         """Record that an operator knows of a raised alert. False: it is not raised, or acknowledged already."""
-        rows = QuerySet(self._alerts, using=alias).filter(pk=pk, state=_State.RAISED, acknowledged_at=None)
+        rows: Any = QuerySet(self._alerts, using=alias).filter(pk=pk, state=_State.RAISED, acknowledged_at=None)
         return bool(rows.update(acknowledged_by=by[:NAME_LENGTH], acknowledged_at=DatabaseTime()))
 
     def delete_cleared(self, alias: str, older_than: timedelta) -> int:

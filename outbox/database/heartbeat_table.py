@@ -80,13 +80,14 @@ class HeartbeatTable:
 
     def rows(self, alias: str) -> QuerySet[Any]:
         """Every process that has not stopped, silent ones last, annotated with `silent` and with `database_now`."""
-        return self._annotated(alias).filter(stopped_at=None).order_by("silent", "-started_at", "id")
+        running: QuerySet[Any] = self._annotated(alias).filter(stopped_at=None)
+        return running.order_by("silent", "-started_at", "id")
 
     def known(self, alias: str) -> QuerySet[Any]:
         """`rows`, and after them the processes that have stopped within the last hour."""
         lately = Q(stopped_at=None) | Q(stopped_at__gte=DatabaseTime(-STOPPED_SHOWN_FOR))
         has_stopped = ExpressionWrapper(Q(stopped_at__isnull=False), output_field=BooleanField())
-        found = self._annotated(alias).filter(lately).annotate(has_stopped=has_stopped)
+        found: QuerySet[Any] = self._annotated(alias).filter(lately).annotate(has_stopped=has_stopped)
         return found.order_by("has_stopped", "silent", "-started_at", "id")
 
     def _annotated(self, alias: str) -> QuerySet[Any]:
