@@ -259,7 +259,7 @@ class AuditEntry(AuditRecord):
 
     class Meta:
         verbose_name = _("audit log entry")
-        verbose_name_plural = _("audit log")
+        verbose_name_plural = _("audit log entries")
         default_permissions = ("view",)
         permissions = (("export_auditentry", "Can export the audit log"),)
         indexes = (

@@ -21,7 +21,7 @@ _HANDLERS_IN_THE_LIST = 3
 @admin.register(ConsumerHeartbeat)
 class ConsumerAdmin(ProcessAdmin):
     title = _("Consumers")
-    list_display = ("process", "state", "times", "some_handlers", "counts", "rate_now", "memory", "round_trips")
+    list_display = ("process", "state", "times", "some_handlers", "counts", "resources")
     fields: ClassVar[Any] = (
         *("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count"),
         *("rate_now", "memory", "round_trips"),
@@ -45,7 +45,8 @@ class ConsumerAdmin(ProcessAdmin):
     @admin.display(description=_("messages"))
     def counts(self, row: Any) -> SafeString:
         received = format_html(gettext("{} deliveries"), self.received_count(row))
-        return stacked(received, format_html(gettext("{} stored run"), self.ran_count(row)))
+        ran = format_html(gettext("{} stored run"), self.ran_count(row))
+        return stacked(received, ran, format_html(gettext("{} per second"), self.rate_now(row)))
 
     @admin.display(description=_("deliveries"))
     def received_count(self, row: Any) -> str:

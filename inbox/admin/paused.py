@@ -10,6 +10,7 @@ from django.contrib import admin
 from django.db import transaction
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
@@ -18,7 +19,7 @@ from inbox.errors import UnknownHandler
 from inbox.models import DUE, InboxMessage, PausedHandler
 from inbox.pausing import alias_of, pause_handler, resume_handler
 from outbox.console.acting_admin import ActingAdmin, by, counted
-from outbox.console.display import Tone, age, as_text, badge, headline, identifier, moment, visible
+from outbox.console.display import Tone, age, as_text, badge, headline, identifier, moment, stacked, visible
 
 
 class PauseForm(forms.ModelForm):  # type: ignore[type-arg]
@@ -60,7 +61,7 @@ class PausedHandlerAdmin(ActingAdmin):
 
     ordering = ("handler",)
     sortable_by = ()
-    list_display = ("handler_name", "state_badge", "stored", "since", "by_whom", "why")
+    list_display = ("handler_name", "stored_count", "since", "by_whom", "why")
     list_filter = ()
     actions = ("resume",)
     shown = ("handler_name", "state_badge", "stored", "since_exactly", "by_whom", "reason_text")
@@ -123,6 +124,11 @@ class PausedHandlerAdmin(ActingAdmin):
     @admin.display(description=_("stored messages"))
     def stored(self, row: Any) -> str:
         return counted(InboxMessage.objects.using(self.using).filter(handler=row.handler, state__in=DUE))
+
+    @admin.display(description=_("state"))
+    def stored_count(self, row: Any) -> SafeString:
+        """In the list: the badge, and how many stored messages wait."""
+        return stacked(self.badge_of(row), format_html(gettext("{} stored messages"), self.stored(row)))
 
     @admin.display(description=_("since"))
     def since(self, row: Any) -> SafeString:

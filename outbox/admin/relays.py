@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from django.contrib import admin
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
 from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import counted
-from outbox.console.display import NOTHING, age
+from outbox.console.display import NOTHING, age, stacked
 from outbox.console.process_admin import ProcessAdmin
 from outbox.models import SHARDS, OutboxMessage, RelayHeartbeat
 from outbox.states import State
@@ -19,17 +21,7 @@ from outbox.states import State
 class RelayAdmin(ProcessAdmin):
     title = _("Relays")
     noun = "relay"
-    list_display = (
-        "process",
-        "state",
-        "times",
-        "last_pass",
-        "published_count",
-        "rate_now",
-        "shards_tried",
-        "memory",
-        "round_trips",
-    )
+    list_display = ("process", "state", "times", "messages", "resources")
     fields: ClassVar[Any] = (
         *("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now"),
         *("shards_tried", "memory", "round_trips"),
@@ -44,6 +36,19 @@ class RelayAdmin(ProcessAdmin):
 
     def is_starting(self, row: Any) -> bool:
         return row.last_pass_at is None
+
+    @admin.display(description=_("times"))
+    def times(self, row: Any) -> SafeString:
+        passed = age(row.last_pass_at, row.database_now)
+        return stacked(super().times(row), format_html(gettext("last pass {}"), passed))
+
+    @admin.display(description=_("messages"))
+    def messages(self, row: Any) -> SafeString:
+        return stacked(
+            format_html(gettext("{} published"), self.published_count(row)),
+            format_html(gettext("{} per second"), self.rate_now(row)),
+            format_html(gettext("shards {}"), self.shards_tried(row)),
+        )
 
     @admin.display(description=_("last successful pass"))
     def last_pass(self, row: Any) -> SafeString:

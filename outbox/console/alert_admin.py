@@ -63,7 +63,7 @@ class AlertAdmin(ActingAdmin):
     sortable_by = ()
     list_filter = (AlertStateFilter,)
     actions = ("acknowledge",)
-    list_display = ("state_badge", "what", "summary_line", "raised", "acknowledged", "deliveries")
+    list_display = ("status", "what", "report")
     list_display_links = ("what",)
     fields: ClassVar[Any] = (
         *("state_badge", "what", "summary_text", "first_seen", "raised_exactly", "last_seen", "cleared"),
@@ -113,20 +113,24 @@ class AlertAdmin(ActingAdmin):
     def what(self, row: Any) -> SafeString:
         return stacked(identifier(row.condition), *([identifier(row.object)] if row.object else []))
 
+    @admin.display(description=_("state"))
+    def status(self, row: Any) -> SafeString:
+        """In the list: the badge, since when, and who has acknowledged it."""
+        lines = [self.badge_of(row), format_html(gettext("raised {}"), age(row.raised_at, row.database_now))]
+        if row.acknowledged_at:
+            lines.append(format_html(gettext("acknowledged by {}"), visible(row.acknowledged_by)))
+        if row.cleared_at:
+            lines.append(format_html(gettext("cleared {}"), age(row.cleared_at, row.database_now)))
+        return stacked(*lines)
+
     @admin.display(description=_("summary"))
-    def summary_line(self, row: Any) -> SafeString:
-        return headline(row.summary)
+    def report(self, row: Any) -> SafeString:
+        """In the list: the summary, and what could not be sent."""
+        return stacked(headline(row.summary), self.deliveries(row)) if row.unsent else headline(row.summary)
 
     @admin.display(description=_("summary"))
     def summary_text(self, row: Any) -> SafeString:
         return as_text(row.summary).as_html()
-
-    @admin.display(description=_("raised"))
-    def raised(self, row: Any) -> SafeString:
-        lines = [age(row.raised_at, row.database_now)]
-        if row.cleared_at:
-            lines.append(format_html(gettext("cleared {}"), age(row.cleared_at, row.database_now)))
-        return stacked(*lines)
 
     @admin.display(description=_("raised"))
     def raised_exactly(self, row: Any) -> SafeString:
@@ -154,7 +158,7 @@ class AlertAdmin(ActingAdmin):
     def deliveries(self, row: Any) -> SafeString:
         if not row.unsent:
             return format_html("{}", NOTHING)
-        lines = [format_html(gettext("{} by {} is not sent"), event, channel) for event, channel in row.unsent]
+        lines = [format_html(gettext("not sent by {}: {}"), channel, event) for event, channel in row.unsent]
         if row.send_at is None:
             return stacked(*lines, format_html("{}", gettext("given up")))
         return stacked(*lines, format_html(gettext("next try {}"), age(row.send_at, row.database_now)))

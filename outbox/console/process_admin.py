@@ -164,9 +164,12 @@ class ProcessAdmin(ActingAdmin):
         )
         return format_html(words, row.requested, age(row.requested_at, row.database_now), visible(row.requested_by))
 
-    @admin.display(description=_("started, last heartbeat"))
+    @admin.display(description=_("times"))
     def times(self, row: Any) -> SafeString:
-        return stacked(age(row.started_at, row.database_now), age(row.beat_at, row.database_now))
+        return stacked(
+            format_html(gettext("started {}"), age(row.started_at, row.database_now)),
+            format_html(gettext("heartbeat {}"), age(row.beat_at, row.database_now)),
+        )
 
     @admin.display(description=_("started"))
     def started(self, row: Any) -> SafeString:
@@ -191,6 +194,10 @@ class ProcessAdmin(ActingAdmin):
             format_html(gettext("database {}"), _milliseconds(row.database_ms)),
             format_html(gettext("broker {}"), _milliseconds(row.broker_ms)),
         )
+
+    @admin.display(description=_("memory, round trips"))
+    def resources(self, row: Any) -> SafeString:
+        return stacked(format_html(gettext("memory {}"), self.memory(row)), self.round_trips(row))
 
 
 def _milliseconds(value: float | None) -> str:

@@ -127,7 +127,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 'verbose_name': 'audit log entry',
-                'verbose_name_plural': 'audit log',
+                'verbose_name_plural': 'audit log entries',
                 'permissions': (('export_auditentry', 'Can export the audit log'),),
                 'default_permissions': ('view',),
                 'indexes': [models.Index(fields=['at'], name='outbox_audit_at'), models.Index(fields=['kind', 'object_id'], name='outbox_audit_object')],
