@@ -216,10 +216,12 @@ class Alerting:
                     self._evaluators.setdefault((app, alias), Evaluator(app, alias)).round()
             self._failing = False
         except Exception as error:  # noqa: BLE001 - it must not end, whatever a receiver of the signal or a query does
-            connections.close_all()
             if not self._failing:
                 logger.warning("alerts: an evaluation failed (%s); it is tried again in a minute.", describe(error))
             self._failing = True
+        finally:
+            # The next round is a minute away.
+            connections.close_all()
 
 
 @contextmanager
