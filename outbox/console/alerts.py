@@ -178,15 +178,6 @@ def _post(content: Mapping[str, Any], given: AlertOptions) -> None:
 _SENDERS: Mapping[str, Callable[[Mapping[str, Any], AlertOptions], None]] = {"mail": _mail, "webhook": _post}
 
 
-def evaluators(aliases: Collection[str]) -> list[Evaluator]:
-    """An evaluator for each registered app and each of the `aliases` that has its tables."""
-    return [
-        Evaluator(app, alias)
-        for app in sorted(_conditions)
-        for alias in sorted(with_table(apps.get_model(app, "Alert"), aliases)[0])
-    ]
-
-
 def _seconds() -> float:
     return min((conditions.options().EVERY.total_seconds() for conditions in _conditions.values()), default=60.0)
 
