@@ -276,10 +276,10 @@ class Runner:
             follower = Follower(self._options.REDELIVERY_AFTER) if more else None
             became = run_stored(handler, stored, self._options, follower)
             ran += 1
-            if follower is None or follower.row is None or became is not Received.HANDLED:
+            if follower is None or follower.message is None or became is not Received.HANDLED:
                 return ran
-            stored = committed(partial(claims.claimed, handler.using, follower.row), handler.using)
-            if self._stop:
+            stored = follower.message
+            if self._stop or self.is_paused(handler):
                 # Another runner can claim it at once, and no attempt is counted.
                 committed(partial(claims.give_back, handler.using, stored.pk, stored.attempts), handler.using)
                 return ran

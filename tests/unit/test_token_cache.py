@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inbox.limits.token_cache import TokenCache
-from inbox.store.buckets import Leased, pour
+from inbox.store.buckets import Leased, refill_and_take
 
 RATES = st.one_of(st.sampled_from([5 / 3600, 0.5, 1.0, 9.0, 100.0, 2000.0]), st.floats(0.001, 100_000))
 ROUNDING = 1e-6
@@ -21,7 +21,7 @@ class TestBucket:
         level, given_out, elapsed = burst, 0, 0.0
 
         for seconds, most in asked:
-            leased = pour(level, seconds, rate=rate, burst=burst, most=most)
+            leased = refill_and_take(level, seconds, rate=rate, burst=burst, most=most)
             assert 0 <= leased.tokens <= most
             assert 0 <= leased.left <= burst
             level, given_out, elapsed = leased.left, given_out + leased.tokens, elapsed + max(0.0, seconds)
@@ -29,15 +29,15 @@ class TestBucket:
 
     @given(RATES, st.floats(1, 1000), st.floats(0, 1000), st.floats(0, 100), st.integers(1, 1000))
     def test_the_bucket_gives_all_its_whole_tokens(self, rate, burst, held, seconds, most):
-        leased = pour(min(held, burst), seconds, rate=rate, burst=burst, most=most)
+        leased = refill_and_take(min(held, burst), seconds, rate=rate, burst=burst, most=most)
 
         assert leased.tokens == most or leased.left < 1
 
     def test_an_idle_bucket_holds_no_more_than_its_burst(self):
-        assert pour(0.0, 1e9, rate=2000.0, burst=201.0, most=1000).tokens == 201
+        assert refill_and_take(0.0, 1e9, rate=2000.0, burst=201.0, most=1000).tokens == 201
 
     def test_a_clock_that_was_set_back_does_not_fill_the_bucket(self):
-        assert pour(3.5, -3600.0, rate=10.0, burst=20.0, most=2) == Leased(tokens=2, left=1.5)
+        assert refill_and_take(3.5, -3600.0, rate=10.0, burst=20.0, most=2) == Leased(tokens=2, left=1.5)
 
 
 class TestTokenCache:
@@ -175,7 +175,7 @@ def shared(rate, speeds, *, seconds, roundtrip=0.003, poll=0.005):
                 polled_at[one] = now + poll
             if wants[one] and coming[one] is None and now >= cache.next_lease_at:
                 wants[one] = False
-                leased = pour(level, now - filled_at, rate=rate, burst=cache.burst, most=cache.portion)
+                leased = refill_and_take(level, now - filled_at, rate=rate, burst=cache.burst, most=cache.portion)
                 level, filled_at = leased.left, now
                 coming[one] = now + roundtrip, leased
     return used, uses

@@ -83,7 +83,7 @@ class TestLateCopy:
 
         assert (row.state, row.quarantined, effects()) == (State.DEAD, True, 1)
         assert "40 days old" in row.last_error
-        assert "override of the maximum message age" in row.last_error
+        assert "override the maximum message age" in row.last_error
 
     def test_late_copy_of_a_row_not_yet_purged_is_a_duplicate(self, handles):
         handler, envelope = handles(the_effect), an_envelope()

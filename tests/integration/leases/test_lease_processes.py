@@ -169,7 +169,7 @@ def test_consumer_frozen_past_its_lease_settles_nothing(consumer, job, is_settle
             settled = wait_until(lambda: InboxMessage.objects.filter(state=State.DONE).values(*SETTLEMENT).first())
             Unique.objects.create(name="go job")
             frozen.thaw()
-            frozen.until(lambda: "nothing was settled" in frozen.said())
+            frozen.until(lambda: "its outcome was not stored" in frozen.said())
             wait_until(is_settled)
 
     assert effects("job") == 2, "both have run; this is what a lease cannot prevent"
@@ -213,7 +213,7 @@ def test_unavailable_database_as_lease_store_starts_no_run_and_delays_the_settle
     with the_default_at(NAME=name, PORT=mortal_postgres.port):
         call_command("migrate", verbosity=0)
         with InAThread(lambda: deliver(handler, envelope)) as first:
-            wait_until(lambda: "cannot be written down yet" in caplog.text)
+            wait_until(lambda: "cannot be stored now" in caplog.text)
             with pytest.raises(DatabaseUnavailable):
                 deliver(handler, an_envelope())
             mortal_postgres.start()

@@ -166,7 +166,7 @@ class TestRunHandler:
             with connection.cursor() as cursor:
                 cursor.execute("COMMIT")
 
-        with pytest.raises(TransactionControl, match="leave commit and rollback to the inbox"):
+        with pytest.raises(TransactionControl, match="remove the statement"):
             run_handler(handler(commit), a_message())
 
         assert not Effect.objects.exists()
