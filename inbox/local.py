@@ -34,6 +34,7 @@ class LocalTransport:
     """Hands messages to the inbox of the same database."""
 
     capabilities = Capabilities(confirms=True, transactional=True)
+    round_trip: float | None = None
 
     def __init__(self, url: str, *, alias: str, exchange: str) -> None:
         self._alias = alias
