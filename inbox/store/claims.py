@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from django.db import DatabaseError, IntegrityError, connections, transaction
 
@@ -165,7 +165,7 @@ def _begin(
     """The transaction's id, has the row a place in an order, the isolation level, and is the run lock acquired?"""
     if is_postgresql(connection):
         # A lock that is not wanted is NULL, and so is the answer.
-        given = [as_bound(longest_wait), row, attempts, None if alone_in is None else run_lock(alone_in)]
+        given: list[Any] = [as_bound(longest_wait), row, attempts, None if alone_in is None else run_lock(alone_in)]
         with locked_means_busy():
             if is_usable(connection):
                 connection.validate_no_broken_transaction()
