@@ -203,11 +203,11 @@ class Runner:
                 if self.outages.is_ongoing(alias) and (seconds := self.outages.ask(alias)):
                     self._try_at[alias] = monotonic() + seconds
                     continue
+                self._report_orphans(alias, handlers)
                 self.read_paused(alias)
                 if self._stop.is_paused:
                     self._try_at.pop(alias, None)
                     continue
-                self._report_orphans(alias, handlers)
                 self._refunds.settle(alias)
                 self._sweep(alias, handlers)
                 claimed = self._claim(handlers, alias)

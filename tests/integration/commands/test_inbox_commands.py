@@ -73,6 +73,7 @@ class TestStatus:
             "without_rows": {},
             "consumers": [],
             "unattended": [],
+            "paused_handlers": [],
         }
 
     def test_status_counts_states_and_duplicates(self, handles, dead):
