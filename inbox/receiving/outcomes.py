@@ -16,7 +16,7 @@ from typing import Any
 from django.db import DatabaseError, InterfaceError, connections
 from django.dispatch import Signal
 
-from inbox import signals
+from inbox import metrics, signals
 from inbox.conf import InboxOptions
 from inbox.errors import Reject, RetryLater, TransactionEnded
 from inbox.handlers.handler import Handler
@@ -149,6 +149,7 @@ def admitted(handler: Handler, arrival: Arrival, taken: Taken, why_shed: str = "
     if taken.state == State.DEAD:
         return announce(handler, row.message_id, row.biz_id, refusal(arrival))
     if taken.state == State.SHED:
+        metrics.SHED.add(1, handler.name)
         _tell(signals.message_shed, handler=handler.name, message_id=row.message_id, biz_id=row.biz_id, reason=why_shed)
         return Received.SHED
     return Received.STORED if taken.state else _met(handler, row, taken.earlier)
@@ -244,7 +245,9 @@ def _abandoned() -> Failure:
 
 def _announce(handler: str, message_id: str, biz_id: str, failure: Failure) -> Received:
     dead = failure.retry_after is None
+    (metrics.DEFERRALS if failure.put_off else metrics.FAILED_ATTEMPTS).add(1, handler)
     if dead:
+        metrics.DEAD.add(1, handler)
         level, fate = logging.ERROR, f"is a dead letter after attempt {failure.attempts}"
     else:
         # A deferral is not a failure.
@@ -269,6 +272,7 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             "was not run; look for the bug upstream.",
             names,
         )
+        metrics.CONFLICTS.add(1, handler.name)
         _tell(signals.conflicting_duplicate, **names)
     the_same = earlier.cause in {DuplicateCause.REDELIVERY, DuplicateCause.RESEND}
     if earlier.state == State.DEAD and not the_same:
@@ -277,11 +281,13 @@ def announce_duplicate(handler: Handler, row: NewRow, earlier: Earlier) -> None:
             "that one to decide about both.",
             names,
         )
+    metrics.DUPLICATES.add(1, handler.name, earlier.cause.value)
     _tell(signals.duplicate_suppressed, cause=earlier.cause.value, **names)
 
 
 def handled(handler: Handler, message: Message) -> Received:
     logger.debug("%s: handled message %s (biz-id %s).", handler.name, message.id, message.biz_id)
+    metrics.HANDLED.add(1, handler.name)
     _tell(signals.message_handled, message=message, handler=handler.name)
     return Received.HANDLED
 

@@ -9,7 +9,9 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandParser
 from django.db import DEFAULT_DB_ALIAS
 from django.db.models import Model
+from django.utils.translation import gettext as _
 
+from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, days
 from outbox.database.purging import delete_in_chunks, older_entries
 from outbox.database.schema import require_schema
@@ -50,15 +52,23 @@ class PurgeCommand(BaseCommand):
         messages = self.store.purgeable(alias, older_than)
         entries = older_entries(self.trail, alias, configured.TRAIL_RETENTION)
         if options["dry_run"]:
-            self.stdout.write(f"{messages} messages would be deleted.")
+            self.stdout.write(ngettext("%(count)s message would be deleted.", "%(count)s messages would be deleted.", messages))
             if count := entries.count():
-                self.stdout.write(f"{count} entries of the trail would be deleted.")
+                self.stdout.write(
+                    ngettext(
+                        "%(count)s entry of the trail would be deleted.",
+                        "%(count)s entries of the trail would be deleted.",
+                        count,
+                    )
+                )
             return
-        done = _finished(Progress("deleted", messages), self.store.purge_settled(alias, older_than))
-        self.stdout.write(f"{done} messages deleted.")
+        done = _finished(Progress(_("deleted"), messages), self.store.purge_settled(alias, older_than))
+        self.stdout.write(ngettext("%(count)s message deleted.", "%(count)s messages deleted.", done))
         if count := entries.count():
-            done = _finished(Progress("deleted of the trail", count), delete_in_chunks(entries, by="at"))
-            self.stdout.write(f"{done} entries of the trail deleted.")
+            done = _finished(Progress(_("deleted of the trail"), count), delete_in_chunks(entries, by="at"))
+            self.stdout.write(
+                ngettext("%(count)s entry of the trail deleted.", "%(count)s entries of the trail deleted.", done)
+            )
 
 
 def _finished(progress: Progress, deleted: Iterator[int]) -> int:

@@ -15,6 +15,7 @@ from outbox.conf import outbox_options
 from outbox.database.connections import leave_pools
 from outbox.kernel.loop import StopRequest, Watchdog
 from outbox.kernel.masking import masked
+from outbox.kernel.outage import OutageLog
 from outbox.kernel.reminder import Reminder
 from outbox.kernel.transport import Companion, Transport
 from outbox.models import SHARDS
@@ -45,9 +46,9 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
     leave_pools()
     options = outbox_options()
     stop = StopRequest() if stop is None else stop
-    watchdog = Watchdog(limit=options.WATCHDOG)
+    watchdog = Watchdog(limit=options.WATCHDOG, kind="relay")
     heartbeat = Heartbeat(alias)
-    refusals, errors = Reminder(), Reminder()
+    broker_log, database_log, errors = OutageLog("the broker"), OutageLog("the database"), Reminder()
     transport = transport or open_transport(options.BROKER_URL, alias=alias, exchange=options.EXCHANGE)
     transports = [transport]
     if _several_help(alias, transport):
@@ -63,7 +64,8 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
             heartbeat=heartbeat,
             shards=range(number, SHARDS, len(transports)),
             timed=not drain,
-            refusals=refusals,
+            broker_log=broker_log,
+            database_log=database_log,
             errors=errors,
         )
         for number, each in enumerate(transports)
@@ -72,14 +74,15 @@ def serve(alias: str, *, drain: bool = False, stop: StopRequest | None = None, t
         lane.siblings = [other for other in lanes if other is not lane]
     with watchdog.watching(), closing(heartbeat):
         logger.info("Relaying %r to %s.", alias, masked(options.BROKER_URL))
-        calling = callers(alias, options)
-        companions = [*transport.companions(), *calling, *askers(alias, options), *housekeepers(alias, options)]
+        calling = callers(alias, options, database_log=database_log)
+        asking = askers(alias, options, database_log=database_log)
+        companions = [*transport.companions(), *calling, *asking, *housekeepers(alias, options)]
         if drain:
             _drain(lanes, companions, watchdog, stop)
         else:
             for lane in lanes:
                 lane.callers = calling
-            timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, lanes))
+            timer = Timer(alias, options, watchdog=watchdog, ring=partial(_ring, lanes), database_log=database_log)
             with Listener(alias, [timer.bell, *(lane.bell for lane in lanes)], options).listening():
                 _run(lanes, [timer, *companions], watchdog, stop)
     published = sum(lane.published for lane in lanes)

@@ -24,6 +24,8 @@ class Command(StatusCommand):
         "Show what became of every delivery, by state and by cause, how long the oldest message waits, and which consumers run."
     )
     app = "inbox"
+    alarming = (r"^(dead) +[1-9]", r"  silent", r"^No consumer is running")
+    remarkable = (r"^(retrying|waiting) +[1-9]", r"  waits for ")
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
@@ -71,7 +73,7 @@ class Command(StatusCommand):
         counts = table(
             [
                 ("inbox", alias),
-                *((state, f"{count:,}") for state, count in balance.states.items()),
+                *self.with_rates(balance.states, {state: f"{count:,}" for state, count in balance.states.items()}),
                 ("duplicates suppressed", f"{duplicates.suppressed:,}"),
                 *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
                 ("edited, not delivered", f"{balance.edited:,}"),

@@ -21,6 +21,8 @@ class Command(StatusCommand):
         "topics, and the running relays."
     )
     app = "outbox"
+    alarming = (r"^(dead|stuck) +[1-9]", r"  silent$", r"^No relay is running")
+    remarkable = (r"^(retrying|waiting|paused) +[1-9]", r"  waits for ")
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
         counts, calls = history.count_states(alias), pending_callbacks.pending_calls(alias)
@@ -42,8 +44,9 @@ class Command(StatusCommand):
         counted = history.count_states(alias)
         states = counted.states
         relays = list(heartbeats.relays.rows(alias))
-        counts = [(state, f"{'about ' if state in counted.estimated else ''}{count:,}") for state, count in states.items()]
-        drawn = [table([("outbox", alias), *counts, ("oldest waiting", age(counted.oldest_waiting))])]
+        shown = {state: f"{'about ' if state in counted.estimated else ''}{count:,}" for state, count in states.items()}
+        lines = [("outbox", alias), *self.with_rates(states, shown), ("oldest waiting", age(counted.oldest_waiting))]
+        drawn = [table(lines)]
         calls = pending_callbacks.pending_calls(alias)
         if calls.pending:
             drawn.append(_calls(calls))

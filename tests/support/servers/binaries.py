@@ -116,6 +116,26 @@ def pgbouncer() -> Path:
     )
 
 
+def prometheus() -> Path:
+    return _prometheus_tool("prometheus")
+
+
+def promtool() -> Path:
+    """Prometheus' checker of rules."""
+    return _prometheus_tool("promtool")
+
+
+def _prometheus_tool(name: str) -> Path:
+    return _first(
+        "Prometheus",
+        [
+            ("on this machine", lambda: _executable(name)),
+            ("from the system's packages", lambda: _with_apt("prometheus", lambda: _executable(name))),
+        ],
+        remedy="apt-get install prometheus, or brew install prometheus",
+    )
+
+
 def faketime() -> Path:
     """The `faketime` executable, which shows a process another clock."""
     return _first(
