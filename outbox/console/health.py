@@ -141,7 +141,7 @@ class HealthCommand(BaseCommand):
     """
 
     # A probe has a few seconds, and these checks are made when the process starts.
-    requires_system_checks: Sequence[str] = []
+    requires_system_checks = ()
     kind: str
 
     def readiness(self, alias: str) -> list[Check]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from outbox import metrics
 from outbox.console.prometheus import Sample, TableGauges, processes_by_state, seconds_since
@@ -23,6 +24,7 @@ def _read(alias: str) -> Iterator[Sample]:
         yield metrics.MESSAGES, (str(state),), count
     yield metrics.OLDEST_DUE, (), seconds_since(counted.oldest_waiting, utcnow())
     yield metrics.PENDING_CALLBACKS, (), pending_callbacks.pending_calls(alias).pending
-    for topic in pausing.paused_topics(alias)[:_MOST_TOPICS]:
+    paused: list[Any] = list(pausing.paused_topics(alias)[:_MOST_TOPICS])
+    for topic in paused:
         yield metrics.PAUSED_MESSAGES, (topic.topic,), topic.messages
     yield from processes_by_state(metrics.RELAYS, heartbeats.relays.rows(alias))
