@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from django.contrib import admin
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.models import ConsumerHeartbeat
@@ -18,29 +20,34 @@ _HANDLERS_IN_THE_LIST = 3
 
 @admin.register(ConsumerHeartbeat)
 class ConsumerAdmin(ProcessAdmin):
-    title = "Consumers"
+    title = _("Consumers")
     list_display = ("process", "state", "started", "heartbeat", "some_handlers", "received_count", "ran_count")
     fields: ClassVar[Any] = ("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count")
     readonly_fields: ClassVar[Any] = fields
 
     def none_runs(self) -> str:
         names = unattended(self.using)
-        return f"No consumer is running for: {', '.join(names)}. {what_to_start()}" if names else ""
+        if not names:
+            return ""
+        return gettext("No consumer is running for: %(names)s. %(remedy)s") % {
+            "names": ", ".join(names),
+            "remedy": what_to_start(),
+        }
 
-    @admin.display(description="handlers")
+    @admin.display(description=_("handlers"))
     def some_handlers(self, row: Any) -> SafeString:
         names, more = row.handlers[:_HANDLERS_IN_THE_LIST], len(row.handlers) - _HANDLERS_IN_THE_LIST
         lines = [identifier(name) for name in names] or [format_html("{}", NOTHING)]
-        return stacked(*lines, *([format_html("and {} more", more)] if more > 0 else []))
+        return stacked(*lines, *([format_html(gettext("and {} more"), more)] if more > 0 else []))
 
-    @admin.display(description="handlers")
+    @admin.display(description=_("handlers"))
     def all_handlers(self, row: Any) -> SafeString:
         return stacked(*map(identifier, row.handlers)) if row.handlers else format_html("{}", NOTHING)
 
-    @admin.display(description="deliveries")
+    @admin.display(description=_("deliveries"))
     def received_count(self, row: Any) -> str:
         return f"{row.received:,}"
 
-    @admin.display(description="stored run")
+    @admin.display(description=_("stored run"))
     def ran_count(self, row: Any) -> str:
         return f"{row.ran:,}"

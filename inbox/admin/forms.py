@@ -8,6 +8,7 @@ from typing import Any
 
 from django import forms
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext_lazy as _
 
 from inbox.editing import correct, editable
 from inbox.errors import NotEditable
@@ -22,21 +23,21 @@ class SkipForm(forms.Form):
     reason = forms.CharField(
         max_length=500,
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="Why its effect must not happen. It is kept with the message and in the log.",
+        help_text=_("Why its effect must not happen. It is kept with the message and in the log."),
     )
 
 
 class OverrideForm(forms.Form):
-    danger = (
+    danger = _(
         "These messages are in quarantine, because nothing here remembers whether they have been handled before. One that has "
         "been would have its effect a second time. Look first: at the data that it would write, at the logs of the day it was "
         "published, at the publisher's own books. Skip those that were handled."
     )
     reason = forms.CharField(
         max_length=500,
-        label="How do you know?",
+        label=_("How do you know?"),
         widget=forms.TextInput(attrs={"class": "vTextField", "autofocus": True}),
-        help_text="What shows that none of them has been handled. It is kept in the log.",
+        help_text=_("What shows that none of them has been handled. It is kept in the log."),
     )
 
 
@@ -52,7 +53,7 @@ class EditForm(forms.Form):
         widget=forms.Textarea(
             attrs={"class": "message-edit", "rows": 24, "spellcheck": "false", "autocapitalize": "off", "autofocus": True}
         ),
-        help_text="JSON. The content type and the headers stay as they are.",
+        help_text=_("JSON. The content type and the headers stay as they are."),
     )
     shown = forms.CharField(required=False, widget=forms.HiddenInput)
 

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from django.contrib import admin
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import counted
 from outbox.console.display import NOTHING, age
@@ -16,8 +18,8 @@ from outbox.states import State
 
 @admin.register(RelayHeartbeat)
 class RelayAdmin(ProcessAdmin):
-    title = "Relays"
-    noun = "relay"
+    title = _("Relays")
+    noun = _("relay")
     list_display = ("process", "state", "started", "heartbeat", "last_pass", "published_count", "rate_now")
     fields: ClassVar[Any] = list_display
     readonly_fields: ClassVar[Any] = list_display
@@ -26,20 +28,20 @@ class RelayAdmin(ProcessAdmin):
         if self.processes().filter(silent=False).exists():
             return ""
         ready = OutboxMessage.objects.using(self.using).filter(state=State.READY)
-        return f"No relay is running. Messages that are ready: {counted(ready)}."
+        return gettext("No relay is running. Messages that are ready: %(count)s.") % {"count": counted(ready)}
 
     def is_starting(self, row: Any) -> bool:
         return row.last_pass_at is None
 
-    @admin.display(description="last successful pass")
+    @admin.display(description=_("last successful pass"))
     def last_pass(self, row: Any) -> SafeString:
         return age(row.last_pass_at, row.database_now)
 
-    @admin.display(description="published")
+    @admin.display(description=_("published"))
     def published_count(self, row: Any) -> str:
         return f"{row.published:,}"
 
-    @admin.display(description="per second")
+    @admin.display(description=_("per second"))
     def rate_now(self, row: Any) -> str:
         # The present rate of a silent relay is unknown.
         return NOTHING if row.silent else f"{row.rate:,.1f}"

@@ -9,6 +9,8 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from outbox.console.acting_admin import ReadOnlyAdmin
 from outbox.console.display import Tone, age, badge, duration, identifier, stacked, visible
@@ -20,8 +22,8 @@ from outbox.kernel.heartbeat import SILENT_AFTER
 class ProcessAdmin(ReadOnlyAdmin):
     """One row per running process, with the content of its last heartbeat."""
 
-    title = ""
-    noun = "process"
+    title: ClassVar[Any] = ""
+    noun: ClassVar[Any] = _("process")
     change_list_template: ClassVar[Any] = Page("processes.html")
     sortable_by = ()
     actions = None
@@ -50,22 +52,24 @@ class ProcessAdmin(ReadOnlyAdmin):
         }
         return super().changelist_view(request, {**context, **(extra_context or {})})
 
-    @admin.display(description="process, version")
+    @admin.display(description=_("process, version"))
     def process(self, row: Any) -> SafeString:
         return stacked(identifier(f"{row.host}:{row.pid}"), identifier(row.version))
 
-    @admin.display(description="state")
+    @admin.display(description=_("state"))
     def state(self, row: Any) -> SafeString:
         if row.silent:
-            return stacked(badge("Silent", Tone.STOPPED), format_html("for {}", duration(row.database_now - row.beat_at)))
+            return stacked(
+                badge(gettext("Silent"), Tone.STOPPED), format_html(gettext("for {}"), duration(row.database_now - row.beat_at))
+            )
         if row.waits_for:
-            return stacked(badge("Waiting", Tone.FAILING), format_html("for {}", visible(row.waits_for)))
-        return badge("Starting", Tone.LATER) if self.is_starting(row) else badge("Working", Tone.DONE)
+            return stacked(badge(gettext("Waiting"), Tone.FAILING), format_html(gettext("for {}"), visible(row.waits_for)))
+        return badge(gettext("Starting"), Tone.LATER) if self.is_starting(row) else badge(gettext("Working"), Tone.DONE)
 
-    @admin.display(description="started")
+    @admin.display(description=_("started"))
     def started(self, row: Any) -> SafeString:
         return age(row.started_at, row.database_now)
 
-    @admin.display(description="last heartbeat")
+    @admin.display(description=_("last heartbeat"))
     def heartbeat(self, row: Any) -> SafeString:
         return age(row.beat_at, row.database_now)

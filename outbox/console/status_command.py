@@ -90,7 +90,7 @@ def processes(
     kind: str, heartbeats: Sequence[Any], columns: Sequence[tuple[str, Callable[[Any], str]]], state: Callable[[Any], str]
 ) -> str:
     """A line for each process: the common fields of a heartbeat, those of its kind, and its state."""
-    head = (kind, "version", "started", "heartbeat", *(title for title, _ in columns))
+    head = (kind, _("version"), _("started"), _("heartbeat"), *(title for title, _ in columns))
     lines = [
         (
             f"{process.host}:{process.pid}",
@@ -102,11 +102,11 @@ def processes(
         for process in heartbeats
     ]
     # The state may contain a sentence (`waits_for`), too long for a column.
-    states = ["state", *map(state, heartbeats)]
+    states = [_("state"), *map(state, heartbeats)]
     return "\n".join(f"{line}  {last}" for line, last in zip(table([head, *lines]).splitlines(), states, strict=True))
 
 
 def state_of(process: Any) -> str:
     if process.silent:
-        return "silent"
-    return f"waits for {process.waits_for}" if process.waits_for else "working"
+        return _("silent")
+    return _("waits for %(what)s") % {"what": process.waits_for} if process.waits_for else _("working")

@@ -3,6 +3,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from django.core.management.base import CommandParser
+from django.utils.translation import gettext
+from django.utils.translation import gettext_lazy as _
 
 from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
@@ -14,8 +16,8 @@ from outbox.console.terminal import age, table
 
 _CONFLICTS = 50
 _COLUMNS = (
-    ("deliveries", lambda consumer: f"{consumer.received:,}"),
-    ("stored run", lambda consumer: f"{consumer.ran:,}"),
+    (_("deliveries"), lambda consumer: f"{consumer.received:,}"),
+    (_("stored run"), lambda consumer: f"{consumer.ran:,}"),
 )
 
 
@@ -74,28 +76,31 @@ class Command(StatusCommand):
             [
                 ("inbox", alias),
                 *self.with_rates(balance.states, {state: f"{count:,}" for state, count in balance.states.items()}),
-                ("duplicates suppressed", f"{duplicates.suppressed:,}"),
+                (gettext("duplicates suppressed"), f"{duplicates.suppressed:,}"),
                 *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
-                ("edited, not delivered", f"{balance.edited:,}"),
-                ("delivered, the sum", f"{balance.delivered:,}"),
-                ("duplicates with other content", f"{duplicates.conflicting:,}"),
-                ("dead, in quarantine", f"{balance.quarantined:,}"),
-                ("oldest waiting", age(operating.oldest_waiting(alias))),
+                (gettext("edited, not delivered"), f"{balance.edited:,}"),
+                (gettext("delivered, the sum"), f"{balance.delivered:,}"),
+                (gettext("duplicates with other content"), f"{duplicates.conflicting:,}"),
+                (gettext("dead, in quarantine"), f"{balance.quarantined:,}"),
+                (gettext("oldest waiting"), age(operating.oldest_waiting(alias))),
                 *_leased(),
             ]
         )
         drawn = [counts]
         if consumers:
-            drawn.append(processes("consumer", consumers, _COLUMNS, _state))
+            drawn.append(processes(gettext("consumer"), consumers, _COLUMNS, _state))
         if names := unattended(alias):
-            drawn.append(f"No consumer is running for: {', '.join(names)}. {what_to_start()}")
+            drawn.append(
+                gettext("No consumer is running for: %(names)s. %(remedy)s")
+                % {"names": ", ".join(names), "remedy": what_to_start()}
+            )
         if options["conflicts"]:
             drawn.append(_conflicts(alias))
         return "\n\n".join(drawn)
 
 
 def _state(consumer: Any) -> str:
-    return f"{state_of(consumer)}: {', '.join(consumer.handlers) or 'no handler'}"
+    return f"{state_of(consumer)}: {', '.join(consumer.handlers) or gettext('no handler')}"
 
 
 def _as_json(consumer: Any) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def _as_json(consumer: Any) -> dict[str, Any]:
 def _conflicts(alias: str) -> str:
     rows = accounting.conflicts(alias, _CONFLICTS)
     if not rows:
-        return "No biz-id has come with other content."
+        return gettext("No biz-id has come with other content.")
     head = ("biz-id", "topic", "handler", "first message", "latest other", "others", "latest")
     return table(
         [

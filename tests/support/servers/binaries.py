@@ -125,6 +125,13 @@ def promtool() -> Path:
     return _prometheus_tool("promtool")
 
 
+def gettext() -> Path:
+    """The directory of GNU gettext's tools."""
+    found = [("on this machine", lambda: _executable("xgettext"))]
+    found.append(("from the system's packages", lambda: _with_apt("gettext", lambda: _executable("xgettext"))))
+    return _first("GNU gettext", found, remedy="apt-get install gettext, or brew install gettext").parent
+
+
 def _prometheus_tool(name: str) -> Path:
     return _first(
         "Prometheus",
