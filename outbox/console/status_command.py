@@ -24,8 +24,6 @@ class StatusCommand(BaseCommand):
     """See the module's docstring."""
 
     app: str
-    alarming: Sequence[str] = ()
-    remarkable: Sequence[str] = ()
     _rates: Rates | None = None
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -33,6 +31,14 @@ class StatusCommand(BaseCommand):
 
     def drawn(self, alias: str, options: dict[str, Any]) -> str:
         raise NotImplementedError
+
+    def alarming(self) -> Sequence[str]:
+        """Patterns of lines that --watch shows in red."""
+        return ()
+
+    def remarkable(self) -> Sequence[str]:
+        """Patterns of lines that --watch shows in yellow."""
+        return ()
 
     def with_rates(self, counts: Mapping[str, int], shown: Mapping[str, str]) -> list[tuple[str, ...]]:
         """Lines of a table: each name, how its count is shown and, with --watch, how fast it changes."""
@@ -58,8 +64,8 @@ class StatusCommand(BaseCommand):
                 title=_("%(command)s of %(alias)s, every %(seconds)d s; q ends it")
                 % {"command": f"{self.app}_status", "alias": repr(alias), "seconds": _REDRAW_SECONDS},
                 every_seconds=_REDRAW_SECONDS,
-                alarming=self.alarming,
-                remarkable=self.remarkable,
+                alarming=self.alarming(),
+                remarkable=self.remarkable(),
             )
             with running_until_signalled(StopRequest()) as stop:
                 view.run(stop)

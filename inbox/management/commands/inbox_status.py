@@ -1,5 +1,6 @@
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import CommandParser
@@ -26,8 +27,6 @@ class Command(StatusCommand):
         "Show what became of every delivery, by state and by cause, how long the oldest message waits, and which consumers run."
     )
     app = "inbox"
-    alarming = (r"^(dead) +[1-9]", r"  silent", r"^No consumer is running")
-    remarkable = (r"^(retrying|waiting) +[1-9]", r"  waits for ")
 
     def add_arguments(self, parser: CommandParser) -> None:
         super().add_arguments(parser)
@@ -36,6 +35,16 @@ class Command(StatusCommand):
             action="store_true",
             help=f"list the {_CONFLICTS} messages that most recently met their biz-id with other content",
         )
+
+    def alarming(self) -> Sequence[str]:
+        none_runs = (gettext("No consumer is running for: %(names)s. %(remedy)s") % {"names": "", "remedy": ""}).partition(":")[
+            0
+        ]
+        return r"^dead +[1-9]", rf"  {gettext('silent')}:", rf"^{re.escape(none_runs)}"
+
+    def remarkable(self) -> Sequence[str]:
+        waits = gettext("waits for %(what)s") % {"what": ""}
+        return r"^(retrying|waiting) +[1-9]", rf"  {re.escape(waits)}"
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
         balance = accounting.balance(alias)

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 from django.utils.translation import gettext
@@ -25,8 +26,14 @@ class Command(StatusCommand):
         "topics, and the running relays."
     )
     app = "outbox"
-    alarming = (r"^(dead|stuck) +[1-9]", r"  silent$", r"^No relay is running")
-    remarkable = (r"^(retrying|waiting|paused) +[1-9]", r"  waits for ")
+
+    def alarming(self) -> Sequence[str]:
+        none_runs = gettext("No relay is running.").rstrip(".")
+        return r"^(dead|stuck) +[1-9]", rf"  {gettext('silent')}$", rf"^{re.escape(none_runs)}"
+
+    def remarkable(self) -> Sequence[str]:
+        waits = gettext("waits for %(what)s") % {"what": ""}
+        return r"^(retrying|waiting|paused) +[1-9]", rf"  {re.escape(waits)}"
 
     def as_json(self, alias: str, options: dict[str, Any]) -> dict[str, Any]:
         counts, calls = history.count_states(alias), pending_callbacks.pending_calls(alias)
