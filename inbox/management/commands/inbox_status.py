@@ -37,9 +37,8 @@ class Command(StatusCommand):
         )
 
     def alarming(self) -> Sequence[str]:
-        none_runs = (gettext("No consumer is running for: %(names)s. %(remedy)s") % {"names": "", "remedy": ""}).partition(":")[
-            0
-        ]
+        sentence = gettext("No consumer is running for: %(names)s. %(remedy)s")
+        none_runs = sentence.partition("%(names)s")[0]
         return r"^dead +[1-9]", rf"  {gettext('silent')}:", rf"^{re.escape(none_runs)}"
 
     def remarkable(self) -> Sequence[str]:

@@ -1,3 +1,4 @@
+import re
 from collections.abc import Sequence
 from typing import Any
 
