@@ -155,7 +155,7 @@ class Tone(Enum):
     OVER = "○"
 
 
-def badge(label: str, tone: Tone) -> SafeString:
+def badge(label: object, tone: Tone) -> SafeString:
     return format_html(
         '<span class="message-state message-state-{}"><span aria-hidden="true">{}</span> {}</span>',
         tone.name.lower(),
@@ -223,7 +223,7 @@ def identifier(text: str) -> SafeString:
     return format_html('<bdi class="message-name">{}</bdi>', format_html_join("", "{}<wbr>", pieces))
 
 
-def note(words: str) -> SafeString:
+def note(words: object) -> SafeString:
     """A remark of the console."""
     return format_html('<p class="message-note">{}</p>', words)
 

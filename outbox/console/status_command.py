@@ -93,7 +93,7 @@ def process_as_json(process: Any, **particular: Any) -> dict[str, Any]:
 
 
 def processes(
-    kind: str, heartbeats: Sequence[Any], columns: Sequence[tuple[str, Callable[[Any], str]]], state: Callable[[Any], str]
+    kind: str, heartbeats: Sequence[Any], columns: Sequence[tuple[object, Callable[[Any], str]]], state: Callable[[Any], str]
 ) -> str:
     """A line for each process: the common fields of a heartbeat, those of its kind, and its state."""
     head = (kind, _("version"), _("started"), _("heartbeat"), *(title for title, _ in columns))
