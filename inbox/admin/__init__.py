@@ -1,3 +1,3 @@
 """The inbox in Django's admin."""
 
-from inbox.admin import consumers, messages  # noqa: F401 - they register themselves
+from inbox.admin import alerts, audit, consumers, messages, paused  # noqa: F401 - importing them registers the pages

@@ -1,4 +1,4 @@
-"""In the admin: which processes run handlers on this database, for which handlers, and what each waits for."""
+"""Admin page: the processes that run handlers on this database, their handlers, and what each waits for."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _HANDLERS_IN_THE_LIST = 3
 @admin.register(ConsumerHeartbeat)
 class ConsumerAdmin(ProcessAdmin):
     title = _("Consumers")
-    list_display = ("process", "state", "started", "heartbeat", "some_handlers", "received_count", "ran_count")
-    fields: ClassVar[Any] = ("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count")
+    list_display = ("process", "state", "times", "some_handlers", "counts", "resources")
+    fields: ClassVar[Any] = (
+        *("process", "state", "started", "heartbeat", "all_handlers", "received_count", "ran_count"),
+        *("rate_now", "memory", "round_trips"),
+    )
     readonly_fields: ClassVar[Any] = fields
 
     def none_runs(self) -> str:
@@ -44,10 +47,16 @@ class ConsumerAdmin(ProcessAdmin):
     def all_handlers(self, row: Any) -> SafeString:
         return stacked(*map(identifier, row.handlers)) if row.handlers else format_html("{}", NOTHING)
 
+    @admin.display(description=_("messages"))
+    def counts(self, row: Any) -> SafeString:
+        received = format_html(gettext("{} deliveries"), self.received_count(row))
+        ran = format_html(gettext("{} stored run"), self.ran_count(row))
+        return stacked(received, ran, format_html(gettext("{} per second"), self.rate_now(row)))
+
     @admin.display(description=_("deliveries"))
     def received_count(self, row: Any) -> str:
         return f"{row.received:,}"
 
-    @admin.display(description=_("stored run"))
+    @admin.display(description=_("stored messages run"))
     def ran_count(self, row: Any) -> str:
         return f"{row.ran:,}"

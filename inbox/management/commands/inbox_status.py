@@ -11,20 +11,20 @@ from inbox.conf import inbox_options
 from inbox.consumer.heartbeat import unattended, what_to_start
 from inbox.leases.opening import lease_store
 from inbox.leases.stores import LeaseStoreUnavailable
-from inbox.store import accounting, heartbeats, operating
+from inbox.store import accounting, heartbeats, operating, pausing
 from outbox.console.status_command import StatusCommand, iso, process_as_json, processes, state_of
 from outbox.console.terminal import age, table
 
 _CONFLICTS = 50
 _COLUMNS = (
     (_("deliveries"), lambda consumer: f"{consumer.received:,}"),
-    (_("stored run"), lambda consumer: f"{consumer.ran:,}"),
+    (_("stored messages run"), lambda consumer: f"{consumer.ran:,}"),
 )
 
 
 class Command(StatusCommand):
     help = (
-        "Show what became of every delivery, by state and by cause, how long the oldest message waits, and which consumers run."
+        "Show the number of deliveries by state and by cause, the age of the oldest waiting message, and the running consumers."
     )
     app = "inbox"
 
@@ -33,7 +33,7 @@ class Command(StatusCommand):
         parser.add_argument(
             "--conflicts",
             action="store_true",
-            help=f"list the {_CONFLICTS} messages that most recently met their biz-id with other content",
+            help=f"list the {_CONFLICTS} messages with the most recent duplicates of different content",
         )
 
     def alarming(self) -> Sequence[str]:
@@ -60,6 +60,7 @@ class Command(StatusCommand):
             "without_rows": _without_rows(),
             "consumers": [_as_json(consumer) for consumer in heartbeats.consumers.rows(alias)],
             "unattended": unattended(alias),
+            "paused_handlers": [_paused_as_json(row) for row in pausing.paused_handlers(alias)],
         }
         if options["conflicts"]:
             found["conflicts"] = [
@@ -87,8 +88,8 @@ class Command(StatusCommand):
                 (gettext("duplicates suppressed"), f"{duplicates.suppressed:,}"),
                 *((f"  {cause}", f"{count:,}") for cause, count in _by_cause(duplicates).items()),
                 (gettext("edited, not delivered"), f"{balance.edited:,}"),
-                (gettext("delivered, the sum"), f"{balance.delivered:,}"),
-                (gettext("duplicates with other content"), f"{duplicates.conflicting:,}"),
+                (gettext("delivered, total"), f"{balance.delivered:,}"),
+                (gettext("duplicates with different content"), f"{duplicates.conflicting:,}"),
                 (gettext("dead, in quarantine"), f"{balance.quarantined:,}"),
                 (gettext("oldest waiting"), age(operating.oldest_waiting(alias))),
                 *_leased(),
@@ -97,6 +98,8 @@ class Command(StatusCommand):
         drawn = [counts]
         if consumers:
             drawn.append(processes(gettext("consumer"), consumers, _COLUMNS, _state))
+        if paused := list(pausing.paused_handlers(alias)):
+            drawn.append(_paused(paused))
         if names := unattended(alias):
             drawn.append(
                 gettext("No consumer is running for: %(names)s. %(remedy)s")
@@ -105,6 +108,27 @@ class Command(StatusCommand):
         if options["conflicts"]:
             drawn.append(_conflicts(alias))
         return "\n\n".join(drawn)
+
+
+def _paused(handlers: list[Any]) -> str:
+    head = (gettext("paused handler"), gettext("since"), gettext("stored"))
+    lines = [head, *((row.handler, age(row.paused_at, row.database_now), f"{row.messages:,}") for row in handlers)]
+    said = [gettext("why"), *(" ".join(_why(row).split()) for row in handlers)]
+    return "\n".join(f"{line}  {why}" for line, why in zip(table(lines).splitlines(), said, strict=True))
+
+
+def _why(row: Any) -> str:
+    return gettext("by %(user)s") % {"user": f"{row.paused_by}: {row.reason}"}
+
+
+def _paused_as_json(row: Any) -> dict[str, Any]:
+    return {
+        "handler": row.handler,
+        "messages": row.messages,
+        "since": iso(row.paused_at),
+        "by": row.paused_by,
+        "reason": row.reason,
+    }
 
 
 def _state(consumer: Any) -> str:
@@ -118,8 +142,8 @@ def _as_json(consumer: Any) -> dict[str, Any]:
 def _conflicts(alias: str) -> str:
     rows = accounting.conflicts(alias, _CONFLICTS)
     if not rows:
-        return gettext("No biz-id has come with other content.")
-    head = ("biz-id", "topic", "handler", "first message", "latest other", "others", "latest")
+        return gettext("No duplicate has had different content.")
+    head = ("biz-id", "topic", "handler", "first message", "latest conflict", "conflicts", "latest")
     return table(
         [
             head,
@@ -142,7 +166,7 @@ def _conflicts(alias: str) -> str:
 def _leased() -> list[tuple[str, str]]:
     counts = _without_rows()
     if counts is None:
-        return [("the store of leases", "does not answer")]
+        return [("lease store", "unavailable")]
     sums = Counter[str]()
     for of_handler in counts.values():
         sums.update(of_handler)
@@ -150,7 +174,7 @@ def _leased() -> list[tuple[str, str]]:
 
 
 def _without_rows() -> Mapping[str, Mapping[str, int]] | None:
-    """What has left no row, of the handlers of all databases; None when the store of leases does not answer."""
+    """Counts of messages under leases without a row, for all handlers; None if the lease store is unavailable."""
     try:
         return lease_store(inbox_options()).counts()
     except LeaseStoreUnavailable:

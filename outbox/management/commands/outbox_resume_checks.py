@@ -1,9 +1,10 @@
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandParser
-from django.db import DEFAULT_DB_ALIAS
+from django.db import DEFAULT_DB_ALIAS, transaction
 from django.utils.translation import gettext as _
 
+from outbox.console.audit import Subject, actor_of_command, record
 from outbox.console.plurals import ngettext
 from outbox.console.terminal import Progress, message_id, refuse_unknown
 from outbox.database.schema import require_schema
@@ -36,8 +37,13 @@ class Command(BaseCommand):
             )
             return
         progress = Progress(_("resumed"), len(found))
-        for position in found:
-            progress.advance(int(preparing.resume(options["database"], position, reason="outbox_resume_checks")))
+        alias, actor = options["database"], actor_of_command(__name__)
+        for position, identity in found.items():
+            with transaction.atomic(using=alias):
+                resumed = preparing.resume(alias, position, reason="outbox_resume_checks")
+                if resumed:
+                    record("outbox", alias, actor, "ask_again", [Subject(kind="message", id=str(identity))])
+            progress.advance(int(resumed))
         progress.finish()
         self.stdout.write(ngettext("%(count)s message resumed.", "%(count)s messages resumed.", progress.done))
         refuse_unknown(map(str, named), found.values(), [State.STUCK])

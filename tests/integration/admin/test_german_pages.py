@@ -33,8 +33,11 @@ LISTS = [
     "outbox_pausedtopic",
     "outbox_pendingcallback",
     "outbox_relayheartbeat",
+    "outbox_alert",
+    "outbox_auditentry",
     "inbox_inboxmessage",
     "inbox_consumerheartbeat",
+    "inbox_pausedhandler",
 ]
 
 
